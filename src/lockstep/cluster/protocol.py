@@ -1,0 +1,101 @@
+"""Who runs where, and typed calls to them: one protocol for local processes, Ray and what may come.
+
+A worker process hosts one *service*: an object whose class has typed methods. The controller holds a `Worker`
+handle and calls through unbound methods of a (light) protocol class, so that mypy checks the arguments and the
+wire knows the types:
+
+    pending = worker.submit(TrainerService.step, microbatches, loss)
+    stats = pending.result(why="train step 12")
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+@dataclass(slots=True)
+class WorkerSpec:
+    """A process that is wanted."""
+
+    name: str
+    """Unique in the run, e.g. `policy-1`; also the name of its beacon."""
+    role: str
+    rank: int
+    service: str
+    """`package.module:Class`, constructed in the worker with `arguments` as keywords."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """JSON-like values (configs travel as `model_dump(mode="json")`)."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
+    """Modules that a warm template process imports once, before workers of the same `preload` are forked
+    from it."""
+
+
+class RemoteError(RuntimeError):
+    """An exception that was raised in a worker: its type, message, worker and remote traceback."""
+
+    def __init__(self, worker: str, rank: int, kind: str, message: str, traceback: str) -> None:
+        super().__init__(f"{kind} in {worker}: {message}\n\n--- traceback in {worker} ---\n{traceback}")
+        self.worker, self.rank, self.kind, self.message, self.traceback = worker, rank, kind, message, traceback
+
+
+class WorkerDied(RuntimeError):
+    """A worker ended while it was needed: exit code or signal, and the last lines of its log."""
+
+    def __init__(self, worker: str, rank: int, exit_code: int | None, log_tail: str) -> None:
+        how = "vanished" if exit_code is None else f"exited with {exit_code}"
+        super().__init__(f"{worker} {how}\n\n--- end of its log ---\n{log_tail}")
+        self.worker, self.rank, self.exit_code, self.log_tail = worker, rank, exit_code, log_tail
+
+
+class Pending(Protocol[R_co]):
+    """A call under way."""
+
+    def done(self) -> bool: ...
+
+    def result(self, why: str, stall_s: float | None = None) -> R_co:
+        """Waits for the result as long as the worker makes progress; after `stall_s` (the cluster's limit when
+        None) without any, raises `lockstep.watch.waits.Stalled`. Raises RemoteError or WorkerDied."""
+
+
+class Worker(Protocol):
+    """A handle to a worker process."""
+
+    spec: WorkerSpec
+    pid: int
+
+    def submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Sends the call; calls of one worker run in the order of submission, except those whose service method
+        is marked `@concurrent` (they answer at once, beside a running call)."""
+
+    def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """`submit(...).result(why=method name)`."""
+
+    def alive(self) -> bool: ...
+
+
+class Cluster(Protocol):
+    """Starts and stops workers."""
+
+    def start(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
+        """Starts all (in parallel) and returns when every service is constructed, waiting visibly for those
+        that are not. Raises RemoteError when a constructor raised."""
+
+    def stop(self, worker: Worker, grace_s: float = 5.0) -> None:
+        """Asks the worker to leave, kills it after the grace."""
+
+    def store(self) -> tuple[str, int]:
+        """Host and port of a rendezvous store (torch TCPStore protocol) that lives outside the ranks."""
+
+    def close(self) -> None:
+        """Stops every worker and the agent. Idempotent; leaves no orphan."""
+
+
+def concurrent(method: Callable[P, R]) -> Callable[P, R]:
+    """Marks a service method that may run beside a running call, in the worker's I/O thread; it must be quick."""
+    method.__lockstep_concurrent__ = True  # type: ignore[attr-defined]
+    return method

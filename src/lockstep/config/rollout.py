@@ -1,0 +1,43 @@
+"""How completions are generated."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from lockstep.config.base import Section
+from lockstep.config.model import DType
+
+
+class Sampling(Section):
+    """Sampling parameters, named as in vLLM and transformers."""
+
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    """0 is off."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    max_tokens: int = Field(256, gt=0)
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; they stay in it, as the model must learn to write them."""
+    ignore_eos: bool = False
+
+
+class BuiltinEngine(Section):
+    """Lockstep's own engine: plain torch, CPU or one GPU."""
+
+    kind: Literal["builtin"] = "builtin"
+    count: int = Field(1, gt=0)
+    """How many engine processes."""
+    dtype: DType = "auto"
+    max_rows: int = Field(256, gt=0)
+    """Rows decoded together."""
+    cache_tokens: int | None = Field(None, gt=0)
+    """Size of the preallocated KV cache in tokens; enough for `max_rows` when absent."""
+    threads: int | None = Field(None, gt=0)
+    """Torch threads of the engine; shared out evenly when absent."""
+
+
+class Rollout(Section):
+    sampling: Sampling = Sampling()
+    engine: BuiltinEngine = BuiltinEngine()

@@ -1,0 +1,56 @@
+"""What the recipes share: folder, seed, evaluation, reporting."""
+
+from pydantic import Field, field_validator
+
+from lockstep.config.base import Section
+from lockstep.config.cluster import LocalCluster
+from lockstep.config.data import Dataset
+from lockstep.config.model import Model
+from lockstep.config.rollout import Rollout, Sampling
+from lockstep.config.reward import Reward
+from lockstep.config.trainer import Checkpoint, Trainer
+
+
+class Evaluation(Section):
+    """Sampled completions on held-out prompts, scored by the reward's terms and by exact match."""
+
+    data: Dataset
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; one is always made before the first and after the last step."""
+    prompts: int | None = Field(None, gt=0)
+    """Number of held-out prompts; all when absent."""
+    sampling: Sampling | None = None
+    """Other sampling than the rollout's."""
+    samples_shown: int = Field(4, ge=0)
+
+
+class Report(Section):
+    console: bool = True
+    tensorboard: bool = True
+    html: bool = True
+
+
+class RunConfig(Section):
+    """The fields of every recipe."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    folder: str = "runs"
+    """The run lives in `folder/name`."""
+    seed: int = Field(0, ge=0)
+    steps: int = Field(gt=0)
+    model: Model
+    data: Dataset
+    token_budget: int = Field(4096, gt=0)
+    """Tokens of one packed row, the unit of memory of a micro-batch."""
+    trainer: Trainer = Trainer()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation | None = None
+    rollout: Rollout = Rollout()
+    reward: Reward | None = None
+    cluster: LocalCluster = LocalCluster()
+    report: Report = Report()
+
+    @field_validator("cluster", mode="before")
+    @classmethod
+    def _shorthand(cls, value: object) -> object:
+        return {"kind": value} if isinstance(value, str) else value

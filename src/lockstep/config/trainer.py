@@ -1,0 +1,53 @@
+"""How weights are updated, sharded and kept."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from lockstep.config.base import Section
+
+
+class AdamW(Section):
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+
+
+class Schedule(Section):
+    """Linear warm-up, then constant, linear or cosine decay to `final` of the peak."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    """In optimizer steps."""
+    total_steps: int | None = Field(None, gt=0)
+    """In optimizer steps; the run's length when absent."""
+    final: float = Field(0.0, ge=0, le=1)
+
+
+class Trainer(Section):
+    ranks: int = Field(1, gt=0)
+    """Data-parallel ranks; parameters are sharded over them with FSDP2."""
+    threads: int | None = Field(None, gt=0)
+    """Torch threads of a rank; the cores are shared out evenly when absent."""
+    reshard_after_forward: bool = True
+    """True frees gathered layers after forward (ZeRO-3), False keeps them until backward (ZeRO-2)."""
+    activation_checkpointing: bool = False
+    optimizer: AdamW = AdamW()
+    schedule: Schedule = Schedule()
+    max_grad_norm: float | None = Field(1.0, gt=0)
+    head_chunk: int = Field(1024, gt=0)
+    """Target positions per chunk of the head and loss: `[chunk, vocabulary]` is the largest logits tensor."""
+    collective_timeout_s: float = Field(1800.0, gt=0)
+    """Bound of one collective, on every communicator."""
+
+
+class Checkpoint(Section):
+    every: int = Field(50, ge=0)
+    """Steps between checkpoints; 0 keeps only the last step's."""
+    keep_last: int = Field(2, ge=2)
+    """Two at least: step files are kept until the second newest checkpoint."""
+    keep_best: bool = True
+    """Keep the checkpoint of the best evaluation as well."""
+    export: bool = True
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads when the run ends."""

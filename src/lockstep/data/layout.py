@@ -1,0 +1,87 @@
+"""The layout of a packed row: a forest of segments.
+
+A segment attends to itself (causally) and to its ancestors (wholly). A document is a root; a completion's
+parent is its prompt; a turn's parent is the turn before. One row holds many trees.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class Layout:
+    """Where each segment of a packed row lies and who its parent is.
+
+    An opaque class on purpose: FSDP2's mixed precision copies dataclasses layer by layer and would cast their
+    tensors. All indices are Python ints or int64 tensors.
+
+    Args:
+        lengths: tokens of each segment, in row order; the row is their concatenation.
+        parents: index of each segment's parent, smaller than its own, or -1.
+
+    Raises:
+        ValueError: empty row, a length below 1, or a parent that does not precede its child.
+    """
+
+    __slots__ = ("_mask", "lengths", "parents", "starts", "tokens")
+
+    def __init__(self, lengths: list[int], parents: list[int]) -> None:
+        if not lengths or len(lengths) != len(parents):
+            raise ValueError(f"a layout needs as many parents as lengths, got {len(parents)} and {len(lengths)}")
+        self.lengths = lengths
+        self.parents = parents
+        self.starts: list[int] = []
+        position = 0
+        for index, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+            if length < 1:
+                raise ValueError(f"segment {index} has length {length}, expected at least 1")
+            if not -1 <= parent < index:
+                raise ValueError(f"segment {index} has parent {parent}, expected -1 or an earlier segment")
+            self.starts.append(position)
+            position += length
+        self.tokens = position
+        self._mask: Tensor | None = None
+
+    def ancestors(self, segment: int) -> list[int]:
+        """The segment's ancestors, nearest first."""
+        found = []
+        while (segment := self.parents[segment]) >= 0:
+            found.append(segment)
+        return found
+
+    def segments(self) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, parent) of each segment."""
+        for start, length, parent in zip(self.starts, self.lengths, self.parents, strict=True):
+            yield start, start + length, parent
+
+    def positions(self) -> Tensor:
+        """int64 `[tokens]`: distance of each token from the beginning of its sequence (root to token)."""
+        offsets: list[int] = []
+        parts = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            offset = 0 if parent < 0 else offsets[parent] + self.lengths[parent]
+            offsets.append(offset)
+            parts.append(torch.arange(offset, offset + length))
+        return torch.cat(parts)
+
+    def pairs(self) -> int:
+        """Number of (query, key) pairs, the cost of attention."""
+        total = 0
+        depth: list[int] = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            above = 0 if parent < 0 else depth[parent] + self.lengths[parent]
+            depth.append(above)
+            total += length * above + length * (length + 1) // 2
+        return total
+
+    def mask(self, device: torch.device | str = "cpu") -> Tensor:
+        """bool `[tokens, tokens]`: True where the query (row) may see the key (column). Kept after the first call."""
+        if self._mask is None or self._mask.device != torch.device(device):
+            mask = torch.zeros(self.tokens, self.tokens, dtype=torch.bool)
+            for segment, (start, stop, _) in enumerate(self.segments()):
+                mask[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+                for above in self.ancestors(segment):
+                    mask[start:stop, self.starts[above] : self.starts[above] + self.lengths[above]] = True
+            self._mask = mask.to(device)
+        return self._mask

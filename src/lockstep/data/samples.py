@@ -1,0 +1,90 @@
+"""The nouns of data: prompts, completions, groups, rollouts, documents.
+
+All are plain dataclasses of numpy arrays and JSON-like values, so that they travel between processes
+and into the ledger without pickle.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt ready to be completed."""
+
+    uid: str
+    """`"{epoch}:{row}"`: names this use of this row; a run uses each uid once."""
+    row: int
+    """Row of the dataset."""
+    tokens: np.ndarray
+    """int32 `[prompt tokens]`."""
+    text: str
+    messages: list[dict[str, Any]] | None = None
+    """The conversation as it stood in the data, where it was one."""
+    answer: Any = None
+    """Ground truth for the verifiers, None where the data has none."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Every other column of the row, as it is: handed to reward functions."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One completion of a prompt, with what is needed to learn from it."""
+
+    request: str
+    """Id of the request it answers."""
+    tokens: np.ndarray
+    """int32 `[tokens]`, the end-of-sequence token included where it was generated."""
+    logprobs: np.ndarray
+    """float32 `[tokens]`, under the distribution that was sampled from."""
+    versions: np.ndarray
+    """int32 `[tokens]`: the weights version that made each token."""
+    finish: FinishReason
+    text: str
+    """Decoded without special tokens."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The completions of one prompt, and their rewards once they are scored."""
+
+    prompt: Prompt
+    completions: list[Completion]
+    rewards: np.ndarray | None = None
+    """float32 `[completions]`."""
+    breakdown: dict[str, np.ndarray] = field(default_factory=dict)
+    """Unweighted value of each reward term, float32 `[completions]`."""
+
+
+@dataclass(slots=True)
+class Rollouts:
+    """What one step generated: groups of equal size."""
+
+    step: int
+    version: int
+    """Weights version current when the step's generation began."""
+    groups: list[Group]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 `[groups, group size]`; ValueError while a group is not scored."""
+        rows = [group.rewards for group in self.groups if group.rewards is not None]
+        if len(rows) != len(self.groups):
+            raise ValueError(f"{len(self.groups) - len(rows)} of {len(self.groups)} groups are not scored")
+        return np.stack(rows)
+
+
+@dataclass(slots=True)
+class Document:
+    """One sample of supervised fine-tuning."""
+
+    uid: str
+    row: int
+    tokens: np.ndarray
+    """int32 `[tokens]`."""
+    loss_mask: np.ndarray
+    """bool `[tokens]`: which tokens are to be predicted; the first never is."""

@@ -1,0 +1,74 @@
+"""What every rollout engine can do: one protocol for the builtin engine, vLLM and what may come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from lockstep.data.samples import Completion
+
+
+@dataclass(slots=True)
+class Request:
+    """One completion that is wanted."""
+
+    id: str
+    group: str
+    """Requests of one group have the same prompt: it is prefilled once and its K/V is shared."""
+    prompt: np.ndarray
+    """int32 `[prompt tokens]`."""
+    seed: int
+    """The completion depends on this seed and on nothing else in the batch (up to floating point)."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class EngineProgress:
+    """Counters that move while an engine works; readable at any time."""
+
+    tokens: int
+    """Generated since the engine started."""
+    waiting: int
+    running: int
+    finished: int
+    version: int
+    paused: bool
+
+
+class RolloutEngine(Protocol):
+    """A continuous-batching engine. Not thread-safe: one thread calls it."""
+
+    version: int
+    """Weights version being served."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests. ValueError names the request whose prompt and max_tokens exceed the context."""
+
+    def step(self) -> list[Completion]:
+        """One turn: admits waiting requests (prefill), decodes one token of every running row, and returns
+        what finished. Returns at once when there is nothing to do or the engine is paused."""
+
+    def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
+        """Ends the given requests (all when None) and returns what they had, with `finish="abort"`."""
+
+    def load_weights(self, source: Path, version: int) -> None:
+        """Takes weights between two decode steps from the weight room's store at `source`.
+
+        Running rows go on (their later tokens carry the new version); prompts' K/V is recomputed or kept as
+        the engine documents it."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def progress(self) -> EngineProgress: ...
+
+    def close(self) -> None: ...
