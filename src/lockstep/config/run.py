@@ -6,8 +6,8 @@ from lockstep.config.base import Section
 from lockstep.config.cluster import LocalCluster
 from lockstep.config.data import Dataset
 from lockstep.config.model import Model
-from lockstep.config.rollout import Rollout, Sampling
 from lockstep.config.reward import Reward
+from lockstep.config.rollout import Rollout, Sampling
 from lockstep.config.trainer import Checkpoint, Trainer
 
 
