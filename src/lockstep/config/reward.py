@@ -1,8 +1,9 @@
 """What completions are rewarded for."""
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.base import Section
 
@@ -13,6 +14,15 @@ class _Term(Section):
     """Name in the metrics; the kind or the function's name when absent."""
 
 
+def _valid_pattern(pattern: str | None) -> str | None:
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+    return pattern
+
+
 class ExactMatch(_Term):
     """1 where the (stripped) completion equals the answer."""
 
@@ -20,6 +30,8 @@ class ExactMatch(_Term):
     ignore_case: bool = False
     extract: str | None = None
     """A regular expression whose last match (group 1 where there is one) is compared instead of the whole."""
+
+    _pattern = field_validator("extract")(_valid_pattern)
 
 
 class Math(_Term):
@@ -36,6 +48,8 @@ class Regex(_Term):
     pattern: str
     mode: Literal["search", "fullmatch"] = "fullmatch"
 
+    _pattern = field_validator("pattern")(_valid_pattern)
+
 
 class Length(_Term):
     """Linear penalty between `soft` and `hard` tokens, from 0 to -1 (DAPO's soft overlong punishment)."""
@@ -43,6 +57,12 @@ class Length(_Term):
     kind: Literal["length"] = "length"
     soft: int = Field(gt=0)
     hard: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.soft >= self.hard:
+            raise ValueError(f"soft {self.soft} must be less than hard {self.hard}")
+        return self
 
 
 class Function(_Term):

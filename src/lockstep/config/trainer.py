@@ -1,8 +1,8 @@
 """How weights are updated, sharded and kept."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lockstep.config.base import Section
 
@@ -23,6 +23,12 @@ class Schedule(Section):
     total_steps: int | None = Field(None, gt=0)
     """In optimizer steps; the run's length when absent."""
     final: float = Field(0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        if self.total_steps is not None and self.warmup_steps > self.total_steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} is more than total_steps {self.total_steps}")
+        return self
 
 
 class Trainer(Section):

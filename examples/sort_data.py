@@ -1,0 +1,35 @@
+"""Writes the data of the sorting example: sort the digits of a number.
+
+    python examples/sort_data.py runs/sort-data
+
+makes three files: `sft.jsonl` (prompt and completion; two thirds of the answers are sorted the wrong way round, so
+that supervised learning alone gets about a third right), `grpo.jsonl` and `eval.jsonl` (prompt and answer; held-out
+prompts appear in neither of the other two).
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+DIGITS = 5
+SFT_ROWS, GRPO_ROWS, EVAL_ROWS = 40_000, 20_000, 512
+WRONG = 0.65
+
+
+def main(folder: Path, seed: int = 7) -> None:
+    rng = random.Random(seed)
+    numbers = [f"{n:0{DIGITS}d}" for n in rng.sample(range(10**DIGITS), SFT_ROWS + GRPO_ROWS + EVAL_ROWS)]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "sft.jsonl").open("w") as file:
+        for number in numbers[:SFT_ROWS]:
+            answer = "".join(sorted(number, reverse=rng.random() < WRONG))
+            file.write(json.dumps({"prompt": f"{number}=", "completion": answer}) + "\n")
+    for name, part in (("grpo", numbers[SFT_ROWS:-EVAL_ROWS]), ("eval", numbers[-EVAL_ROWS:])):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for number in part:
+                file.write(json.dumps({"prompt": f"{number}=", "answer": "".join(sorted(number))}) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/sort-data"))

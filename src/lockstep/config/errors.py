@@ -1,0 +1,29 @@
+"""Errors in a run's file: every problem at once, each with field, value, what was expected and a remedy."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    field: str
+    """Dotted path, e.g. `loss.clip_low`."""
+    message: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+
+
+class ConfigError(ValueError):
+    """The run's file or an override cannot be used; nothing was started.
+
+    Args:
+        source: the file, or what else the values came from.
+        problems: everything that is wrong, in the order of the file.
+    """
+
+    def __init__(self, source: str, problems: list[Problem]) -> None:
+        super().__init__(f"{source}: " + "; ".join(map(str, problems)))
+        self.source, self.problems = source, problems

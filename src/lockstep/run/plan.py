@@ -1,0 +1,196 @@
+"""What a run will start and need, computed before anything starts: processes, threads, memory, collectives."""
+
+from dataclasses import dataclass
+
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the plan must know of a model."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    dtype: str
+    """Compute precision after `auto` was resolved."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the plan must know of the machine."""
+
+    cores: int
+    memory: int
+    """Bytes that can still be used."""
+    shared_memory: int
+    """Free bytes of /dev/shm."""
+    device: str
+    """`cpu` or `cuda`."""
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    name: str
+    role: str
+    rank: int
+    device: str
+    threads: int
+    memory: int
+    """Estimated bytes of weights, optimizer state, caches and activations, without the runtime itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One line of the schedule of a step."""
+
+    operation: str
+    communicator: str
+    times: str
+    """How often in a step, with what decides it."""
+    bytes: int
+    """Payload of the largest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    processes: list[PlannedProcess]
+    collectives: list[Collective]
+    shared_memory: int
+    """Bytes of /dev/shm for the published weights."""
+
+    @property
+    def memory(self) -> int:
+        return sum(process.memory for process in self.processes)
+
+
+class InfeasibleError(ValueError):
+    """The plan does not fit this machine: which part does not, and what would."""
+
+
+def needs_engine(config: SFTConfig | GRPOConfig) -> bool:
+    """GRPO always generates; SFT only for its evaluation."""
+    return config.recipe == "grpo" or config.evaluation is not None
+
+
+def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts, host: HostFacts) -> Plan:
+    """The processes of the run and what they need.
+
+    Raises:
+        InfeasibleError: more GPU processes than GPUs, too little memory or shared memory.
+    """
+    trainer, engine = config.trainer, config.rollout.engine
+    engines = engine.count if needs_engine(config) else 0
+    processes = [
+        PlannedProcess(
+            f"policy-{rank}",
+            "policy",
+            rank,
+            _device(host, rank),
+            trainer.threads or max(1, host.cores // trainer.ranks),
+            trainer_memory(config, model),
+        )
+        for rank in range(trainer.ranks)
+    ]
+    processes += [
+        PlannedProcess(
+            f"engine-{rank}",
+            "rollout",
+            rank,
+            _device(host, trainer.ranks + rank),
+            engine.threads or max(1, host.cores // engines),
+            engine_memory(config, model),
+        )
+        for rank in range(engines)
+    ]
+    if config.reward is not None:
+        processes += [
+            PlannedProcess(f"scorer-{rank}", "reward", rank, "cpu", 1, 0) for rank in range(config.reward.workers)
+        ]
+    shared = 2 * model.parameters * BYTES[engine_dtype(config, model)] if engines else 0
+    plan = Plan(processes, trainer_collectives(config, model), shared)
+    _must_fit(plan, config, host)
+    return plan
+
+
+def engine_dtype(config: SFTConfig | GRPOConfig, model: ModelFacts) -> str:
+    """Precision of the engine's weights: its own setting, else the model's."""
+    chosen = config.rollout.engine.dtype
+    return model.dtype if chosen == "auto" else chosen
+
+
+def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
+    """Bytes of one rank: fp32 weights, gradients and two Adam moments, sharded; activations of one row.
+
+    Activations follow Korthikanti et al. 2022 (eq. 2), `34 * tokens * hidden` bytes a layer in 16 bit, without its
+    attention term, as attention keeps no scores; double in 32 bit, one tensor a layer under checkpointing.
+    """
+    states = 16 * model.parameters // config.trainer.ranks
+    width = BYTES[model.dtype]
+    per_layer = (2 if config.trainer.activation_checkpointing else 34) * config.token_budget * model.hidden
+    activations = per_layer * model.layers * width // 2
+    head = 3 * config.trainer.head_chunk * model.vocabulary * 4
+    reference = 0
+    if config.recipe == "grpo" and config.loss.kl.coefficient > 0:
+        reference = model.parameters * width // config.trainer.ranks
+    return states + activations + head + reference
+
+
+def engine_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
+    """Bytes of one engine: weights and its preallocated K/V cache."""
+    engine = config.rollout.engine
+    width = BYTES[engine_dtype(config, model)]
+    longest = min(config.model.max_length or model.context, model.context)
+    tokens = engine.cache_tokens or engine.max_rows * min(longest, 2 * config.rollout.sampling.max_tokens)
+    return model.parameters * width + 2 * model.layers * model.kv_heads * model.head_dim * tokens * width
+
+
+def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> list[Collective]:
+    """The collectives every rank enters in a step; none of it depends on the data of a rank (rule 3)."""
+    if config.trainer.ranks == 1:
+        return []
+    width = BYTES[model.dtype]
+    units = model.layers + 1
+    largest = max(model.parameters // units, model.hidden * model.vocabulary) * width
+    gathers = 2 * units if config.trainer.reshard_after_forward else units
+    updates = 1
+    if config.recipe == "grpo":
+        updates = config.epochs * (config.completions_per_step // (config.minibatch_size or config.completions_per_step))
+    return [
+        Collective("all_gather", "fsdp", f"{gathers} per micro-batch", largest),
+        Collective("reduce_scatter", "fsdp", f"{units * updates} ({units} per optimizer step)", largest),
+        Collective("all_reduce", "fsdp", f"{updates} (gradient norm)", 4),
+        Collective("all_reduce", "fsdp", f"{updates} (metrics, one vector)", 4 * 32),
+    ]
+
+
+def _device(host: HostFacts, index: int) -> str:
+    """One GPU per process; where there are fewer, processes share them in turn (colocation)."""
+    return "cpu" if host.device == "cpu" else f"cuda:{index % max(host.gpus, 1)}"
+
+
+def _must_fit(plan: Plan, config: SFTConfig | GRPOConfig, host: HostFacts) -> None:
+    if host.device == "cuda" and config.trainer.ranks > host.gpus:
+        raise InfeasibleError(
+            f"trainer.ranks {config.trainer.ranks} needs as many GPUs and this host has {host.gpus}: "
+            f"set trainer.ranks={host.gpus}, or cluster.device=cpu"
+        )
+    if plan.shared_memory > host.shared_memory:
+        raise InfeasibleError(
+            f"publishing weights needs {plan.shared_memory / 2**20:.0f} MiB of /dev/shm (two copies) and "
+            f"{host.shared_memory / 2**20:.0f} MiB are free: enlarge it (docker: --shm-size) or remove stale files"
+        )
+    if host.device == "cpu" and plan.memory > host.memory:
+        worst = max(plan.processes, key=lambda process: process.memory)
+        raise InfeasibleError(
+            f"the run needs about {plan.memory / 2**30:.1f} GiB and {host.memory / 2**30:.1f} GiB are free; the largest "
+            f"part is {worst.name} with {worst.memory / 2**30:.1f} GiB: lower token_budget or "
+            f"rollout.engine.max_rows, or turn on trainer.activation_checkpointing"
+        )
