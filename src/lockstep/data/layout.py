@@ -24,7 +24,7 @@ class Layout:
         ValueError: empty row, a length below 1, or a parent that does not precede its child.
     """
 
-    __slots__ = ("_mask", "lengths", "parents", "starts", "tokens")
+    __slots__ = ("_masks", "_parts", "lengths", "parents", "starts", "tokens")
 
     def __init__(self, lengths: list[int], parents: list[int]) -> None:
         if not lengths or len(lengths) != len(parents):
@@ -41,7 +41,8 @@ class Layout:
             self.starts.append(position)
             position += length
         self.tokens = position
-        self._mask: Tensor | None = None
+        self._masks: dict[tuple[torch.device, int | None], Tensor] = {}
+        self._parts: dict[int, list[tuple[int, int, Layout]]] = {}
 
     def ancestors(self, segment: int) -> list[int]:
         """The segment's ancestors, nearest first."""
@@ -75,13 +76,61 @@ class Layout:
             total += length * above + length * (length + 1) // 2
         return total
 
-    def mask(self, device: torch.device | str = "cpu") -> Tensor:
-        """bool `[tokens, tokens]`: True where the query (row) may see the key (column). Kept after the first call."""
-        if self._mask is None or self._mask.device != torch.device(device):
+    def mask(self, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        """bool `[tokens, tokens]`: True where the query (row) may see the key (column). Kept after the first call.
+
+        Args:
+            window: sliding window: also hide keys `window` or more tokens before the query on its path.
+        """
+        kept = (torch.device(device), window)
+        if kept not in self._masks:
             mask = torch.zeros(self.tokens, self.tokens, dtype=torch.bool)
             for segment, (start, stop, _) in enumerate(self.segments()):
                 mask[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
                 for above in self.ancestors(segment):
                     mask[start:stop, self.starts[above] : self.starts[above] + self.lengths[above]] = True
-            self._mask = mask.to(device)
-        return self._mask
+            if window is not None:
+                positions = self.positions()
+                mask &= positions[:, None] - positions[None, :] < window
+            self._masks[kept] = mask.to(device)
+        return self._masks[kept]
+
+    def parts(self, tokens: int = 256) -> list[tuple[int, int, "Layout"]]:
+        """(start, stop, layout) of pieces of the row that see nothing of each other: attention runs on each alone.
+
+        Neighbouring trees are kept together up to `tokens`, because a small piece costs more in calls than in
+        pairs; a larger tree is a piece of its own. Kept after the first call.
+        """
+        if tokens not in self._parts:
+            self._parts[tokens] = [self._slice(first, last) for first, last in self._piece_bounds(tokens)]
+        return self._parts[tokens]
+
+    def _piece_bounds(self, tokens: int) -> list[tuple[int, int]]:
+        """Segment ranges of the pieces: a range can begin where no later segment has an earlier parent."""
+        count = len(self.lengths)
+        lowest = count
+        begins = []
+        for segment in range(count - 1, -1, -1):
+            lowest = min(lowest, self.parents[segment] if self.parents[segment] >= 0 else segment)
+            if lowest >= segment:
+                begins.append(segment)
+        begins.reverse()
+        bounds: list[tuple[int, int]] = []
+        size = 0
+        for first, last in zip(begins, [*begins[1:], count], strict=True):
+            length = sum(self.lengths[first:last])
+            if bounds and size + length <= tokens:
+                bounds[-1] = (bounds[-1][0], last)
+                size += length
+            else:
+                bounds.append((first, last))
+                size = length
+        return bounds
+
+    def _slice(self, first: int, last: int) -> tuple[int, int, "Layout"]:
+        if (first, last) == (0, len(self.lengths)):
+            return 0, self.tokens, self
+        parents = [parent if parent < 0 else parent - first for parent in self.parents[first:last]]
+        start = self.starts[first]
+        piece = Layout(self.lengths[first:last], parents)
+        return start, start + piece.tokens, piece
