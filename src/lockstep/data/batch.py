@@ -32,6 +32,9 @@ class Packed:
     """Per-target values, float32 `[targets]`. `weight` is always there: the factor of the target's loss, with
     the aggregation and its denominator inside, so that a step's loss is a plain sum over all targets of all
     ranks. GRPO adds `advantage`, `engine_logprob`, and where needed `old_logprob`, `reference_logprob`."""
+    sequences: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    """int32 `[targets]`: the batch's number of the sequence that each target belongs to; -1 in an empty
+    micro-batch. `pack` always fills it; a row made by hand may leave it empty."""
 
     @property
     def layout(self) -> Layout:

@@ -1,0 +1,150 @@
+"""What is packed: trees of segments, made from rollouts or documents.
+
+A sequence is a path from a root to a segment. Sequences that begin alike share the segments they have in
+common, so that these are computed once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.data.samples import Completion, Document, Rollouts
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of tokens that stays together; its context is its ancestors."""
+
+    tokens: np.ndarray
+    """int32 `[tokens]`."""
+    parent: int = -1
+    """Index of the parent in the tree, smaller than the own one; -1 for the root."""
+    loss_mask: np.ndarray | None = None
+    """bool `[tokens]`: which tokens are to be predicted; None means none of them."""
+    fields: dict[str, np.ndarray] = field(default_factory=dict)
+    """Per-token values, float32 `[tokens]`, or `[terms, tokens]` where the segment belongs to several sequences."""
+    sequence: int | tuple[int, ...] = ()
+    """The batch's numbers of the sequences that these tokens' losses belong to. A turn shared by three branches
+    carries three loss terms, one for each of them."""
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return (self.sequence,) if isinstance(self.sequence, int) else self.sequence
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """int64 `[targets of one term]`: which of the tokens are to be predicted."""
+        if self.loss_mask is None or not self.sequences:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(self.loss_mask)
+
+
+@dataclass(slots=True)
+class Tree:
+    """One prompt with its completions, a document, or a conversation with branches."""
+
+    segments: list[Segment]
+    name: str = ""
+    """What errors call it: the sample's uid."""
+    size: int | None = None
+    """How many samples of a mini-batch it counts for; the number of its sequences when None."""
+
+    @property
+    def samples(self) -> int:
+        return len(self.sequences) if self.size is None else self.size
+
+    @property
+    def sequences(self) -> list[int]:
+        """The numbers of its sequences, in order of appearance."""
+        return list(dict.fromkeys(number for segment in self.segments for number in segment.sequences))
+
+    def path(self, segment: int) -> list[int]:
+        """The segments from the root to the given one."""
+        found = [segment]
+        while (parent := self.segments[found[-1]].parent) >= 0:
+            found.append(parent)
+        return found[::-1]
+
+    def check(self) -> None:
+        """Raises ValueError where the tree is not one, or a target has no token that could predict it."""
+        for index, segment in enumerate(self.segments):
+            where = f"segment {index} of sample {self.name!r}"
+            if segment.tokens.size == 0:
+                raise ValueError(f"{where} has no tokens")
+            if not -1 <= segment.parent < index:
+                raise ValueError(f"{where} has parent {segment.parent}, expected -1 or an earlier segment")
+            if segment.loss_mask is not None and segment.loss_mask.shape != segment.tokens.shape:
+                raise ValueError(
+                    f"{where} has a loss mask of shape {segment.loss_mask.shape} for {segment.tokens.size} tokens"
+                )
+            if segment.parent < 0 and segment.wanted.size and segment.wanted[0] == 0:
+                raise ValueError(f"{where} wants its first token predicted, but nothing precedes it")
+            shapes: list[tuple[int, ...]] = [(len(segment.sequences), segment.tokens.size)]
+            if len(segment.sequences) == 1:
+                shapes.append((segment.tokens.size,))
+            for name, values in segment.fields.items():
+                if values.shape not in shapes:
+                    raise ValueError(f"{where} has field {name!r} of shape {values.shape}, expected {shapes[-1]}")
+
+
+def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike) -> list[Tree]:
+    """One tree per group: the prompt, and each completion as its child.
+
+    Sequence `g * G + k` is completion k of group g. A completion without tokens has nothing to learn from and
+    gets no segment.
+
+    Args:
+        rollouts: groups of equal size G.
+        advantages: float `[groups, G]`, or `[groups, G, longest completion]` for one value per token.
+
+    Raises:
+        ValueError: shapes that do not match, or an advantage that is not finite.
+    """
+    values = np.asarray(advantages, dtype=np.float32)
+    size = len(rollouts.groups[0].completions) if rollouts.groups else 0
+    if values.shape[:2] != (len(rollouts.groups), size) or values.ndim not in (2, 3):
+        raise ValueError(
+            f"advantages have shape {values.shape}, expected [{len(rollouts.groups)} groups, {size} completions]"
+        )
+    trees = []
+    for g, group in enumerate(rollouts.groups):
+        uid = group.prompt.uid
+        if len(group.completions) != size:
+            raise ValueError(
+                f"group {uid!r} has {len(group.completions)} completions, expected {size} as in the others"
+            )
+        if not np.isfinite(values[g]).all():
+            raise ValueError(f"the advantages of group {uid!r} are not finite: {values[g].tolist()}")
+        segments = [Segment(np.asarray(group.prompt.tokens, np.int32))]
+        for k, completion in enumerate(group.completions):
+            if len(completion.tokens):
+                segments.append(_completion_segment(completion, values[g, k], g * size + k))
+        trees.append(Tree(segments, uid, size))
+    return trees
+
+
+def _completion_segment(completion: Completion, advantage: np.ndarray, sequence: int) -> Segment:
+    tokens = np.asarray(completion.tokens, np.int32)
+    if len(completion.logprobs) != len(tokens):
+        raise ValueError(
+            f"completion {completion.request!r} has {len(completion.logprobs)} log-probabilities "
+            f"for {len(tokens)} tokens"
+        )
+    per_token = advantage[: tokens.size] if advantage.ndim else np.full(tokens.size, advantage, np.float32)
+    fields = {"advantage": per_token, "engine_logprob": np.asarray(completion.logprobs, np.float32)}
+    return Segment(tokens, 0, np.ones(tokens.size, np.bool_), fields, sequence)
+
+
+def trees_of_documents(documents: Sequence[Document]) -> list[Tree]:
+    """One tree of one segment per document; sequence i is document i.
+
+    Raises:
+        ValueError: a mask that does not fit, or one that wants the first token predicted.
+    """
+    trees = []
+    for number, document in enumerate(documents):
+        mask = np.asarray(document.loss_mask, np.bool_)
+        trees.append(Tree([Segment(np.asarray(document.tokens, np.int32), -1, mask, {}, number)], document.uid))
+    return trees
