@@ -1,0 +1,445 @@
+"""Beacons: what a process does now, in shared memory, readable when the process itself can no longer answer.
+
+A beacon is one small file of fixed layout, mapped into its writer, at `<base>/<run>/<name>.beacon` where base is
+`$LOCKSTEP_BEACONS`, else `/dev/shm/lockstep`, else a folder in the temporary directory. Readers copy the file; they
+need no help from the writer, which may be stopped, wedged or dead.
+
+Every record of the file is framed by its write number, first and last (`front body back`), and written by one
+`pack_into`. A record is valid when front equals back and two successive copies agree; this detects a copy made
+during a write as well as a writer that died in the middle of one, without locks between processes.
+"""
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAGIC = b"LOCKSTEP"
+VERSION = 1
+COUNTERS = 24
+WAITS = 16
+COMMUNICATORS = 16
+EVENTS = 128
+
+_HEADER = struct.Struct(
+    "<8sIIIiQQd64s96s32s"
+)  # magic version size pid rank start created_ns created_wall run name role
+_BEAT = struct.Struct("<Q")
+_STAGE = struct.Struct("<QQ96sQ")  # front since_ns stage back
+_COUNTER = struct.Struct("<QqqQ40sQ")  # front value total updated_ns name back
+_WAIT = struct.Struct(
+    "<QQQQQ24s96s160s32sQ"
+)  # front thread since_ns deadline_ns moved_ns kind whom why thread_name back
+_EVENT = struct.Struct("<QQ24s72sQ")  # front at_ns kind text back
+_COMMUNICATOR_BYTES = 256
+
+_BEAT_AT = 512
+_STAGE_AT = 576
+_COUNTERS_AT = 768
+_WAITS_AT = _COUNTERS_AT + COUNTERS * 96
+_COMMUNICATORS_AT = _WAITS_AT + WAITS * 384
+_EVENTS_AT = _COMMUNICATORS_AT + COMMUNICATORS * _COMMUNICATOR_BYTES
+SIZE = _EVENTS_AT + EVENTS * 128
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A progress counter; `updated_ns` is on the monotonic clock."""
+
+    value: int
+    total: int | None
+    updated_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """A wait that a thread is in. Times are nanoseconds of the host's monotonic clock."""
+
+    kind: str
+    whom: str
+    why: str
+    since_ns: int
+    deadline_ns: int | None
+    moved_ns: int
+    """When the one waited for last made progress, as far as the waiter saw; `since_ns` when it saw none."""
+    thread: int
+    thread_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    number: int
+    at_ns: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeaconState:
+    """What a beacon said when it was read."""
+
+    path: Path
+    run: str
+    name: str
+    role: str
+    rank: int
+    pid: int
+    start_ticks: int
+    created_ns: int
+    created_wall: float
+    beat_ns: int
+    """Last sign of life that a background thread gave, 0 when the process gives none."""
+    stage: str
+    stage_since_ns: int
+    counters: dict[str, Counter] = field(default_factory=dict)
+    waits: tuple[WaitRecord, ...] = ()
+    events: tuple[Event, ...] = ()
+    moves: int = 0
+    """Grows with every change of a counter or of the stage."""
+    torn: int = 0
+    """Records that could not be read: the writer died or was stopped while it wrote them."""
+
+
+def new_run_id(name: str) -> str:
+    """A run id nobody else on this host has: `name-` and six hex digits, made fit for a folder's name."""
+    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:48] or "run"
+    return f"{cleaned}-{secrets.token_hex(3)}"
+
+
+def base_dir() -> Path:
+    """The folder that holds the folders of runs."""
+    chosen = os.environ.get("LOCKSTEP_BEACONS")
+    if chosen:
+        return Path(chosen)
+    shared = Path("/dev/shm")
+    root = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return root / "lockstep"
+
+
+def run_dir(run: str) -> Path:
+    """The run's folder, whether it exists or not. Raises ValueError for an id that is no plain name."""
+    if not _RUN.fullmatch(run):
+        raise ValueError(f"run id {run!r}: expected up to 63 letters, digits, '.', '_' or '-'; see new_run_id()")
+    return base_dir() / run
+
+
+def make_run_dir(run: str) -> Path:
+    """Creates the run's folder with mode 0700. Raises PermissionError when somebody else owns it."""
+    folder = run_dir(run)
+    base = folder.parent
+    if not base.is_dir():
+        base.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):
+            base.chmod(0o1777)  # like /tmp: several users share a host
+    folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to somebody else (uid {facts.st_uid}); choose another run id")
+    return folder
+
+
+def start_ticks(pid: int) -> int | None:
+    """The start time of a process in clock ticks since boot, None when there is no such process. With the pid it
+    identifies a process for good."""
+    facts = _proc_stat(pid)
+    return None if facts is None else int(facts[19])
+
+
+def process_state(pid: int, start: int | None = None) -> str | None:
+    """The state letter of /proc (R, S, D, T, Z, ...), None when the process is gone or is another one."""
+    facts = _proc_stat(pid)
+    if facts is None or (start is not None and int(facts[19]) != start):
+        return None
+    return facts[0]
+
+
+def alive(pid: int, start: int | None = None) -> bool:
+    """Whether the process exists and is no zombie."""
+    return process_state(pid, start) not in (None, "Z", "X")
+
+
+def _proc_stat(pid: int) -> list[str] | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text[text.rindex(")") + 2 :].split()
+
+
+def _fit(text: str, size: int) -> bytes:
+    raw = text.encode("utf-8", "replace")
+    return raw if len(raw) <= size else raw[:size]
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode("utf-8", "ignore")
+
+
+class _Slot:
+    """One record of the mapped file."""
+
+    __slots__ = ("layout", "memory", "number", "offset")
+
+    def __init__(self, memory: mmap.mmap, offset: int, layout: struct.Struct) -> None:
+        self.memory, self.offset, self.layout, self.number = memory, offset, layout, 0
+
+    def write(self, *fields: object) -> None:
+        self.number += 1
+        self.layout.pack_into(self.memory, self.offset, self.number, *fields, self.number)
+
+
+class Beacon:
+    """The writing end; all methods may be called from any thread and cost about a microsecond."""
+
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        self.path = path
+        self._memory = memory
+        self._lock = threading.RLock()  # reentrant: a signal handler may write while its thread writes
+        self._stage = _Slot(memory, _STAGE_AT, _STAGE)
+        self._counters: dict[str, tuple[_Slot, int, int | None]] = {}
+        self._waits = [_Slot(memory, _WAITS_AT + 384 * i, _WAIT) for i in range(WAITS)]
+        self._free = list(range(WAITS - 1, -1, -1))
+        self._events = 0
+        self._moves = 0
+        self._open = True
+
+    @property
+    def moves(self) -> int:
+        """Grows with every change of a counter or of the stage: the progress of this process in one number."""
+        return self._moves
+
+    def stage(self, name: str) -> None:
+        with self._lock:
+            if self._open:
+                self._moves += 1
+                self._stage.write(time.monotonic_ns(), _fit(name, 96))
+
+    def progress(self, counter: str, value: int, total: int | None = None) -> None:
+        """Sets a counter. Counters beyond the 24th are counted in `moves` only."""
+        with self._lock:
+            known = self._counters.get(counter)
+            if known is not None and known[1] == value and known[2] == total:
+                return
+            self._moves += 1
+            if known is None:
+                used = len(self._counters)
+                if used >= COUNTERS or not self._open:
+                    return
+                slot = _Slot(self._memory, _COUNTERS_AT + 96 * used, _COUNTER)
+            else:
+                slot = known[0]
+            self._counters[counter] = (slot, value, total)
+            if self._open:
+                slot.write(value, -1 if total is None else total, time.monotonic_ns(), _fit(counter, 40))
+
+    def add(self, counter: str, n: int = 1) -> None:
+        """Adds to a counter (from 0); keeps its total."""
+        with self._lock:
+            known = self._counters.get(counter)
+            if known is None:
+                self.progress(counter, n)
+            else:
+                self.progress(counter, known[1] + n, known[2])
+
+    def beat(self) -> None:
+        """A sign of life by a background thread: tells a frozen process from one that is busy elsewhere."""
+        with self._lock:
+            if self._open:
+                _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
+
+    def event(self, kind: str, text: str = "") -> None:
+        """Appends to the ring of the last 128 events."""
+        with self._lock:
+            if self._open:
+                self._events += 1
+                at = _EVENTS_AT + 128 * ((self._events - 1) % EVENTS)
+                fields = (time.monotonic_ns(), _fit(kind, 24), _fit(text, 72))
+                _EVENT.pack_into(self._memory, at, self._events, *fields, self._events)
+
+    def take_wait_slot(self) -> int | None:
+        """A free wait slot, None when 16 threads wait already. For `watch.waits`."""
+        with self._lock:
+            return self._free.pop() if self._free and self._open else None
+
+    def write_wait(self, slot: int, wait: WaitRecord) -> None:
+        with self._lock:
+            if self._open:
+                self._waits[slot].write(
+                    wait.thread, wait.since_ns, wait.deadline_ns or 0, wait.moved_ns,
+                    _fit(wait.kind, 24), _fit(wait.whom, 96), _fit(wait.why, 160), _fit(wait.thread_name, 32),
+                )  # fmt: skip
+
+    def free_wait_slot(self, slot: int) -> None:
+        with self._lock:
+            if self._open:
+                self._waits[slot].write(0, 0, 0, 0, b"", b"", b"", b"")
+            self._free.append(slot)
+
+    def close(self, remove: bool = False) -> None:
+        """Unmaps the file; the file stays as evidence unless `remove`. Later writes do nothing."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                self._memory.close()
+            if remove:
+                self.path.unlink(missing_ok=True)
+
+
+class _NoBeacon(Beacon):
+    """Before `open_beacon`: counts moves, writes nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(os.devnull), mmap.mmap(-1, SIZE))
+        self.close()
+
+    def close(self, remove: bool = False) -> None:
+        super().close()
+
+
+_current: Beacon = _NoBeacon()
+
+
+def current() -> Beacon:
+    """The process's beacon; one that writes nowhere before `open_beacon`."""
+    return _current
+
+
+def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
+    """Creates this process's beacon; from here on `current()` is it. An older file of that name is replaced."""
+    global _current
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"beacon name {name!r}: expected up to 95 letters, digits, '.', '_' or '-'")
+    folder = make_run_dir(run)
+    path, draft = folder / f"{name}.beacon", folder / f".{name}.{os.getpid()}.{secrets.token_hex(3)}"
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, SIZE)
+        memory = mmap.mmap(descriptor, SIZE)
+    finally:
+        os.close(descriptor)
+    pid = os.getpid()
+    _HEADER.pack_into(
+        memory, 0, MAGIC, VERSION, SIZE, pid, rank, start_ticks(pid) or 0, time.monotonic_ns(), time.time(),
+        _fit(run, 64), _fit(name, 96), _fit(role, 32),
+    )  # fmt: skip
+    draft.rename(path)
+    previous, _current = _current, Beacon(path, memory)
+    previous.close()
+    return _current
+
+
+def close_beacon(remove: bool = False) -> None:
+    """Closes the process's beacon; `current()` is one that writes nowhere again."""
+    global _current
+    previous, _current = _current, _NoBeacon()
+    previous.close(remove)
+
+
+def _forget_in_child() -> None:
+    # A forked child shares the parent's mapping: it must not write over the parent's records.
+    global _current
+    _current = _NoBeacon()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def read_beacons(run: str) -> list[BeaconState]:
+    """All readable beacons of a run, by name. Files that are no beacons, or not yet, are left out."""
+    folder = run_dir(run)
+    if not folder.is_dir():
+        return []
+    states = (read_beacon(path) for path in sorted(folder.glob("*.beacon")))
+    return [state for state in states if state is not None]
+
+
+def read_beacon(path: Path) -> BeaconState | None:
+    """One beacon, None when the file is missing, too short, or no beacon of this version."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        first, second = _copy(descriptor), _copy(descriptor)
+        if len(first) != SIZE or first[:8] != MAGIC:
+            return None
+        header = _HEADER.unpack_from(second)
+        if header[1] != VERSION or header[2] != SIZE:
+            return None
+        return _decode(path, header, _Reading(descriptor, first, second))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _copy(descriptor: int) -> bytes:
+    return os.pread(descriptor, SIZE, 0)
+
+
+class _Reading:
+    """Two copies of a beacon, and the means to copy a record again that changed between them."""
+
+    def __init__(self, descriptor: int, first: bytes, second: bytes) -> None:
+        self._descriptor, self._first, self._second = descriptor, first, second
+        self.torn = 0
+
+    def record(self, offset: int, layout: struct.Struct) -> tuple[int, tuple[object, ...]] | None:
+        """Write number and fields of a record, None when it was never written or is torn."""
+        end = offset + layout.size
+        older, newer = self._first[offset:end], self._second[offset:end]
+        for _ in range(100):
+            front = newer[:8]
+            if older == newer and front == newer[-8:]:
+                number = int.from_bytes(front, "little")
+                return (number, layout.unpack(newer)[1:-1]) if number else None
+            older, newer = newer, os.pread(self._descriptor, layout.size, offset)
+        self.torn += 1
+        return None
+
+    def records(self, offset: int, stride: int, count: int, layout: struct.Struct) -> Iterator[tuple[int, tuple]]:  # type: ignore[type-arg]
+        for i in range(count):
+            found = self.record(offset + i * stride, layout)
+            if found is not None:
+                yield found
+
+
+def _decode(path: Path, header: tuple, reading: _Reading) -> BeaconState:  # type: ignore[type-arg]
+    moves = 0
+    stage, stage_since = "", 0
+    for number, (since, name) in reading.records(_STAGE_AT, 0, 1, _STAGE):
+        moves, stage, stage_since = moves + number, _text(name), since
+    counters = {}
+    for number, (value, total, updated, name) in reading.records(_COUNTERS_AT, 96, COUNTERS, _COUNTER):
+        moves += number
+        counters[_text(name)] = Counter(value, None if total == -1 else total, updated)
+    waits = [
+        WaitRecord(_text(kind), _text(whom), _text(why), since, deadline or None, moved, thread, _text(thread_name))
+        for _, (thread, since, deadline, moved, kind, whom, why, thread_name) in reading.records(
+            _WAITS_AT, 384, WAITS, _WAIT
+        )
+        if since
+    ]
+    events = [
+        Event(number, at, _text(kind), _text(text))
+        for number, (at, kind, text) in reading.records(_EVENTS_AT, 128, EVENTS, _EVENT)
+    ]
+    _, _, _, pid, rank, start, created_ns, created_wall, run, name, role = header
+    return BeaconState(
+        path, _text(run), _text(name), _text(role), rank, pid, start, created_ns, created_wall,
+        _BEAT.unpack_from(reading._second, _BEAT_AT)[0], stage, stage_since, counters,
+        tuple(sorted(waits, key=lambda wait: wait.since_ns)),
+        tuple(sorted(events, key=lambda event: event.number)), moves, reading.torn,
+    )  # fmt: skip
