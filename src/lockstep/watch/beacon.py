@@ -9,19 +9,39 @@ Every record of the file is framed by its write number, first and last (`front b
 during a write as well as a writer that died in the middle of one, without locks between processes.
 """
 
-import contextlib
 import mmap
 import os
 import re
 import secrets
-import stat
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from lockstep.watch.folders import base_dir, make_run_dir, new_run_id, run_dir
+from lockstep.watch.procs import alive, process_state, start_ticks
+
+__all__ = [
+    "Beacon",
+    "BeaconState",
+    "Counter",
+    "Event",
+    "WaitRecord",
+    "alive",
+    "base_dir",
+    "close_beacon",
+    "current",
+    "make_run_dir",
+    "new_run_id",
+    "open_beacon",
+    "process_state",
+    "read_beacon",
+    "read_beacons",
+    "run_dir",
+    "start_ticks",
+]
 
 MAGIC = b"LOCKSTEP"
 VERSION = 1
@@ -50,7 +70,6 @@ _COMMUNICATORS_AT = _WAITS_AT + WAITS * 384
 _EVENTS_AT = _COMMUNICATORS_AT + COMMUNICATORS * _COMMUNICATOR_BYTES
 SIZE = _EVENTS_AT + EVENTS * 128
 
-_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
 
 
@@ -110,72 +129,6 @@ class BeaconState:
     """Grows with every change of a counter or of the stage."""
     torn: int = 0
     """Records that could not be read: the writer died or was stopped while it wrote them."""
-
-
-def new_run_id(name: str) -> str:
-    """A run id nobody else on this host has: `name-` and six hex digits, made fit for a folder's name."""
-    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:48] or "run"
-    return f"{cleaned}-{secrets.token_hex(3)}"
-
-
-def base_dir() -> Path:
-    """The folder that holds the folders of runs."""
-    chosen = os.environ.get("LOCKSTEP_BEACONS")
-    if chosen:
-        return Path(chosen)
-    shared = Path("/dev/shm")
-    root = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    return root / "lockstep"
-
-
-def run_dir(run: str) -> Path:
-    """The run's folder, whether it exists or not. Raises ValueError for an id that is no plain name."""
-    if not _RUN.fullmatch(run):
-        raise ValueError(f"run id {run!r}: expected up to 63 letters, digits, '.', '_' or '-'; see new_run_id()")
-    return base_dir() / run
-
-
-def make_run_dir(run: str) -> Path:
-    """Creates the run's folder with mode 0700. Raises PermissionError when somebody else owns it."""
-    folder = run_dir(run)
-    base = folder.parent
-    if not base.is_dir():
-        base.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(PermissionError):
-            base.chmod(0o1777)  # like /tmp: several users share a host
-    folder.mkdir(mode=0o700, exist_ok=True)
-    facts = folder.lstat()
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else (uid {facts.st_uid}); choose another run id")
-    return folder
-
-
-def start_ticks(pid: int) -> int | None:
-    """The start time of a process in clock ticks since boot, None when there is no such process. With the pid it
-    identifies a process for good."""
-    facts = _proc_stat(pid)
-    return None if facts is None else int(facts[19])
-
-
-def process_state(pid: int, start: int | None = None) -> str | None:
-    """The state letter of /proc (R, S, D, T, Z, ...), None when the process is gone or is another one."""
-    facts = _proc_stat(pid)
-    if facts is None or (start is not None and int(facts[19]) != start):
-        return None
-    return facts[0]
-
-
-def alive(pid: int, start: int | None = None) -> bool:
-    """Whether the process exists and is no zombie."""
-    return process_state(pid, start) not in (None, "Z", "X")
-
-
-def _proc_stat(pid: int) -> list[str] | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text[text.rindex(")") + 2 :].split()
 
 
 def _fit(text: str, size: int) -> bytes:

@@ -213,20 +213,15 @@ def _wait(kind: str, whom: str, why: str, attempt: Callable[[float], T | _Nothin
                 return answer
             if progress is not None and wait.moved(progress()):
                 notice_at = notice_after_s
-            wait.check()
+            if left <= 0:
+                wait.check()
             if notice_at is not None and wait.stalled_s() >= notice_at:
                 on_notice(wait.state())
                 notice_at = 2 * wait.stalled_s()
 
 
 def poll(
-    check: Callable[[], T | None],
-    *,
-    kind: str,
-    whom: str,
-    why: str,
-    every_s: float = 0.02,
-    **bounds: Unpack[Bounds],
+    check: Callable[[], T | None], *, kind: str, whom: str, why: str, every_s: float = 0.02, **bounds: Unpack[Bounds]
 ) -> T:
     """Calls `check` every `every_s` until it returns something else than None, and returns that."""
 
@@ -248,13 +243,7 @@ class _Puts(Protocol[T_contra]):
     def put(self, item: T_contra, block: bool = ..., timeout: float | None = ...) -> None: ...
 
 
-def queue_get(
-    queue: _Gets[T],
-    *,
-    whom: str,
-    why: str,
-    **bounds: Unpack[Bounds],
-) -> T:
+def queue_get(queue: _Gets[T], *, whom: str, why: str, **bounds: Unpack[Bounds]) -> T:
     """The next item of a `queue.Queue`, `queue.SimpleQueue` or `multiprocessing.Queue`."""
 
     def attempt(seconds: float) -> T | _Nothing:
@@ -266,14 +255,7 @@ def queue_get(
     return _wait("queue.get", whom, why, attempt, bounds)
 
 
-def queue_put(
-    queue: _Puts[T],
-    item: T,
-    *,
-    whom: str,
-    why: str,
-    **bounds: Unpack[Bounds],
-) -> None:
+def queue_put(queue: _Puts[T], item: T, *, whom: str, why: str, **bounds: Unpack[Bounds]) -> None:
     """Puts an item into a bounded queue, waiting for room."""
 
     def attempt(seconds: float) -> _Nothing | None:
@@ -290,13 +272,7 @@ class _Event(Protocol):
     def wait(self, timeout: float | None = ...) -> bool: ...
 
 
-def event(
-    ev: _Event,
-    *,
-    whom: str,
-    why: str,
-    **bounds: Unpack[Bounds],
-) -> None:
+def event(ev: _Event, *, whom: str, why: str, **bounds: Unpack[Bounds]) -> None:
     """Waits until a threading or multiprocessing Event is set."""
 
     def attempt(seconds: float) -> _Nothing | None:
@@ -306,12 +282,7 @@ def event(
 
 
 def condition(
-    cond: threading.Condition,
-    predicate: Callable[[], T | None],
-    *,
-    whom: str,
-    why: str,
-    **bounds: Unpack[Bounds],
+    cond: threading.Condition, predicate: Callable[[], T | None], *, whom: str, why: str, **bounds: Unpack[Bounds]
 ) -> T:
     """Waits, with the condition's lock held by the caller, until `predicate()` is neither None nor False."""
 
@@ -325,13 +296,7 @@ def condition(
     return _wait("condition", whom, why, attempt, bounds)
 
 
-def future(
-    fut: "concurrent.futures.Future[T]",
-    *,
-    whom: str,
-    why: str,
-    **bounds: Unpack[Bounds],
-) -> T:
+def future(fut: "concurrent.futures.Future[T]", *, whom: str, why: str, **bounds: Unpack[Bounds]) -> T:
     """The result of a concurrent future, or the exception it ended with."""
 
     def attempt(seconds: float) -> T | _Nothing:
@@ -346,13 +311,7 @@ class _Joins(Protocol):
     def is_alive(self) -> bool: ...
 
 
-def join(
-    task: _Joins,
-    *,
-    whom: str,
-    why: str,
-    **bounds: Unpack[Bounds],
-) -> None:
+def join(task: _Joins, *, whom: str, why: str, **bounds: Unpack[Bounds]) -> None:
     """Waits for the end of a thread or a multiprocessing process."""
 
     def attempt(seconds: float) -> _Nothing | None:
@@ -368,13 +327,7 @@ def sleep(seconds: float, why: str) -> None:
         time.sleep(seconds)
 
 
-def process(
-    popen: "subprocess.Popen[Any]",
-    *,
-    whom: str,
-    why: str,
-    **bounds: Unpack[Bounds],
-) -> int:
+def process(popen: "subprocess.Popen[Any]", *, whom: str, why: str, **bounds: Unpack[Bounds]) -> int:
     """Waits for a child process; returns its exit code (minus the signal's number when it was killed)."""
 
     def attempt(seconds: float) -> int | _Nothing:
@@ -438,14 +391,7 @@ class _Work(Protocol):
     def wait(self) -> bool: ...
 
 
-def work(
-    work: Any,
-    *,
-    communicator: str,
-    operation: str,
-    why: str,
-    **bounds: Unpack[Bounds],
-) -> None:
+def work(work: Any, *, communicator: str, operation: str, why: str, **bounds: Unpack[Bounds]) -> None:
     """Waits for a torch `Work` (a collective issued with `async_op=True`; None, for a rank outside, is done).
 
     It asks `is_completed()` instead of blocking in the backend, so that signals are served meanwhile, and a bound
@@ -510,13 +456,7 @@ def _ready(source: int | _HasFileno, mask: int, seconds: float) -> bool:
     return bool(watched.poll(max(0, round(seconds * 1000))))
 
 
-def readable(
-    source: int | _HasFileno,
-    *,
-    whom: str,
-    why: str,
-    **bounds: Unpack[Bounds],
-) -> None:
+def readable(source: int | _HasFileno, *, whom: str, why: str, **bounds: Unpack[Bounds]) -> None:
     """Waits until a socket or descriptor has something to read (or was closed by its peer)."""
 
     def attempt(seconds: float) -> _Nothing | None:

@@ -1,0 +1,49 @@
+"""Where the beacons (and other shared memory) of a run live on this host."""
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def new_run_id(name: str) -> str:
+    """A run id nobody else on this host has: `name-` and six hex digits, made fit for a folder's name."""
+    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:48] or "run"
+    return f"{cleaned}-{secrets.token_hex(3)}"
+
+
+def base_dir() -> Path:
+    """The folder that holds the folders of runs."""
+    chosen = os.environ.get("LOCKSTEP_BEACONS")
+    if chosen:
+        return Path(chosen)
+    shared = Path("/dev/shm")
+    root = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return root / "lockstep"
+
+
+def run_dir(run: str) -> Path:
+    """The run's folder, whether it exists or not. Raises ValueError for an id that is no plain name."""
+    if not _RUN.fullmatch(run):
+        raise ValueError(f"run id {run!r}: expected up to 63 letters, digits, '.', '_' or '-'; see new_run_id()")
+    return base_dir() / run
+
+
+def make_run_dir(run: str) -> Path:
+    """Creates the run's folder with mode 0700. Raises PermissionError when somebody else owns it."""
+    folder = run_dir(run)
+    base = folder.parent
+    if not base.is_dir():
+        base.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):
+            base.chmod(0o1777)  # like /tmp: several users share a host
+    folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to somebody else (uid {facts.st_uid}); choose another run id")
+    return folder
