@@ -1,0 +1,153 @@
+"""Attention over forests, as a function of transformers' `AttentionInterface` named "lockstep_forest".
+
+A `layout=` given to `model(...)` travels as a keyword into every layer's attention, under FSDP2 and under
+activation checkpointing. Without one, the function is transformers' ordinary SDPA attention.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lockstep.data.layout import Layout
+
+NAME = "lockstep_forest"
+
+_in_forest: ContextVar[bool] = ContextVar("lockstep_in_forest", default=False)
+
+
+@contextmanager
+def forest_row() -> Iterator[None]:
+    """Inside, transformers builds no `[tokens, tokens]` mask of its own: the layout says who sees whom."""
+    token = _in_forest.set(True)
+    try:
+        yield
+    finally:
+        _in_forest.reset(token)
+
+
+def forest_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """What transformers calls to build its mask: nothing inside `forest_row`, the SDPA mask elsewhere."""
+    if _in_forest.get():
+        return None
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    return mask
+
+
+def forest_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention in which each segment sees itself causally and its ancestors wholly.
+
+    Args:
+        query: `[1, heads, tokens, head size]`.
+        key: `[1, key/value heads, tokens, head size]`; value alike.
+        attention_mask: ignored when there is a layout.
+        layout: of the packed row, or None for ordinary attention.
+        kwargs: `sliding_window`, `softcap` and `s_aux` (attention sinks) are respected.
+
+    Returns:
+        `[1, tokens, heads, value size]`, and None for the weights.
+
+    Raises:
+        ValueError: the call is not one row of the layout's length, or asks for what the layout cannot express.
+    """
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if layout is None and softcap is None and sinks is None:
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return found
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout is None:
+        return _scores_attention(query, key, value, attention_mask, dropout, scale, softcap, sinks), None
+    _refuse_misfits(module, query, key, layout, kwargs)
+    window = sliding_window_of(module, kwargs)
+    pieces = []
+    for start, stop, piece in layout.parts():
+        q, k, v = query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
+        reach = window if window is not None and window < piece.tokens else None
+        if softcap is not None or sinks is not None:
+            mask = piece.mask(q.device, reach)
+            pieces.append(_scores_attention(q, k, v, mask, dropout, scale, softcap, sinks))
+            continue
+        causal = len(piece.lengths) == 1 and reach is None
+        mask = None if causal else piece.mask(q.device, reach)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
+        pieces.append(out.transpose(1, 2))
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).contiguous(), None
+
+
+def sliding_window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """The layer's sliding window in tokens: most models pass it, some only keep it on the module."""
+    window = kwargs.get("sliding_window")
+    if window is None:
+        window = getattr(module, "sliding_window", None)
+    return window if isinstance(window, int) and window > 0 else None
+
+
+def _scores_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with explicit scores, for what SDPA cannot do: soft-capped scores (Gemma 2), sinks (gpt-oss)."""
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    weights = torch.dropout(weights, dropout, train=dropout > 0)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+def _refuse_misfits(module: nn.Module, query: Tensor, key: Tensor, layout: Layout, kwargs: dict[str, Any]) -> None:
+    rows, _, tokens, _ = query.shape
+    name = type(module).__name__
+    if rows != 1 or tokens != layout.tokens or key.shape[2] != tokens:
+        raise ValueError(
+            f"{name}: a layout of {layout.tokens} tokens needs one row of as many queries and keys, got {rows} rows of "
+            f"{tokens} queries and {key.shape[2]} keys"
+        )
+    causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ValueError(f"{name}: attends in both directions; a layout means causal attention")
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{name}: a position bias over packed rows is not supported; use packing: single")
+
+
+AttentionInterface.register(NAME, forest_attention)
+AttentionMaskInterface.register(NAME, forest_mask)

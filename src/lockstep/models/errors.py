@@ -1,0 +1,19 @@
+"""What can be wrong with a model, as errors with fields."""
+
+
+class ModelError(ValueError):
+    """A model, tokenizer or checkpoint that cannot be used as asked.
+
+    Attributes:
+        field: of the config, such as `model.path`.
+        value: what it was.
+        problem: what is wrong with it.
+        remedy: what would help.
+    """
+
+    def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
+        super().__init__(f"{field} = {value!r}: {problem}; {remedy}")
+        self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
+
+    def __reduce__(self) -> tuple[type["ModelError"], tuple[str, object, str, str]]:
+        return type(self), (self.field, self.value, self.problem, self.remedy)

@@ -1,0 +1,71 @@
+"""Downloads from the Hugging Face hub that end: by success, by error, or because nothing more arrives."""
+
+import threading
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
+
+from lockstep.models.errors import ModelError
+from lockstep.watch import waits
+
+STALL_S = 120.0
+"""A download that brings no byte for this long has failed."""
+
+_SMALL = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken"]
+
+
+def download(name: str, revision: str | None, *, field: str, weights: bool) -> Path:
+    """The local folder of a hub repository, downloaded if it is not in the cache.
+
+    Raises:
+        ModelError: no such repository, or the hub cannot be reached.
+        Stalled: the download stopped moving (`lockstep.watch.waits.Stalled`).
+    """
+    outcome: list[Path | Exception] = []
+
+    def work() -> None:
+        try:
+            patterns = [*_SMALL, "*.safetensors"] if weights else _SMALL
+            outcome.append(Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=10)))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=work, name=f"download {name}", daemon=True)
+    thread.start()
+    cache = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+
+    def finished() -> bool | None:
+        return None if thread.is_alive() else True
+
+    waits.poll(
+        finished,
+        kind="download",
+        whom="huggingface.co",
+        why=f"downloading {name}",
+        every_s=0.05,
+        stall_s=STALL_S,
+        progress=lambda: _bytes_in(cache),
+    )
+    if not outcome:
+        raise ModelError(field, name, "its download ended without a result", "see the traceback above")
+    if isinstance(found := outcome[0], Path):
+        return found
+    problem = f"no such folder, and the hub does not give it ({type(found).__name__}: {found})"
+    raise ModelError(field, name, problem, "give an existing folder or a hub name `owner/name`") from found
+
+
+def _bytes_in(cache: Path) -> int:
+    """Bytes of the repository that are on disk by now."""
+    blobs = cache / "blobs"
+    if not blobs.is_dir():
+        return 0
+    sizes = 0
+    for path in blobs.iterdir():
+        try:
+            sizes += path.stat().st_size
+        except FileNotFoundError:  # renamed meanwhile, when its download was complete
+            continue
+    return sizes

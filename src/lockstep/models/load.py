@@ -1,0 +1,158 @@
+"""Loading models and tokenizers from a folder or a hub name."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from lockstep.config.model import DType, Model
+from lockstep.models import attention
+from lockstep.models.errors import ModelError
+from lockstep.models.policy import Policy, supports_forest_attention
+from lockstep.models.weights import resolve_folder
+
+log = logging.getLogger(__name__)
+
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
+
+
+def load_tokenizer(cfg: Model) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the configured chat template.
+
+    Raises:
+        ModelError: none there, no end-of-sequence token, or the template file cannot be read.
+    """
+    name = cfg.tokenizer or cfg.path
+    field = "model.tokenizer" if cfg.tokenizer else "model.path"
+    folder = resolve_folder(name, None if cfg.tokenizer else cfg.revision, field=field, weights=False)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=cfg.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(field, name, f"its tokenizer cannot be loaded ({error})", "point to one") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(field, name, "its tokenizer has no end-of-sequence token", "set `eos_token` in its config")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if cfg.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(cfg.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ModelError("model.chat_template", cfg.chat_template, str(error), "give a Jinja file") from error
+    return tokenizer
+
+
+def model_config(cfg: Model) -> Any:
+    """The model's transformers config.
+
+    Raises:
+        ModelError: no config there, or of an unknown architecture.
+    """
+    folder = resolve_folder(cfg.path, cfg.revision, weights=False)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError("model.path", cfg.path, f"its config cannot be loaded ({error})", "check the path") from error
+
+
+def load_policy(cfg: Model, device: torch.device | str, meta: bool = False, dtype: torch.dtype | None = None) -> Policy:
+    """The model as a `Policy`, in evaluation mode.
+
+    Args:
+        device: where parameters and buffers go.
+        meta: leave the parameters on the meta device (no memory), with real buffers, to be sharded first and then
+            filled by `lockstep.models.weights.fill`.
+        dtype: of the parameters; the configured compute precision when absent. A trainer that keeps float32
+            master weights under bfloat16 computation asks for float32 here.
+
+    Raises:
+        ModelError: weights missing from the checkpoint, an architecture that cannot be used.
+    """
+    dtype = dtype or resolve_dtype(cfg.dtype, device)
+    config = model_config(cfg)
+    lm = _on_meta(cfg, config, dtype) if meta else _from_checkpoint(cfg, config, dtype)
+    if not meta:
+        lm.to(device)
+    policy = Policy(lm)
+    policy.eval()
+    return policy
+
+
+def resolve_dtype(dtype: DType, device: torch.device | str) -> torch.dtype:
+    """Compute precision: "auto" is float32 on CPU and bfloat16 elsewhere."""
+    if dtype == "auto":
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def context_length(hf_config: Any) -> int:
+    """The longest sequence the model was made for, in tokens.
+
+    Raises:
+        ModelError: the config does not say.
+    """
+    text = hf_config.get_text_config()
+    for name in _LENGTH_NAMES:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ModelError(
+        "model.max_length", None, f"the config of {hf_config.model_type} names no longest sequence", "set it"
+    )
+
+
+def _from_checkpoint(cfg: Model, config: Any, dtype: torch.dtype) -> Any:
+    folder = resolve_folder(cfg.path, cfg.revision)
+    lm, report = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        attn_implementation=_attention_for(cfg, config),
+        trust_remote_code=cfg.trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(report["missing_keys"])
+    if missing or report["mismatched_keys"]:
+        wrong = [*missing, *(str(key) for key in report["mismatched_keys"])]
+        raise ModelError(
+            "model.path",
+            cfg.path,
+            f"{len(wrong)} weights are missing or of another shape: {', '.join(wrong[:3])}",
+            "give a complete causal language model checkpoint",
+        )
+    if report["unexpected_keys"]:
+        log.warning("%s: %d weights of the checkpoint are not used", cfg.path, len(report["unexpected_keys"]))
+    return lm
+
+
+def _on_meta(cfg: Model, config: Any, dtype: torch.dtype) -> Any:
+    # Only parameters go to meta: buffers such as rotary frequencies are in no checkpoint, they must be computed.
+    with no_init_weights(), init_empty_weights(include_buffers=False):
+        lm = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=_attention_for(cfg, config),
+            trust_remote_code=cfg.trust_remote_code,
+        )
+    lm.tie_weights()
+    return lm
+
+
+def _attention_for(cfg: Model, config: Any) -> str | None:
+    """The forest attention where the architecture can have it, else the model's own choice."""
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        if cfg.trust_remote_code:
+            return None
+        raise ModelError(
+            "model.path", cfg.path, f"{config.model_type} is not a causal language model", "use one that is"
+        )
+    lm_class = mapping[type(config)]
+    return attention.NAME if supports_forest_attention(lm_class) else None

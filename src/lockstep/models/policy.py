@@ -1,0 +1,148 @@
+"""The policy: a language model that answers with the log-probabilities of targets, never with logits."""
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.data.layout import Layout
+from lockstep.models import attention
+from lockstep.models.errors import ModelError
+from lockstep.models.head import logit_transform, target_logprobs
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_PREFIX = "lm."
+
+
+class Policy(nn.Module):
+    """Any causal language model of transformers, over packed rows, with a chunked head.
+
+    It is our own root module on purpose: FSDP2's root must be the module whose forward uses the head, because
+    outside of it the head's weight is a DTensor.
+
+    Args:
+        lm: an `AutoModelForCausalLM` (on the meta device, too).
+
+    Raises:
+        ModelError: a head that is not known how to apply in chunks.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+        self.transform = logit_transform(lm)
+        self.layout_refusal = _layout_refusal(lm)
+        """Why rows of several segments cannot be given to this model at all; None where `probe_packing` decides."""
+
+    @property
+    def config(self) -> Any:
+        return self.lm.config
+
+    @property
+    def backbone(self) -> nn.Module:
+        """Everything but the head: token ids to last hidden states."""
+        backbone: nn.Module = self.lm.base_model
+        return backbone
+
+    @property
+    def head(self) -> nn.Linear:
+        head: nn.Linear = self.lm.get_output_embeddings()
+        return head
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, first to last: the units of sharding and of activation checkpointing."""
+        count = self.config.get_text_config().num_hidden_layers
+        for module in self.backbone.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return list(module)
+        raise ModelError("model.path", type(self.lm).__name__, f"no list of {count} layers found", "use another model")
+
+    def forward(
+        self,
+        tokens: Tensor,
+        layout: Layout,
+        sources: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        chunk: int = 1024,
+        entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of each target after its source's path.
+
+        Args:
+            tokens: int64 `[tokens]`, one packed row.
+            layout: of that row.
+            sources: int64 `[targets]`: the tokens after which the targets stand.
+            targets: int64 `[targets]`: token ids.
+            temperature: logits are divided by it.
+            chunk: targets whose logits are computed at once.
+            entropy: whether entropies are wanted.
+
+        Returns:
+            (log-probabilities `[targets]`, entropies `[targets]` in nats or None), float32.
+
+        Raises:
+            ValueError: a row of several segments for a model that cannot have one (`layout_refusal`), a
+                temperature or a chunk that is not positive.
+        """
+        if temperature <= 0 or chunk < 1:
+            raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
+        hidden = self._hidden(tokens, layout)
+        # Both gather; on CUDA only indexing has a deterministic backward, on CPU only index_select has a fast one.
+        chosen = hidden.index_select(0, sources) if hidden.device.type == "cpu" else hidden[sources]
+        head = self.head
+        return target_logprobs(
+            chosen.to(head.weight.dtype), head.weight, head.bias, targets, self.transform, temperature, chunk, entropy
+        )
+
+    def _hidden(self, tokens: Tensor, layout: Layout) -> Tensor:
+        """Last hidden states `[tokens, hidden]`."""
+        several = len(layout.lengths) > 1
+        if several and self.layout_refusal is not None:
+            raise ValueError(f"a row of {len(layout.lengths)} segments was given, but {self.layout_refusal}")
+        inputs: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False}
+        if self.layout_refusal is None:
+            inputs |= {"position_ids": layout.positions().to(tokens.device)[None], "layout": layout}
+        with attention.forest_row():
+            hidden: Tensor = self.backbone(**inputs).last_hidden_state
+        return hidden[0]
+
+
+def hf_name(policy_name: str) -> str:
+    """The checkpoint's name of a parameter, from the policy's: `lm.model.norm.weight` -> `model.norm.weight`.
+
+    Raises:
+        ValueError: not a name of a policy.
+    """
+    for wrapper in _WRAPPERS:
+        policy_name = policy_name.replace(wrapper, "")
+    if not policy_name.startswith(_PREFIX):
+        raise ValueError(f"{policy_name!r} is not a parameter of a Policy, whose names begin with {_PREFIX!r}")
+    return policy_name.removeprefix(_PREFIX)
+
+
+def policy_name(hf_name: str) -> str:
+    """The policy's name of a parameter, from the checkpoint's; the inverse of `hf_name` for an unwrapped policy."""
+    return _PREFIX + hf_name
+
+
+def supports_forest_attention(lm_class: Any) -> bool:
+    """Whether the model's attention goes through transformers' `AttentionInterface`."""
+    can_set = getattr(lm_class, "_can_set_attn_implementation", None)
+    return bool(can_set is None or can_set()) and bool(getattr(lm_class, "_supports_attention_backend", True))
+
+
+def _layout_refusal(lm: Any) -> str | None:
+    name = type(lm).__name__
+    if lm.config._attn_implementation != attention.NAME:
+        return f"{name} does not take its attention from transformers' AttentionInterface"
+    parameters = inspect.signature(inspect.unwrap(lm.base_model.forward)).parameters
+    if "position_ids" not in parameters:
+        return f"{name} takes no positions"
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return f"{name} hands no keywords on to its layers"
+    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or [])
+    if others := kinds - {"full_attention", "sliding_attention"}:
+        return f"{name} has layers of the kind {', '.join(sorted(others))}"
+    return None

@@ -1,0 +1,173 @@
+"""Tiny models made from a config, with a tokenizer of single characters: for examples, tests and dry runs.
+
+Nothing is downloaded; the folder is an ordinary one that `AutoModelForCausalLM.from_pretrained` loads.
+"""
+
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+Family = Literal["qwen2", "llama"]
+FAMILIES: tuple[Family, ...] = ("qwen2", "llama")
+
+DEFAULT_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=()<>[]{}.,:;!?'\"#$%&@_|\n"
+PAD, EOS, BOS, UNK = "<pad>", "<eos>", "<bos>", "<unk>"
+ROLES = ("<system>", "<user>", "<assistant>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+_RECIPE = "lockstep_tiny.json"
+_KINDS: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """Everything that decides a tiny model, down to the last bit of its weights.
+
+    Raises:
+        ValueError: sizes that do not go together, naming the field, the value and what would.
+    """
+
+    family: Family = "qwen2"
+    alphabet: str = DEFAULT_ALPHABET
+    """The characters of the tokenizer, one token each; any other character becomes `<unk>`."""
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 512
+    max_length: int = 256
+    """Longest sequence in tokens (`max_position_embeddings`)."""
+    tie_embeddings: bool = True
+    bos: bool = False
+    """Whether the tokenizer puts `<bos>` before every text."""
+    chat: bool = False
+    """Whether the tokenizer has role tokens and a chat template with assistant masks."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family: {self.family!r} is unknown, expected one of {', '.join(FAMILIES)}")
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is too small, expected at least 1")
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"hidden: {self.hidden} with {self.heads} heads gives {self.hidden / self.heads:g} per head, expected "
+                f"an even whole number; nearest: {max(1, round(self.hidden / (2 * self.heads))) * 2 * self.heads}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: {self.kv_heads} does not divide heads = {self.heads}")
+        if not self.alphabet:
+            raise ValueError("alphabet: is empty, expected at least one character")
+
+
+def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any) -> Path:
+    """Writes config, random weights and tokenizer into `folder` and returns it.
+
+    The same recipe into the same folder is made once: a second call finds it there and leaves it.
+
+    Args:
+        model: the recipe; or give its fields as keywords: `make_tiny(folder, family="llama", seed=3)`.
+
+    Raises:
+        FileExistsError: the folder holds something else.
+        ValueError: sizes that do not go together.
+    """
+    if model is not None and fields:
+        raise ValueError("give either a TinyModel or its fields, not both")
+    model = model or TinyModel(**fields)
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        if _recipe_in(folder) == asdict(model):
+            return folder
+        raise FileExistsError(f"{folder} exists and holds something else than this tiny model; choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        tokenizer = char_tokenizer(model)
+        tokenizer.save_pretrained(scratch)
+        _network(model, tokenizer).save_pretrained(scratch)
+        (scratch / _RECIPE).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
+        scratch.chmod(0o755)
+        if folder.exists():
+            folder.rmdir()
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character of the alphabet, after the special tokens."""
+    specials = [PAD, EOS, UNK, *([BOS] if model.bos else []), *(ROLES if model.chat else [])]
+    vocabulary = {token: index for index, token in enumerate([*specials, *dict.fromkeys(model.alphabet)])}
+    core = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    if model.bos:
+        from tokenizers.processors import TemplateProcessing
+
+        core.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        bos_token=BOS if model.bos else None,
+        additional_special_tokens=list(ROLES) if model.chat else None,
+        model_max_length=model.max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    if model.chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _network(model: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Any:
+    config_class, network_class = _KINDS[model.family]
+    config = config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        intermediate_size=model.ffn,
+        max_position_embeddings=model.max_length,
+        tie_word_embeddings=model.tie_embeddings,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        return network_class(config)
+
+
+def _recipe_in(folder: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads((folder / _RECIPE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return found

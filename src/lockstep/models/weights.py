@@ -1,0 +1,239 @@
+"""Weights between a checkpoint folder and a policy, by name and by rows: no rank needs to hold the whole model."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.models.errors import ModelError
+from lockstep.models.hub import download
+from lockstep.models.policy import Policy, hf_name
+
+log = logging.getLogger(__name__)
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class Checkpoint:
+    """The tensors of a safetensors folder, read by name and by rows. A context manager.
+
+    Raises:
+        ModelError: the folder has no safetensors, or its index names a file that is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+        for file in self._file_names():
+            path = folder / file
+            if not path.is_file():
+                raise ModelError("model.path", str(folder), f"{file} is missing", "complete the download")
+            opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            self._files[file] = opened
+            self._where.update(dict.fromkeys(opened.keys(), file))
+
+    def _file_names(self) -> list[str]:
+        if (self.folder / _INDEX).is_file():
+            index = json.loads((self.folder / _INDEX).read_text(encoding="utf-8"))
+            return sorted(set(index["weight_map"].values()))
+        if (self.folder / _SINGLE).is_file():
+            return [_SINGLE]
+        raise ModelError(
+            "model.path", str(self.folder), "holds no model.safetensors", "convert the weights to safetensors"
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._where)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of a tensor, and no other byte of it."""
+        found: Tensor = self._files[self._where[name]].get_slice(name)[start:stop]
+        return found
+
+    def read(self, name: str) -> Tensor:
+        found: Tensor = self._files[self._where[name]].get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names:
+            yield name, self.read(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+
+@dataclass(frozen=True, slots=True)
+class NameReport:
+    """How a checkpoint's names compare with a policy's (both in the checkpoint's spelling)."""
+
+    missing: list[str]
+    """The policy has them, the checkpoint has not."""
+    unexpected: list[str]
+    """The checkpoint has them, the policy has not."""
+
+
+def named_weights(policy: Policy) -> Iterator[tuple[str, nn.Parameter]]:
+    """(checkpoint name, parameter) of each weight; tied weights once, under the name of their first place."""
+    for name, parameter in policy.named_parameters():
+        yield hf_name(name), parameter
+
+
+def named_state(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """`named_weights`, then the persistent buffers: everything that a checkpoint holds."""
+    yield from named_weights(policy)
+    for path, module in policy.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                yield hf_name(f"{path}.{leaf}"), buffer
+
+
+def compare_names(policy: Policy, checkpoint: Checkpoint) -> NameReport:
+    """Which names are on one side only; a name of a tied weight counts as its first place's."""
+    wanted = dict(named_state(policy))
+    aliases = _aliases(policy)
+    missing = [name for name in wanted if not any(alias in checkpoint for alias in aliases.get(name, [name]))]
+    known = {alias for name in wanted for alias in aliases.get(name, [name])}
+    return NameReport(sorted(missing), [name for name in checkpoint.names if name not in known])
+
+
+def fill(policy: Policy, folder: Path, device: torch.device | str) -> NameReport:
+    """Reads a checkpoint into a policy made on the meta device, sharded (FSDP2, by rows) or not.
+
+    Each rank reads only its rows; nothing is communicated. Tied weights stay tied, buffers move to `device`.
+
+    Returns:
+        The report; its `missing` is empty.
+
+    Raises:
+        ModelError: a weight is missing or of another shape. Nothing is filled then.
+    """
+    with Checkpoint(folder) as checkpoint:
+        report = compare_names(policy, checkpoint)
+        aliases = _aliases(policy)
+        sources = {name: _first_in(checkpoint, aliases.get(name, [name])) for name, _ in named_state(policy)}
+        _check(policy, checkpoint, report, sources)
+        places = _places(policy)
+        for name, parameter in list(named_weights(policy)):
+            filled = _filled(parameter, checkpoint, sources[name], torch.device(device))
+            for module, leaf in places[id(parameter)]:
+                setattr(module, leaf, filled)
+        for name, buffer in named_state(policy):
+            if not isinstance(buffer, nn.Parameter):
+                buffer.copy_(checkpoint.read(sources[name]))
+        for module in policy.modules():
+            for leaf, kept in module._buffers.items():
+                if kept is not None:
+                    module._buffers[leaf] = kept.to(device)
+    if report.unexpected:
+        log.warning("%s: %d weights are not used: %s", folder, len(report.unexpected), ", ".join(report.unexpected[:3]))
+    return report
+
+
+def _filled(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, device: torch.device) -> nn.Parameter:
+    data = parameter.data
+    if not isinstance(data, DTensor):
+        whole = checkpoint.read(name).to(device=device, dtype=data.dtype)
+        return nn.Parameter(whole.contiguous(), requires_grad=parameter.requires_grad)
+    start, rows = local_rows(data)
+    local = checkpoint.rows(name, start, start + rows).to(device=device, dtype=data.dtype).contiguous()
+    shard = DTensor.from_local(
+        local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+    )
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+def local_rows(tensor: DTensor) -> tuple[int, int]:
+    """(first row, number of rows) of this rank's shard; a rank beyond the last row has none.
+
+    Raises:
+        ValueError: sharded along another dimension than rows.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(place.is_partial() or (place.is_shard() and not place.is_shard(0)) for place in tensor.placements):
+        raise ValueError(f"expected a tensor sharded by rows, got {tensor.placements}")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if not tensor.shape:
+        return 0, 1
+    return (offset[0], shape[0]) if shape[0] else (0, 0)
+
+
+def _check(policy: Policy, checkpoint: Checkpoint, report: NameReport, sources: dict[str, str]) -> None:
+    folder = str(checkpoint.folder)
+    if report.missing:
+        raise ModelError(
+            "model.path",
+            folder,
+            f"{len(report.missing)} weights are missing: {', '.join(report.missing[:3])}"
+            + (f" (it has {', '.join(report.unexpected[:3])})" if report.unexpected else ""),
+            "save it again with this version of transformers (`from_pretrained`, then `save_pretrained`)",
+        )
+    for name, wanted in named_state(policy):
+        found = checkpoint.shape(sources[name])
+        if found != tuple(wanted.shape):
+            raise ModelError(
+                "model.path", folder, f"{name} has shape {found}, expected {tuple(wanted.shape)}", "use its own config"
+            )
+
+
+def _first_in(checkpoint: Checkpoint, names: list[str]) -> str:
+    return next((name for name in names if name in checkpoint), names[0])
+
+
+def _places(policy: Policy) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Where each parameter hangs, by its id: several modules for a tied one."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in policy.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, leaf))
+    return places
+
+
+def _aliases(policy: Policy) -> dict[str, list[str]]:
+    """All names of each tied weight, by its first: an untied checkpoint may hold any of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in policy.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(hf_name(name))
+    return {found[0]: found for found in names.values()}
+
+
+def resolve_folder(name: str, revision: str | None = None, *, field: str = "model.path", weights: bool = True) -> Path:
+    """The folder of a local path or of a hub name, downloaded where needed.
+
+    Args:
+        name: a folder, or `owner/name` on the hub.
+        field: of the config, for the error.
+        weights: whether weights are needed, or config and tokenizer are enough.
+
+    Raises:
+        ModelError: neither a folder nor on the hub, or the hub does not answer.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(field, name, "no such folder", "give an existing folder or a hub name `owner/name`")
+    return download(name, revision, field=field, weights=weights)
