@@ -1,0 +1,274 @@
+"""Values on the wire: msgpack, typed by the annotations of the called method; arrays travel as raw bytes.
+
+A payload is `body length | data start | body | padding | arrays`. Arrays from `INLINE` bytes up lie behind the body,
+aligned, so that encoding copies them once and decoding not at all: a decoded large array is a writable view of the
+received frame (and keeps it alive). Nothing here can execute what it reads: there is no pickle.
+
+Types: None, bool, int (64 bit), float, str, bytes, list, tuple, dict, set, Literal, enums, dataclasses, datetimes,
+`numpy.ndarray`, `Path`, pydantic models, and unions as msgspec knows them (plus unions of pydantic models). Under
+`Any`, tuples come back as lists and paths as strings.
+"""
+
+import inspect
+import struct
+import types
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path, PurePath
+from typing import Any
+
+import msgspec
+import numpy as np
+
+INLINE = 16 << 10
+"""Arrays of fewer bytes travel inside the body and are copied out of it."""
+
+_ALIGN = 64
+_PREFIX = struct.Struct("<QQ")
+_ARRAY = struct.Struct("<BBB")
+_ARRAY_CODE = 1
+
+Payload = bytes | memoryview
+
+
+class CodecError(TypeError):
+    """A value that cannot travel, or is not what the method says: names method, argument and problem."""
+
+    def __init__(self, method: str, argument: str, problem: str) -> None:
+        super().__init__(f"{method}: {argument}: {problem}")
+        self.method, self.argument, self.problem = method, argument, problem
+
+
+class Signature:
+    """What a service method takes and gives, and how both travel."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.name: str = method.__name__
+        self.qualified: str = method.__qualname__
+        signature = inspect.signature(method)
+        self._parameters = list(signature.parameters.values())[1:]
+        self._signature = signature.replace(parameters=self._parameters)
+        for parameter in self._parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise CodecError(self.qualified, parameter.name, "a remote method names its arguments, no * or **")
+        hints = _hints(method)
+        self._takes = {p.name: _Type(self.qualified, p.name, hints.get(p.name, Any)) for p in self._parameters}
+        self._gives = _Type(self.qualified, "return value", hints.get("return", Any))
+        self._struct = msgspec.defstruct(
+            "Arguments",
+            [(name, kind.wire, msgspec.UNSET) for name, kind in self._takes.items()],
+            rename={name: name for name in self._takes},
+            kw_only=True,
+            forbid_unknown_fields=True,
+        )
+
+    def encode_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
+        """Raises TypeError for arguments the method does not take, CodecError for values that cannot travel."""
+        try:
+            given = self._signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{self.qualified}: {error}") from None
+        try:
+            return encode(given)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise CodecError(self.qualified, *_culprit(given, error)) from None
+
+    def decode_arguments(self, payload: Payload | bytearray) -> dict[str, Any]:
+        """Arguments by name, those that were given."""
+        values = self._decode(payload, self._struct)
+        given = ((name, getattr(values, name)) for name in self._takes)
+        return {name: self._takes[name].finish(value) for name, value in given if value is not msgspec.UNSET}
+
+    def encode_result(self, value: Any) -> Payload:
+        try:
+            return encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise CodecError(self.qualified, "return value", str(error)) from None
+
+    def decode_result(self, payload: Payload | bytearray) -> Any:
+        return self._gives.finish(self._decode(payload, self._gives.wire))
+
+    def _decode(self, payload: Payload | bytearray, kind: Any) -> Any:
+        try:
+            return decode(payload, kind)
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            problem, _, path = str(error).partition(" - at `$")
+            path = path.rstrip("`").lstrip(".")
+            whole = "arguments" if kind is self._struct else "return value"
+            inside = path if kind is self._struct else f"return value{path}"
+            raise CodecError(self.qualified, inside if path else whole, problem) from None
+
+
+class _Type:
+    """One annotation: the type msgspec decodes to, and what remains to be done after it."""
+
+    def __init__(self, method: str, argument: str, annotation: Any) -> None:
+        self.wire = annotation
+        self.finish: Callable[[Any], Any] = _same
+        self._where = method, argument
+        try:
+            msgspec.msgpack.Decoder(annotation, dec_hook=_dec_hook)
+        except TypeError as error:
+            if not _holds_models(annotation):
+                raise CodecError(method, argument, str(error)) from None
+            from pydantic import TypeAdapter
+            from pydantic.errors import PydanticUserError
+
+            self.wire = Any
+            try:
+                self._adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+            except PydanticUserError:
+                raise CodecError(method, argument, str(error)) from None
+            self.finish = self._validate
+
+    def _validate(self, value: Any) -> Any:
+        try:
+            return self._adapter.validate_python(value)
+        except ValueError as error:
+            raise CodecError(*self._where, str(error)) from None
+
+
+def encode(value: Any) -> Payload:
+    """A payload with the value as it is now: later changes to its arrays do not reach it.
+
+    Raises:
+        TypeError, ValueError, OverflowError: what in the value cannot travel.
+    """
+    arrays = _Arrays()
+    body = msgspec.msgpack.Encoder(enc_hook=arrays.hook).encode(value)
+    start = _aligned(_PREFIX.size + len(body))
+    prefix = _PREFIX.pack(len(body), start)
+    if not arrays.kept:
+        return prefix + body
+    whole = np.empty(start + arrays.size, np.uint8)
+    view = whole.data
+    view[: _PREFIX.size + len(body)] = prefix + body
+    for offset, array in arrays.kept:
+        target = np.frombuffer(view, array.dtype, array.size, start + offset)
+        np.copyto(target.reshape(array.shape), array)
+    return view
+
+
+def decode(payload: Payload | bytearray, kind: Any) -> Any:
+    """The value, as `kind`. Large arrays are views of `payload`.
+
+    Raises:
+        msgspec.ValidationError: the value is not a `kind`; says where.
+        ValueError: the payload is cut or inconsistent.
+    """
+    view = memoryview(payload).cast("B")
+    if view.nbytes < _PREFIX.size:
+        raise ValueError("the payload is cut")
+    length, start = _PREFIX.unpack_from(view)
+    if _PREFIX.size + length > view.nbytes:
+        raise ValueError("the payload is cut")
+
+    def hook(code: int, data: memoryview) -> Any:
+        if code != _ARRAY_CODE:
+            raise ValueError(f"unknown extension {code}")
+        return _read_array(data, view, start)
+
+    body = view[_PREFIX.size : _PREFIX.size + length]
+    return msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=hook).decode(body)
+
+
+class _Arrays:
+    """Collects what lies behind the body while it is encoded."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[int, np.ndarray]] = []
+        self.size = 0
+
+    def hook(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return self._array(value)
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, PurePath):
+            return str(value)
+        if hasattr(type(value), "model_validate"):
+            return value.model_dump()
+        if isinstance(value, types.MappingProxyType):
+            return dict(value)
+        raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} cannot travel between processes")
+
+    def _array(self, array: np.ndarray) -> msgspec.msgpack.Ext:
+        if array.dtype.hasobject or array.dtype.names is not None:
+            raise TypeError(f"an array of {array.dtype} cannot travel: only plain numbers, strings and dates")
+        kind = array.dtype.str.encode()
+        header = _ARRAY.pack(array.nbytes < INLINE, len(kind), array.ndim) + kind
+        header += struct.pack(f"<{array.ndim}Q", *array.shape)
+        if array.nbytes < INLINE:
+            return msgspec.msgpack.Ext(_ARRAY_CODE, header + array.tobytes())
+        offset, self.size = self.size, _aligned(self.size + array.nbytes)
+        self.kept.append((offset, array))
+        return msgspec.msgpack.Ext(_ARRAY_CODE, header + struct.pack("<Q", offset))
+
+
+def _read_array(data: memoryview, payload: memoryview, start: int) -> np.ndarray:
+    try:
+        inline, name, ndim = _ARRAY.unpack_from(data)
+        dtype = np.dtype(bytes(data[_ARRAY.size : _ARRAY.size + name]).decode("ascii"))
+        at = _ARRAY.size + name
+        shape = struct.unpack_from(f"<{ndim}Q", data, at)
+        at += 8 * ndim
+        count = int(np.prod(shape, dtype=object)) if shape else 1
+        if count * dtype.itemsize == 0:
+            return np.empty(shape, dtype)
+        if inline:
+            return np.frombuffer(data, dtype, count, at).reshape(shape).copy()
+        (offset,) = struct.unpack_from("<Q", data, at)
+        return np.frombuffer(payload, dtype, count, start + offset).reshape(shape)
+    except (struct.error, TypeError) as error:
+        raise ValueError(f"an array cannot be read: {error}") from None
+
+
+def _dec_hook(kind: Any, value: Any) -> Any:
+    origin = typing.get_origin(kind) or kind
+    if origin is np.ndarray:
+        return value
+    if isinstance(origin, type) and issubclass(origin, PurePath):
+        return Path(value) if issubclass(origin, Path) else origin(value)
+    if hasattr(origin, "model_validate"):
+        return origin.model_validate(value)
+    raise TypeError(f"{kind} cannot travel between processes")
+
+
+def _culprit(given: Mapping[str, Any], error: Exception) -> tuple[str, str]:
+    """The first argument that cannot be encoded by itself, and why."""
+    for name, value in given.items():
+        try:
+            encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as reason:
+            return name, str(reason)
+    return "arguments", str(error)
+
+
+def _hints(method: Callable[..., Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(method, include_extras=True)
+    return {name: type(None) if hint is None else hint for name, hint in hints.items()}
+
+
+def _holds_models(annotation: Any) -> bool:
+    """Whether the annotation is made of pydantic models and builtins, so that pydantic can judge it."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _holds_models(typing.get_args(annotation)[0])
+    arguments = typing.get_args(annotation)
+    if arguments:
+        return any(_holds_models(argument) for argument in arguments)
+    return isinstance(annotation, type) and hasattr(annotation, "model_validate")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@cache
+def signature_of(method: Callable[..., Any]) -> Signature:
+    """The method's signature, read once."""
+    return Signature(method)
