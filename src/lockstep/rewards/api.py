@@ -1,0 +1,139 @@
+"""What travels between the scorer pool and its processes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from lockstep.data.samples import Prompt
+
+Signature = Literal["trl", "verl", "openrlhf"]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion to be scored."""
+
+    prompt: int
+    """Position of its prompt in the batch."""
+    index: int
+    """Which completion of its group."""
+    text: str
+    tokens: np.ndarray
+    """int32 `[tokens]`."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Completions that are scored in one call, with their prompts (one for a whole group)."""
+
+    step: int
+    prompts: list[Prompt]
+    samples: list[Sample]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def pairs(self) -> Iterator[tuple[Prompt, Sample]]:
+        for sample in self.samples:
+            yield self.prompts[sample.prompt], sample
+
+    def uid(self, position: int) -> str:
+        """`"{prompt uid}#{index in the group}"`."""
+        sample = self.samples[position]
+        return f"{self.prompts[sample.prompt].uid}#{sample.index}"
+
+    def alone(self, position: int) -> "Batch":
+        """A batch of the sample at this position only."""
+        sample = self.samples[position]
+        only = Sample(0, sample.index, sample.text, sample.tokens)
+        return Batch(self.step, [self.prompts[sample.prompt]], [only])
+
+
+@dataclass(slots=True)
+class Failure:
+    """Why a term gave no reward."""
+
+    problem: str
+    position: int | None = None
+    """Of the sample in the batch; None where the whole batch is concerned."""
+    returned: str | None = None
+    """What the function returned, shortened."""
+    traceback: str | None = None
+    """From the user's first frame on."""
+
+
+@dataclass(slots=True)
+class Scores:
+    """What one term says about one batch."""
+
+    values: list[float | None] = field(default_factory=list)
+    """Per sample; None where the term does not apply to it."""
+    extras: dict[str, list[float | None]] = field(default_factory=dict)
+    """What a function reported besides, per sample: goes to the breakdown as `term/key`."""
+    failure: Failure | None = None
+    """Instead of values."""
+
+
+@dataclass(slots=True)
+class TermInfo:
+    """A term that is ready."""
+
+    name: str
+    function: str
+    """What errors call it: the configured path of a user's function, else the kind."""
+    signature: Signature | None
+    """None for the verifiers."""
+    per_sample: bool
+    """Whether progress moves with each sample, or only with each batch."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Either every term is ready or one is refused."""
+
+    terms: list[TermInfo] = field(default_factory=list)
+    function: str | None = None
+    failure: Failure | None = None
+
+
+class ScorerAPI(Protocol):
+    """A scorer process."""
+
+    def prepare(self) -> Prepared:
+        """Loads the terms, users' modules included, and takes on the limits of memory."""
+
+    def score(self, term: int, batch: Batch) -> Scores:
+        """One term over one batch."""
+
+
+class RewardError(RuntimeError):
+    """A sample has no reward, and why."""
+
+    def __init__(
+        self,
+        function: str,
+        problem: str,
+        uid: str | None = None,
+        row: int | None = None,
+        completion: str | None = None,
+        returned: str | None = None,
+        traceback: str | None = None,
+    ) -> None:
+        lines = [f"reward {function}: {problem}"]
+        if uid is not None:
+            lines.append(f"  sample: {uid} (row {row} of the data)")
+        if completion is not None:
+            lines.append(f"  completion: {_shortened(completion)!r}")
+        if returned is not None:
+            lines.append(f"  returned: {returned}")
+        if traceback:
+            lines.append(f"\n{traceback.rstrip()}")
+        super().__init__("\n".join(lines))
+        self.function, self.problem, self.uid, self.row = function, problem, uid, row
+        self.completion, self.returned, self.traceback = completion, returned, traceback
+
+
+def _shortened(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

@@ -1,0 +1,85 @@
+"""A scorer process: runs verifiers and users' functions where they can do no harm but to themselves.
+
+Calls run in the process's main thread, so that functions may use signals (math-verify's limits do). What users
+print goes to the worker's log. Imports no torch: such a process is small, and quick to replace.
+"""
+
+import logging
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import TypeAdapter
+
+from lockstep.config import reward as config
+from lockstep.rewards.api import Batch, Failure, Prepared, Scores, TermInfo
+from lockstep.rewards.functions import FunctionError
+from lockstep.rewards.terms import Term, build, names
+from lockstep.rewards.values import BadReward
+from lockstep.watch import beacon
+
+log = logging.getLogger(__name__)
+
+NICENESS = 5
+"""Trainer and engine go first where they share the cores."""
+
+
+class ScorerService:
+    """Implements `rewards.api.ScorerAPI`."""
+
+    def __init__(self, terms: list[dict[str, Any]], base: str, memory_mb: int | None) -> None:
+        adapter: TypeAdapter[tuple[config.Term, ...]] = TypeAdapter(tuple[config.Term, ...])
+        self._configs = adapter.validate_python(terms)
+        self._base, self._memory_mb = Path(base), memory_mb
+        self._terms: list[Term] = []
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.nice(NICENESS)
+        for stream in (sys.stdout, sys.stderr):  # the last line before a crash is the one that is wanted
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(line_buffering=True)
+
+    def prepare(self) -> Prepared:
+        """Loads the terms, users' modules included, and takes on the limits of memory."""
+        self._terms = []
+        for term, name in zip(self._configs, names(self._configs), strict=True):
+            beacon.current().stage(f"loading {name}")
+            try:
+                self._terms.append(build(term, name, self._base))
+            except FunctionError as error:
+                problem = f"{error.problem}; {error.remedy}" if error.remedy else error.problem
+                return Prepared(function=error.path, failure=Failure(problem, traceback=error.traceback))
+        too_small = self._limit_memory()
+        if too_small is not None:
+            return Prepared(function="memory_mb", failure=Failure(too_small))
+        beacon.current().stage("ready")
+        infos = [TermInfo(each.name, each.function, each.signature, each.per_sample) for each in self._terms]
+        return Prepared(infos)
+
+    def score(self, term: int, batch: Batch) -> Scores:
+        """One term over one batch; progress moves with every sample the term finishes."""
+        here, chosen = beacon.current(), self._terms[term]
+        here.stage(f"scoring {chosen.name}")
+        try:
+            return chosen.score(batch, lambda samples: here.add("samples scored", samples))
+        except BadReward as error:
+            return Scores(failure=Failure(error.problem, error.position, error.returned, error.traceback))
+        finally:
+            here.stage("ready")
+
+    def _limit_memory(self) -> str | None:
+        """Sets the limit of the address space, after loading: a limit below what is in use already would fail at
+        some innocent line later."""
+        if self._memory_mb is None:
+            return None
+        used_mb = psutil.Process().memory_info().vms / 2**20
+        if used_mb + 32 > self._memory_mb:
+            return (
+                f"the scorer process takes {used_mb:.0f} MiB of address space before its first sample; "
+                f"set reward.memory_mb to at least {used_mb + 256:.0f} (it is {self._memory_mb})"
+            )
+        limit = self._memory_mb * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        return None

@@ -1,0 +1,101 @@
+"""From the config's terms to callables over a batch, and from their values to one reward per sample."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.config import reward as config
+from lockstep.data.samples import Prompt
+from lockstep.rewards import signatures, verifiers
+from lockstep.rewards.api import Batch, Sample, Scores, Signature
+from lockstep.rewards.functions import load
+from lockstep.rewards.signatures import Advance
+from lockstep.rewards.values import LARGEST, BadReward
+
+Verifier = Callable[[Prompt, Sample], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A term that is ready to be called."""
+
+    name: str
+    function: str
+    """What errors call it: the configured path of a user's function, else the kind."""
+    signature: Signature | None
+    per_sample: bool
+    score: Callable[[Batch, Advance], Scores]
+    """Raises BadReward."""
+
+
+def names(terms: Sequence[config.Term]) -> list[str]:
+    """What the terms are called in the metrics: unique, in order, known without loading anything."""
+    found: list[str] = []
+    for term in terms:
+        name = term.name or (term.path.rpartition(":")[2] if isinstance(term, config.Function) else term.kind)
+        taken = sum(each == name or each.startswith(f"{name}_") for each in found)
+        found.append(name if name not in found else f"{name}_{taken + 1}")
+    return found
+
+
+def build(term: config.Term, name: str, base: Path = Path()) -> Term:
+    """The term as a callable. Raises FunctionError for a function that cannot be used."""
+    if isinstance(term, config.Function):
+        function = load(term.path, term.signature, dict(term.arguments), base)
+        call = partial(signatures.ADAPTERS[function.signature], function)
+        return Term(name, term.path, function.signature, function.signature == "verl", call)
+    return Term(name, term.kind, None, True, partial(_each, _verifier(term), isinstance(term, config.Math)))
+
+
+def weighted_sum(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """The reward of each sample, float32 `[samples]`: the sum of weight times value (float64 `[samples]` each) over
+    the terms that apply to it, which are those where the value is not NaN. Raises BadReward for a sample to which
+    no term applies, or whose sum leaves float32."""
+    table = np.stack([np.asarray(each, np.float64) for each in values])
+    applies = ~np.isnan(table)
+    for position in np.flatnonzero(~applies.any(axis=0)):
+        raise BadReward("no term applies to this sample: each returned None", int(position))
+    total = np.where(applies, table * np.asarray(weights, np.float64)[:, None], 0.0).sum(axis=0)
+    for position in np.flatnonzero(~(np.abs(total) <= LARGEST)):
+        raise BadReward(f"the weighted sum {total[position]} is not finite in float32", int(position))
+    rewards: np.ndarray = total.astype(np.float32)
+    return rewards
+
+
+def _verifier(term: config.ExactMatch | config.Math | config.Regex | config.Length) -> Verifier:
+    match term:
+        case config.ExactMatch(ignore_case=fold, extract=extract):
+            return lambda prompt, sample: verifiers.exact_match(sample.text, _answer(prompt), fold, extract)
+        case config.Math(numeric_tolerance=tolerance):
+            return lambda prompt, sample: verifiers.math_equal(sample.text, _answer(prompt), tolerance)
+        case config.Regex(pattern=pattern, mode=mode):
+            return lambda prompt, sample: verifiers.regex_match(sample.text, pattern, mode)
+        case config.Length(soft=soft, hard=hard):
+            return lambda prompt, sample: verifiers.overlong_penalty(len(sample.tokens), soft, hard)
+
+
+def _each(verifier: Verifier, may_be_undecided: bool, batch: Batch, advance: Advance) -> Scores:
+    """One sample after the other. What a verifier could not decide is worth nothing, and counted as undecided."""
+    found: list[float | None] = []
+    for position, (prompt, sample) in enumerate(batch.pairs()):
+        try:
+            found.append(verifier(prompt, sample))
+        except BadReward as error:
+            error.position = position
+            raise
+        except ValueError as error:
+            raise BadReward(str(error), position) from error
+        advance(1)
+    undecided: list[float | None] = [float(each is None) for each in found]
+    values: list[float | None] = [0.0 if each is None else each for each in found]
+    return Scores(values, {"undecided": undecided} if may_be_undecided else {})
+
+
+def _answer(prompt: Prompt) -> object:
+    if prompt.answer is None:
+        columns = ", ".join(sorted(prompt.columns)) or "none"
+        raise BadReward(f"the row has no answer to compare with (other columns: {columns}); set `data.answer_column`")
+    return prompt.answer

@@ -1,0 +1,169 @@
+"""Verifiable rewards, each a pure function of one completion (and its answer).
+
+Patterns and expressions come from users and from a model that is free to write anything, so any of these may take
+forever. `math_equal` bounds itself; a regular expression that backtracks without end holds the interpreter and can
+only be stopped from outside, which the scorer pool does (`reward.timeout_s`).
+"""
+
+import math
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Literal
+
+MATH_LIMIT_S = 3.0
+"""Longest time for parsing and comparing one pair of expressions; the undecided count as unequal, and are counted."""
+
+
+class UnreadableAnswer(ValueError):
+    """The ground truth itself is not an expression that can be compared with."""
+
+    def __init__(self, answer: str, why: str) -> None:
+        super().__init__(f"the answer {answer!r} {why}; give the row a mathematical answer or use kind: exact_match")
+        self.answer, self.why = answer, why
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception: math-verify and sympy catch those, and go on."""
+
+
+def exact_match(completion: str, answer: object, ignore_case: bool = False, extract: str | None = None) -> float:
+    """1 where the stripped completion equals the stripped answer (its `str`), else 0.
+
+    With `extract` the last match of that pattern (its group 1 where it has one) is compared instead of the whole
+    completion; no match is 0.
+    """
+    said: str | None = completion
+    if extract is not None:
+        said = last_match(extract, completion)
+    if said is None:
+        return 0.0
+    said, wanted = said.strip(), str(answer).strip()
+    if ignore_case:
+        said, wanted = said.casefold(), wanted.casefold()
+    return float(said == wanted)
+
+
+def last_match(pattern: str, text: str) -> str | None:
+    """The last match of the pattern in the text: group 1 where the pattern has groups (None where it took no part)."""
+    found: str | None = None
+    for match in re.finditer(pattern, text):
+        found = match.group(1) if match.re.groups else match.group()
+    return found
+
+
+def regex_match(completion: str, pattern: str, mode: Literal["search", "fullmatch"] = "fullmatch") -> float:
+    """1 where the pattern spans the whole completion (`fullmatch`) or is found in it (`search`), else 0."""
+    match = re.fullmatch if mode == "fullmatch" else re.search
+    return float(match(pattern, completion) is not None)
+
+
+def overlong_penalty(length: int, soft: int, hard: int) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) of a completion of `length` tokens, the end
+    token included. With L_max = `hard` and L_cache = `hard - soft`:
+
+        0                           length <= L_max - L_cache
+        (L_max - L_cache - length) / L_cache      between
+        -1                          length > L_max
+    """
+    if length <= soft:
+        return 0.0
+    if length > hard:
+        return -1.0
+    return (soft - length) / (hard - soft)
+
+
+def math_equal(completion: str, answer: object, tolerance: float | None = None) -> float | None:
+    """1 where the last expression of the completion equals the answer (math-verify), 0 where it does not or there
+    is none, None where that could not be decided within MATH_LIMIT_S.
+
+    Where both sides are plain numbers and a `tolerance` is given, it alone decides:
+    `|said - answer| <= tolerance * max(1, |answer|)`. Raises UnreadableAnswer where the answer is no expression.
+    """
+    # math-verify's own limits are whole seconds per parse and per pair, on a signal alarm that it does not restore:
+    # they are switched off in favour of one limit around everything.
+    from math_verify import parse, verify
+
+    gold = _gold(str(answer))
+    try:
+        with _time_limit(MATH_LIMIT_S):
+            said = parse(completion, parsing_timeout=None)
+            if tolerance is not None:
+                pair = _numbers(gold, said)
+                if pair is not None:
+                    return float(abs(pair[0] - pair[1]) <= tolerance * max(1.0, abs(pair[0])))
+            return float(verify(gold, said, timeout_seconds=None))
+    except _OutOfTime:
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _gold(answer: str) -> list[Any]:
+    """The answer's expressions; cached, since a group shares one. LaTeX is only looked for between dollars, and
+    without them `\\frac{1}{2}` would be read as 2, so a bare answer gets them."""
+    _quiet()
+    from math_verify import parse
+
+    text = answer if "$" in answer or "\\boxed" in answer or "\\[" in answer else f"${answer}$"
+    try:
+        with _time_limit(MATH_LIMIT_S):
+            expressions: list[Any] = parse(text, parsing_timeout=None)
+    except _OutOfTime:
+        raise UnreadableAnswer(answer, f"takes longer than {MATH_LIMIT_S:g} s to parse") from None
+    if not any(not isinstance(each, str) for each in expressions):
+        raise UnreadableAnswer(answer, "cannot be parsed by math-verify")
+    return expressions
+
+
+def _numbers(gold: list[Any], said: list[Any]) -> tuple[float, float] | None:
+    numbers = [_number(side[0]) if side else None for side in (gold, said)]
+    if numbers[0] is None or numbers[1] is None:
+        return None
+    return numbers[0], numbers[1]
+
+
+def _number(expression: Any) -> float | None:
+    """A finite real number, or None for anything else."""
+    if not getattr(expression, "is_number", False):
+        return None
+    try:
+        number = float(expression)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises _OutOfTime inside the block after `seconds`, and again every second where something swallowed it.
+
+    Signals reach the main thread only. Elsewhere there is no limit from within, and the caller's must do.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise _OutOfTime
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+        finally:  # also where the alarm went off just before it was switched off
+            signal.signal(signal.SIGALRM, handler)
+            signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+def _quiet() -> None:
+    """Without its own limits math-verify warns once that somebody has to set one. Somebody does."""
+    import math_verify.grader
+    import math_verify.parser
+
+    math_verify.parser.TIMEOUT_WARNING_SHOWN = math_verify.grader.TIMEOUT_WARNING_SHOWN = True

@@ -1,0 +1,3 @@
+import nonexistent_module_for_lockstep
+
+nonexistent_module_for_lockstep.use()
