@@ -66,7 +66,9 @@ def check_config(values: dict[str, Any], source: str) -> SFTConfig | GRPOConfig:
     try:
         return _ADAPTER.validate_python(values)
     except ValidationError as error:
-        raise ConfigError(source, [_problem(item, RECIPES[recipe]) for item in error.errors()]) from error
+        items = error.errors()
+        roots = [item for item in items if not _follows(item, items)]
+        raise ConfigError(source, [_problem(item, RECIPES[recipe]) for item in roots]) from error
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -101,6 +103,12 @@ def _set(values: Any, path: list[str], value: Any, override: str) -> None:
         values = values[key]
 
 
+def _follows(item: Any, items: Sequence[Any]) -> bool:
+    """Whether a list is only too short because its items were refused."""
+    inside = [other for other in items if other["loc"][: len(item["loc"])] == item["loc"]]
+    return item["type"] == "too_short" and len(inside) > 1
+
+
 def _problem(item: Any, root: type[BaseModel]) -> Problem:
     """One pydantic error in the words of the file."""
     location, kind, given = tuple(item["loc"]), item["type"], item["input"]
@@ -117,4 +125,3 @@ def _problem(item: Any, root: type[BaseModel]) -> Problem:
     if isinstance(given, dict) or len(shown) > 80:
         return Problem(path or "file", message)
     return Problem(path or "file", f"{shown}: {message}")
-

@@ -162,7 +162,9 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
     gathers = 2 * units if config.trainer.reshard_after_forward else units
     updates = 1
     if config.recipe == "grpo":
-        updates = config.epochs * (config.completions_per_step // (config.minibatch_size or config.completions_per_step))
+        updates = config.epochs * (
+            config.completions_per_step // (config.minibatch_size or config.completions_per_step)
+        )
     return [
         Collective("all_gather", "fsdp", f"{gathers} per micro-batch", largest),
         Collective("reduce_scatter", "fsdp", f"{units * updates} ({units} per optimizer step)", largest),

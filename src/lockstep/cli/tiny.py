@@ -1,0 +1,48 @@
+"""`lockstep tiny`: make a tiny model and its tokenizer, for examples and tests."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.errors import REFUSED, show_refusal
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(help="Where to write it; any command takes this folder as a model.")],
+    family: Annotated[str, typer.Option(help="qwen2 or llama.")] = "qwen2",
+    hidden: Annotated[int, typer.Option(help="Width.")] = 128,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 2,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
+    kv_heads: Annotated[int, typer.Option(help="Key-value heads.")] = 2,
+    ffn: Annotated[int, typer.Option(help="Width of the feed-forward part.")] = 512,
+    max_length: Annotated[int, typer.Option(help="Longest sequence in tokens.")] = 256,
+    alphabet: Annotated[
+        str | None, typer.Option(help="Characters of the tokenizer; printable ASCII if absent.")
+    ] = None,
+    tie_embeddings: Annotated[bool, typer.Option(help="One matrix for embedding and head.")] = True,
+    chat: Annotated[bool, typer.Option(help="Role tokens and a chat template.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Make a tiny Qwen2- or Llama-type model with random weights and a tokenizer of single characters."""
+    from lockstep.models.tiny import DEFAULT_ALPHABET, TinyModel, make_tiny
+
+    try:
+        model = TinyModel(
+            family=family,  # type: ignore[arg-type]  # checked by TinyModel, with the valid names in its message
+            alphabet=DEFAULT_ALPHABET if alphabet is None else alphabet,
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            ffn=ffn,
+            max_length=max_length,
+            tie_embeddings=tie_embeddings,
+            chat=chat,
+            seed=seed,
+        )
+        make_tiny(folder, model)
+    except (ValueError, OSError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
+    typer.echo(f"{folder}: {family}, {layers} layers of {hidden}, seed {seed}")

@@ -1,0 +1,43 @@
+"""`lockstep train`: run a recipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lockstep.cli.errors import REFUSED, show_refusal
+from lockstep.config.errors import ConfigError
+from lockstep.config.load import load_config
+
+
+def command(
+    file: Annotated[str | None, typer.Argument(help="The run's YAML file; not needed with --resume.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show config, processes, memory and collectives; start nothing.")
+    ] = False,
+) -> None:
+    """Train a model: SFT or GRPO, as the file says.
+
+    Examples:
+
+        lockstep train examples/grpo_sort.yaml trainer.optimizer.lr=5e-4
+
+        lockstep train --resume runs/sort-grpo
+    """
+    values = list(overrides or [])
+    if resume is not None and file is not None and "=" in file:
+        file, values = None, [file, *values]
+    try:
+        config = load_config(Path(file), values) if file is not None else None
+    except ConfigError as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
+    # Imported only now: torch and transformers take seconds, and help or a misspelt key should not wait for them.
+    from lockstep.cli.training import show_plan, start
+
+    if dry_run:
+        raise typer.Exit(show_plan(config, resume, values, Console()))
+    raise typer.Exit(start(config, resume, values))

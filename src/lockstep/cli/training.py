@@ -1,0 +1,83 @@
+"""What `lockstep train` does once its arguments are read."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from lockstep.cli.errors import FAILED, INTERRUPTED, REFUSED, show_failure, show_refusal
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.ledger.errors import LedgerError
+from lockstep.recipes import train
+from lockstep.run.errors import Interrupted, Refused
+from lockstep.run.prepare import Prepared, prepare
+
+Config = SFTConfig | GRPOConfig | None
+
+
+def start(config: Config, resume: Path | None, overrides: Sequence[str]) -> int:
+    """Trains; the exit code."""
+    prepared = _prepared(config, resume, overrides)
+    if prepared is None:
+        return REFUSED
+    try:
+        train(prepared)
+    except Refused as error:
+        show_refusal(error)
+        return REFUSED
+    except (Interrupted, KeyboardInterrupt):
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001  # the outermost frame: whatever failed is shown, and the exit code says so
+        show_failure(error, str(prepared.folder))
+        return FAILED
+    return 0
+
+
+def show_plan(config: Config, resume: Path | None, overrides: Sequence[str], console: Console) -> int:
+    """Prints the resolved config and the plan; the exit code."""
+    prepared = _prepared(config, resume, overrides)
+    if prepared is None:
+        return REFUSED
+    text = yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    console.print(Syntax(text, "yaml", background_color="default"))
+    console.print(_processes(prepared))
+    console.print(_collectives(prepared))
+    gib = prepared.plan.memory / 2**30
+    console.print(
+        f"{prepared.model.parameters / 1e6:,.2f} M parameters, {prepared.model.dtype}; about {gib:.2f} GiB in all, "
+        f"{prepared.plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights"
+    )
+    return 0
+
+
+def _prepared(config: Config, resume: Path | None, overrides: Sequence[str]) -> Prepared | None:
+    try:
+        return prepare(config, resume, overrides)
+    except (Refused, LedgerError, ValueError, OSError) as error:
+        show_refusal(error)
+        return None
+
+
+def _processes(prepared: Prepared) -> Table:
+    table = Table(title="processes", title_justify="left", box=None, pad_edge=False)
+    for column in ("name", "role", "device", "threads", "memory"):
+        table.add_column(column, justify="right" if column in ("threads", "memory") else "left")
+    for process in prepared.plan.processes:
+        memory = f"{process.memory / 2**20:,.0f} MiB" if process.memory else ""
+        table.add_row(process.name, process.role, process.device, str(process.threads), memory)
+    return table
+
+
+def _collectives(prepared: Prepared) -> Table:
+    table = Table(title="collectives of a step, on every trainer rank", title_justify="left", box=None, pad_edge=False)
+    for column in ("operation", "communicator", "times", "largest"):
+        table.add_column(column)
+    for collective in prepared.plan.collectives:
+        size = f"{collective.bytes / 2**20:,.2f} MiB" if collective.bytes > 2**14 else f"{collective.bytes} B"
+        table.add_row(collective.operation, collective.communicator, collective.times, size)
+    if not prepared.plan.collectives:
+        table.add_row("none", "", "one rank", "")
+    return table

@@ -1,0 +1,31 @@
+"""Group relative policy optimisation (Shao et al. 2024, "DeepSeekMath") and its relatives."""
+
+from lockstep.config.recipes import GRPOConfig
+from lockstep.data.packing import pack
+from lockstep.data.trees import trees_of_rollouts
+from lockstep.run.advantages import group_advantages, penalised
+from lockstep.run.run import Run
+
+
+def grpo(run: Run, cfg: GRPOConfig) -> None:
+    """For each prompt a group of completions; those better than their group become likelier."""
+    for step in run.steps():
+        with run.stage("rollout"):
+            prompts = run.prompts.take(step * cfg.prompts_per_step, cfg.prompts_per_step)
+            rollouts = run.engines.generate(step, prompts, n=cfg.group_size)
+        with run.stage("reward"):
+            rollouts = run.rewards.score(rollouts)
+        with run.stage("ledger"):
+            run.collected(step, rollouts)  # durable: from here on this step is never generated again
+        with run.stage("pack"):
+            batch = pack(trees_of_rollouts(rollouts), run.policy.ranks, cfg.token_budget, run.policy.info.packing)
+        with run.stage("logprobs"):
+            run.policy.annotate(batch, cfg.loss)
+        advantages = group_advantages(penalised(rollouts.rewards, batch, cfg.loss.kl), cfg.advantage)
+        batch.set_per_sequence("advantage", advantages.ravel())
+        with run.stage("train"):
+            for minibatch in batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=run.seed(step)):
+                stats = run.policy.step(minibatch, cfg.loss)
+        run.commit(step, stats)
+        with run.stage("publish"):
+            run.weights.publish(version=step + 1)  # idempotent by version

@@ -1,0 +1,86 @@
+"""When to write a checkpoint, when it counts, and which to keep."""
+
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.config.trainer import Checkpoint as CheckpointConfig
+from lockstep.ledger.ledger import Ledger
+from lockstep.train.checkpoint import remove_checkpoint
+from lockstep.watch import waits
+
+
+class Saver(Protocol):
+    """What writes: the policy."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def saved(self) -> bool: ...
+
+
+class Checkpoints:
+    """Writes checkpoints beside training. One counts only when the ledger names it, and the ledger names it only
+    when it is complete on disk."""
+
+    def __init__(self, config: CheckpointConfig, folder: Path, ledger: Ledger, saver: Saver) -> None:
+        self.config, self.folder, self.ledger, self.saver = config, folder, ledger, saver
+        self._pending: tuple[int, Path, float | None] | None = None
+
+    def due(self, version: int, *, last: bool, improved: bool) -> bool:
+        if self.newest() == version or (self._pending and self._pending[0] == version):
+            return False
+        periodic = self.config.every > 0 and version > 0 and version % self.config.every == 0
+        return last or periodic or (improved and self.config.keep_best and version > 0)
+
+    def newest(self) -> int | None:
+        """Version of the newest complete checkpoint."""
+        newest = self.ledger.newest_checkpoint()
+        return None if newest is None else newest.step + 1
+
+    def begin(self, version: int, metric: float | None) -> None:
+        """Copies the weights and lets them be written in the background; an earlier one is finished first."""
+        self.finish()
+        path = self.folder / f"{version:08d}"
+        self.saver.save(path)
+        self._pending = (version, path, metric)
+
+    def poll(self) -> None:
+        """Enters a checkpoint that has become complete into the ledger and removes what is no longer kept."""
+        if self._pending is None or not self.saver.saved():
+            return
+        (version, path, metric), self._pending = self._pending, None
+        self.ledger.checkpoint(version - 1, path, metric)
+        self._prune()
+
+    def finish(self) -> None:
+        """Waits for the checkpoint under way, as long as it makes progress."""
+
+        def complete() -> bool | None:
+            self.poll()
+            return True if self._pending is None else None
+
+        waits.poll(
+            complete,
+            kind="file",
+            whom="checkpoint",
+            why="the checkpoint under way",
+            stall_s=600.0,
+            progress=lambda: _written(self.folder),
+            every_s=0.02,
+        )
+
+    def _prune(self) -> None:
+        known = sorted(self.ledger.checkpoints(), key=lambda checkpoint: checkpoint.step)
+        keep = {checkpoint.step for checkpoint in known[-self.config.keep_last :]}
+        measured = [checkpoint for checkpoint in known if checkpoint.metric is not None]
+        if self.config.keep_best and measured:
+            keep.add(max(measured, key=lambda checkpoint: (checkpoint.metric, checkpoint.step)).step)
+        for checkpoint in known:
+            if checkpoint.step not in keep:
+                self.ledger.forget_checkpoint(checkpoint.step)
+                remove_checkpoint(checkpoint.path)
+        self.ledger.retain()
+
+
+def _written(folder: Path) -> int:
+    """Bytes under the folder: what moves while a checkpoint is written."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,167 @@
+"""The rollout engines as the controller sees them: prompts go out, groups of completions come back."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.cluster.calls import gather
+from lockstep.cluster.protocol import Worker
+from lockstep.config.rollout import Sampling
+from lockstep.data.samples import Completion, Group, Prompt, Rollouts
+from lockstep.ledger.ledger import Ledger
+from lockstep.rollout.protocol import EngineProgress, Request
+from lockstep.rollout.seeds import request_seed
+from lockstep.run.services import EngineAPI
+from lockstep.watch import beacon, waits
+
+KEEP_EVERY_S = 1.0
+"""Finished completions of a step under way are made durable this often; at most that much is generated again."""
+POLL_S = 0.003
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What one engine owes us."""
+
+    worker: Worker
+    acknowledged: int = 0
+    open: set[str] = field(default_factory=set)
+
+
+class Engines:
+    """All rollout engines. Whole groups go to the engine that owes least, so that a prompt is prefilled once."""
+
+    def __init__(self, workers: Sequence[Worker], ledger: Ledger, sampling: Sampling, seed: int) -> None:
+        self._engines = [_Engine(worker) for worker in workers]
+        self.ledger, self.sampling, self.seed = ledger, sampling, seed
+        self.version = 0
+        self.tokens = 0
+        """Generated in this run by this controller."""
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [engine.worker for engine in self._engines]
+
+    def generate(self, step: int, prompts: Sequence[Prompt], n: int) -> Rollouts:
+        """`n` completions of each prompt.
+
+        What the ledger already has is not generated again: the whole step's rollouts, or the finished completions
+        of an interrupted one.
+        """
+        stored = self.ledger.rollouts(step)
+        if stored is not None:
+            return stored
+        wanted = [_ids(step, prompt, n) for prompt in prompts]
+        done = {completion.request: completion for completion in self.ledger.kept(step)}
+        requests = [
+            self._request(id, step, prompt, k, self.sampling)
+            for prompt, ids in zip(prompts, wanted, strict=True)
+            for k, id in enumerate(ids)
+            if id not in done
+        ]
+        fresh: list[Completion] = []
+        saved = time.monotonic()
+
+        def keep(completions: list[Completion]) -> None:
+            nonlocal saved
+            fresh.extend(completions)
+            if time.monotonic() - saved > KEEP_EVERY_S:
+                self.ledger.keep(step, list(fresh))
+                fresh.clear()
+                saved = time.monotonic()
+
+        done.update(self.complete(requests, why=f"rollouts of step {step}", finished=keep))
+        groups = [Group(prompt, [done[id] for id in ids]) for prompt, ids in zip(prompts, wanted, strict=True)]
+        return Rollouts(step, self.version, groups)
+
+    def sample(self, prompts: Sequence[Prompt], sampling: Sampling, purpose: str) -> list[Completion]:
+        """One completion per prompt, outside of training; the same seeds at every call of the same purpose."""
+        requests = [
+            self._request(f"{purpose}/{prompt.uid}", -1, prompt, 0, sampling, suffix=purpose) for prompt in prompts
+        ]
+        done = self.complete(requests, why=purpose)
+        return [done[request.id] for request in requests]
+
+    def complete(
+        self,
+        requests: Sequence[Request],
+        why: str,
+        finished: Callable[[list[Completion]], None] | None = None,
+    ) -> dict[str, Completion]:
+        """Sends requests to the engines and collects completions until all are there, as long as tokens move."""
+        self._dispatch(requests)
+        done: dict[str, Completion] = {}
+        counter = beacon.current()
+
+        def collect() -> dict[str, Completion] | None:
+            for engine in self._engines:
+                if engine.open:
+                    found = self._collect(engine)
+                    done.update((completion.request, completion) for completion in found)
+                    if finished is not None and found:
+                        finished(found)
+            counter.progress("completions", len(done), len(requests))
+            return done if len(done) == len(requests) else None
+
+        return waits.poll(
+            collect,
+            kind="queue",
+            whom="rollout engines",
+            why=why,
+            stall_s=900.0,
+            progress=lambda: (len(done), [engine.worker.call(EngineAPI.progress).tokens for engine in self._engines]),
+            every_s=POLL_S,
+        )
+
+    def load_weights(self, source: str, version: int) -> None:
+        """Every engine takes the weights of `version`, between two decode steps."""
+        gather(
+            [worker.submit(EngineAPI.load_weights, source, version) for worker in self.workers],
+            why=f"weights of version {version}",
+        )
+        self.version = version
+
+    def progress(self) -> list[EngineProgress]:
+        return [worker.call(EngineAPI.progress) for worker in self.workers]
+
+    def _dispatch(self, requests: Sequence[Request]) -> None:
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(request.group, []).append(request)
+        batches: list[list[Request]] = [[] for _ in self._engines]
+        for group in groups.values():
+            least = min(range(len(batches)), key=lambda index: len(batches[index]))
+            batches[least].extend(group)
+        pendings = []
+        for engine, batch in zip(self._engines, batches, strict=True):
+            if batch:
+                engine.open.update(request.id for request in batch)
+                pendings.append(engine.worker.submit(EngineAPI.submit, batch))
+        gather(pendings, why="hand over requests")
+
+    def _collect(self, engine: _Engine) -> list[Completion]:
+        collected = engine.worker.call(EngineAPI.collect, engine.acknowledged)
+        engine.acknowledged = collected.sequence
+        found = [completion for completion in collected.completions if completion.request in engine.open]
+        engine.open.difference_update(completion.request for completion in found)
+        self.tokens += sum(len(completion.tokens) for completion in found)
+        return found
+
+    def _request(self, id: str, step: int, prompt: Prompt, k: int, sampling: Sampling, suffix: str = "") -> Request:
+        return Request(
+            id=id,
+            group=f"{step}/{prompt.uid}{suffix}",
+            prompt=prompt.tokens,
+            seed=request_seed(self.seed, step, prompt.uid + suffix, k),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
+            stop=sampling.stop,
+            ignore_eos=sampling.ignore_eos,
+        )
+
+
+def _ids(step: int, prompt: Prompt, n: int) -> list[str]:
+    return [f"{step}/{prompt.uid}/{k}" for k in range(n)]

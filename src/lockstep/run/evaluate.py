@@ -1,0 +1,95 @@
+"""Evaluation: sampled completions on held-out prompts, scored, and a few of them kept to be read."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.config.rollout import Sampling
+from lockstep.config.run import Evaluation
+from lockstep.data.samples import Completion, Group, Prompt, Rollouts
+from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.records import Sample
+from lockstep.rewards.metrics import exact_match
+from lockstep.rewards.pool import ScorerPool
+from lockstep.run.engines import Engines
+from lockstep.run.monitor import Monitor
+
+METRIC = "eval/exact_match"
+
+
+class Evaluator:
+    """Evaluates versions of the weights, each at most once, always with the same seeds."""
+
+    def __init__(
+        self,
+        config: Evaluation,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        engines: Engines,
+        rewards: ScorerPool | None,
+        ledger: Ledger,
+        monitor: Monitor,
+    ) -> None:
+        self.config, self.prompts = config, list(prompts)
+        self.sampling = config.sampling or sampling
+        self.engines, self.rewards, self.ledger, self.monitor = engines, rewards, ledger, monitor
+        self.history = {row.step + 1: row.metrics for row in ledger.evaluations()}
+        """Metrics by version."""
+
+    def due(self, version: int, last: bool) -> bool:
+        """Before the first step, every `every` steps and after the last; never twice."""
+        periodic = self.config.every > 0 and version % self.config.every == 0
+        return version not in self.history and (version == 0 or last or periodic)
+
+    def metric(self, version: int) -> float | None:
+        """What decides the best checkpoint: exact match where there are answers, else the mean reward."""
+        metrics = self.history.get(version, {})
+        return metrics.get(METRIC, metrics.get("eval/reward_mean"))
+
+    def evaluate(self, version: int) -> bool:
+        """Evaluates the weights that the engines serve; whether they are the best so far."""
+        best = max((value for seen in self.history if (value := self.metric(seen)) is not None), default=None)
+        completions = self.engines.sample(self.prompts, self.sampling, "evaluation")
+        groups = [Group(prompt, [completion]) for prompt, completion in zip(self.prompts, completions, strict=True)]
+        metrics = _metrics(groups)
+        if self.rewards is not None:
+            scored = self.rewards.score(Rollouts(-1, version, groups))
+            metrics["eval/reward_mean"] = float(scored.rewards.mean())
+        self.history[version] = metrics
+        self.ledger.evaluation(version - 1, metrics, self._samples(groups))
+        self.monitor.evaluated(version, metrics)
+        value = self.metric(version)
+        return value is not None and (best is None or value > best)
+
+    def _samples(self, groups: Sequence[Group]) -> list[Sample]:
+        return [
+            Sample(
+                prompt=group.prompt.text,
+                completion=group.completions[0].text,
+                answer=None if group.prompt.answer is None else str(group.prompt.answer),
+                reward=_reward_shown(group),
+            )
+            for group in groups[: self.config.samples_shown]
+        ]
+
+
+def _metrics(groups: Sequence[Group]) -> dict[str, float]:
+    completions: list[Completion] = [group.completions[0] for group in groups]
+    metrics = {
+        "eval/length_mean": float(np.mean([len(completion.tokens) for completion in completions])),
+        "eval/truncated": float(np.mean([completion.finish == "length" for completion in completions])),
+    }
+    answered = [group for group in groups if group.prompt.answer is not None]
+    if answered:
+        metrics[METRIC] = float(
+            np.mean([exact_match(group.completions[0].text, group.prompt.answer) for group in answered])
+        )
+    return metrics
+
+
+def _reward_shown(group: Group) -> float | None:
+    if group.rewards is not None:
+        return float(group.rewards[0])
+    if group.prompt.answer is None:
+        return None
+    return float(exact_match(group.completions[0].text, group.prompt.answer))

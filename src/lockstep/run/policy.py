@@ -1,0 +1,83 @@
+"""The policy as the controller sees it: the same call to every rank, one answer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.cluster.calls import gather
+from lockstep.cluster.protocol import Worker
+from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.data.batch import Minibatch
+from lockstep.data.packing import Batch
+from lockstep.run.services import PolicyAPI
+from lockstep.train.api import TrainerInfo
+from lockstep.train.protocol import Want
+
+
+class Policy:
+    """The trainer ranks of the policy. Every method goes to all ranks, in rank order, with equal schedules."""
+
+    def __init__(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo]) -> None:
+        self.workers = list(workers)
+        self.info = infos[0]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.workers)
+
+    def evaluate(self, minibatch: Minibatch, want: Sequence[Want]) -> list[list[dict[str, np.ndarray]]]:
+        """`[ranks][micro-batches]` dicts of the wanted values, float32 `[targets]`."""
+        return gather(
+            [
+                worker.submit(PolicyAPI.evaluate, rows, list(want))
+                for worker, rows in zip(self.workers, minibatch.ranks, strict=True)
+            ],
+            why=" and ".join(want),
+        )
+
+    def annotate(self, batch: Batch, loss: PolicyLoss) -> None:
+        """Adds to the batch's targets what the loss needs from the trainer before the first update: old
+        log-probabilities (for the ratio, or for importance correction) and those of the reference model."""
+        want: list[Want] = []
+        if loss.old_logprobs == "trainer" or loss.importance.kind != "off":
+            want.append("logprobs")
+        if loss.kl.coefficient > 0:
+            want.append("reference_logprobs")
+        if not want:
+            return
+        minibatch = batch.everything()
+        values = self.evaluate(minibatch, want)
+        for name, field in (("logprobs", "old_logprob"), ("reference_logprobs", "reference_logprob")):
+            if name in want:
+                batch.set_field(field, minibatch, [[row[name] for row in rank] for rank in values])
+
+    def step(self, minibatch: Minibatch, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
+        """One optimizer step; metrics reduced over the ranks. Raises RemoteError for a non-finite loss, before
+        weights change."""
+        settings = loss.model_dump(mode="json")
+        stats = gather(
+            [
+                worker.submit(PolicyAPI.step, rows, settings)
+                for worker, rows in zip(self.workers, minibatch.ranks, strict=True)
+            ],
+            why="optimizer step",
+        )
+        return stats[0].values
+
+    def save(self, folder: Path) -> None:
+        gather([worker.submit(PolicyAPI.save, str(folder)) for worker in self.workers], why="copy for checkpoint")
+
+    def saved(self) -> bool:
+        """Whether the last save is complete on disk."""
+        return all(gather([worker.submit(PolicyAPI.saved) for worker in self.workers], why="checkpoint"))
+
+    def load(self, folder: Path) -> None:
+        gather([worker.submit(PolicyAPI.load, str(folder)) for worker in self.workers], why="load checkpoint")
+
+    def export(self, folder: Path) -> None:
+        gather([worker.submit(PolicyAPI.export, str(folder)) for worker in self.workers], why="export")
+
+    def write_weights(self, version: int) -> None:
+        """Every rank writes its rows of the weights into the store's inactive buffer."""
+        gather([worker.submit(PolicyAPI.write_weights, version) for worker in self.workers], why="write weights")

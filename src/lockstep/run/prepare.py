@@ -1,0 +1,98 @@
+"""Everything that can be refused is refused here: before a process starts and before anything is written."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.load import apply_overrides, check_config
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.data.datasets import load_rows
+from lockstep.data.documents import DocumentSource
+from lockstep.data.prompts import PromptSource
+from lockstep.data.samples import Prompt
+from lockstep.ledger.changes import compare_config
+from lockstep.ledger.ledger import Ledger
+from lockstep.models.load import load_tokenizer
+from lockstep.rewards.functions import check_terms
+from lockstep.run.errors import Refused
+from lockstep.run.facts import host_facts, model_facts
+from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A run that may start."""
+
+    config: SFTConfig | GRPOConfig
+    folder: Path
+    resuming: bool
+    plan: Plan
+    model: ModelFacts
+    host: HostFacts
+    prompts: PromptSource | None
+    documents: DocumentSource | None
+    held_out: list[Prompt]
+
+
+def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str] = ()) -> Prepared:
+    """Checks a run whole.
+
+    Args:
+        config: of the file; None where a run goes on with its own.
+        resume: folder of the run to go on with.
+        overrides: applied to the run's own config, where there is no file.
+
+    Raises:
+        Refused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError: what is wrong and what to do.
+    """
+    if resume is not None:
+        config = _resumed(config, resume, overrides)
+    if config is None:
+        raise Refused("name a file to train from, or a run with --resume")
+    folder = resume or Path(config.folder) / config.name
+    if resume is None and folder.exists():
+        raise Refused(f"{folder} exists: go on with it (--resume {folder}) or choose another name (name=...)")
+    host = host_facts(config.cluster)
+    model = model_facts(config.model, host.device)
+    plan = make_plan(config, model, host)
+    if config.reward is not None:
+        check_terms(config.reward.terms)
+    return Prepared(config, folder, resume is not None, plan, model, host, *_sources(config, model))
+
+
+def _sources(
+    config: SFTConfig | GRPOConfig, model: ModelFacts
+) -> tuple[PromptSource | None, DocumentSource | None, list[Prompt]]:
+    tokenizer = load_tokenizer(config.model)
+    room = model.context - config.rollout.sampling.max_tokens
+    rows = load_rows(config.data)
+    prompts: PromptSource | None = None
+    documents: DocumentSource | None = None
+    if config.recipe == "grpo":
+        longest = min(room, config.token_budget - config.rollout.sampling.max_tokens)
+        prompts = PromptSource(rows, config.data, tokenizer, config.seed, longest)
+    else:
+        longest = min(model.context, config.token_budget)
+        documents = DocumentSource(rows, config.data, tokenizer, config.seed, longest, config.train_on_prompt)
+    held_out: list[Prompt] = []
+    if config.evaluation is not None:
+        source = PromptSource(load_rows(config.evaluation.data), config.evaluation.data, tokenizer, config.seed, room)
+        held_out = source.take(0, min(len(source), config.evaluation.prompts or len(source)))
+    return prompts, documents, held_out
+
+
+def _resumed(config: SFTConfig | GRPOConfig | None, folder: Path, overrides: Sequence[str]) -> SFTConfig | GRPOConfig:
+    """The config a run goes on with; refuses what would change its result."""
+    with Ledger.reader(folder) as ledger:
+        old: dict[str, Any] = ledger.config()
+    if config is None:
+        config = check_config(apply_overrides(old, overrides), source=str(folder))
+    changes = compare_config(old, config.model_dump(mode="json"))
+    refused = [str(change) for change in changes if change.changes_result]
+    if refused:
+        raise Refused(
+            f"{folder} cannot go on with these changes, they would change its result: {'; '.join(refused)}. "
+            "Start a new run for them (name=...)"
+        )
+    return config

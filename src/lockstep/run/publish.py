@@ -1,0 +1,33 @@
+"""Weights from the trainer to the engines: versioned, fenced, idempotent."""
+
+from pathlib import Path
+
+from lockstep.ledger.ledger import Ledger
+from lockstep.run.engines import Engines
+from lockstep.run.policy import Policy
+from lockstep.weights.shared import SharedWeights
+
+
+class WeightSync:
+    """Publishes versions. Trainer ranks write their rows into the inactive buffer, the controller commits the
+    version (only then can it be read), the engines take it."""
+
+    def __init__(self, policy: Policy, engines: Engines, store: SharedWeights, ledger: Ledger, version: int) -> None:
+        self.policy, self.engines, self.store, self.ledger = policy, engines, store, ledger
+        self.trained = version
+        """Version of the trainer's weights."""
+        self.published: int | None = None
+
+    def publish(self, version: int) -> None:
+        """Makes `version` what the engines serve; does nothing where they do already."""
+        if self.published == version:
+            return
+        self.policy.write_weights(version)
+        self.store.commit(version)
+        self.engines.load_weights(str(self.path), version)
+        self.ledger.published(version)
+        self.published = version
+
+    @property
+    def path(self) -> Path:
+        return self.store.folder

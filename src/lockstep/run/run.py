@@ -1,0 +1,162 @@
+"""A run: its roles wired together, its steps as transactions."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.data.documents import DocumentSource
+from lockstep.data.prompts import PromptSource
+from lockstep.data.samples import Rollouts
+from lockstep.ledger.ledger import Ledger
+from lockstep.rewards.pool import ScorerPool
+from lockstep.run.checkpoints import Checkpoints
+from lockstep.run.engines import Engines
+from lockstep.run.errors import Interrupted
+from lockstep.run.evaluate import Evaluator
+from lockstep.run.interrupt import Interrupt
+from lockstep.run.metrics import rollout_metrics
+from lockstep.run.monitor import Monitor
+from lockstep.run.policy import Policy
+from lockstep.run.publish import WeightSync
+from lockstep.run.stages import Stages
+
+
+T = TypeVar("T")
+
+
+class MissingRole(RuntimeError):
+    """A recipe used a role that its config does not ask for."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"this run has no {role}")
+        self.role = role
+
+
+@dataclass(slots=True)
+class Roles:
+    """What was started for the run; None where the config needs none."""
+
+    policy: Policy
+    engines: Engines | None = None
+    rewards: ScorerPool | None = None
+    weights: WeightSync | None = None
+    prompts: PromptSource | None = None
+    documents: DocumentSource | None = None
+    evaluator: Evaluator | None = None
+
+
+class Run:
+    """What a recipe works with.
+
+    A step is a transaction: `collected` makes its rollouts durable, `commit` says that it is trained. After a
+    restart `steps` begins at the newest complete checkpoint; steps whose rollouts are stored are trained again from
+    them, because `engines.generate` and `rewards.score` give back what is stored.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig | GRPOConfig,
+        folder: Path,
+        ledger: Ledger,
+        roles: Roles,
+        monitor: Monitor,
+        interrupt: Interrupt,
+        start: int,
+    ) -> None:
+        self.config, self.folder, self.ledger, self.roles = config, folder, ledger, roles
+        self.monitor, self.interrupt = monitor, interrupt
+        self.policy = roles.policy
+        self.checkpoints = Checkpoints(config.checkpoint, folder / "checkpoints", ledger, roles.policy)
+        self._stages = Stages()
+        self._start = start
+        self._row: dict[str, float] = {}
+
+    @property
+    def engines(self) -> Engines:
+        return _there(self.roles.engines, "rollout engine")
+
+    @property
+    def rewards(self) -> ScorerPool:
+        return _there(self.roles.rewards, "reward")
+
+    @property
+    def weights(self) -> WeightSync:
+        return _there(self.roles.weights, "weight sync")
+
+    @property
+    def prompts(self) -> PromptSource:
+        return _there(self.roles.prompts, "prompts")
+
+    @property
+    def documents(self) -> DocumentSource:
+        return _there(self.roles.documents, "documents")
+
+    def seed(self, step: int) -> int:
+        """Seed of everything that is drawn in a step besides its completions."""
+        return self.config.seed * 1_000_003 + step
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are still to be done, each followed by evaluation and checkpoint where they are due.
+
+        Raises:
+            Interrupted: after a Ctrl-C, once the step is finished and a checkpoint of it is complete.
+        """
+        self._boundary(self._start)
+        for step in range(self._start, self.config.steps):
+            self.monitor.step_begins(step)
+            yield step
+            self._report(step)
+            self._boundary(step + 1)
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Times and shows a stage of the current step."""
+        return self.monitor.stage(name, self._stages)
+
+    def collected(self, step: int, rollouts: Rollouts) -> None:
+        """Makes a step's scored rollouts durable."""
+        self.ledger.collected(step, rollouts, {"seed": self.seed(step)})
+        self._row |= rollout_metrics(rollouts)
+        self.monitor.rollouts(step, rollouts)
+
+    def commit(self, step: int, stats: dict[str, float]) -> None:
+        """Records that the step is trained."""
+        self._row |= {name if "/" in name else f"policy/{name}": value for name, value in stats.items()}
+        self.ledger.commit(step, stats)
+
+    def _report(self, step: int) -> None:
+        """One row of metrics per step, once its last stage is over."""
+        row, self._row = self._row, {}
+        seconds = self._stages.take()
+        row |= {f"time/{name}_s": value for name, value in seconds.items()}
+        row["time/step_s"] = sum(seconds.values())
+        self.ledger.metrics(step, row)
+        self.monitor.step_ends(step, row)
+
+    def _boundary(self, version: int) -> None:
+        """Between two steps, with `version` steps done: evaluation, checkpoint, Ctrl-C."""
+        last = version == self.config.steps
+        improved = False
+        evaluator = self.roles.evaluator
+        if evaluator is not None and evaluator.due(version, last):
+            with self.stage("evaluate"):
+                self.weights.publish(version)
+                improved = evaluator.evaluate(version)
+        stopping = self.interrupt.requested and version > self._start
+        with self.stage("checkpoint"):
+            self.checkpoints.poll()
+            if self.checkpoints.due(version, last=last or stopping, improved=improved):
+                metric = evaluator.metric(version) if evaluator is not None else None
+                self.checkpoints.begin(version, metric)
+            if last or self.interrupt.requested:
+                self.checkpoints.finish()
+        if self.interrupt.requested and not last:
+            raise Interrupted(f"stopped after step {version} of {self.config.steps}")
+
+
+def _there(role: T | None, name: str) -> T:
+    if role is None:
+        raise MissingRole(name)
+    return role

@@ -1,0 +1,159 @@
+"""Files, overrides and what is said about mistakes in them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lockstep.config.errors import ConfigError
+from lockstep.config.load import apply_overrides, check_config, load_config, read_yaml
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def grpo(**changes: Any) -> dict[str, Any]:
+    return {
+        "recipe": "grpo",
+        "name": "x",
+        "steps": 3,
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl"},
+        "reward": {"terms": [{"kind": "exact_match"}]},
+        **changes,
+    }
+
+
+def problems(values: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        check_config(values, "test")
+    return {problem.field: f"{problem.message} ({problem.hint})" for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.name)
+def test_examples_are_valid(file: Path) -> None:
+    assert isinstance(load_config(file), SFTConfig | GRPOConfig)
+
+
+def test_the_config_survives_a_round_trip_through_json() -> None:
+    config = check_config(grpo(cluster="local", advantage={"kind": "rloo"}), "test")
+    again = check_config(config.model_dump(mode="json"), "again")
+    assert again == config
+    assert config.cluster.kind == "local"
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "hint"),
+    [
+        (grpo(grop_size=4), "grop_size", "did you mean 'group_size'?"),
+        (grpo(loss={"clip_lo": 0.1}), "loss.clip_lo", "did you mean 'clip_low'?"),
+        (grpo(model={"path": "m", "dtipe": "auto"}), "model.dtipe", "did you mean 'dtype'?"),
+        (grpo(num_generations=4), "num_generations", "'group_size'"),
+        (grpo(learning_rate=1e-4), "learning_rate", "'trainer.optimizer.lr'"),
+        (grpo(coefficient=0.1), "coefficient", "'loss.kl.coefficient'"),
+        (
+            grpo(reward={"terms": [{"kind": "exact_match", "ignorecase": True}]}),
+            "reward.terms.0.ignorecase",
+            "ignore_case",
+        ),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_one(values: dict[str, Any], field: str, hint: str) -> None:
+    found = problems(values)
+    assert list(found) == [field]
+    assert "unknown key" in found[field]
+    assert hint in found[field]
+
+
+def test_everything_wrong_is_reported_at_once() -> None:
+    found = problems(grpo(steps="many", loss={"kl": {"coefficient": -1}}, recipes=1, group_size=1))
+    assert set(found) == {"steps", "loss.kl.coefficient", "recipes", "group_size"}
+    assert "'many'" in found["steps"]
+
+
+def test_an_empty_name_or_a_missing_field_is_named() -> None:
+    values = grpo(name="../x")
+    del values["model"]
+    found = problems(values)
+    assert "is required" in found["model"]
+    assert "../x" in found["name"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"minibatch_size": 12}, ["minibatch_size 12", "group_size 8"]),
+        ({"prompts_per_step": 4, "minibatch_size": 24}, ["divide the 32"]),
+        ({"token_budget": 100, "rollout": {"sampling": {"max_tokens": 100}}}, ["token_budget 100", "101"]),
+        ({"model": {"path": "m", "max_length": 64}}, ["max_length 64", "256"]),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], words: list[str]) -> None:
+    text = " ".join(problems(grpo(**changes)).values())
+    for word in words:
+        assert word in text
+
+
+def test_an_invalid_term_is_the_only_thing_reported() -> None:
+    found = problems(grpo(reward={"terms": [{"kind": "regex", "pattern": "("}]}))
+    assert list(found) == ["reward.terms.0.pattern"]
+
+
+def test_the_recipe_must_be_known() -> None:
+    assert "'pppo' is not known" in problems({"recipe": "pppo"})["recipe"]
+    assert "sft, grpo" in problems({})["recipe"]
+
+
+def test_overrides_set_nested_values_and_items_of_lists() -> None:
+    values = apply_overrides(
+        grpo(), ["trainer.optimizer.lr=1e-5", "reward.terms.0.weight=2", "rollout.sampling.stop=[a, b]", "name=y"]
+    )
+    config = check_config(values, "test")
+    assert config.trainer.optimizer.lr == 1e-5
+    assert config.reward is not None
+    assert config.reward.terms[0].weight == 2
+    assert config.rollout.sampling.stop == ("a", "b")
+    assert config.name == "y"
+
+
+@pytest.mark.parametrize(
+    "override", ["steps", "=3", "reward.terms.7.weight=1", "name.first=x", "steps=[1"], ids=lambda text: text
+)
+def test_an_override_that_fits_nowhere_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError):
+        check_config(apply_overrides(grpo(), [override]), "test")
+
+
+def test_overrides_leave_the_given_mapping_alone() -> None:
+    values = grpo()
+    apply_overrides(values, ["model.path=other"])
+    assert values["model"]["path"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "an empty file"),
+        ("- a\n- b", "found list"),
+        ("a: [1", "line 1"),
+        ("steps: 1\nsteps: 2", "'steps' is given twice"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="x.yaml") as caught:
+        read_yaml(file)
+    assert words in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(yaml.safe_dump(grpo()) + "trainer: {optimizer: {lr: 1e-4}}\n")
+    assert load_config(file).trainer.optimizer.lr == 1e-4
