@@ -1,0 +1,48 @@
+"""An engine as the controller sees it: typed calls, no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.cluster.protocol import concurrent
+from lockstep.data.samples import Completion
+from lockstep.rollout.protocol import EngineProgress, Request
+
+SERVICE = "lockstep.rollout.service:EngineService"
+
+
+@dataclass(slots=True)
+class Collected:
+    """Finished completions that were not acknowledged yet, oldest first."""
+
+    sequence: int
+    """Number of the last of them since the engine started; acknowledge with it. Unchanged when there are none."""
+    completions: list[Completion]
+
+
+class EngineAPI(Protocol):
+    """Calls to a `lockstep.rollout.service:EngineService` worker."""
+
+    def submit(self, requests: list[Request]) -> None:
+        """Queues requests, all or none. ValueError (BadRequest) names the one that cannot be served."""
+
+    def collect(self, ack: int = 0) -> Collected:
+        """What finished since `ack`, the `sequence` of the newest `Collected` that has arrived safely (0: none).
+
+        At least once: completions stay until they are acknowledged, so a lost answer loses nothing; who asks
+        again with the same `ack` gets them again. Raises what stopped the engine, if something did.
+        """
+
+    def abort(self, ids: list[str] | None = None) -> None:
+        """Ends requests (all when None); what they had comes with the next `collect`, as `finish="abort"`."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def load_weights(self, source: Path, version: int) -> None:
+        """Takes a version from the weight room's store, between two decode steps."""
+
+    @concurrent
+    def progress(self) -> EngineProgress:
+        """Counters; answers at any time."""

@@ -1,0 +1,120 @@
+"""The keys and values of everything that is being generated.
+
+Two tables per layer: one slot per group with its prompt (stored once, read by every row of the group), one slot
+per row with what the row has generated. Slots in use are always the first ones, so attention reads views and
+never gathers; a slot that is freed in the middle is filled from the end.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Size:
+    """Slots and tokens per slot."""
+
+    slots: int = 0
+    tokens: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.slots * self.tokens
+
+
+class Table:
+    """Keys and values `[slots, kv heads, tokens, head dim]` of one layer, allocated at the first write."""
+
+    __slots__ = ("keys", "size", "values")
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def open(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The two tensors, of at least the wanted size; `keys`, `values` `[..., kv heads, _, head dim]` say the
+        shape, type and device of new ones."""
+        if self.keys is None or self.values is None or self.keys.shape[::2] != (self.size.slots, self.size.tokens):
+            self.keys, self.values = _grown(self.keys, keys, self.size), _grown(self.values, values, self.size)
+        return self.keys, self.values
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies slots `sources` over slots `targets`."""
+        if self.keys is not None and self.values is not None:
+            self.keys[targets] = self.keys[sources]
+            self.values[targets] = self.values[sources]
+
+
+def _grown(old: Tensor | None, like: Tensor, size: Size) -> Tensor:
+    # Zeros: a masked key still meets its value with weight 0, and 0 x garbage may be NaN.
+    new = like.new_zeros(size.slots, like.shape[-3], size.tokens, like.shape[-1])
+    if old is not None:
+        slots, tokens = min(size.slots, old.shape[0]), min(size.tokens, old.shape[2])
+        new[:slots, :, :tokens] = old[:slots, :, :tokens]
+    return new
+
+
+class Cache:
+    """Both tables of every layer. Grows by doubling, or exactly within `budget` tokens where one is given."""
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget = budget
+        self.prompts: dict[int, Table] = {}
+        self.suffixes: dict[int, Table] = {}
+        self.prompt_size = Size()
+        self.suffix_size = Size()
+
+    def prompt(self, layer: int) -> Table:
+        if layer not in self.prompts:
+            self.prompts[layer] = Table(self.prompt_size)
+        return self.prompts[layer]
+
+    def suffix(self, layer: int) -> Table:
+        if layer not in self.suffixes:
+            self.suffixes[layer] = Table(self.suffix_size)
+        return self.suffixes[layer]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens for which there is room."""
+        return self.prompt_size.total + self.suffix_size.total
+
+    def reserve(self, groups: int, prompt_tokens: int, rows: int, suffix_tokens: int) -> None:
+        """Makes room for so many groups and rows of such lengths; contents are kept."""
+        exact = self.budget is not None
+        prompt = _larger(self.prompt_size, groups, prompt_tokens, exact)
+        suffix = _larger(self.suffix_size, rows, suffix_tokens, exact)
+        if self.budget is not None and prompt.total + suffix.total > self.budget:
+            prompt, suffix = Size(groups, prompt_tokens), Size(rows, suffix_tokens)
+        if prompt != self.prompt_size:
+            self.prompt_size = prompt
+            for table in self.prompts.values():
+                table.size = prompt
+        if suffix != self.suffix_size:
+            self.suffix_size = suffix
+            for table in self.suffixes.values():
+                table.size = suffix
+
+    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+        for table in self.suffixes.values():
+            table.move(sources, targets)
+
+    def move_groups(self, sources: Tensor, targets: Tensor) -> None:
+        for table in self.prompts.values():
+            table.move(sources, targets)
+
+
+def _larger(size: Size, slots: int, tokens: int, exact: bool) -> Size:
+    def grow(have: int, want: int, least: int) -> int:
+        if want <= have:
+            return have
+        return want if exact else max(least, 1 << (want - 1).bit_length())
+
+    return Size(grow(size.slots, slots, 16), grow(size.tokens, tokens, 32))
+
+
+def index(values: list[int], device: torch.device) -> Tensor:
+    """int64 `[values]` on the device."""
+    return torch.tensor(values, dtype=torch.int64, device=device)

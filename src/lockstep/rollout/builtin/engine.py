@@ -1,0 +1,244 @@
+"""The builtin engine: admit, decode, sample, retire."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.config.model import Model
+from lockstep.config.rollout import BuiltinEngine as EngineConfig
+from lockstep.data.samples import Completion
+from lockstep.models.load import context_length, load_policy, load_tokenizer
+from lockstep.rollout.builtin.probe import choose_runner
+from lockstep.rollout.builtin.rows import Rows
+from lockstep.rollout.builtin.sampler import SamplingRows, sample
+from lockstep.rollout.builtin.scheduler import Scheduler
+from lockstep.rollout.builtin.stops import Stops, eos_tokens
+from lockstep.rollout.errors import BadLogits, BadRequest, WeightsMismatch
+from lockstep.rollout.protocol import EngineProgress, Request
+
+log = logging.getLogger(__name__)
+
+WeightReader = Callable[[Path, int], AbstractContextManager[Mapping[str, Tensor]]]
+"""Opens a version in the weight room's store: parameter names to tensors, valid inside the context.
+`lockstep.weights.shared.reading` is one; the rooms do not know each other, the run brings them together."""
+
+
+class BuiltinEngine:
+    """Any causal language model of transformers, on the CPU or one GPU. Implements `RolloutEngine`.
+
+    New weights are taken between two decode steps. Rows under way go on with the keys and values they have, their
+    later tokens carry the new version, and the recorded log-probabilities are those that were sampled from;
+    requests that enter later get their prompt prefilled with the new weights.
+
+    Args:
+        lm: an `AutoModelForCausalLM`, on its device, in its precision.
+        tokenizer: for stop strings and the completions' text.
+        max_rows: rows decoded together.
+        cache_tokens: limit of the KV cache in tokens; it grows as needed when None.
+        max_length: longest sequence; the model's own limit when None.
+        reader: where `load_weights` gets them.
+        version: of the weights that `lm` has.
+    """
+
+    def __init__(
+        self,
+        lm: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        max_rows: int = 256,
+        cache_tokens: int | None = None,
+        max_length: int | None = None,
+        reader: WeightReader | None = None,
+        version: int = 0,
+    ) -> None:
+        self.version = version
+        self.lm = lm.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.device: torch.device = next(lm.parameters()).device
+        self.context = max_length or context_length(lm.config)
+        self._vocabulary = int(lm.get_input_embeddings().weight.shape[0])
+        self._cache_tokens, self._reader = cache_tokens, reader
+        self._rows = Rows(max_rows)
+        self._scheduler = Scheduler(cache_tokens)
+        self._stops = Stops(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
+        self._runner = choose_runner(lm, self.device, self.context, cache_tokens)
+        self._sampling: SamplingRows | None = None
+        self._ids: set[str] = set()
+        self._tokens, self._finished, self._paused = 0, 0, False
+
+    @classmethod
+    def from_config(
+        cls,
+        model: Model,
+        engine: EngineConfig,
+        device: str = "cpu",
+        reader: WeightReader | None = None,
+        version: int = 0,
+    ) -> "BuiltinEngine":
+        """Loads model and tokenizer as the config says. Raises ModelError."""
+        chosen = model.model_copy(update={"dtype": engine.dtype}) if engine.dtype != "auto" else model
+        lm = load_policy(chosen, device).lm
+        tokenizer = load_tokenizer(model)
+        return cls(lm, tokenizer, engine.max_rows, engine.cache_tokens, model.max_length, reader, version)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues all requests, or none: BadRequest (a ValueError) names the first that cannot be served."""
+        prompts: dict[str, np.ndarray] = {}
+        seen: set[str] = set()
+        for request in requests:
+            self._check(request, prompts.setdefault(request.group, request.prompt), seen)
+            seen.add(request.id)
+        self._ids |= seen
+        self._scheduler.add(requests)
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """One turn: admits, decodes one token of every row, returns what finished."""
+        if self._paused:
+            return []
+        self._admit()
+        if not len(self._rows):
+            return []
+        tokens, logprobs = self._sample(self._runner.decode(self._rows, self._scheduler.groups))
+        self._rows.append(tokens, logprobs, self.version)
+        self._tokens += len(tokens)
+        return self._retire()
+
+    def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
+        """Ends requests, running or waiting; unknown ids are those that have finished already."""
+        wanted = None if ids is None else set(ids)
+        rows = [row for row, each in enumerate(self._rows.requests) if wanted is None or each.id in wanted]
+        partial = [self._rows.completion(row, "abort", self._text(row)) for row in rows]
+        waiting = self._scheduler.withdraw(wanted)
+        self._ids -= {request.id for request in waiting}
+        self._leave(rows)
+        return partial + [_nothing(request) for request in waiting]
+
+    @torch.no_grad()
+    def load_weights(self, source: Path, version: int) -> None:
+        """Copies version `version` from the store at `source` into the model.
+
+        Raises:
+            WeightsMismatch: the store's tensors are not this model's.
+            ValueError: the engine was made without a reader.
+        """
+        if self._reader is None:
+            raise ValueError("the engine was made without a weight reader; give it `reader`")
+        with self._reader(source, version) as tensors:
+            self._take(tensors)
+        self.version = version
+        self._move_groups(())
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def progress(self) -> EngineProgress:
+        return EngineProgress(
+            tokens=self._tokens,
+            waiting=len(self._scheduler.waiting),
+            running=len(self._rows),
+            finished=self._finished,
+            version=self.version,
+            paused=self._paused,
+        )
+
+    def close(self) -> None:
+        """Forgets everything; the model stays its owner's."""
+        self.abort()
+
+    def _check(self, request: Request, prompt: np.ndarray, seen: set[str]) -> None:
+        length = len(request.prompt)
+        if request.id in self._ids or request.id in seen:
+            raise BadRequest(request.id, "is already here")
+        if length == 0:
+            raise BadRequest(request.id, "has an empty prompt")
+        if request.max_tokens < 1:
+            raise BadRequest(request.id, f"wants {request.max_tokens} tokens, expected at least 1")
+        if length + request.max_tokens > self.context:
+            raise BadRequest(
+                request.id,
+                f"needs {length} prompt tokens + max_tokens {request.max_tokens} = {length + request.max_tokens}, "
+                f"the context holds {self.context}",
+            )
+        if self._cache_tokens is not None and length + request.max_tokens > self._cache_tokens:
+            raise BadRequest(
+                request.id, f"needs {length + request.max_tokens} tokens of KV cache, it has {self._cache_tokens}"
+            )
+        if int(request.prompt.min()) < 0 or int(request.prompt.max()) >= self._vocabulary:
+            raise BadRequest(request.id, f"has a prompt token outside of the vocabulary of {self._vocabulary}")
+        if prompt is not request.prompt and not np.array_equal(prompt, request.prompt):
+            raise BadRequest(request.id, f"has another prompt than the rest of group {request.group!r}")
+
+    def _admit(self) -> None:
+        new = self._scheduler.admit(self._rows, self.version)
+        if new:
+            self._runner.prefill(new, len(self._scheduler.groups) - len(new))
+        if self._rows.changed:
+            self._sampling = self._rows.sampling(self.device)
+
+    def _sample(self, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        best = logits.amax(-1)
+        bad = ~torch.isfinite(best)
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            raise BadLogits(self._rows.requests[row].id, int(self._rows.counts[row]), float(best[row]), self.version)
+        assert self._sampling is not None
+        index = torch.from_numpy(self._rows.counts[: len(self._rows)].copy()).to(self.device)
+        tokens, logprobs = sample(logits, self._sampling, index)
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+
+    def _retire(self) -> list[Completion]:
+        ended = self._stops.finished(self._rows)
+        if not ended:
+            return []
+        rows = sorted(ended)
+        texts = self._texts(rows)
+        done = [self._rows.completion(row, ended[row], text) for row, text in zip(rows, texts, strict=True)]
+        self._leave(rows)
+        self._finished += len(done)
+        return done
+
+    def _leave(self, rows: list[int]) -> None:
+        """Frees the rows, and the groups that nobody needs any more."""
+        groups = self._rows.group[rows].tolist()
+        self._ids -= {self._rows.requests[row].id for row in rows}
+        if rows:
+            self._runner.move_rows(*self._rows.leave(rows))
+        self._move_groups(groups)
+
+    def _move_groups(self, left: Sequence[int]) -> None:
+        sources, targets = self._scheduler.left(left, self._rows, self.version)
+        self._runner.move_groups(sources, targets)
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        own = dict(self.lm.named_parameters(remove_duplicate=False))
+        unknown = sorted(set(tensors) - set(own))
+        given = {id(own[name]) for name in tensors if name in own}
+        missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
+        if unknown or missing:
+            raise WeightsMismatch(unknown, missing)
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+    def _text(self, row: int) -> str:
+        return self._texts([row])[0]
+
+    def _texts(self, rows: list[int]) -> list[str]:
+        tokens = [self._rows.tokens[row, : self._rows.counts[row]].tolist() for row in rows]
+        texts: list[str] = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return texts
+
+
+def _nothing(request: Request) -> Completion:
+    """What a request that never ran has."""
+    empty = np.zeros(0, np.int32)
+    return Completion(request.id, empty, np.zeros(0, np.float32), empty.copy(), "abort", "")

@@ -1,0 +1,134 @@
+"""The engine in a worker process: decodes in the background, between the controller's calls."""
+
+import importlib
+import logging
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.cluster.protocol import concurrent
+from lockstep.config.model import Model
+from lockstep.config.rollout import BuiltinEngine as EngineConfig
+from lockstep.data.samples import Completion
+from lockstep.rollout.api import Collected
+from lockstep.rollout.builtin.engine import BuiltinEngine, WeightReader
+from lockstep.rollout.protocol import EngineProgress, Request, RolloutEngine
+from lockstep.watch import beacon
+
+log = logging.getLogger(__name__)
+
+
+class EngineService:
+    """Hosts one engine; implements `lockstep.rollout.api.EngineAPI`.
+
+    Args:
+        model: the `model` section, dumped.
+        engine: the `rollout.engine` section, dumped.
+        device: `cpu`, `cuda:0`.
+        threads: torch threads; torch's choice when None.
+        reader: `package.module:function` that opens a version of the weight store (see `WeightReader`).
+        weights: folder of a weight store to begin with, instead of the weights in `model.path`.
+        version: of those weights.
+    """
+
+    def __init__(
+        self,
+        model: dict[str, Any],
+        engine: dict[str, Any],
+        device: str = "cpu",
+        threads: int | None = None,
+        reader: str | None = None,
+        weights: str | None = None,
+        version: int = 0,
+    ) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._outbox = Outbox()
+        self._failure: Exception | None = None
+        self._engine: RolloutEngine = BuiltinEngine.from_config(
+            Model.model_validate(model),
+            EngineConfig.model_validate(engine),
+            device,
+            None if reader is None else _load(reader),
+            version,
+        )
+        if weights is not None:
+            self._engine.load_weights(Path(weights), version)
+
+    def submit(self, requests: list[Request]) -> None:
+        self._engine.submit(requests)
+
+    def collect(self, ack: int = 0) -> Collected:
+        if self._failure is not None:
+            raise self._failure
+        return self._outbox.collect(ack)
+
+    def abort(self, ids: list[str] | None = None) -> None:
+        """Also clears a failure: whoever aborts what failed may go on."""
+        self._outbox.put(self._engine.abort(ids))
+        self._failure = None
+
+    def pause(self) -> None:
+        self._engine.pause()
+
+    def resume(self) -> None:
+        self._engine.resume()
+
+    def load_weights(self, source: Path, version: int) -> None:
+        self._engine.load_weights(source, version)
+
+    @concurrent
+    def progress(self) -> EngineProgress:
+        return self._engine.progress()
+
+    def background(self) -> bool:
+        """One decode step; whether there is more to do."""
+        if self._failure is not None:
+            return False
+        try:
+            self._outbox.put(self._engine.step())
+        except (ArithmeticError, RuntimeError, ValueError) as error:
+            # Raised to the controller by `collect`: nobody awaits this call.
+            log.exception("the engine stopped")
+            self._failure = error
+            return False
+        now = self._engine.progress()
+        here = beacon.current()
+        here.progress("tokens", now.tokens)
+        here.progress("completions", now.finished)
+        return not now.paused and now.running + now.waiting > 0
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class Outbox:
+    """Completions on their way to the controller, numbered from 1, kept until they are acknowledged."""
+
+    def __init__(self) -> None:
+        self._sequence = 0
+        self._kept: deque[Completion] = deque()
+
+    def put(self, completions: Sequence[Completion]) -> None:
+        self._kept.extend(completions)
+        self._sequence += len(completions)
+
+    def collect(self, ack: int) -> Collected:
+        """Drops what is acknowledged, returns the rest. ValueError for a number that was never given out."""
+        if not 0 <= ack <= self._sequence:
+            raise ValueError(f"ack: {ack} was never collected, the newest completion is number {self._sequence}")
+        while self._kept and self._sequence - len(self._kept) < ack:
+            self._kept.popleft()
+        return Collected(self._sequence, list(self._kept))
+
+
+def _load(path: str) -> WeightReader:
+    """The function at `package.module:function`."""
+    module, _, name = path.partition(":")
+    if not name:
+        raise ValueError(f"reader: {path!r} is no function, expected package.module:function")
+    found: WeightReader = getattr(importlib.import_module(module), name)
+    return found
