@@ -32,7 +32,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [Problem("file", f"cannot be read: {error}")]) from error
     try:
-        values = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 (a SafeLoader)
+        values = yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
         raise ConfigError(str(path), [Problem("file", f"is not valid YAML: {error}")]) from error
     if not isinstance(values, dict):

@@ -192,7 +192,7 @@ def _must_fit(plan: Plan, config: SFTConfig | GRPOConfig, host: HostFacts) -> No
     if host.device == "cpu" and plan.memory > host.memory:
         worst = max(plan.processes, key=lambda process: process.memory)
         raise InfeasibleError(
-            f"the run needs about {plan.memory / 2**30:.1f} GiB and {host.memory / 2**30:.1f} GiB are free; the largest "
-            f"part is {worst.name} with {worst.memory / 2**30:.1f} GiB: lower token_budget or "
+            f"the run needs about {plan.memory / 2**30:.1f} GiB and {host.memory / 2**30:.1f} GiB are free; "
+            f"the largest part is {worst.name} with {worst.memory / 2**30:.1f} GiB: lower token_budget or "
             f"rollout.engine.max_rows, or turn on trainer.activation_checkpointing"
         )

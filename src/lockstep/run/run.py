@@ -23,7 +23,6 @@ from lockstep.run.policy import Policy
 from lockstep.run.publish import WeightSync
 from lockstep.run.stages import Stages
 
-
 T = TypeVar("T")
 
 

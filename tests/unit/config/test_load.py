@@ -143,13 +143,13 @@ def test_overrides_leave_the_given_mapping_alone() -> None:
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match="x.yaml") as caught:
+    with pytest.raises(ConfigError, match=r"x\.yaml") as caught:
         read_yaml(file)
     assert words in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml")
 
 

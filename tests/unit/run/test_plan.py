@@ -1,0 +1,87 @@
+"""The plan of a run: processes, memory, collectives, and what does not fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep.config.load import check_config
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.run.plan import HostFacts, InfeasibleError, ModelFacts, make_plan
+
+MODEL = ModelFacts(
+    parameters=1_000_000, layers=2, hidden=128, vocabulary=64, kv_heads=2, head_dim=32, context=512, dtype="float32"
+)
+HOST = HostFacts(cores=8, memory=8 << 30, shared_memory=1 << 30, device="cpu", gpus=0)
+
+
+def config(**changes: Any) -> SFTConfig | GRPOConfig:
+    values = {
+        "recipe": "grpo",
+        "name": "x",
+        "steps": 3,
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl"},
+        "reward": {"terms": [{"kind": "exact_match"}], "workers": 2},
+        "trainer": {"ranks": 2},
+        **changes,
+    }
+    return check_config(values, "test")
+
+
+def test_every_role_has_its_processes() -> None:
+    plan = make_plan(config(rollout={"engine": {"count": 3}}), MODEL, HOST)
+    assert [process.name for process in plan.processes] == [
+        *("policy-0", "policy-1"),
+        *("engine-0", "engine-1", "engine-2"),
+        *("scorer-0", "scorer-1"),
+    ]
+    assert [process.threads for process in plan.processes] == [4, 4, 2, 2, 2, 1, 1]
+
+
+def test_sft_needs_an_engine_only_for_its_evaluation() -> None:
+    values: dict[str, Any] = {"recipe": "sft", "reward": None}
+    assert {process.role for process in make_plan(config(**values), MODEL, HOST).processes} == {"policy"}
+    values["evaluation"] = {"data": {"path": "e.jsonl"}}
+    assert {process.role for process in make_plan(config(**values), MODEL, HOST).processes} == {"policy", "rollout"}
+
+
+def test_optimizer_state_is_sharded_and_published_weights_are_double() -> None:
+    one = make_plan(config(trainer={"ranks": 1}), MODEL, HOST)
+    two = make_plan(config(), MODEL, HOST)
+    saved = one.processes[0].memory - two.processes[0].memory
+    assert saved == 16 * MODEL.parameters // 2
+    assert two.shared_memory == 2 * 4 * MODEL.parameters
+
+
+def test_the_schedule_of_collectives_follows_sharding_and_updates() -> None:
+    plan = make_plan(config(prompts_per_step=8, group_size=4, minibatch_size=8, epochs=2), MODEL, HOST)
+    assert [(line.operation, line.times.split()[0]) for line in plan.collectives] == [
+        ("all_gather", "6"),  # two layers and the root, forward and backward
+        ("reduce_scatter", "24"),  # 3 units x 2 epochs x 4 mini-batches
+        ("all_reduce", "8"),
+        ("all_reduce", "8"),
+    ]
+    kept = make_plan(config(trainer={"ranks": 2, "reshard_after_forward": False}), MODEL, HOST)
+    assert kept.collectives[0].times.startswith("3 ")
+    assert make_plan(config(trainer={"ranks": 1}), MODEL, HOST).collectives == []
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        (replace(HOST, device="cuda", gpus=1), ["trainer.ranks 2", "trainer.ranks=1"]),
+        (replace(HOST, shared_memory=1 << 20), ["/dev/shm", "8 MiB", "1 MiB"]),
+        (replace(HOST, memory=1 << 20), ["GiB", "token_budget"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_remedy(host: HostFacts, words: list[str]) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(config(), MODEL, host)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_gpu_processes_share_gpus_in_turn() -> None:
+    plan = make_plan(config(), MODEL, replace(HOST, device="cuda", gpus=2))
+    assert [process.device for process in plan.processes[:3]] == ["cuda:0", "cuda:1", "cuda:0"]
