@@ -1,0 +1,103 @@
+"""The trainer as the controller sees it: typed calls, no tensors of the model, no torch.
+
+The service behind it is `lockstep.train.service:TrainerService`, one per rank. Every call but `saved` goes to
+all ranks in the same order, because the ranks meet in collectives inside.
+"""
+
+from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from lockstep.data.batch import Packed
+from lockstep.train.protocol import StepStats, Want
+
+SERVICE = "lockstep.train.service:TrainerService"
+"""What a `WorkerSpec.service` names."""
+
+PRELOAD = ("torch", "transformers", "lockstep.train.service")
+"""What a template process imports before it forks trainer ranks."""
+
+
+@dataclass(slots=True)
+class ParameterInfo:
+    """One parameter of the policy, tied ones once."""
+
+    name: str
+    """Its name in Hugging Face checkpoints."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the master weights, e.g. `float32`."""
+
+
+@dataclass(slots=True)
+class TrainerInfo:
+    """What a rank is, once it is set up."""
+
+    rank: int
+    world: int
+    device: str
+    compute_dtype: str
+    """Precision of forward and backward, e.g. `bfloat16`; the engine serves this one."""
+    parameters: list[ParameterInfo]
+    packing: Literal["forest", "block", "single"]
+    packing_reason: str
+    context_length: int
+    reference: bool
+    """Whether a reference model is loaded."""
+    optimizer_step: int
+    """Optimizer steps behind the weights: 0, or a loaded checkpoint's."""
+
+
+class TrainerAPI(ABC):
+    """Signatures of one rank's calls."""
+
+    @abstractmethod
+    def setup(self) -> TrainerInfo:
+        """Joins the communicator and loads the model. Raises ModelError-like ValueErrors for what cannot be loaded."""
+
+    @abstractmethod
+    def info(self) -> TrainerInfo:
+        """The same again, without work."""
+
+    @abstractmethod
+    def evaluate(self, microbatches: list[Packed], want: list[Want]) -> list[dict[str, np.ndarray]]:
+        """Per micro-batch the wanted values, float32 `[targets]`, without gradients."""
+
+    @abstractmethod
+    def step(self, microbatches: list[Packed], loss: dict[str, Any]) -> StepStats:
+        """One optimizer step; `loss` is the config's, as `model_dump(mode="json")`. Raises NonFinite before weights
+        are touched."""
+
+    @abstractmethod
+    def save(self, folder: str) -> None:
+        """Begins a checkpoint that appears under `folder` when it is complete; returns once the weights are copied,
+        so that training may go on. Waits for an earlier save to end first. Raises CheckpointError."""
+
+    @abstractmethod
+    def saved(self) -> bool:
+        """Whether the last save is complete, durable and visible; raises CheckpointError if it failed. True on
+        rank 0 means all ranks."""
+
+    @abstractmethod
+    def load(self, folder: str) -> int:
+        """Loads a complete checkpoint, also of another number of ranks; the optimizer step behind it.
+        Raises CheckpointError for a torn one or one of another model."""
+
+    @abstractmethod
+    def export(self, folder: str) -> None:
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Moves parameters and optimizer state to host memory."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Moves them back to the device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends background work and leaves the communicator."""
