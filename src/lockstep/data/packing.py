@@ -16,6 +16,7 @@ import numpy as np
 from lockstep.config.algorithm import Aggregation, CrossEntropy, PolicyLoss
 from lockstep.data.balance import OverBudget, Packing, Piece, check_budget, schedule
 from lockstep.data.batch import Minibatch, Packed
+from lockstep.data.order import permutation
 from lockstep.data.trees import Segment, Tree, trees_of_documents, trees_of_rollouts
 
 __all__ = [
@@ -138,7 +139,7 @@ class Batch:
         parts = self._split(np.arange(len(self.trees)), minibatch_size)
         for epoch in range(epochs):
             if len(parts) > 1:
-                order = np.random.default_rng((seed, epoch)).permutation(len(self.trees))
+                order = permutation(len(self.trees), seed, epoch)
                 parts = self._split(order, minibatch_size)
             for part in parts:
                 yield self._deal(part, aggregation, norm_length)

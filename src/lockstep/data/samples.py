@@ -28,7 +28,8 @@ class Prompt:
     answer: Any = None
     """Ground truth for the verifiers, None where the data has none."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Every other column of the row, as it is: handed to reward functions."""
+    """Every column of the row but the prompt (and the completion), the answer's included, as it is: handed to
+    reward functions."""
 
 
 @dataclass(slots=True)
