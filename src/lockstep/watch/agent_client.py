@@ -1,0 +1,325 @@
+"""The controller's handle on a node agent."""
+
+import builtins
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.watch import procs, waits, wire
+
+log = logging.getLogger(__name__)
+
+
+class AgentError(RuntimeError):
+    """The agent refused a request (`why`), or ended."""
+
+    def __init__(self, operation: str, why: str) -> None:
+        super().__init__(f"{operation}: {why}")
+        self.operation, self.why = operation, why
+
+
+class AgentGone(AgentError):
+    """The agent has ended, and the workers with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """A worker ended. `exit_code` is minus the signal's number when a signal ended it."""
+
+    number: int
+    name: str
+    pid: int
+    exit_code: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """A worker as the agent knows it."""
+
+    name: str
+    pid: int
+    start_ticks: int
+    alive: bool
+    exit_code: int | None
+    argv: list[str]
+    log: str
+    warm: bool
+    started_wall: float
+    ended_wall: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where an agent listens, as its `agent.json` says."""
+
+    run: str
+    generation: int
+    host: str
+    port: int
+    pid: int
+    start_ticks: int
+
+    @staticmethod
+    def read(folder: Path) -> "Address":
+        """Raises FileNotFoundError when no agent serves this folder."""
+        return Address(**json.loads((folder / "agent.json").read_text()))
+
+
+def start_agent(
+    run: str, token: str, folder: Path, *, generation: int = 1, orphan_grace_s: float = 0.0,
+    kill_grace_s: float = 2.0, timeout_s: float = 60.0,
+) -> Address:  # fmt: skip
+    """Starts an agent in a session of its own; its output goes to `folder/agent.log`. Raises AgentError when it
+    does not come up."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "agent.json").unlink(missing_ok=True)
+    argv = [
+        sys.executable, "-m", "lockstep.watch.agent", "--run", run, "--generation", str(generation),
+        "--folder", str(folder), "--controller", str(os.getpid()), "--orphan-grace", str(orphan_grace_s),
+        "--kill-grace", str(kill_grace_s),
+    ]  # fmt: skip
+    with (folder / "agent.log").open("ab") as output:
+        popen = subprocess.Popen(
+            argv, env={**os.environ, "LOCKSTEP_TOKEN": token}, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=output, start_new_session=True,
+        )  # fmt: skip
+
+    # its own thread waits for it, so that it never stays behind as a zombie
+    threading.Thread(target=popen.wait, name="agent-reaper", daemon=True).start()
+
+    def up() -> Address | None:
+        if popen.poll() is not None:
+            said = (folder / "agent.log").read_text(errors="replace")[-2000:]
+            raise AgentError("start", f"the agent ended with {popen.returncode}\n{said}")
+        with contextlib.suppress(FileNotFoundError):
+            return Address.read(folder)
+        return None
+
+    try:
+        return waits.poll(up, kind="process", whom="agent", why="its address", timeout_s=timeout_s)
+    except BaseException:
+        popen.kill()
+        raise
+
+
+class AgentClient:
+    """Requests to an agent, and its events. Thread-safe. Reconnects while the agent lives; a request under way is
+    repeated then, and carried out once.
+
+    `on_exit` is called in the client's thread for every worker that ends, once per worker, in order; it must be
+    quick. `after` is the number of the last event known already, for a controller that takes over."""
+
+    def __init__(
+        self, address: Address, token: str, *, generation: int | None = None, name: str = "controller",
+        on_exit: Callable[[WorkerExit], None] | None = None, after: int = 0, timeout_s: float = 20.0,
+    ) -> None:  # fmt: skip
+        self.address = address
+        self.generation = address.generation if generation is None else generation
+        self._token, self._name, self._on_exit, self._timeout_s = token, name, on_exit, timeout_s
+        self._lock = threading.Lock()
+        self._prefix, self._count = secrets.token_hex(6), 0
+        self._requests: dict[str, tuple[bytes, str, Future[dict[str, Any]]]] = {}
+        self._exits: dict[str, WorkerExit] = {}
+        self._seen = after
+        self._closed = False
+        self._gone: AgentGone | None = None
+        self._connection = self._dial(timeout_s)
+        self._thread = threading.Thread(target=self._listen, name="agent-client", daemon=True)
+        self._thread.start()
+
+    def spawn(
+        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
+        cwd: Path | None = None, preload: Sequence[str] = (), timeout_s: float = 120.0,
+    ) -> int:  # fmt: skip
+        """Starts a worker and returns its pid; see `submit_spawn`. Raises AgentError."""
+        pending = self.submit_spawn(name, argv, log_path=log_path, env=env, cwd=cwd, preload=preload)
+        return waits.future(pending, whom="agent", why=f"start of {name}", timeout_s=timeout_s)
+
+    def submit_spawn(
+        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
+        cwd: Path | None = None, preload: Sequence[str] = (),
+    ) -> "Future[int]":  # fmt: skip
+        """Asks for a worker. `env` is its whole environment (None: this process's). With `preload`, a command
+        `[sys.executable, "-m", module, ...]` is forked from a template process that has imported those modules;
+        where that is impossible it starts plainly. The name must not be that of a living worker."""
+        pid: Future[int] = Future()
+        asked = self._submit(
+            "spawn", name=name, argv=list(argv), env=dict(os.environ if env is None else env),
+            log=str(log_path.absolute()), cwd=str((cwd or Path.cwd()).absolute()), preload=list(preload),
+        )  # fmt: skip
+
+        def answered(done: "Future[dict[str, Any]]") -> None:
+            error = done.exception()
+            if error is not None:
+                pid.set_exception(error)
+            else:
+                pid.set_result(int(done.result()["pid"]))
+
+        asked.add_done_callback(answered)
+        return pid
+
+    def list(self) -> "builtins.list[WorkerFacts]":
+        """All workers of the run on this node, those that ended included."""
+        return [WorkerFacts(**facts) for facts in self._ask("list")["workers"]]
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> bool:
+        """Sends a signal to a worker; whether it was alive. Raises AgentError for an unknown name."""
+        return bool(self._ask("kill", name=name, signal=int(number))["alive"])
+
+    def exit_of(self, name: str) -> WorkerExit | None:
+        """How the latest worker of that name ended, None while it runs."""
+        with self._lock:
+            return self._exits.get(name)
+
+    def wait_exit(self, name: str, why: str, timeout_s: float) -> WorkerExit:
+        """Waits for a worker's end. Raises AgentGone, WaitTimeout."""
+
+        def ended() -> WorkerExit | None:
+            if self._gone is not None:
+                raise self._gone
+            return self.exit_of(name)
+
+        return waits.poll(ended, kind="process", whom=name, why=why, timeout_s=timeout_s)
+
+    def leave(self, grace_s: float = 2.0) -> "builtins.list[str]":
+        """Ends all workers (SIGTERM, after `grace_s` SIGKILL) and the agent; names of those that even SIGKILL did
+        not remove within seconds. Idempotent."""
+        try:
+            pending = self._submit("leave", grace_s=grace_s)
+            reply = waits.future(pending, whom="agent", why="all workers leave", timeout_s=grace_s + 15.0)
+            remaining = [str(name) for name in reply["remaining"]]
+        except AgentGone:
+            remaining = []
+        self.close()
+        waits.poll(
+            lambda: None if procs.alive(self.address.pid, self.address.start_ticks) else True,
+            kind="process", whom="agent", why="its end", timeout_s=10.0,
+        )  # fmt: skip
+        return remaining
+
+    def close(self) -> None:
+        """Lets go of the agent without ending it: a successor may attach. Idempotent."""
+        self._closed = True
+        self._connection.close()
+        if threading.current_thread() is not self._thread:
+            waits.join(self._thread, whom="agent client", why="its thread ends", timeout_s=5.0)
+
+    @property
+    def alive(self) -> bool:
+        return self._gone is None and procs.alive(self.address.pid, self.address.start_ticks)
+
+    # --- the wire
+
+    def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        pending = self._submit(operation, **arguments)
+        return waits.future(pending, whom="agent", why=operation, timeout_s=self._timeout_s)
+
+    def _submit(self, operation: str, **arguments: Any) -> "Future[dict[str, Any]]":
+        answer: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if self._gone is not None or self._closed:
+                raise AgentGone(operation, self._gone.why if self._gone else "the client is closed")
+            self._count += 1
+            number = f"{self._prefix}-{self._count}"
+            frame = json.dumps({"id": number, "op": operation, **arguments}).encode()
+            self._requests[number] = (frame, operation, answer)
+            if operation == "spawn":
+                self._exits.pop(arguments["name"], None)
+            connection = self._connection
+        with contextlib.suppress(wire.WireError):  # the listening thread reconnects and repeats it
+            connection.send(frame)
+        return answer
+
+    def _dial(self, timeout_s: float) -> wire.Connection:
+        connection = wire.connect(
+            self.address.host, self.address.port, token=self._token, run=self.address.run,
+            generation=self.generation, name=self._name, timeout_s=timeout_s, max_frame=64 << 20,
+        )  # fmt: skip
+        pid = os.getpid()
+        attach = {
+            "id": f"{self._prefix}-attach-{secrets.token_hex(4)}", "op": "attach", "pid": pid,
+            "start": procs.start_ticks(pid), "place": procs.place(), "after": self._seen,
+        }  # fmt: skip
+        connection.send(json.dumps(attach).encode())
+        return connection
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                frame = self._connection.recv(1.0)
+            except wire.WireError as error:
+                if not self._closed and not self._reconnect(str(error)):
+                    break
+                continue
+            if frame is not None:
+                self._hear(json.loads(frame))
+        self._fail(self._gone or AgentGone("request", "the client was closed"))
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "event" in message:
+            self._happened(message)
+            return
+        with self._lock:
+            _, operation, answer = self._requests.pop(message["reply"], (b"", "", None))
+        if answer is None:
+            return
+        if "error" in message:
+            answer.set_exception(AgentError(operation, message["error"]))
+        else:
+            answer.set_result(message)
+
+    def _happened(self, message: dict[str, Any]) -> None:
+        if message["event"] <= self._seen:
+            return
+        done = WorkerExit(
+            message["event"], message["name"], message["pid"], int(message["exit_code"]), message["at"]
+        )  # fmt: skip
+        with self._lock:
+            self._seen = done.number
+            self._exits[done.name] = done
+        if self._on_exit is not None:
+            self._on_exit(done)
+
+    def _reconnect(self, why: str) -> bool:
+        """Dials again while the agent lives; repeats what is unanswered. Whether it worked."""
+        while not self._closed:
+            if not procs.alive(self.address.pid, self.address.start_ticks):
+                self._gone = AgentGone("request", f"the agent (pid {self.address.pid}) has ended")
+                return False
+            try:
+                connection = self._dial(5.0)
+            except wire.Refused as error:
+                self._gone = AgentGone("request", str(error))
+                return False
+            except wire.WireError:
+                time.sleep(0.1)
+                continue
+            log.info("connected with the agent again (%s)", why)
+            with self._lock:
+                self._connection = connection
+                frames = [frame for frame, _, _ in self._requests.values()]
+            with contextlib.suppress(wire.WireError):
+                for frame in frames:
+                    connection.send(frame)
+                return True
+        return False
+
+    def _fail(self, error: AgentGone) -> None:
+        with self._lock:
+            self._gone = self._gone or error
+            waiting, self._requests = list(self._requests.values()), {}
+        for _, operation, answer in waiting:
+            answer.set_exception(AgentGone(operation, error.why))
