@@ -34,11 +34,21 @@ def forest_row() -> Iterator[None]:
 
 
 def forest_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What transformers calls to build its mask: nothing inside `forest_row`, the SDPA mask elsewhere."""
-    if _in_forest.get():
-        return None
-    mask: Tensor | None = sdpa_mask(*args, **kwargs)
-    return mask
+    """What transformers calls to build the mask of a kind of layers: the SDPA mask outside of `forest_row`.
+
+    Inside, nothing for layers that see everything, and for layers with a sliding window an empty tensor of as many
+    columns as the window: some models tell their layers of the window only by the mask.
+
+    Raises:
+        ValueError: the model overlays a mask of its own, which a layout cannot express.
+    """
+    if not _in_forest.get():
+        mask: Tensor | None = sdpa_mask(*args, **kwargs)
+        return mask
+    if kwargs.get("use_vmap"):
+        raise ValueError("the model overlays a mask of its own on the causal one; use packing: single")
+    window = kwargs.get("local_size")
+    return None if window is None else torch.empty(0, window, dtype=torch.bool)
 
 
 def forest_attention(
@@ -57,7 +67,7 @@ def forest_attention(
     Args:
         query: `[1, heads, tokens, head size]`.
         key: `[1, key/value heads, tokens, head size]`; value alike.
-        attention_mask: ignored when there is a layout.
+        attention_mask: with a layout, what `forest_mask` made.
         layout: of the packed row, or None for ordinary attention.
         kwargs: `sliding_window`, `softcap` and `s_aux` (attention sinks) are respected.
 
@@ -80,14 +90,14 @@ def forest_attention(
     if layout is None:
         return _scores_attention(query, key, value, attention_mask, dropout, scale, softcap, sinks), None
     _refuse_misfits(module, query, key, layout, kwargs)
-    window = sliding_window_of(module, kwargs)
+    window = _sliding_window(module, attention_mask, kwargs)
     pieces = []
     for start, stop, piece in layout.parts():
         q, k, v = query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
         reach = window if window is not None and window < piece.tokens else None
         if softcap is not None or sinks is not None:
-            mask = piece.mask(q.device, reach)
-            pieces.append(_scores_attention(q, k, v, mask, dropout, scale, softcap, sinks))
+            seen = piece.mask(q.device, reach)
+            pieces.append(_scores_attention(q, k, v, seen, dropout, scale, softcap, sinks))
             continue
         causal = len(piece.lengths) == 1 and reach is None
         mask = None if causal else piece.mask(q.device, reach)
@@ -96,11 +106,11 @@ def forest_attention(
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).contiguous(), None
 
 
-def sliding_window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """The layer's sliding window in tokens: most models pass it, some only keep it on the module."""
-    window = kwargs.get("sliding_window")
-    if window is None:
-        window = getattr(module, "sliding_window", None)
+def _sliding_window(module: nn.Module, marker: Tensor | None, kwargs: dict[str, Any]) -> int | None:
+    """The layer's sliding window in tokens: told by the mask, passed by the layer, or kept on it."""
+    if marker is not None and marker.dim() == 2 and marker.shape[0] == 0:
+        return marker.shape[1]
+    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
     return window if isinstance(window, int) and window > 0 else None
 
 
@@ -120,10 +130,8 @@ def _scores_attention(
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    else:
-        scores = scores + mask
+    hidden = torch.finfo(scores.dtype).min
+    scores = scores.masked_fill(~mask, hidden) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column.to(scores.dtype)], dim=-1)

@@ -66,7 +66,9 @@ def target_logprobs(
         every = torch.log_softmax(logits, dim=-1)
         chosen = every.gather(-1, targets[:, None]).squeeze(-1)
         return chosen, -(every.exp() * every).sum(-1) if entropy else None
-    chosen, entropies = _ChunkedHead.apply(hidden, weight, bias, targets, transform, temperature, chunk, entropy)
+    chosen, entropies = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, transform, temperature, chunk, entropy
+    )
     return chosen, entropies if entropy else None
 
 
@@ -102,7 +104,7 @@ class _ChunkedHead(torch.autograd.Function):
         return chosen, entropies
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropies = ctx.saved_tensors
         transform, temperature, chunk, entropy = ctx.settings
@@ -162,26 +164,38 @@ def _gradient_of_scores(
     return gradient
 
 
-def logit_transform(lm: Any) -> LogitTransform:
-    """Finds out what the model does to its logits, and proves it against the model's own forward.
+def split_head(lm: Any) -> tuple[str, LogitTransform]:
+    """Finds the backbone of a causal language model and what is done to its logits; proves both against its forward.
 
     The proof costs nothing and needs no weights: the backbone is replaced for one call by a few random hidden
     states, the head by a small random matrix.
 
+    Returns:
+        (the backbone's name inside the model, the transform).
+
     Raises:
-        ModelError: the model does something to its logits that is not known here.
+        ModelError: the model does something between its backbone and its logits that is not known here.
     """
-    hidden, small, reference = _logits_of_small_head(lm)
-    scores = linear(hidden, small.weight, small.bias).float()
-    for candidate in _candidates(lm):
-        if reference.shape == scores.shape and torch.allclose(candidate(scores), reference, rtol=1e-4, atol=1e-5):
-            return candidate
-    raise ModelError(
-        "model.path",
-        type(lm).__name__,
-        "its logits are not a scaled or soft-capped linear map of its last hidden states",
-        "use a model with an ordinary head, or report this model",
-    )
+    problem = "it has no module that makes hidden states for its head"
+    for name in _backbone_names(lm):
+        try:
+            hidden, small, reference = _logits_of_small_head(lm, name)
+        except (TypeError, AttributeError, RuntimeError, LookupError, NotImplementedError) as error:
+            problem = f"its head cannot be told from its backbone {name!r} ({error})"
+            continue
+        scores = linear(hidden, small.weight, small.bias).float()
+        for candidate in _candidates(lm):
+            if reference.shape == scores.shape and torch.allclose(candidate(scores), reference, rtol=1e-4, atol=1e-5):
+                return name, candidate
+        problem = "its logits are not a scaled or soft-capped linear map of its last hidden states"
+    raise ModelError("model.path", type(lm).__name__, problem, "use a model with an ordinary head")
+
+
+def _backbone_names(lm: Any) -> list[str]:
+    """Names of the modules that may be the backbone, the likeliest first."""
+    modules = [lm.base_model, lm.get_decoder(), *(child for child in lm.children() if hasattr(child, "base_model"))]
+    names = {id(module): name for name, module in lm.named_modules() if name}
+    return list(dict.fromkeys(names[id(module)] for module in modules if id(module) in names))
 
 
 def _candidates(lm: Any) -> Iterator[LogitTransform]:
@@ -197,7 +211,15 @@ def _candidates(lm: Any) -> Iterator[LogitTransform]:
             yield LogitTransform(scale, cap)
 
 
-def _logits_of_small_head(lm: Any) -> tuple[Tensor, nn.Linear, Tensor]:
+class _Stub(BaseModelOutputWithPast):  # type: ignore[misc]
+    """Hidden states, and None for everything else that a head's code may hand through."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _logits_of_small_head(lm: Any, backbone: str) -> tuple[Tensor, nn.Linear, Tensor]:
     head = lm.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError("model.path", type(lm).__name__, "it has no linear output head", "use a causal language model")
@@ -208,13 +230,9 @@ def _logits_of_small_head(lm: Any) -> tuple[Tensor, nn.Linear, Tensor]:
             # Large enough that a soft-cap bends, small enough that it does not saturate.
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 4 / head.in_features**0.5)
     hidden = torch.randn(1, 3, head.in_features, generator=generator)
-    try:
-        with _replaced_head(lm, head, small), _replaced_backbone(lm, hidden), torch.no_grad():
-            logits = lm(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
-    except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError) as error:
-        raise ModelError(
-            "model.path", type(lm).__name__, f"its head cannot be told from its backbone ({error})", "use another model"
-        ) from error
+    body = lm.get_submodule(backbone)
+    with _replaced_head(lm, head, small), _replaced_backbone(body, hidden), torch.no_grad():
+        logits = lm(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
     return hidden, small, logits.float()
 
 
@@ -231,11 +249,9 @@ def _replaced_head(lm: nn.Module, head: nn.Linear, small: nn.Linear) -> Iterator
 
 
 @contextmanager
-def _replaced_backbone(lm: Any, hidden: Tensor) -> Iterator[None]:
-    backbone = lm.base_model
-
-    def forward(*args: object, **kwargs: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=hidden)
+def _replaced_backbone(backbone: Any, hidden: Tensor) -> Iterator[None]:
+    def forward(*args: object, **kwargs: object) -> _Stub:
+        return _Stub(last_hidden_state=hidden)
 
     backbone.forward = forward
     try:

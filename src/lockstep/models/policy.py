@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lockstep.data.layout import Layout
 from lockstep.models import attention
 from lockstep.models.errors import ModelError
-from lockstep.models.head import logit_transform, target_logprobs
+from lockstep.models.head import split_head, target_logprobs
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _PREFIX = "lm."
@@ -30,8 +30,8 @@ class Policy(nn.Module):
     def __init__(self, lm: Any) -> None:
         super().__init__()
         self.lm = lm
-        self.transform = logit_transform(lm)
-        self.layout_refusal = _layout_refusal(lm)
+        self._backbone_name, self.transform = split_head(lm)
+        self.layout_refusal = _layout_refusal(lm, self.backbone)
         """Why rows of several segments cannot be given to this model at all; None where `probe_packing` decides."""
 
     @property
@@ -41,7 +41,7 @@ class Policy(nn.Module):
     @property
     def backbone(self) -> nn.Module:
         """Everything but the head: token ids to last hidden states."""
-        backbone: nn.Module = self.lm.base_model
+        backbone: nn.Module = self.lm.get_submodule(self._backbone_name)
         return backbone
 
     @property
@@ -101,11 +101,14 @@ class Policy(nn.Module):
         several = len(layout.lengths) > 1
         if several and self.layout_refusal is not None:
             raise ValueError(f"a row of {len(layout.lengths)} segments was given, but {self.layout_refusal}")
-        inputs: dict[str, Any] = {"input_ids": tokens[None], "use_cache": False}
-        if self.layout_refusal is None:
-            inputs |= {"position_ids": layout.positions().to(tokens.device)[None], "layout": layout}
+        if self.layout_refusal is not None:
+            hidden: Tensor = self.backbone(input_ids=tokens[None], use_cache=False).last_hidden_state
+            return hidden[0]
+        positions = layout.positions().to(tokens.device)
         with attention.forest_row():
-            hidden: Tensor = self.backbone(**inputs).last_hidden_state
+            hidden = self.backbone(
+                input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False
+            ).last_hidden_state
         return hidden[0]
 
 
@@ -133,11 +136,11 @@ def supports_forest_attention(lm_class: Any) -> bool:
     return bool(can_set is None or can_set()) and bool(getattr(lm_class, "_supports_attention_backend", True))
 
 
-def _layout_refusal(lm: Any) -> str | None:
+def _layout_refusal(lm: Any, backbone: nn.Module) -> str | None:
     name = type(lm).__name__
     if lm.config._attn_implementation != attention.NAME:
         return f"{name} does not take its attention from transformers' AttentionInterface"
-    parameters = inspect.signature(inspect.unwrap(lm.base_model.forward)).parameters
+    parameters = inspect.signature(inspect.unwrap(backbone.forward)).parameters
     if "position_ids" not in parameters:
         return f"{name} takes no positions"
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers import models as tokenizer_models
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -50,7 +51,8 @@ class TinyModel:
 
     family: Family = "qwen2"
     alphabet: str = DEFAULT_ALPHABET
-    """The characters of the tokenizer, one token each; any other character becomes `<unk>`."""
+    """The characters of the tokenizer, one token each. Others are `<unk>` in Llama's tokenizer and
+    vanish in Qwen2's, which knows no unknown token."""
     hidden: int = 128
     layers: int = 2
     heads: int = 4
@@ -119,15 +121,17 @@ def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any)
 
 
 def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character of the alphabet, after the special tokens."""
-    specials = [PAD, EOS, UNK, *([BOS] if model.bos else []), *(ROLES if model.chat else [])]
-    vocabulary = {token: index for index, token in enumerate([*specials, *dict.fromkeys(model.alphabet)])}
-    core = Tokenizer(tokenizer_models.WordLevel(vocabulary, unk_token=UNK))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    if model.bos:
-        from tokenizers.processors import TemplateProcessing
+    """A tokenizer with one token per character of the alphabet, after the special tokens.
 
+    It is a byte-level BPE that merges nothing but the bytes of one character: transformers builds Qwen2's tokenizer
+    anew from vocabulary and merges, whatever else `tokenizer.json` says.
+    """
+    specials = [PAD, EOS, UNK, *([BOS] if model.bos else []), *(ROLES if model.chat else [])]
+    vocabulary, merges = _characters(specials, model.alphabet)
+    core = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=UNK, fuse_unk=True))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    if model.bos:
         core.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -142,6 +146,19 @@ def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
     if model.chat:
         tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+def _characters(specials: list[str], alphabet: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges: special tokens, then characters, then the bytes of characters outside ASCII."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = ["".join(piece for piece, _ in byte_level.pre_tokenize_str(character)) for character in alphabet]
+    merges: dict[tuple[str, str], None] = {}
+    for symbol in symbols:
+        for end in range(1, len(symbol)):
+            merges[symbol[:end], symbol[end]] = None
+    parts = [part for pair in merges for part in pair]
+    tokens = dict.fromkeys([*specials, *symbols, *parts])
+    return {token: index for index, token in enumerate(tokens)}, list(merges)
 
 
 def _network(model: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Any:

@@ -1,0 +1,128 @@
+"""Does the model respect a layout? Found out by trying, at load.
+
+A model whose layers ignore the layout (linear attention, state space, own kernels) would let samples of one row
+see each other in silence. So a two-segment row and a tree are compared with separate forwards.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lockstep.data.layout import Layout
+from lockstep.models.policy import Policy
+
+Mode = Literal["forest", "block", "single"]
+
+_LENGTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """How rows may be packed for a model, and why."""
+
+    mode: Mode
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Largest differences of log-probabilities over a few random tokens."""
+
+    error: float
+    """Packed against separate."""
+    leak: float
+    """What it would be if the segments saw each other."""
+    noise: float
+    """What the row's other length alone changes, in a place that must not change."""
+
+    def respected(self, floor: float) -> bool:
+        return self.error <= self.tolerance(floor)
+
+    def tolerance(self, floor: float) -> float:
+        return max(4 * self.noise, floor)
+
+
+@torch.no_grad()
+def probe_packing(policy: Policy, compute_dtype: torch.dtype | None = None) -> ProbeResult:
+    """How rows may be packed for this model: as a forest, as blocks, or one sample per row.
+
+    Under FSDP every rank calls it: each makes the same forwards.
+
+    Args:
+        compute_dtype: of the forward, where FSDP computes in another precision than that of the parameters.
+    """
+    if policy.layout_refusal is not None:
+        return ProbeResult("single", policy.layout_refusal)
+    name = type(policy.lm).__name__
+    parameter = next(policy.parameters())
+    floor = 1e-5 if (compute_dtype or parameter.dtype) == torch.float32 else 2e-2
+    tokens = _random_tokens(policy, parameter.device)
+    block, tree = _compare_block(policy, tokens), _compare_tree(policy, tokens)
+    for what, found in (("two segments of a row", block), ("the branches of a tree", tree)):
+        if found.leak <= found.tolerance(floor):
+            seen = f"{found.leak:.1e} where they see each other, {found.tolerance(floor):.1e} is noise"
+            return ProbeResult("single", f"{name}: cannot tell whether {what} are kept apart ({seen})")
+    if not block.respected(floor):
+        return ProbeResult("single", _ignored(name, "two segments of a row see each other", block))
+    if not tree.respected(floor):
+        return ProbeResult("block", _ignored(name, "the branches of a tree are not kept apart", tree))
+    worst = max(block.error, tree.error)
+    return ProbeResult("forest", f"{name}: packed rows and trees agree with separate forwards to {worst:.1e}")
+
+
+def _ignored(name: str, what: str, found: _Comparison) -> str:
+    return f"{name} ignores the layout: {what} (log-probabilities differ by {found.error:.1e}, noise {found.noise:.1e})"
+
+
+def _random_tokens(policy: Policy, device: torch.device) -> Tensor:
+    """int64 `[3, length]`, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = policy.config.get_text_config().vocab_size
+    return torch.randint(0, vocabulary, (3, _LENGTH), generator=generator).to(device)
+
+
+def _compare_block(policy: Policy, tokens: Tensor) -> _Comparison:
+    first, second = tokens[0], tokens[1]
+    row = torch.cat([first, second])
+    inner = _steps(0, _LENGTH)
+    outer = [(source + _LENGTH, target + _LENGTH) for source, target in inner]
+    alone = torch.cat([_logprobs(policy, first, [-1], inner), _logprobs(policy, second, [-1], inner)])
+    packed = _logprobs(policy, row, [-1, -1], inner + outer)
+    joined = _logprobs(policy, row, [-1], inner + outer)
+    count = len(inner)
+    return _Comparison(
+        _worst(packed, alone), _worst(joined[count:], alone[count:]), _worst(joined[:count], alone[:count])
+    )
+
+
+def _compare_tree(policy: Policy, tokens: Tensor) -> _Comparison:
+    """A prompt with two completions against two rows of prompt and completion."""
+    prompt, left, right = tokens
+    inside = _steps(_LENGTH - 1, 2 * _LENGTH)
+    branch = [(_LENGTH - 1, 2 * _LENGTH), *_steps(2 * _LENGTH, 3 * _LENGTH)]
+    alone = torch.cat([_logprobs(policy, torch.cat([prompt, side]), [-1], inside) for side in (left, right)])
+    packed = _logprobs(policy, torch.cat(list(tokens)), [-1, 0, 0], inside + branch)
+    joined = _logprobs(policy, torch.cat(list(tokens)), [-1], inside + branch)
+    count = len(inside)
+    return _Comparison(
+        _worst(packed, alone), _worst(joined[count:], alone[count:]), _worst(joined[:count], alone[:count])
+    )
+
+
+def _steps(start: int, stop: int) -> list[tuple[int, int]]:
+    """Each token of `[start, stop)` predicts the next, as (source, target) places."""
+    return [(place, place + 1) for place in range(start, stop - 1)]
+
+
+def _logprobs(policy: Policy, row: Tensor, parents: list[int], pairs: list[tuple[int, int]]) -> Tensor:
+    places = torch.tensor(pairs, device=row.device)
+    layout = Layout([len(row) // len(parents)] * len(parents), parents)
+    logprobs, _ = policy(row, layout, places[:, 0], row[places[:, 1]])
+    assert isinstance(logprobs, Tensor)
+    return logprobs
+
+
+def _worst(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
