@@ -1,0 +1,141 @@
+"""What can go wrong with a ledger, each with the fields a caller needs and the remedy a reader needs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.ledger.changes import Change
+
+
+class LedgerError(RuntimeError):
+    """Base of every error of the ledger."""
+
+
+class FolderExists(LedgerError):
+    """The folder of a new run is already there; it was not touched."""
+
+    def __init__(self, folder: Path, is_run: bool) -> None:
+        what = "already holds a run" if is_run else "already exists"
+        resume = f" go on with it (--resume {folder})," if is_run else ""
+        super().__init__(f"{folder} {what}:{resume} choose another name, or move the folder away")
+        self.folder, self.is_run = folder, is_run
+
+
+class NotARun(LedgerError):
+    """A folder without a readable ledger."""
+
+    def __init__(self, folder: Path, reason: str, nearest: tuple[str, ...] = ()) -> None:
+        hint = f"; runs beside it: {', '.join(nearest)}" if nearest else ""
+        super().__init__(f"{folder} is not the folder of a run: {reason}{hint}")
+        self.folder, self.reason, self.nearest = folder, reason, nearest
+
+
+class RunIsActive(LedgerError):
+    """Another process runs this run."""
+
+    def __init__(self, folder: Path, pid: int | None, host: str | None) -> None:
+        who = f"process {pid} on {host}" if pid is not None else "another process"
+        super().__init__(
+            f"{folder} is being run by {who}: wait until it ends, or stop it first (kill -INT {pid or 'PID'})"
+        )
+        self.folder, self.pid, self.host = folder, pid, host
+
+
+class StaleGeneration(LedgerError):
+    """A write of a controller that has been replaced. Nothing was written."""
+
+    def __init__(self, folder: Path, mine: int, current: int) -> None:
+        super().__init__(
+            f"generation {mine} may not write to {folder}: generation {current} has taken the run over; "
+            "this process must end"
+        )
+        self.folder, self.mine, self.current = folder, mine, current
+
+
+class LedgerFull(LedgerError):
+    """No room for a write. Nothing half-written is left, and the ledger is as it was before the write."""
+
+    def __init__(self, path: Path, needed: int | None, free: int, limit: int | None = None) -> None:
+        need = f"{needed:,} bytes" if needed is not None else "a few pages"
+        if limit is not None:
+            why = f"the process may not write files over {limit:,} bytes: raise it with `ulimit -f`"
+        else:
+            why = f"its disk has {free:,} bytes free: make room"
+        super().__init__(f"cannot write {path}: {need} needed, but {why}; then resume the run")
+        self.path, self.needed, self.free, self.limit = path, needed, free, limit
+
+
+class LedgerBusy(LedgerError):
+    """The index stayed locked by another process for longer than the bound."""
+
+    def __init__(self, path: Path, waited_s: float) -> None:
+        super().__init__(
+            f"{path} stayed locked by another process for {waited_s:g} s: see who has it open with `fuser {path}`"
+        )
+        self.path, self.waited_s = path, waited_s
+
+
+class IndexDamaged(LedgerError):
+    """SQLite cannot read or write the index."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(
+            f"{path}: {reason}. Check the disk (dmesg) and the file (`sqlite3 {path} 'pragma integrity_check'`); "
+            "restore the run folder from a copy if it is damaged"
+        )
+        self.path, self.reason = path, reason
+
+
+class StepCorrupt(LedgerError):
+    """A step file is missing or is not what was written."""
+
+    def __init__(self, path: Path, step: int, reason: str, checkpoint: int | None = None) -> None:
+        if checkpoint is not None and checkpoint >= step:
+            remedy = f"it is not needed to resume: checkpoint {checkpoint} is later"
+        else:
+            remedy = (
+                f"restore the file from a copy, or give up step {step} and what came after it "
+                f"(Ledger.rewind({step - 1})), which will then be generated anew"
+            )
+        super().__init__(f"step file {path} {reason}; {remedy}")
+        self.path, self.step, self.reason, self.checkpoint = path, step, reason, checkpoint
+
+
+class StepConflict(LedgerError):
+    """A step that is durable already was collected again, with other content."""
+
+    def __init__(self, step: int, stored: str, given: str) -> None:
+        super().__init__(
+            f"step {step} is already in the ledger with other rollouts (sha256 {stored[:12]}, given {given[:12]}): "
+            "train on the stored ones, Ledger.rollouts(step)"
+        )
+        self.step, self.stored, self.given = step, stored, given
+
+
+class PromptUsedTwice(LedgerError):
+    """A prompt uid that another step has used."""
+
+    def __init__(self, uid: str, step: int, earlier: int) -> None:
+        super().__init__(f"prompt {uid!r} of step {step} was already used by step {earlier}: a run uses each uid once")
+        self.uid, self.step, self.earlier = uid, step, earlier
+
+
+class OutOfOrder(LedgerError):
+    """A commit that skips a step, or a publish before its commit."""
+
+    def __init__(self, what: str, number: int, expected: int) -> None:
+        super().__init__(f"{what} {number} is out of order: at most {expected} can come now")
+        self.what, self.number, self.expected = what, number, expected
+
+
+class ConfigChanged(LedgerError):
+    """A run was to be resumed with a config that would change its result."""
+
+    def __init__(self, folder: Path, changes: "tuple[Change, ...]") -> None:
+        refused = [change for change in changes if change.changes_result]
+        lines = "\n".join(f"  {change}" for change in refused)
+        super().__init__(
+            f"{folder} cannot be resumed with another config: the result would change\n{lines}\n"
+            "Undo these changes, or start a new run under another name"
+        )
+        self.folder, self.changes, self.refused = folder, changes, tuple(refused)

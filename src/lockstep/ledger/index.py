@@ -1,0 +1,209 @@
+"""The SQLite index beside the step files: one writer, any number of readers, and a fence against stale writers."""
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from lockstep.ledger.errors import IndexDamaged, LedgerBusy, LedgerFull, NotARun, StaleGeneration
+from lockstep.ledger.files import full
+from lockstep.ledger.mounts import journal_for
+
+SCHEMA_VERSION = 1
+BUSY_TIMEOUT_S = 10.0
+"""How long a write waits for readers to let go before it fails with LedgerBusy."""
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, version INTEGER NOT NULL, sha256 TEXT NOT NULL, bytes INTEGER NOT NULL,
+  groups INTEGER NOT NULL, completions INTEGER NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL,
+  removed INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE prompts (uid TEXT PRIMARY KEY, step INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX prompts_of_step ON prompts (step);
+CREATE TABLE commits (step INTEGER PRIMARY KEY, stats TEXT NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL);
+CREATE TABLE checkpoints (step INTEGER PRIMARY KEY, path TEXT NOT NULL, metric REAL, generation INTEGER NOT NULL,
+  at REAL NOT NULL);
+CREATE TABLE evaluations (step INTEGER PRIMARY KEY, metrics TEXT NOT NULL, samples TEXT NOT NULL,
+  generation INTEGER NOT NULL, at REAL NOT NULL);
+CREATE TABLE metrics (step INTEGER PRIMARY KEY, "values" TEXT NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL);
+CREATE TABLE events (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, fields TEXT NOT NULL, generation INTEGER NOT NULL,
+  at REAL NOT NULL);
+"""
+# sqlite.org/rescode.html: writes that found no room, by way of the disk or of the process's file size limit.
+_NO_ROOM = {
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+}
+
+
+class Index:
+    """One connection, used by one thread. Every public method may raise LedgerFull, LedgerBusy or IndexDamaged."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, generation: int) -> None:
+        self.path, self.generation = path, generation
+        self._connection = connection
+
+    @classmethod
+    def create(cls, path: Path, config: str) -> None:
+        """Makes a new index with generation 0 (nobody's); the file is closed again."""
+        with _errors(path):
+            connection = sqlite3.connect(path, isolation_level=None)
+            try:
+                connection.execute("PRAGMA journal_mode = TRUNCATE")
+                connection.execute("PRAGMA synchronous = FULL")
+                meta = {"schema": str(SCHEMA_VERSION), "generation": "0", "published": "-1", "config": config}
+                statements = "".join(
+                    f"INSERT INTO meta VALUES ('{key}', {_quoted(value)});" for key, value in meta.items()
+                )
+                connection.executescript(f"BEGIN;{_SCHEMA}{statements}COMMIT;")
+            finally:
+                connection.close()
+
+    @classmethod
+    def write(cls, path: Path) -> "Index":
+        """Opens for writing and claims the next generation: from here on every earlier one is refused."""
+        with _errors(path):
+            connection = sqlite3.connect(
+                f"{_uri(path)}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None
+            )
+            try:
+                _check_schema(path, connection)
+                connection.execute(f"PRAGMA journal_mode = {journal_for(path.parent)}")
+                connection.execute("PRAGMA synchronous = FULL")
+                connection.execute("BEGIN IMMEDIATE")
+                generation = int(_meta(connection, "generation")) + 1
+                connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (str(generation),))
+                connection.execute("COMMIT")
+            except BaseException:
+                connection.close()
+                raise
+        return cls(path, connection, generation)
+
+    @classmethod
+    def read(cls, path: Path) -> "Index":
+        """Opens read-only, beside a writer or on a medium that cannot be written."""
+        with _errors(path):
+            try:
+                connection = _reading(path, "mode=ro")
+            except sqlite3.OperationalError:
+                # SQLite cannot make its log in a folder that may not be written; without a log nobody writes there.
+                log = path.with_name(path.name + "-wal")
+                if os.access(path.parent, os.W_OK) or (log.exists() and log.stat().st_size > 0):
+                    raise
+                connection = _reading(path, "mode=ro&immutable=1")
+            generation = int(_meta(connection, "generation"))
+        return cls(path, connection, generation)
+
+    def rows(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
+        with _errors(self.path):
+            return self._connection.execute(sql, arguments).fetchall()
+
+    def meta(self, key: str) -> str:
+        with _errors(self.path):
+            return _meta(self._connection, key)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator["Transaction"]:
+        """All or nothing, durable at the end of the block. StaleGeneration before anything is written."""
+        with _errors(self.path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                current = int(_meta(self._connection, "generation"))
+                if current != self.generation:
+                    raise StaleGeneration(self.path.parent, self.generation, current)
+                yield Transaction(self._connection, self.generation)
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # SQLite has rolled back by itself after some errors, a full disk among them.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._connection.close()
+
+
+class Transaction:
+    """Writes of one transaction; each row gets the time and the generation."""
+
+    def __init__(self, connection: sqlite3.Connection, generation: int) -> None:
+        self._connection, self._generation = connection, generation
+
+    def put(self, table: str, at: float | None = None, **columns: Any) -> None:
+        """Inserts a row, in place of the one with the same key."""
+        row = {**columns, "generation": self._generation, "at": time.time() if at is None else at}
+        names = ", ".join(f'"{name}"' for name in row)
+        marks = ", ".join("?" * len(row))
+        self.execute(f"INSERT OR REPLACE INTO {table} ({names}) VALUES ({marks})", *row.values())
+
+    def execute(self, sql: str, *arguments: Any) -> list[tuple[Any, ...]]:
+        return self._connection.execute(sql, arguments).fetchall()
+
+    def set_meta(self, key: str, value: str) -> None:
+        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
+
+
+@contextlib.contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    """Turns SQLite's errors into the ledger's."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", None)
+        if code in _NO_ROOM and (no_room := _no_room(path, code)) is not None:
+            raise no_room from error
+        if code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise LedgerBusy(path, BUSY_TIMEOUT_S) from error
+        if isinstance(error, sqlite3.OperationalError | sqlite3.DatabaseError) and not isinstance(
+            error, sqlite3.ProgrammingError | sqlite3.IntegrityError
+        ):
+            raise IndexDamaged(path, str(error)) from error
+        raise
+
+
+def _no_room(path: Path, code: int) -> LedgerFull | None:
+    """The error for a write that failed, None where room was not what it lacked (a broken disk)."""
+    error = full(path, None, limited=code != sqlite3.SQLITE_FULL)
+    plausible = code == sqlite3.SQLITE_FULL or error.limit is not None or error.free < 1 << 20
+    return error if plausible else None
+
+
+def _reading(path: Path, options: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(f"{_uri(path)}?{options}", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    try:
+        _check_schema(path, connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check_schema(path: Path, connection: sqlite3.Connection) -> None:
+    try:
+        version = int(_meta(connection, "schema"))
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB or "no such table" in str(error):
+            raise NotARun(path.parent, f"{path.name} is not a ledger ({error})") from error
+        raise
+    if version != SCHEMA_VERSION:
+        raise NotARun(path.parent, f"its ledger has format {version}, this lockstep reads {SCHEMA_VERSION}")
+
+
+def _meta(connection: sqlite3.Connection, key: str) -> str:
+    row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return str(row[0])
+
+
+def _uri(path: Path) -> str:
+    return f"file:{quote(str(path.absolute()))}"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,424 @@
+"""What a run has done: a redo log of rollouts, commit records and the index of everything else.
+
+    runs/NAME/
+      config.yaml             the resolved config, for people; the ledger has its own copy
+      ledger.sqlite           the index: steps, commits, checkpoints, evaluations, metrics, events
+      steps/00000012.arrow    rollouts of step 12, immutable
+      steps/00000013.partial  finished completions of step 13, which is not complete yet
+      checkpoints/  logs/
+
+A step file is on the disk before its row in the index is, and its row before `collected` returns. One thread of
+one process writes; every write is refused once another process has claimed the run."""
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from lockstep.data.samples import Completion, Rollouts
+from lockstep.ledger import partial, stepfile, values
+from lockstep.ledger.changes import Change, compare_config
+from lockstep.ledger.errors import (
+    ConfigChanged,
+    FolderExists,
+    NotARun,
+    OutOfOrder,
+    PromptUsedTwice,
+    StepConflict,
+    StepCorrupt,
+)
+from lockstep.ledger.files import fsync_folder, replace, room_for, sha256_of
+from lockstep.ledger.index import Index, Transaction
+from lockstep.ledger.lock import RunLock
+from lockstep.ledger.records import CheckpointRow, CommitRow, EvaluationRow, EventRow, MetricsRow, Sample, Stored
+
+INDEX = "ledger.sqlite"
+CONFIG = "config.yaml"
+
+
+class Ledger:
+    """Made by `create`, `resume` or `reader`; a context manager. Its methods raise the errors of `ledger.errors`."""
+
+    def __init__(self, folder: Path, index: Index, lock: RunLock | None) -> None:
+        self.folder = folder
+        self.changes: tuple[Change, ...] = ()
+        """What `resume` found different in the config, and accepted."""
+        self._index, self._lock = index, lock
+        self._partial: tuple[int, partial.PartialLog] | None = None
+
+    @classmethod
+    def create(cls, folder: Path, config: Mapping[str, Any]) -> "Ledger":
+        """A new run, generation 1. FolderExists when `folder` is there already: it is not touched. The folder
+        appears whole, or (LedgerFull, or a kill) not at all."""
+        folder = folder.absolute()
+        if os.path.lexists(folder):
+            raise FolderExists(folder, (folder / INDEX).exists())
+        hidden = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        try:
+            with room_for(folder, None):
+                shutil.rmtree(hidden, ignore_errors=True)
+                for name in ("steps", "checkpoints", "logs"):
+                    (hidden / name).mkdir(parents=True)
+            replace(hidden / CONFIG, _yaml(config))
+            Index.create(hidden / INDEX, values.dumps(dict(config), "config"))
+            fsync_folder(hidden)
+            try:
+                hidden.rename(folder)
+            except OSError as error:  # another process was quicker with the same name
+                if folder.exists():
+                    raise FolderExists(folder, (folder / INDEX).exists()) from error
+                raise
+            fsync_folder(folder.parent)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+        return cls.resume(folder)
+
+    @classmethod
+    def resume(
+        cls,
+        folder: Path,
+        config: Mapping[str, Any] | None = None,
+        accept: Collection[str] = (),
+        takeover: bool = False,
+    ) -> "Ledger":
+        """Goes on with a run: claims the next generation and clears away what a killed process left half-done.
+
+        A `config` that would change the result is refused (ConfigChanged) before anything is claimed, but for the
+        dotted fields in `accept`; otherwise it becomes the run's. RunIsActive while another process has the run,
+        unless `takeover`: that process's writes are then refused as stale."""
+        folder = folder.absolute()
+        _check_is_run(folder)
+        lock = RunLock(folder / "lock", force=takeover)
+        try:
+            changes = _accepted(folder, config, accept)
+            ledger = cls(folder, Index.write(folder / INDEX), lock)
+        except BaseException:
+            lock.close()
+            raise
+        try:
+            ledger._recover()
+            if config is not None and changes:
+                ledger._change_config(config, changes)
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    @classmethod
+    def reader(cls, folder: Path) -> "Ledger":
+        """Looks at a run without disturbing it, while it goes on or after."""
+        folder = folder.absolute()
+        _check_is_run(folder)
+        return cls(folder, Index.read(folder / INDEX), None)
+
+    @property
+    def generation(self) -> int:
+        return self._index.generation
+
+    def close(self) -> None:
+        """Idempotent. Nothing is lost without it."""
+        self._end_partial()
+        self._index.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def __enter__(self) -> "Ledger":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Rollouts
+
+    def keep(self, step: int, completions: Sequence[Completion]) -> None:
+        """Adds finished completions of a step that is not collected yet; durable on return."""
+        with self._index.transaction() as transaction:  # for its fence: a stale writer appends nothing
+            if transaction.execute("SELECT 1 FROM steps WHERE step = ?", step):
+                raise OutOfOrder("partial results of step", step, step + 1)
+            if self._partial is None or self._partial[0] != step:
+                self._end_partial()
+                self._partial = (step, partial.PartialLog(self._partial_path(step)))
+            self._partial[1].append(completions)
+
+    def kept(self, step: int) -> list[Completion]:
+        """What `keep` was given for this step, one per request (the latest); empty once it is collected."""
+        return partial.read(self._partial_path(step))
+
+    def collected(self, step: int, rollouts: Rollouts, extra: Mapping[str, Any] | None = None) -> None:
+        """Makes a step's scored rollouts durable, with what else is needed to train on them again.
+
+        The same again is fine (and mends a damaged file). StepConflict when the step is there with other content,
+        PromptUsedTwice, LedgerFull; ValueError or TypeError for values that cannot be stored exactly."""
+        if rollouts.step != step:
+            raise ValueError(f"rollouts of step {rollouts.step} were collected as step {step}")
+        path = self.step_path(step)
+        table = stepfile.table_of(rollouts, dict(extra or {}))
+        hidden, digest, size = stepfile.prepare_file(path, table, self.generation)
+        fresh = False
+        try:
+            with self._index.transaction() as transaction:
+                stored = transaction.execute("SELECT sha256, removed FROM steps WHERE step = ?", step)
+                if stored and stored[0][0] != digest:
+                    raise StepConflict(step, stored[0][0], digest)
+                if stored and (stored[0][1] or (path.exists() and sha256_of(path) == digest)):
+                    return
+                if not stored:
+                    _add_step(transaction, rollouts, digest, size)
+                    fresh = True
+                hidden.rename(path)
+                fsync_folder(path.parent)
+        except BaseException:
+            if fresh:  # the row did not become durable: no file without its row
+                path.unlink(missing_ok=True)
+            raise
+        finally:
+            hidden.unlink(missing_ok=True)
+        self._end_partial()
+        self._partial_path(step).unlink(missing_ok=True)
+
+    def rollouts(self, step: int) -> Rollouts | None:
+        """A step's rollouts as they were collected; None before that and after `retain` has let go of them."""
+        stored = self.stored(step)
+        return None if stored is None else stored.rollouts
+
+    def stored(self, step: int) -> Stored | None:
+        """Like `rollouts`, with `extra`. StepCorrupt when the file is not what was written."""
+        found = self._index.rows("SELECT sha256 FROM steps WHERE step = ? AND NOT removed", step)
+        if not found:
+            return None
+        path, newest = self.step_path(step), self.newest_checkpoint()
+        checkpoint = None if newest is None else newest.step
+        try:
+            if sha256_of(path) != found[0][0]:
+                raise StepCorrupt(path, step, "is not what was written (sha256 differs)", checkpoint)
+        except FileNotFoundError as error:
+            raise StepCorrupt(path, step, "is missing", checkpoint) from error
+        return stepfile.read_file(path, step)
+
+    def collected_steps(self) -> list[int]:
+        """Steps whose rollouts are durable, those included that `retain` has let go of."""
+        return [row[0] for row in self._index.rows("SELECT step FROM steps ORDER BY step")]
+
+    def prompts_used(self) -> dict[str, int]:
+        """Step by uid of every prompt of a collected step."""
+        return dict(self._index.rows("SELECT uid, step FROM prompts ORDER BY step, uid"))
+
+    # Commits
+
+    def commit(self, step: int, stats: Mapping[str, Any]) -> None:
+        """Records that a step is trained. A step that is trained again after a restart is committed again.
+        OutOfOrder when a step was skipped."""
+        with self._index.transaction() as transaction:
+            last = _last(transaction)
+            if last >= 0 and step > last + 1:
+                raise OutOfOrder("commit of step", step, last + 1)
+            transaction.put("commits", step=step, stats=values.dumps(dict(stats), "stats"))
+
+    def committed(self) -> int:
+        """The last committed step, -1 when there is none."""
+        return int(self._index.rows("SELECT coalesce(max(step), -1) FROM commits")[0][0])
+
+    def commits(self) -> list[CommitRow]:
+        rows = self._index.rows("SELECT step, at, generation, stats FROM commits ORDER BY step")
+        return [CommitRow(step, at, generation, values.loads(stats)) for step, at, generation, stats in rows]
+
+    def published(self, version: int) -> None:
+        """Records that engines were given this version of the weights. OutOfOrder before the commit it comes from."""
+        with self._index.transaction() as transaction:
+            newest = max(_last(transaction), 0) + 1
+            if version > newest:
+                raise OutOfOrder("publish of version", version, newest)
+            transaction.set_meta("published", str(version))
+
+    def published_version(self) -> int:
+        """The version published last, -1 when none was."""
+        return int(self._index.meta("published"))
+
+    # Checkpoints
+
+    def checkpoint(self, step: int, path: Path, metric: float | None = None) -> None:
+        """Points at a checkpoint that is complete on disk. `step` is the last one trained into it (-1: none)."""
+        path = path.absolute()
+        stored = path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
+        with self._index.transaction() as transaction:
+            transaction.put("checkpoints", step=step, path=str(stored), metric=metric)
+
+    def checkpoints(self) -> list[CheckpointRow]:
+        """Oldest first."""
+        rows = self._index.rows("SELECT step, path, metric, at FROM checkpoints ORDER BY step")
+        return [CheckpointRow(step, self.folder / path, metric, at) for step, path, metric, at in rows]
+
+    def newest_checkpoint(self) -> CheckpointRow | None:
+        return next(reversed(self.checkpoints()), None)
+
+    def forget_checkpoint(self, step: int) -> None:
+        """Takes a checkpoint out of the index; its folder is deleted by whoever calls, afterwards."""
+        with self._index.transaction() as transaction:
+            transaction.execute("DELETE FROM checkpoints WHERE step = ?", step)
+
+    def retain(self) -> list[int]:
+        """Deletes the step files that neither of the two newest checkpoints needs to be followed; which steps'."""
+        checkpoints = self.checkpoints()
+        if len(checkpoints) < 2:
+            return []
+        with self._index.transaction() as transaction:
+            sql = "UPDATE steps SET removed = 1 WHERE step <= ? AND NOT removed RETURNING step"
+            steps = sorted(row[0] for row in transaction.execute(sql, checkpoints[-2].step))
+        for step in steps:
+            self.step_path(step).unlink(missing_ok=True)
+        return steps
+
+    def rewind(self, step: int) -> None:
+        """Forgets everything after `step`, step files and checkpoints' records included, so that it is done anew."""
+        with self._index.transaction() as transaction:
+            for table in ("steps", "prompts", "commits", "checkpoints", "evaluations", "metrics"):
+                transaction.execute(f"DELETE FROM {table} WHERE step > ?", step)
+            version = min(int(transaction.execute("SELECT value FROM meta WHERE key = 'published'")[0][0]), step + 1)
+            transaction.set_meta("published", str(version))
+            transaction.put("events", kind="rewound", fields=values.dumps({"step": step}))
+            self._end_partial()
+            for path in (self.folder / "steps").iterdir():
+                if path.stem.isdigit() and int(path.stem) > step:
+                    path.unlink()
+            fsync_folder(self.folder / "steps")
+
+    # What people look at
+
+    def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
+        """Records an evaluation of the weights after `step` (-1: before the first), in place of an earlier one."""
+        shown = values.dumps([dataclasses.asdict(sample) for sample in samples], "samples")
+        with self._index.transaction() as transaction:
+            transaction.put("evaluations", step=step, metrics=values.dumps(dict(metrics), "metrics"), samples=shown)
+
+    def evaluations(self) -> list[EvaluationRow]:
+        rows = self._index.rows("SELECT step, at, metrics, samples FROM evaluations ORDER BY step")
+        return [
+            EvaluationRow(step, at, values.loads(metrics), [Sample(**sample) for sample in values.loads(samples)])
+            for step, at, metrics, samples in rows
+        ]
+
+    def metrics(self, step: int, row: Mapping[str, float]) -> None:
+        """Adds values to the metrics of a step, in place of those of the same name."""
+        with self._index.transaction() as transaction:
+            found = transaction.execute('SELECT "values" FROM metrics WHERE step = ?', step)
+            merged = {**(values.loads(found[0][0]) if found else {}), **row}
+            transaction.put("metrics", step=step, values=values.dumps(merged, "metrics"))
+
+    def metrics_rows(self, after: int | None = None) -> list[MetricsRow]:
+        """By step; only those of later steps than `after`."""
+        where = "" if after is None else f"WHERE step > {int(after)}"
+        rows = self._index.rows(f'SELECT step, at, generation, "values" FROM metrics {where} ORDER BY step')
+        return [MetricsRow(step, at, generation, values.loads(row)) for step, at, generation, row in rows]
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Records that something happened, with the time."""
+        with self._index.transaction() as transaction:
+            transaction.put("events", kind=kind, fields=values.dumps(fields, kind))
+
+    def events(self) -> list[EventRow]:
+        """Oldest first."""
+        rows = self._index.rows("SELECT at, generation, kind, fields FROM events ORDER BY id")
+        return [EventRow(at, generation, kind, values.loads(fields)) for at, generation, kind, fields in rows]
+
+    def config(self) -> dict[str, Any]:
+        """The resolved config the run has now."""
+        return dict(values.loads(self._index.meta("config")))
+
+    def step_path(self, step: int) -> Path:
+        return self.folder / "steps" / f"{step:08d}.arrow"
+
+    def _partial_path(self, step: int) -> Path:
+        return self.folder / "steps" / f"{step:08d}.partial"
+
+    def _end_partial(self) -> None:
+        if self._partial is not None:
+            self._partial[1].close()
+            self._partial = None
+
+    def _recover(self) -> None:
+        """Brings folder and index into line after a kill: unfinished files go, a step file that reached its name
+        but not the index is taken in (it was complete before it got the name)."""
+        known = {step: bool(removed) for step, removed in self._index.rows("SELECT step, removed FROM steps")}
+        for path in sorted((self.folder / "steps").iterdir()):
+            step = int(path.stem) if path.stem.isdigit() else None
+            if path.name.startswith(".") and path.suffix == ".tmp":
+                path.unlink(missing_ok=True)
+            elif step is not None and path.suffix == ".arrow" and step not in known:
+                self._adopt(step, path)
+            elif step is not None and ((path.suffix == ".arrow" and known[step]) or self._superseded(path, step)):
+                path.unlink(missing_ok=True)
+
+    def _superseded(self, path: Path, step: int) -> bool:
+        return path.suffix == ".partial" and bool(self._index.rows("SELECT 1 FROM steps WHERE step = ?", step))
+
+    def _adopt(self, step: int, path: Path) -> None:
+        try:
+            stored = stepfile.read_file(path, step)
+        except StepCorrupt:
+            path.rename(path.with_suffix(".rejected"))
+            self.event("step_rejected", step=step, path=str(path))
+            return
+        with self._index.transaction() as transaction:
+            _add_step(transaction, stored.rollouts, sha256_of(path), path.stat().st_size)
+
+    def _change_config(self, config: Mapping[str, Any], changes: tuple[Change, ...]) -> None:
+        with self._index.transaction() as transaction:
+            transaction.set_meta("config", values.dumps(dict(config), "config"))
+            fields = {"changes": [str(change) for change in changes]}
+            transaction.put("events", kind="config_changed", fields=values.dumps(fields))
+        replace(self.folder / CONFIG, _yaml(config))
+        self.changes = changes
+
+
+def _check_is_run(folder: Path) -> None:
+    if (folder / INDEX).is_file():
+        return
+    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    runs = tuple(sorted(path.name for path in beside if (path / INDEX).is_file())[:8])
+    raise NotARun(folder, f"it has no {INDEX}" if folder.is_dir() else "there is no such folder", runs)
+
+
+def _accepted(folder: Path, config: Mapping[str, Any] | None, accept: Collection[str]) -> tuple[Change, ...]:
+    """The changes from the run's config to `config`; ConfigChanged when one of them must not be."""
+    if config is None:
+        return ()
+    with Ledger.reader(folder) as now:
+        changes = tuple(compare_config(now.config(), values.loads(values.dumps(dict(config), "config"))))
+    refused = tuple(change for change in changes if change.changes_result and change.path not in accept)
+    if refused:
+        raise ConfigChanged(folder, refused)
+    return changes
+
+
+def _add_step(transaction: Transaction, rollouts: Rollouts, digest: str, size: int) -> None:
+    for group in rollouts.groups:
+        uid = group.prompt.uid
+        earlier = transaction.execute("SELECT step FROM prompts WHERE uid = ?", uid)
+        if earlier:
+            raise PromptUsedTwice(uid, rollouts.step, earlier[0][0])
+        transaction.execute("INSERT INTO prompts VALUES (?, ?)", uid, rollouts.step)
+    transaction.put(
+        "steps",
+        step=rollouts.step,
+        version=rollouts.version,
+        sha256=digest,
+        bytes=size,
+        groups=len(rollouts.groups),
+        completions=sum(len(group.completions) for group in rollouts.groups),
+    )
+
+
+def _last(transaction: Transaction) -> int:
+    return int(transaction.execute("SELECT coalesce(max(step), -1) FROM commits")[0][0])
+
+
+def _yaml(config: Mapping[str, Any]) -> bytes:
+    return yaml.safe_dump(values.plain(dict(config), "config"), sort_keys=False, allow_unicode=True).encode()

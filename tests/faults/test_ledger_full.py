@@ -1,0 +1,150 @@
+"""A disk that fills up under the ledger: real ones (a small tmpfs), and the limit a shell sets on file sizes."""
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "ledger"))
+
+from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
+
+from lockstep.ledger import Ledger, LedgerFull
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "lockstep-test", str(point)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    try:
+        yield point
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True, timeout=20)
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fill(folder: Path, leave: int) -> Path:
+    """Fills the disk but for `leave` bytes."""
+    ballast = folder / "ballast"
+    state = os.statvfs(folder)
+    ballast.write_bytes(b"x" * max(0, state.f_bavail * state.f_frsize - leave))
+    return ballast
+
+
+def assert_as_before(ledger: Ledger, steps: list[int]) -> None:
+    assert ledger.collected_steps() == steps
+    for step in steps:
+        assert_same(ledger.rollouts(step), make_rollouts(step))
+    names = {path.name for path in (ledger.folder / "steps").iterdir() if path.suffix != ".partial"}
+    assert names == {f"{step:08d}.arrow" for step in steps}
+
+
+def test_no_room_for_a_step_file(small_disk):
+    with Ledger.create(small_disk / "run", CONFIG) as ledger:
+        ledger.collected(0, make_rollouts(0))
+        ballast = fill(small_disk, 100_000)
+        big = make_rollouts(1, length=5000)
+        with pytest.raises(LedgerFull, match="make room; then resume the run") as caught:
+            ledger.collected(1, big)
+        assert caught.value.path == ledger.step_path(1)
+        assert caught.value.needed > 3 * 4 * 5000 * 12 and 0 <= caught.value.free <= 100_000
+        assert_as_before(ledger, [0])
+        ledger.event("still", alive=True)  # small things still fit
+        ballast.unlink()
+        ledger.collected(1, big)
+        assert_same(ledger.rollouts(1), big)
+
+
+def test_not_a_byte_left(small_disk):
+    with Ledger.create(small_disk / "run", CONFIG) as ledger:
+        ledger.collected(0, make_rollouts(0))
+        ledger.keep(1, [make_completion("kept")])
+        ballast = fill(small_disk, 0)
+        long = "x" * 300_000
+        for write in (
+            lambda: ledger.collected(1, make_rollouts(1)),
+            lambda: ledger.keep(1, [make_completion("more", 5000)]),
+            lambda: ledger.event("long", text=long),
+            lambda: ledger.metrics(0, {long: 1.0}),
+            lambda: Ledger.create(small_disk / "another", CONFIG),
+        ):
+            with pytest.raises(LedgerFull):
+                write()
+            assert_as_before(ledger, [0])
+            assert [one.request for one in ledger.kept(1)] == ["kept"]
+        assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", "run"]
+        ballast.unlink()
+        ledger.keep(1, [make_completion("more", 5000)])
+        ledger.collected(1, make_rollouts(1))
+        ledger.commit(0, {})
+    with Ledger.resume(small_disk / "run") as again:
+        assert_as_before(again, [0, 1])
+        assert again.committed() == 0 and again.events() == []
+
+
+def test_every_amount_of_room(small_disk):
+    """From nothing to enough, in steps smaller than any write: each time it is written whole or not at all."""
+    with Ledger.create(small_disk / "run", CONFIG) as ledger:
+        step, refused = 0, 0
+        for leave in range(0, 60_000, 4096):
+            ballast = fill(small_disk, leave)
+            try:
+                ledger.collected(step, make_rollouts(step))
+                step += 1
+            except LedgerFull:
+                refused += 1
+            assert_as_before(ledger, list(range(step)))
+            ballast.unlink()
+        assert step > 0 and refused > 0
+
+
+def test_the_file_size_limit(tmp_path):
+    with Ledger.create(tmp_path / "run", CONFIG) as ledger:
+        ledger.collected(0, make_rollouts(0))
+        ledger.keep(1, [make_completion("kept")])
+        with file_size_limit(4096):
+            with pytest.raises(LedgerFull, match=r"may not write files over 4,096 bytes: raise it with `ulimit -f`"):
+                ledger.collected(1, make_rollouts(1, length=500))
+            with pytest.raises(LedgerFull, match="ulimit"):
+                ledger.keep(1, [make_completion("more", 5000)])
+            with pytest.raises(LedgerFull, match="ulimit"):
+                ledger.event("long", text="x" * 300_000)
+            with pytest.raises(LedgerFull):
+                Ledger.create(tmp_path / "another", CONFIG)
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        assert_as_before(ledger, [0])
+        assert [one.request for one in ledger.kept(1)] == ["kept"]
+        ledger.collected(1, make_rollouts(1))
+        assert_as_before(ledger, [0, 1])
+
+
+def test_a_run_on_a_medium_that_cannot_be_written(small_disk):
+    with Ledger.create(small_disk / "run", CONFIG) as ledger:
+        ledger.collected(0, make_rollouts(0))
+        ledger.commit(0, {})
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=20)
+    with Ledger.reader(small_disk / "run") as reader:
+        assert reader.committed() == 0
+        assert_as_before(reader, [0])

@@ -1,0 +1,370 @@
+import json
+import multiprocessing
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
+
+from lockstep.ledger import (
+    ConfigChanged,
+    FolderExists,
+    Ledger,
+    NotARun,
+    OutOfOrder,
+    PromptUsedTwice,
+    RunIsActive,
+    Sample,
+    StaleGeneration,
+    StepConflict,
+    StepCorrupt,
+    stepfile,
+)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_new_run(ledger, folder):
+    assert ledger.generation == 1
+    assert ledger.config() == CONFIG
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == CONFIG
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"steps", "checkpoints", "logs"}
+    assert ledger.committed() == -1 and ledger.published_version() == -1
+    assert ledger.newest_checkpoint() is None and ledger.rollouts(0) is None
+    assert [path.name for path in folder.parent.iterdir()] == ["sort"]
+
+
+def test_a_folder_that_exists_is_not_touched(ledger, folder):
+    ledger.collected(0, make_rollouts(0))
+    before = tree(folder)
+    with pytest.raises(
+        FolderExists, match=r"already holds a run: go on with it \(--resume .*sort\), choose another name"
+    ):
+        Ledger.create(folder, CONFIG)
+    assert tree(folder) == before
+    empty = folder.parent / "empty"
+    empty.mkdir()
+    with pytest.raises(FolderExists, match="already exists: choose another name"):
+        Ledger.create(empty, CONFIG)
+    assert list(empty.iterdir()) == []
+
+
+def test_a_config_that_cannot_be_written_leaves_no_folder(folder):
+    with pytest.raises(TypeError, match=r"config\.model is a builtins\.object"):
+        Ledger.create(folder, {"model": object()})
+    assert list(folder.parent.iterdir()) == []
+
+
+def test_what_is_not_a_run(folder, tmp_path):
+    Ledger.create(folder, CONFIG).close()
+    with pytest.raises(NotARun, match="there is no such folder; runs beside it: sort"):
+        Ledger.resume(folder.parent / "sorr")
+    with pytest.raises(NotARun, match=r"it has no ledger\.sqlite"):
+        Ledger.reader(tmp_path)
+    (folder / "ledger.sqlite").write_bytes(b"nothing of the kind" * 100)
+    with pytest.raises(NotARun, match="not a ledger"):
+        Ledger.reader(folder)
+
+
+def test_rollouts_survive_exactly(ledger, folder):
+    given = make_rollouts(0)
+    ledger.collected(0, given, {"packing_seed": 5, "position": [0, 3]})
+    ledger.close()
+    with Ledger.resume(folder) as again:
+        assert again.generation == 2
+        stored = again.stored(0)
+        assert_same(stored.rollouts, given)
+        assert stored.extra == {"packing_seed": 5, "position": [0, 3]}
+        assert again.collected_steps() == [0]
+        assert again.prompts_used() == {"0:0": 0, "0:1": 0, "0:2": 0}
+
+
+def test_collecting_the_same_again_is_fine(ledger):
+    ledger.collected(0, make_rollouts(0))
+    before = ledger.step_path(0).stat()
+    ledger.collected(0, make_rollouts(0))
+    assert ledger.step_path(0).stat().st_mtime_ns == before.st_mtime_ns
+    other = make_rollouts(0)
+    other.groups[0].rewards[0] += 1
+    with pytest.raises(StepConflict, match="train on the stored ones"):
+        ledger.collected(0, other)
+    assert_same(ledger.rollouts(0), make_rollouts(0))
+    assert len(list(ledger.step_path(0).parent.iterdir())) == 1
+
+
+def test_a_prompt_is_used_once(ledger):
+    ledger.collected(0, make_rollouts(0))
+    again = make_rollouts(1)
+    again.groups[2].prompt.uid = "0:1"
+    with pytest.raises(PromptUsedTwice, match="'0:1' of step 1 was already used by step 0"):
+        ledger.collected(1, again)
+    assert ledger.collected_steps() == [0] and not ledger.step_path(1).exists()
+    ledger.collected(1, make_rollouts(1))
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_step_file_is_told_and_mended(ledger, damage):
+    ledger.collected(0, make_rollouts(0))
+    path = ledger.step_path(0)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[:100])
+    with pytest.raises(StepCorrupt, match=r"rewind\(-1\)"):
+        ledger.rollouts(0)
+    ledger.checkpoint(0, ledger.folder / "checkpoints" / "0")
+    with pytest.raises(StepCorrupt, match="not needed to resume: checkpoint 0 is later"):
+        ledger.rollouts(0)
+    ledger.collected(0, make_rollouts(0))
+    assert_same(ledger.rollouts(0), make_rollouts(0))
+
+
+def test_partial_results(ledger, folder):
+    ones = [make_completion(f"r{index}", index, index) for index in range(5)]
+    ledger.keep(0, ones[:2])
+    ledger.keep(0, [])
+    ledger.keep(0, ones[2:])
+    assert_same(ledger.kept(0), ones)
+    assert ledger.kept(1) == []
+    longer = make_completion("r1", 9, 77)
+    ledger.keep(0, [longer])
+    assert_same(ledger.kept(0), [ones[0], longer, *ones[2:]])  # of one request the latest
+    ledger.close()
+    with Ledger.resume(folder) as again:
+        again.keep(0, [make_completion("r9")])
+        assert [one.request for one in again.kept(0)] == ["r0", "r1", "r2", "r3", "r4", "r9"]
+        again.collected(0, make_rollouts(0))
+        assert again.kept(0) == [] and not list((folder / "steps").glob("*.partial"))
+        with pytest.raises(OutOfOrder):
+            again.keep(0, ones)
+
+
+def test_a_torn_tail_of_partial_results_is_dropped_at_every_length(ledger, folder):
+    ones = [make_completion(f"r{index}", 3, index) for index in range(3)]
+    ends = []
+    path = folder / "steps" / "00000000.partial"
+    for one in ones:
+        ledger.keep(0, [one])
+        ends.append(path.stat().st_size)
+    ledger.close()
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with Ledger.reader(folder) as reader:
+            assert_same(reader.kept(0), ones[: sum(end <= length for end in ends)])
+    path.write_bytes(data[: ends[1] + 7] + b"\0" * 40)  # as after a power cut
+    with Ledger.resume(folder) as again:
+        again.keep(0, [ones[2]])
+        assert_same(again.kept(0), ones)
+
+
+def test_commits_and_publishes_in_order(ledger):
+    ledger.commit(0, {"loss": 0.5})
+    with pytest.raises(OutOfOrder, match="commit of step 2 is out of order: at most 1"):
+        ledger.commit(2, {})
+    with pytest.raises(OutOfOrder, match="publish of version 2"):
+        ledger.published(2)
+    ledger.published(1)
+    ledger.commit(1, {"loss": np.float32(0.25)})
+    ledger.commit(0, {"loss": 0.75})  # trained again after a restart
+    assert ledger.committed() == 1 and ledger.published_version() == 1
+    assert [(row.step, row.stats) for row in ledger.commits()] == [(0, {"loss": 0.75}), (1, {"loss": 0.25})]
+
+
+def test_checkpoints_and_retention(ledger, folder):
+    for step in range(6):
+        ledger.collected(step, make_rollouts(step, groups=1, size=1))
+        ledger.commit(step, {})
+    ledger.checkpoint(-1, folder / "checkpoints" / "initial")
+    assert ledger.retain() == []  # one checkpoint alone may turn out to be unreadable
+    ledger.checkpoint(2, folder / "checkpoints" / "2", metric=0.5)
+    assert ledger.retain() == []
+    ledger.checkpoint(4, Path("/elsewhere/4"))
+    assert ledger.retain() == [0, 1, 2]
+    assert sorted(path.stem for path in (folder / "steps").iterdir()) == ["00000003", "00000004", "00000005"]
+    assert ledger.rollouts(1) is None and ledger.rollouts(3) is not None
+    assert ledger.collected_steps() == list(range(6))
+    ledger.collected(1, make_rollouts(1, groups=1, size=1))  # let go of: stays so
+    assert ledger.rollouts(1) is None
+    rows = ledger.checkpoints()
+    assert [(row.step, row.path, row.metric) for row in rows] == [
+        (-1, folder / "checkpoints" / "initial", None),
+        (2, folder / "checkpoints" / "2", 0.5),
+        (4, Path("/elsewhere/4"), None),
+    ]
+    ledger.forget_checkpoint(4)
+    assert ledger.newest_checkpoint().step == 2
+
+
+def test_a_moved_run_finds_its_checkpoints(ledger, folder):
+    ledger.checkpoint(0, folder / "checkpoints" / "0")
+    ledger.close()
+    moved = folder.parent.parent / "archive"
+    folder.rename(moved)
+    with Ledger.resume(moved) as again:
+        assert again.newest_checkpoint().path == moved / "checkpoints" / "0"
+
+
+def test_evaluations_metrics_events(ledger):
+    sample = Sample("0:1", "sort 2 1", "1 2", "1 2", {"reward": 1.0}, "stop")
+    ledger.evaluation(-1, {"eval/exact_match": np.float64(0.25)}, [sample])
+    ledger.evaluation(5, {"eval/exact_match": 0.75})
+    first, second = ledger.evaluations()
+    assert (first.step, first.metrics, first.samples) == (-1, {"eval/exact_match": 0.25}, [sample])
+    assert second.samples == []
+    ledger.metrics(0, {"reward/mean": 0.5, "policy/loss": np.float32(2)})
+    ledger.metrics(0, {"reward/mean": 0.75})
+    ledger.metrics(1, {"reward/mean": float("nan")})
+    assert ledger.metrics_rows()[0].values == {"reward/mean": 0.75, "policy/loss": 2.0}
+    assert [row.step for row in ledger.metrics_rows(after=0)] == [1]
+    ledger.event("restarted", role="engine", rank=1)
+    (event,) = ledger.events()
+    assert (event.kind, event.fields, event.generation) == ("restarted", {"role": "engine", "rank": 1}, 1)
+
+
+def test_rewind(ledger, folder):
+    for step in range(4):
+        ledger.collected(step, make_rollouts(step))
+        ledger.commit(step, {})
+        ledger.metrics(step, {"x": step})
+        ledger.published(step + 1)
+    ledger.keep(4, [make_completion("r")])
+    ledger.checkpoint(1, folder / "a")
+    ledger.checkpoint(3, folder / "b")
+    ledger.rewind(1)
+    assert ledger.committed() == 1 and ledger.collected_steps() == [0, 1] and ledger.published_version() == 2
+    assert ledger.newest_checkpoint().step == 1 and len(ledger.metrics_rows()) == 2
+    assert sorted(path.name for path in (folder / "steps").iterdir()) == ["00000000.arrow", "00000001.arrow"]
+    ledger.collected(2, make_rollouts(2, size=2))  # generated anew, with other content
+
+
+def test_one_process_per_run(ledger, folder):
+    code = "import sys; from pathlib import Path; from lockstep.ledger import Ledger; Ledger.resume(Path(sys.argv[1]))"
+    other = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60)
+    assert other.returncode == 1 and f"RunIsActive: {folder} is being run by process {os.getpid()}" in other.stderr
+    with pytest.raises(RunIsActive) as caught:
+        Ledger.resume(folder)
+    assert caught.value.pid == os.getpid()
+    ledger.event("still mine")
+
+
+def test_a_stale_generation_writes_nothing(ledger, folder):
+    ledger.collected(0, make_rollouts(0))
+    ledger.keep(1, [make_completion("mine")])
+    with Ledger.resume(folder, takeover=True) as newer:
+        newer.keep(1, [make_completion("theirs")])
+        before = tree(folder)
+        writes = [
+            lambda: ledger.keep(1, [make_completion("late")]),
+            lambda: ledger.collected(1, make_rollouts(1)),
+            lambda: ledger.commit(0, {}),
+            lambda: ledger.published(1),
+            lambda: ledger.checkpoint(0, folder / "x"),
+            lambda: ledger.forget_checkpoint(0),
+            lambda: ledger.rewind(-1),
+            lambda: ledger.evaluation(0, {}),
+            lambda: ledger.metrics(0, {}),
+            lambda: ledger.event("late"),
+        ]
+        for write in writes:
+            with pytest.raises(
+                StaleGeneration, match=r"generation 1 may not write .* generation 2 has taken the run over"
+            ):
+                write()
+        after = tree(folder)
+        assert {name for name in before if before[name] != after.get(name)} <= {"ledger.sqlite-shm"}
+        assert [one.request for one in newer.kept(1)] == ["mine", "theirs"]
+
+
+def _read_along(folder: str, results) -> None:
+    """Reads as fast as it can while the writer works; every answer must be of one moment."""
+    seen, looks = -1, 0
+    with Ledger.reader(Path(folder)) as reader:
+        while seen < 39:
+            committed, collected = reader.committed(), reader.collected_steps()
+            assert committed >= seen and collected == list(range(len(collected))) and len(collected) > committed
+            seen, looks = committed, looks + 1
+            if committed >= 0:
+                assert reader.rollouts(committed).step == committed
+            reader.kept(committed + 1)
+            reader.metrics_rows()
+    results.put(looks)
+
+
+@pytest.mark.parametrize("journal", ["WAL", "TRUNCATE"])
+def test_a_reader_beside_the_writer(folder, journal, monkeypatch):
+    monkeypatch.setattr("lockstep.ledger.index.journal_for", lambda _: journal)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with Ledger.create(folder, CONFIG) as ledger:
+        assert sqlite3.connect(folder / "ledger.sqlite").execute("PRAGMA journal_mode").fetchone() == (
+            ("wal",) if journal == "WAL" else ("delete",)
+        )
+        process = context.Process(target=_read_along, args=(str(folder), results), daemon=True)
+        process.start()
+        for step in range(40):
+            ledger.keep(step, [make_completion("r")])
+            ledger.collected(step, make_rollouts(step, groups=1))
+            ledger.metrics(step, {"x": step})
+            ledger.commit(step, {})
+        process.join(timeout=60)
+        assert process.exitcode == 0 and results.get(timeout=5) > 0
+
+
+def test_a_reader_cannot_write(ledger, folder):
+    with Ledger.reader(folder) as reader, pytest.raises(Exception, match="readonly"):
+        reader.event("x")
+
+
+def test_resume_with_another_config(ledger, folder):
+    ledger.close()
+    longer = {**CONFIG, "steps": 20}
+    before = tree(folder)
+    with pytest.raises(ConfigChanged, match=r"\n  seed: 0 -> 1\n  trainer\.ranks: 2 -> 1\nUndo") as caught:
+        Ledger.resume(folder, {**longer, "seed": 1, "trainer": {**CONFIG["trainer"], "ranks": 1}})
+    assert [change.path for change in caught.value.refused] == ["seed", "trainer.ranks"]
+    after = tree(folder)
+    different = {name for name in before | after if before.get(name) != after.get(name)}
+    assert different <= {"lock", "ledger.sqlite-shm", "ledger.sqlite-wal"} and not after.get("ledger.sqlite-wal")
+    with Ledger.resume(folder, longer) as again:
+        assert again.generation == 2  # the refused start claimed nothing
+        assert [str(change) for change in again.changes] == ["steps: 10 -> 20"]
+        assert again.config()["steps"] == 20
+        assert yaml.safe_load((folder / "config.yaml").read_text())["steps"] == 20
+        assert again.events()[-1].fields == {"changes": ["steps: 10 -> 20"]}
+    fewer_ranks = {**longer, "trainer": {**CONFIG["trainer"], "ranks": 1}}
+    with Ledger.resume(folder, fewer_ranks, accept={"trainer.ranks"}) as again:
+        assert again.config()["trainer"]["ranks"] == 1
+
+
+def test_what_a_killed_process_leaves_is_cleared_away(ledger, folder):
+    ledger.collected(0, make_rollouts(0))
+    ledger.keep(1, [make_completion("r")])
+    ledger.close()
+    steps = folder / "steps"
+    (steps / ".00000001.arrow.1.tmp").write_bytes(b"half")
+    (steps / "00000000.partial").write_bytes(b"left over")
+    # Renamed, but killed before the index knew:
+    hidden, _, _ = stepfile.prepare_file(steps / "00000001.arrow", stepfile.table_of(make_rollouts(1), {"a": 1}), 1)
+    hidden.rename(steps / "00000001.arrow")
+    (steps / "00000002.arrow").write_bytes(b"foreign")
+    with Ledger.resume(folder) as again:
+        assert again.collected_steps() == [0, 1]
+        assert_same(again.rollouts(1), make_rollouts(1))
+        assert again.stored(1).extra == {"a": 1}
+        assert again.events()[-1].kind == "step_rejected"
+    names = sorted(path.name for path in steps.iterdir())
+    assert names == ["00000000.arrow", "00000001.arrow", "00000002.rejected"]
+
+
+def test_the_lock_file_says_who(ledger, folder):
+    assert json.loads((folder / "lock").read_text())["pid"] > 0

@@ -1,0 +1,104 @@
+import copy
+
+import pytest
+
+from lockstep.config.recipes import GRPOConfig
+from lockstep.ledger import compare_config
+
+BASE = GRPOConfig.model_validate(
+    {
+        "recipe": "grpo",
+        "name": "sort",
+        "steps": 10,
+        "model": {"path": "tiny"},
+        "data": {"path": "train.jsonl"},
+        "evaluation": {"data": {"path": "test.jsonl"}},
+        "reward": {"terms": [{"kind": "exact_match"}, {"kind": "length", "soft": 5, "hard": 9}]},
+    }
+).model_dump(mode="json")
+
+
+def changed(path: str, value: object, base: dict = BASE) -> dict:
+    config = copy.deepcopy(base)
+    *parents, last = path.split(".")
+    section = config
+    for key in parents:
+        section = section[int(key)] if isinstance(section, list) else section[key]
+    section[last] = value
+    return config
+
+
+def test_equal_configs():
+    assert compare_config(BASE, copy.deepcopy(BASE)) == []
+    assert compare_config({"a": (1, 2.0)}, {"a": [1, 2]}) == []  # as YAML and JSON give them back
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("name", "other"),
+        ("folder", "/elsewhere"),
+        ("steps", 20),
+        ("checkpoint.every", 1),
+        ("checkpoint.keep_best", False),
+        ("report.html", False),
+        ("evaluation.samples_shown", 0),
+        ("cluster.stall_limit_s", 5.0),
+        ("reward.timeout_s", 600.0),
+        ("reward.workers", 4),
+        ("trainer.collective_timeout_s", 60.0),
+    ],
+)
+def test_what_a_resumed_run_may_change(path, value):
+    (change,) = compare_config(BASE, changed(path, value))
+    assert change.path == path and change.new == value and not change.changes_result
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("seed", 1),
+        ("steps", 9),
+        ("recipe", "sft"),
+        ("group_size", 16),
+        ("model.path", "other"),
+        ("trainer.threads", 4),
+        ("trainer.ranks", 2),
+        ("trainer.optimizer.lr", 1e-3),
+        ("data.limit", 5),
+        ("reward.terms.1.soft", 6),
+        ("loss.clip_low", 0.1),
+        ("evaluation.every", 3),
+    ],
+)
+def test_what_would_change_the_result(path, value):
+    (change,) = compare_config(BASE, changed(path, value))
+    assert change.path == path and change.new == value and change.changes_result
+
+
+def test_more_steps_change_the_result_where_the_schedule_spans_the_run():
+    cosine = changed("trainer.schedule.kind", "cosine")
+    (change,) = compare_config(cosine, changed("steps", 20, cosine))
+    assert change.changes_result and "cosine schedule spans the run" in str(change)
+    fixed = changed("trainer.schedule.total_steps", 100, cosine)
+    assert [c.changes_result for c in compare_config(fixed, changed("steps", 20, fixed))] == [False]
+
+
+def test_sections_that_come_and_go():
+    (change,) = compare_config(BASE, changed("evaluation", None))
+    assert change.path == "evaluation" and change.changes_result
+    less = copy.deepcopy(BASE)
+    del less["loss"]["clip_low"]
+    (change,) = compare_config(BASE, less)
+    assert str(change) == "loss.clip_low: 0.2 -> (absent)"
+
+
+def test_a_boolean_is_not_a_number():
+    assert [c.path for c in compare_config({"a": True}, {"a": 1})] == ["a"]
+    assert compare_config({"a": 1}, {"a": 1.0}) == []
+
+
+def test_lists_of_other_length_are_one_change():
+    terms = [*BASE["reward"]["terms"], {"kind": "exact_match"}]
+    (change,) = compare_config(BASE, changed("reward.terms", terms))
+    assert change.path == "reward.terms"
