@@ -4,7 +4,6 @@ The service behind it is `lockstep.train.service:TrainerService`, one per rank. 
 all ranks in the same order, because the ranks meet in collectives inside.
 """
 
-from collections.abc import Sequence
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -4,12 +4,13 @@ There are two: `gather` of one fixed vector per step, and `gather_rows` of one p
 are FSDP2's, and those of the checkpoint writer on a communicator of its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from lockstep.train.shards import rows_of
 from lockstep.watch import waits
@@ -24,7 +25,7 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout_s: float = 1800.0
     """Bound of one collective."""
     group: dist.ProcessGroup | None = None
@@ -91,14 +92,12 @@ def join(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with waits.waiting("rendezvous", f"{world} trainer ranks", f"rank {rank} joins {prefix}", RENDEZVOUS_S):
-        meeting: dist.Store = (
-            dist.HashStore()
-            if store is None
-            else dist.TCPStore(*store, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
+        meeting: Store = (
+            HashStore() if store is None else TCPStore(*store, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
         )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(prefix, meeting),
+            store=PrefixStore(prefix, meeting),
             rank=rank,
             world_size=world,
             timeout=bound,

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -45,7 +46,7 @@ def test_rises_then_never_rises_again_and_keeps_its_bounds(kind: str, warmup: in
     schedule = Schedule.model_validate({"kind": kind, "warmup_steps": warmup, "final": final})
     found = rates(schedule, total, total + warmup + 5)
     assert all(0 <= rate <= 2.0 + 1e-12 for rate in found)
-    assert all(a < b for a, b in zip(found[:warmup], found[1 : warmup + 1], strict=True))
+    assert all(a < b for a, b in pairwise(found[: warmup + 1]))
     after = found[warmup:]
-    assert all(a >= b - 1e-12 for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b - 1e-12 for a, b in pairwise(after))
     assert after[0] == pytest.approx(2.0)

@@ -1,0 +1,299 @@
+"""Checkpoints: torch distributed checkpoints that are complete or not at all.
+
+A save copies the state to host memory and returns; a thread writes it into `<name>.tmp-...`, with its own gloo
+communicator, so that its collectives never mix with those of training. When every rank's files are on disk (fsync),
+rank 0 writes the manifest, syncs the folder and renames it. What has the final name and a manifest that fits is
+complete; everything else is refused.
+"""
+
+import json
+import logging
+import os
+import shutil
+import threading
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.train.distributed import Ranks
+from lockstep.watch import beacon, waits
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or must not be read."""
+
+    def __init__(self, folder: Path, reason: str) -> None:
+        super().__init__(f"checkpoint {folder}: {reason}")
+        self.folder, self.reason = folder, reason
+
+
+@dataclass(slots=True)
+class Rows:
+    """This rank's rows of a tensor that is sharded by rows over all ranks (the whole of it at one rank)."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+class Writer:
+    """Writes one rank's part of checkpoints in the background, one at a time."""
+
+    def __init__(self, ranks: Ranks, generation: int = 1) -> None:
+        self.ranks, self.generation = ranks, generation
+        self._count = 0
+        self._future: Future[None] | None = None
+        self._mesh = _mesh(ranks)
+
+    def save(
+        self, folder: Path, sharded: Mapping[str, Rows], whole: Mapping[str, Tensor], facts: dict[str, Any]
+    ) -> None:
+        """Copies the state and begins to write it; an earlier save is waited for first.
+
+        Args:
+            sharded: tensors sharded by rows over the ranks.
+            whole: tensors that only this rank has, under names that no other rank uses.
+            facts: JSON-like, for the manifest; the same on all ranks.
+
+        Raises:
+            CheckpointError: what the earlier save raised, if nobody asked `saved` about it.
+        """
+        self.wait()
+        self._count += 1
+        state: dict[str, Tensor] = {
+            name: _distributed(rows.local.detach().to("cpu", copy=True), rows.shape, self._mesh)
+            for name, rows in sharded.items()
+        }
+        state.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in whole.items()})
+        temporary = folder.with_name(f"{folder.name}.tmp-{self.generation}-{self._count}")
+        future: Future[None] = Future()
+        self._future = future
+        threading.Thread(
+            target=self._write, args=(future, temporary, folder, state, facts), name="checkpoint", daemon=True
+        ).start()
+
+    def saved(self) -> bool:
+        """Whether the last save is complete and visible; True before the first. Raises CheckpointError once."""
+        if self._future is not None and self._future.done():
+            self.wait()
+        return self._future is None
+
+    def wait(self) -> None:
+        """Returns when no save is under way. Raises CheckpointError if it failed."""
+        future, self._future = self._future, None
+        if future is not None:
+            # Two collectives and the writing itself: each of the former has the communicator's bound.
+            waits.future(future, whom="checkpoint writer", why="the last save ends", timeout_s=3 * self.ranks.timeout_s)
+
+    def _write(
+        self, future: Future[None], temporary: Path, folder: Path, state: dict[str, Tensor], facts: dict[str, Any]
+    ) -> None:
+        error: CheckpointError | None = CheckpointError(folder, "the writer ended without a result; see the log")
+        try:
+            self._write_files(temporary, folder, state, facts)
+            error = None
+            beacon.current().add("checkpoints", 1)
+        except (CheckpointException, OSError, RuntimeError, ValueError) as problem:
+            error = CheckpointError(folder, _cause(problem))
+        finally:
+            if error is None:
+                future.set_result(None)
+            else:
+                if self.ranks.rank == 0:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                future.set_exception(error)
+
+    def _write_files(self, temporary: Path, folder: Path, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        metadata = dcp_save(
+            state,
+            storage_writer=FileSystemWriter(temporary, sync_files=True),
+            process_group=self.ranks.storage,
+            no_dist=self.ranks.world == 1,
+        )
+        if self.ranks.rank != 0:
+            return
+        assert isinstance(metadata, Metadata)
+        names = {stored.relative_path for stored in (metadata.storage_data or {}).values()} | {".metadata"}
+        files = {name: (temporary / name).stat().st_size for name in sorted(names)}
+        _write_durably(temporary / MANIFEST, {"format": FORMAT, "world": self.ranks.world, "files": files, **facts})
+        publish(temporary, folder)
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Gives a finished folder its final name, durably; one of the same name (a step done again) is replaced."""
+    sync_folder(temporary)
+    stale = folder.with_name(f"{folder.name}.tmp-replaced")
+    if folder.exists():
+        shutil.rmtree(stale, ignore_errors=True)
+        folder.rename(stale)
+    temporary.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(stale, ignore_errors=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a complete checkpoint: format, world, files and the facts given to `save`.
+
+    Raises:
+        CheckpointError: no such folder, no manifest, a file missing or of another size, another format.
+    """
+    if ".tmp-" in folder.name:
+        raise CheckpointError(folder, "is the temporary folder of a save that did not end; use a complete one")
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        files: dict[str, int] = manifest["files"]
+        found = manifest["format"]
+    except FileNotFoundError:
+        raise CheckpointError(folder, f"has no {MANIFEST}: it is no complete checkpoint") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(folder, f"{MANIFEST} cannot be read ({error})") from error
+    if found != FORMAT:
+        raise CheckpointError(folder, f"has format {found}, this version of lockstep reads {FORMAT}")
+    for name, size in files.items():
+        path = folder / name
+        actual = path.stat().st_size if path.exists() else None
+        if actual != size:
+            what = "is missing" if actual is None else f"has {actual} bytes instead of {size}"
+            raise CheckpointError(folder, f"is torn: {name} {what}")
+    return manifest  # type: ignore[no-any-return]
+
+
+def load(folder: Path, sharded: Mapping[str, Rows], whole: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
+    """Fills this rank's tensors from a checkpoint of any number of ranks; without collectives.
+
+    Nothing is changed unless all of it could be read. Names in `whole` that the checkpoint lacks (a rank it did
+    not have) keep their values.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: torn, or of a model with other parameters.
+    """
+    manifest = read_manifest(folder)
+    reader = FileSystemReader(folder)
+    known = reader.read_metadata().state_dict_metadata
+    for name, rows in sharded.items():
+        stored = known.get(name)
+        shape = tuple(stored.size) if isinstance(stored, TensorStorageMetadata) else None
+        if shape != rows.shape:
+            what = "does not have" if shape is None else f"has with shape {shape}"
+            raise CheckpointError(folder, f"is of another model: it {what} {name!r}, expected shape {rows.shape}")
+    mesh = _mesh(ranks)
+    state: dict[str, Tensor] = {
+        name: _distributed(torch.empty_like(rows.local, device="cpu"), rows.shape, mesh)
+        for name, rows in sharded.items()
+    }
+    state.update({name: torch.empty_like(tensor, device="cpu") for name, tensor in whole.items() if name in known})
+    try:
+        dcp_load(state, storage_reader=reader, no_dist=True)
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(folder, f"cannot be read: {_cause(error)}") from error
+    with torch.no_grad():
+        for name, rows in sharded.items():
+            rows.local.copy_(_local(state[name]))
+        for name, tensor in whole.items():
+            if name in state:
+                tensor.copy_(state[name])
+    return manifest
+
+
+def kept(steps: Mapping[int, float | None], keep_last: int, keep_best: bool) -> set[int]:
+    """Which checkpoints to keep: the newest `keep_last`, and the one with the highest metric (the newest of equals)."""
+    keep = set(sorted(steps)[-keep_last:])
+    rated = [(metric, step) for step, metric in steps.items() if metric is not None]
+    if keep_best and rated:
+        keep.add(max(rated)[1])
+    return keep
+
+
+def remove(folder: Path) -> None:
+    """Deletes a checkpoint; a deletion that is cut short leaves nothing that looks complete."""
+    doomed = folder.with_name(f"{folder.name}.tmp-removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Deletes what cut saves and deletions have left in `parent`; call it when no trainer runs. What it deleted."""
+    leftovers = sorted(path for path in parent.glob("*.tmp-*") if path.is_dir())
+    for path in leftovers:
+        shutil.rmtree(path)
+    return leftovers
+
+
+def bytes_written(parent: Path) -> int:
+    """Bytes of all checkpoints in `parent`, unfinished ones included: moves while a save makes progress."""
+    total = 0
+    for path in parent.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # renamed or swept meanwhile
+            continue
+    return total
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames and new files in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Makes the content of a file durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _write_durably(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _mesh(ranks: Ranks) -> DeviceMesh | None:
+    return None if ranks.storage is None or ranks.world == 1 else DeviceMesh.from_group(ranks.storage, "cpu")
+
+
+def _distributed(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None) -> Tensor:
+    """The rows as a tensor that knows its place in the whole, for torch's planner."""
+    if mesh is None:
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _cause(problem: BaseException) -> str:
+    """The first failure, named by rank where torch wrapped one."""
+    if isinstance(problem, CheckpointException) and problem.failures:
+        rank, (inner, frames) = min(problem.failures.items())
+        log.error("checkpoint failed on rank %d: %s\n%s", rank, inner, "".join(traceback.format_list(frames)))
+        return f"rank {rank}: {type(inner).__name__}: {inner}"
+    return f"{type(problem).__name__}: {problem}"

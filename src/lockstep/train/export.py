@@ -1,0 +1,134 @@
+"""Writing a model as an ordinary Hugging Face folder, parameter by parameter."""
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lockstep.config.model import Model
+from lockstep.models.load import load_tokenizer
+from lockstep.models.policy import Policy
+from lockstep.models.weights import named_state, resolve_folder
+from lockstep.train.checkpoint import CheckpointError, Rows, publish, sync_file
+from lockstep.train.distributed import Ranks
+from lockstep.watch import beacon
+
+FILE_BYTES = 5_000_000_000
+"""A safetensors file is closed when the next tensor would make it larger than this."""
+
+
+def export_model(
+    folder: Path,
+    policy: Policy,
+    rows: Mapping[str, Rows],
+    model: Model,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Writes config, tokenizer and weights (in `dtype`) into `folder`, which appears when it is complete.
+
+    All ranks call it. Rank 0 holds one file's tensors at most, the others never more than their own rows.
+
+    Raises:
+        CheckpointError: on rank 0, when something could not be written; `folder` is then as it was.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp-export")
+    files = _files({name: _bytes(part.shape, dtype) for name, part in rows.items()}, file_bytes)
+    buffers = {name: value for name, value in named_state(policy) if not isinstance(value, nn.Parameter)}
+    error: OSError | SafetensorError | None = None
+    done = 0
+    for file, names in files.items():
+        tensors: dict[str, Tensor] = {} if done else {name: buffer.cpu() for name, buffer in buffers.items()}
+        for name in names:
+            # A rank that has failed to write goes on gathering: its peers count on it.
+            whole = ranks.gather_rows(rows[name].local.to(dtype), rows[name].shape[0], why=f"export {name}")
+            if whole is not None and error is None:
+                tensors[name] = whole
+            done += 1
+            beacon.current().progress("tensors exported", done, len(rows))
+        if ranks.rank == 0 and error is None:
+            try:
+                _write_weights(temporary, file, tensors)
+            except (OSError, SafetensorError) as problem:
+                error = problem
+    if ranks.rank == 0:
+        files[next(iter(files))].extend(buffers)
+        _finish(folder, temporary, policy, files, rows, model, dtype, error)
+
+
+def _finish(
+    folder: Path,
+    temporary: Path,
+    policy: Policy,
+    files: Mapping[str, list[str]],
+    rows: Mapping[str, Rows],
+    model: Model,
+    dtype: torch.dtype,
+    error: OSError | SafetensorError | None,
+) -> None:
+    try:
+        if error is not None:
+            raise error
+        _write_rest(temporary, policy, model, dtype)
+        if len(files) > 1 or "model.safetensors" not in files:
+            _write_index(temporary, files, sum(_bytes(part.shape, dtype) for part in rows.values()))
+        for path in temporary.iterdir():
+            sync_file(path)
+        publish(temporary, folder)
+    except (OSError, SafetensorError) as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(folder, f"the model could not be exported: {problem}") from problem
+
+
+def _write_weights(folder: Path, file: str, tensors: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
+
+
+def _write_rest(folder: Path, policy: Policy, model: Model, dtype: torch.dtype) -> None:
+    """Config, generation config, tokenizer, a remote model's code."""
+    source = resolve_folder(model.path, model.revision)
+    config = copy.deepcopy(policy.config)
+    config.dtype = dtype
+    config.architectures = [type(policy.lm).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    for path in sorted([*source.glob("*.py"), *source.glob("generation_config.json")]):
+        shutil.copyfile(path, folder / path.name)
+    load_tokenizer(model).save_pretrained(folder)
+
+
+def _write_index(folder: Path, files: Mapping[str, list[str]], total: int) -> None:
+    weight_map = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """The names in each file, in the order of `sizes`, named as transformers names them."""
+    groups = list(_groups(sizes, limit))
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def _groups(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if names and total + size > limit:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    yield names
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,276 @@
+"""The FSDP2 trainer: one rank of a policy with its optimizer, and of the frozen reference where KL needs one."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.config.recipes import Config
+from lockstep.data.batch import Packed
+from lockstep.models.load import load_policy, resolve_dtype
+from lockstep.models.policy import Policy
+from lockstep.models.weights import fill, named_weights, resolve_folder
+from lockstep.train import checkpoint, losses
+from lockstep.train.checkpoint import Rows
+from lockstep.train.distributed import Ranks
+from lockstep.train.export import export_model
+from lockstep.train.optimizer import ShardedAdamW, scale, square_norm
+from lockstep.train.protocol import StepStats, Want
+from lockstep.train.rows import Row
+from lockstep.train.schedule import learning_rate, optimizer_steps
+from lockstep.train.sharding import (
+    checkpoint_activations,
+    free_gathered,
+    local,
+    shard,
+    synchronise_gradients,
+)
+from lockstep.train.shards import Shard, rows_of
+from lockstep.watch import beacon
+
+log = logging.getLogger(__name__)
+
+
+class NonFinite(ArithmeticError):
+    """The loss or a gradient is infinite or NaN; the weights and the optimizer are as before the step.
+
+    Attributes:
+        step: optimizer step, from 0.
+        what: `loss` or `gradient`.
+        places: (rank, micro-batch) of each first bad loss; for gradients the ranks that hold bad rows, with
+            micro-batch None, as gradients of a step's micro-batches are summed before they are looked at.
+    """
+
+    def __init__(self, step: int, what: str, places: list[tuple[int, int | None]]) -> None:
+        where = ", ".join(f"rank {rank}" + ("" if m is None else f" micro-batch {m}") for rank, m in places[:8])
+        super().__init__(
+            f"{what} of optimizer step {step} is not finite ({where}); no weight was changed. Look at the samples of "
+            "that micro-batch, a lower trainer.optimizer.lr, or more warm-up"
+        )
+        self.step, self.what, self.places = step, what, places
+
+
+class FSDP2Trainer:
+    """One rank of a trainer (`lockstep.train.protocol.Trainer`).
+
+    Dropout is off, as a ratio of two probabilities under different masks is noise.
+
+    Args:
+        config: of the run.
+        ranks: from `lockstep.train.distributed.join`.
+        generation: of the run, in the temporary names of checkpoints.
+
+    Raises:
+        ModelError: the model cannot be used, or its checkpoint does not fit it.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, generation: int = 1) -> None:
+        self.config, self.ranks = config, ranks
+        self.compute = resolve_dtype(config.model.dtype, ranks.device)
+        self.total_steps = optimizer_steps(config)
+        self.policy = self._load(torch.float32)
+        self.names = dict(named_weights(self.policy))
+        # A gathered layer puts plain parameters in the module's place: these are the ones that stay.
+        self.reference: Policy | None = None
+        if isinstance(config.loss, PolicyLoss) and config.loss.kl.coefficient > 0:
+            self.reference = self._load(self.compute).requires_grad_(False)
+        self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer)
+        self.writer = checkpoint.Writer(ranks, generation)
+        self.offloaded = False
+
+    def evaluate(self, microbatches: Sequence[Packed], want: Sequence[Want]) -> list[dict[str, np.ndarray]]:
+        """Per micro-batch the wanted values, float32 `[targets]`, without gradients.
+
+        Raises:
+            ValueError: reference log-probabilities wanted and no reference loaded.
+        """
+        self._check_on_device()
+        if "reference_logprobs" in want and self.reference is None:
+            raise ValueError("want has reference_logprobs, but loss.kl.coefficient is 0, so no reference is loaded")
+        found = []
+        with torch.no_grad():
+            for done, packed in enumerate(microbatches, start=1):
+                found.append(self._values(Row.of(packed, self.ranks.device), want))
+                beacon.current().progress("microbatches", done, len(microbatches))
+        for model in self._models():
+            free_gathered(model)
+        return found
+
+    def step(self, microbatches: Sequence[Packed], loss: PolicyLoss | CrossEntropy) -> StepStats:
+        """One optimizer step on the sum of the losses of all targets of all ranks.
+
+        Raises:
+            ValueError: no micro-batches, or a field that the loss needs is missing; before any collective.
+            NonFinite: on all ranks alike, before any weight is touched.
+        """
+        self._check_on_device()
+        losses.check_fields(microbatches, loss)
+        meter = losses.Meter(self.ranks.device)
+        for done, packed in enumerate(microbatches, start=1):
+            synchronise_gradients(self.policy, enabled=done == len(microbatches))
+            self._backward(Row.of(packed, self.ranks.device), loss, meter)
+            beacon.current().progress("microbatches", done, len(microbatches))
+        gradients = {name: local(p.grad) for name, p in self.names.items() if p.grad is not None}
+        everyone = self.ranks.gather(
+            meter.vector(square_norm(gradients)), why=f"metrics of step {self.optimizer.steps}"
+        )
+        totals = losses.Totals(everyone)
+        try:
+            self._refuse_non_finite(totals)
+            norm = totals.square_norm**0.5
+            lr = self.learning_rate()
+            scale(gradients, norm, self.config.trainer.max_grad_norm)
+            self.optimizer.step(self._rows(), gradients, lr)
+        finally:
+            for parameter in self.names.values():
+                parameter.grad = None
+        beacon.current().progress("optimizer steps", self.optimizer.steps, self.total_steps)
+        return StepStats({**totals.metrics(loss), "grad_norm": norm, "lr": lr})
+
+    def learning_rate(self) -> float:
+        """Of the next optimizer step."""
+        trainer = self.config.trainer
+        return learning_rate(self.optimizer.steps, trainer.optimizer.lr, trainer.schedule, self.total_steps)
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's rows of every parameter, for weight sync and checkpoints."""
+        for name, parameter in self.names.items():
+            rows = local(parameter)
+            if rows.numel():
+                offset = rows_of(self.ranks.rank, self.ranks.world, parameter.shape[0])[0]
+                yield Shard(name, tuple(parameter.shape), offset, rows)
+
+    def save(self, folder: Path) -> None:
+        """Begins writing parameters, optimizer, schedule step and random state; see `checkpoint.Writer`."""
+        facts = {"optimizer_step": self.optimizer.steps, "model": self.config.model.path}
+        self.writer.save(folder, self._state(), self._random_state(), facts)
+
+    def saved(self) -> bool:
+        """Whether the last `save` is complete on disk; raises CheckpointError if it failed."""
+        return self.writer.saved()
+
+    def load(self, folder: Path) -> None:
+        """Continues from a checkpoint of any number of ranks.
+
+        Raises:
+            CheckpointError: torn, incomplete, or of another model; nothing is changed then.
+        """
+        self._check_on_device()
+        for model in self._models():
+            free_gathered(model)
+        random = self._random_state()
+        manifest = checkpoint.load(folder, self._state(), random, self.ranks)
+        self.optimizer.steps = int(manifest["optimizer_step"])
+        torch.set_rng_state(random[f"random.cpu.{self.ranks.rank}"])
+        if self.ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(random[f"random.cuda.{self.ranks.rank}"], self.ranks.device)
+
+    def export(self, folder: Path) -> None:
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute precision.
+
+        Rank 0 gathers parameter by parameter; no other rank holds more than its own rows.
+        """
+        rows = {name: Rows(local(parameter), tuple(parameter.shape)) for name, parameter in self.names.items()}
+        export_model(folder, self.policy, rows, self.config.model, self.compute, self.ranks)
+
+    def offload(self) -> None:
+        """Moves parameters and optimizer state to host memory, so that an engine can have the device's."""
+        self._move(torch.device("cpu"))
+        self.offloaded = self.ranks.device.type != "cpu"
+
+    def onload(self) -> None:
+        """Moves them back."""
+        self._move(self.ranks.device)
+        self.offloaded = False
+
+    def close(self) -> None:
+        """Ends the save under way and leaves the communicators. Raises CheckpointError."""
+        try:
+            self.writer.wait()
+        finally:
+            self.ranks.leave()
+
+    def _load(self, dtype: torch.dtype) -> Policy:
+        """A policy with its parameters in `dtype`, each rank reading its own rows."""
+        trainer = self.config.trainer
+        policy = load_policy(self.config.model, self.ranks.device, meta=True, dtype=dtype)
+        if trainer.activation_checkpointing:
+            checkpoint_activations(policy)
+        shard(policy, self.ranks, trainer.reshard_after_forward, self.compute)
+        fill(policy, resolve_folder(self.config.model.path, self.config.model.revision), self.ranks.device)
+        return policy
+
+    def _values(self, row: Row, want: Sequence[Want]) -> dict[str, np.ndarray]:
+        found: dict[str, Tensor | None] = {}
+        if "logprobs" in want or "entropy" in want:
+            found["logprobs"], found["entropy"] = self._forward(self.policy, row, entropy="entropy" in want)
+        if "reference_logprobs" in want and self.reference is not None:
+            found["reference_logprobs"], _ = self._forward(self.reference, row)
+        return {name: value.float().cpu().numpy() for name in want if (value := found[name]) is not None}
+
+    def _backward(self, row: Row, loss: PolicyLoss | CrossEntropy, meter: losses.Meter) -> None:
+        logprobs, entropy = self._forward(self.policy, row, entropy=isinstance(loss, PolicyLoss))
+        outcome = losses.compute(loss, row.fields, logprobs, entropy)
+        outcome.loss.backward()  # type: ignore[no-untyped-call]
+        meter.add(outcome)
+
+    def _forward(self, model: Policy, row: Row, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(log-probabilities, entropies) `[targets]` under the distribution that the engine samples from."""
+        values: tuple[Tensor, Tensor | None] = model(
+            row.tokens,
+            row.layout,
+            row.sources,
+            row.targets,
+            temperature=self._temperature(),
+            chunk=self.config.trainer.head_chunk,
+            entropy=entropy,
+        )
+        return values
+
+    def _temperature(self) -> float:
+        if isinstance(self.config.loss, CrossEntropy):
+            return 1.0
+        return self.config.rollout.sampling.temperature or 1.0
+
+    def _refuse_non_finite(self, totals: losses.Totals) -> None:
+        if totals.bad_microbatches:
+            raise NonFinite(self.optimizer.steps, "loss", list(totals.bad_microbatches))
+        if totals.bad_gradients:
+            raise NonFinite(self.optimizer.steps, "gradient", [(rank, None) for rank in totals.bad_gradients])
+
+    def _rows(self) -> dict[str, Tensor]:
+        return {name: local(parameter) for name, parameter in self.names.items()}
+
+    def _state(self) -> dict[str, Rows]:
+        """Everything that is sharded by rows, under its name in checkpoints."""
+        state = {}
+        for name, parameter in self.names.items():
+            shape = tuple(parameter.shape)
+            state[f"parameter.{name}"] = Rows(local(parameter), shape)
+            state[f"exp_avg.{name}"] = Rows(self.optimizer.exp_avg[name], shape)
+            state[f"exp_avg_sq.{name}"] = Rows(self.optimizer.exp_avg_sq[name], shape)
+        return state
+
+    def _random_state(self) -> dict[str, Tensor]:
+        state = {f"random.cpu.{self.ranks.rank}": torch.get_rng_state()}
+        if self.ranks.device.type == "cuda":
+            state[f"random.cuda.{self.ranks.rank}"] = torch.cuda.get_rng_state(self.ranks.device)
+        return state
+
+    def _models(self) -> list[Policy]:
+        return [self.policy] if self.reference is None else [self.policy, self.reference]
+
+    def _move(self, device: torch.device) -> None:
+        for model in self._models():
+            free_gathered(model)
+            model.to(device)
+        self.names = dict(named_weights(self.policy))
+        self.optimizer.to(device)
+
+    def _check_on_device(self) -> None:
+        if self.offloaded:
+            raise RuntimeError("the trainer is offloaded to host memory; call onload() first")

@@ -1,0 +1,197 @@
+"""From the config's loss and a row's fields to `lockstep.algos`; metrics as one fixed vector per step.
+
+Nothing here communicates, and data decides no shape.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lockstep.algos import policy_loss
+from lockstep.algos.aggregation import weighted_sum
+from lockstep.algos.cross_entropy import cross_entropy
+from lockstep.algos.entropy import entropy_loss
+from lockstep.algos.importance import logprob_gap, truncated_weights
+from lockstep.algos.kl import kl_divergence
+from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.data.batch import Packed
+
+TOTALS = ("tokens", "loss", "policy_loss", "kl_loss", "entropy_loss")
+"""Summed over targets, micro-batches and ranks; losses are weighted, so their sum is the aggregated loss."""
+
+MEANS = ("logprob", "entropy", *policy_loss.STATS, "kl", "engine_gap_mean", "importance_weight", "importance_cut")
+"""Summed likewise, unweighted, and divided by `tokens` at the end."""
+
+MAXIMA = ("engine_gap_max",)
+"""Reduced by maximum."""
+
+NAMES = (*TOTALS, *MEANS, *MAXIMA)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The loss of one micro-batch, a scalar with gradient, and what is told of it, by the names above."""
+
+    loss: Tensor
+    told: dict[str, Tensor] = field(default_factory=dict)
+
+
+def needed_fields(loss: PolicyLoss | CrossEntropy) -> tuple[str, ...]:
+    """The fields that `Packed` must have for a loss."""
+    if isinstance(loss, CrossEntropy):
+        return ("weight",)
+    fields = ["weight", "advantage", "engine_logprob"]
+    if loss.old_logprobs == "trainer" or loss.importance.kind == "truncate":
+        fields.append("old_logprob")
+    if has_kl_loss(loss):
+        fields.append("reference_logprob")
+    return tuple(fields)
+
+
+def has_kl_loss(loss: PolicyLoss) -> bool:
+    """Whether the KL to the reference is a term of the loss (and not of the reward, or absent)."""
+    return loss.kl.coefficient > 0 and loss.kl.where == "loss"
+
+
+def check_fields(microbatches: Sequence[Packed], loss: PolicyLoss | CrossEntropy) -> None:
+    """Raises ValueError, before any work, where there is no micro-batch or a field is missing."""
+    if not microbatches:
+        raise ValueError("a step needs at least one micro-batch, got none; an idle rank gets an empty one")
+    for number, packed in enumerate(microbatches):
+        lost = [name for name in needed_fields(loss) if name not in packed.fields]
+        if lost:
+            raise ValueError(
+                f"micro-batch {number} has no field {lost[0]!r}, which the loss {loss.kind} needs as it is configured "
+                f"(it has {', '.join(sorted(packed.fields))}); set it with Batch.set_field"
+            )
+
+
+def compute(
+    loss: PolicyLoss | CrossEntropy, fields: dict[str, Tensor], logprobs: Tensor, entropies: Tensor | None
+) -> Outcome:
+    """The loss of a micro-batch: a plain sum over its targets, as the weights hold the denominators.
+
+    Args:
+        fields: as in `Packed`, float32 `[targets]`.
+        logprobs: `[targets]`, with gradient.
+        entropies: `[targets]`, for a policy loss.
+    """
+    weights = fields["weight"]
+    live = weights != 0
+    told = {"tokens": live.sum(), "logprob": _sum(logprobs, live)}
+    if isinstance(loss, CrossEntropy):
+        total = weighted_sum(cross_entropy(logprobs), weights)
+        return Outcome(total, told | {"loss": total.detach()})
+    if entropies is None:
+        raise ValueError("a policy loss needs entropies, got None")
+    return _policy_outcome(loss, fields, logprobs, entropies, told)
+
+
+def _policy_outcome(
+    loss: PolicyLoss, fields: dict[str, Tensor], logprobs: Tensor, entropies: Tensor, told: dict[str, Tensor]
+) -> Outcome:
+    weights, engine = fields["weight"], fields["engine_logprob"]
+    live = weights != 0
+    old = fields["old_logprob"] if loss.old_logprobs == "trainer" else engine
+    terms = policy_loss.ppo_clip(logprobs, old, fields["advantage"], loss.clip_low, loss.clip_high, loss.dual_clip)
+    per_token = terms.loss
+    if loss.importance.kind == "truncate":
+        correction = truncated_weights(fields["old_logprob"], engine, loss.importance.cap)
+        per_token = per_token * correction
+        told["importance_weight"] = _sum(correction, live)
+        told["importance_cut"] = _sum(correction >= loss.importance.cap, live)
+    total = parts = weighted_sum(per_token, weights)
+    told["policy_loss"] = parts.detach()
+    if "reference_logprob" in fields and loss.kl.coefficient > 0:
+        divergence = kl_divergence(logprobs, fields["reference_logprob"], loss.kl.estimator)
+        told["kl"] = _sum(divergence, live)
+        if has_kl_loss(loss):
+            parts = loss.kl.coefficient * weighted_sum(divergence, weights)
+            total, told["kl_loss"] = total + parts, parts.detach()
+    if loss.entropy_coefficient:
+        parts = weighted_sum(entropy_loss(entropies, loss.entropy_coefficient), weights)
+        total, told["entropy_loss"] = total + parts, parts.detach()
+    # Where the trainer's own old log-probabilities are known, updates since then are no part of the gap.
+    told["engine_gap_mean"], told["engine_gap_max"] = logprob_gap(fields.get("old_logprob", logprobs), engine, weights)
+    told |= {"loss": total.detach(), "entropy": _sum(entropies, live)}
+    told |= dict(zip(policy_loss.STATS, terms.sums(weights).unbind(), strict=True))
+    return Outcome(total, told)
+
+
+class Meter:
+    """Adds up one rank's micro-batches on the device; nothing is read back before the step's one vector."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._values = torch.zeros(len(NAMES), dtype=torch.float64, device=device)
+        self._first_bad = torch.zeros((), dtype=torch.float64, device=device)
+        """Number of the first micro-batch whose loss is not finite, counted from 1; 0 for none."""
+        self._seen = 0
+
+    @torch.no_grad()
+    def add(self, outcome: Outcome) -> None:
+        """Adds a micro-batch."""
+        self._seen += 1
+        zero = torch.zeros((), dtype=torch.float64, device=self._values.device)
+        values = torch.stack([outcome.told.get(name, zero).detach().double() for name in NAMES])
+        summed = len(NAMES) - len(MAXIMA)
+        self._values[:summed] += values[:summed]
+        self._values[summed:] = torch.maximum(self._values[summed:], values[summed:])
+        bad = ~torch.isfinite(outcome.loss.detach())
+        self._first_bad = torch.where(bad & (self._first_bad == 0), float(self._seen), self._first_bad)
+
+    def vector(self, square_norm: Tensor) -> Tensor:
+        """float64 `[2 + len(NAMES)]`: what every rank tells the others, once per step."""
+        head = torch.stack([square_norm.to(self._values.device, torch.float64), self._first_bad])
+        return torch.cat([head, self._values])
+
+
+class Totals:
+    """The vectors of all ranks, read the same way by each of them.
+
+    Args:
+        everyone: float64 `[ranks, 2 + len(NAMES)]`.
+    """
+
+    def __init__(self, everyone: Tensor) -> None:
+        norms, first_bad, values = everyone[:, 0], everyone[:, 1], everyone[:, 2:]
+        self.square_norm = float(norms.sum())
+        self.bad_microbatches = [(rank, int(bad) - 1) for rank, bad in enumerate(first_bad.tolist()) if bad > 0]
+        """(rank, its first micro-batch) whose loss is not finite."""
+        self.bad_gradients = [rank for rank, norm in enumerate(norms.tolist()) if not norm < float("inf")]
+        """Ranks with rows of a gradient that is not finite."""
+        summed = len(NAMES) - len(MAXIMA)
+        reduced = torch.cat([values[:, :summed].sum(0), values[:, summed:].amax(0)])
+        self._values = dict(zip(NAMES, reduced.tolist(), strict=True))
+
+    def metrics(self, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
+        """What the loss has to tell, by name: losses as aggregated, everything else per token."""
+        values = {name: self._values[name] for name in (*TOTALS, *MAXIMA)}
+        tokens = max(values["tokens"], 1.0)
+        values |= {name: self._values[name] / tokens for name in MEANS}
+        if isinstance(loss, CrossEntropy):
+            return {name: values[name] for name in ("loss", "tokens", "logprob")}
+        values["clip_fraction"] = values["clip_low"] + values["clip_high"] + values["clip_dual"]
+        return {name: values[name] for name in values if name not in _silent(loss)}
+
+
+def _silent(loss: PolicyLoss) -> set[str]:
+    """Metrics that a config leaves at zero."""
+    silent = set()
+    if loss.kl.coefficient == 0:
+        silent |= {"kl"}
+    if not has_kl_loss(loss):
+        silent |= {"kl_loss"}
+    if not loss.entropy_coefficient:
+        silent |= {"entropy_loss"}
+    if loss.importance.kind == "off":
+        silent |= {"importance_weight", "importance_cut"}
+    if loss.dual_clip is None:
+        silent |= {"clip_dual"}
+    return silent
+
+
+def _sum(values: Tensor, live: Tensor) -> Tensor:
+    """Over the targets that count, without gradient."""
+    return torch.where(live, values.detach().double(), 0.0).sum()

@@ -1,0 +1,85 @@
+"""AdamW over the rows that this rank holds.
+
+AdamW is elementwise, so every rank updates its own rows: plain tensors, no DTensor dispatch per parameter.
+"""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from lockstep.config.trainer import AdamW
+
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay applies to a parameter: to all but biases and norms, as transformers' Trainer (and so
+    TRL) has it."""
+    return _NOT_DECAYED.search(name.lower()) is None
+
+
+class ShardedAdamW:
+    """Decoupled weight decay Adam (Loshchilov & Hutter 2019), torch's fused kernels.
+
+    Args:
+        parameters: this rank's rows by name; updated in place.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], config: AdamW) -> None:
+        self.config = config
+        self.steps = 0
+        """Steps taken."""
+        self.exp_avg = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
+
+    @torch.no_grad()
+    def step(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float) -> None:
+        """One update; a parameter without gradient is left alone."""
+        self.steps += 1
+        names = [name for name in gradients if gradients[name].numel()]
+        for decayed in (True, False):
+            chosen = [name for name in names if decays(name) is decayed]
+            if not chosen:
+                continue
+            adamw(
+                [parameters[name] for name in chosen],
+                [gradients[name] for name in chosen],
+                [self.exp_avg[name] for name in chosen],
+                [self.exp_avg_sq[name] for name in chosen],
+                [],
+                # The kernel counts before it uses them, so each wants a counter of its own.
+                [torch.full((), self.steps - 1.0, device=gradients[name].device) for name in chosen],
+                fused=True,
+                amsgrad=False,
+                beta1=self.config.betas[0],
+                beta2=self.config.betas[1],
+                lr=lr,
+                weight_decay=self.config.weight_decay if decayed else 0.0,
+                eps=self.config.eps,
+                maximize=False,
+            )
+
+    def to(self, device: torch.device) -> None:
+        """Moves the moments."""
+        for moments in (self.exp_avg, self.exp_avg_sq):
+            for name in moments:
+                moments[name] = moments[name].to(device)
+
+
+@torch.no_grad()
+def square_norm(gradients: Mapping[str, Tensor]) -> Tensor:
+    """Sum of squares of this rank's gradients, float64 scalar. Not finite where one of them is not."""
+    norms = torch._foreach_norm([gradient for gradient in gradients.values() if gradient.numel()])
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack([norm.double() for norm in norms]).square().sum()
+
+
+@torch.no_grad()
+def scale(gradients: Mapping[str, Tensor], norm: float, max_norm: float | None) -> None:
+    """Clips to a global norm (Pascanu et al. 2013), with torch's `1e-6` in the divisor."""
+    if max_norm is not None and norm > max_norm:
+        torch._foreach_mul_(list(gradients.values()), max_norm / (norm + 1e-6))

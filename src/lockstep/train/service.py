@@ -1,0 +1,172 @@
+"""The trainer in a worker process: one rank, driven by calls of the controller."""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+
+from lockstep.config.algorithm import Loss
+from lockstep.config.recipes import Config
+from lockstep.data.batch import Packed
+from lockstep.models.load import context_length
+from lockstep.models.probe import probe_packing
+from lockstep.train.api import ParameterInfo, TrainerAPI, TrainerInfo
+from lockstep.train.distributed import join
+from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.protocol import StepStats, Want
+from lockstep.train.sharding import free_gathered
+from lockstep.watch import beacon
+
+log = logging.getLogger(__name__)
+
+_CONFIG: TypeAdapter[Config] = TypeAdapter(Config)
+_LOSS: TypeAdapter[Loss] = TypeAdapter(Loss)
+
+
+class TrainerService(TrainerAPI):
+    """One rank of the trainer.
+
+    Args:
+        config: of the run, resolved, as `model_dump(mode="json")`.
+        rank, world: among the ranks of this role.
+        store_host, store_port: of the store at which two or more ranks meet.
+        generation: of the run; a restarted role meets under keys of its own.
+        device: `cpu`, `cuda` or `cuda:1`; `auto` takes a GPU where there is one.
+        role: prefix of the store's keys.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        rank: int = 0,
+        world: int = 1,
+        store_host: str | None = None,
+        store_port: int | None = None,
+        run_folder: str = ".",
+        device: str = "auto",
+        generation: int = 1,
+        role: str = "policy",
+    ) -> None:
+        self.config = _CONFIG.validate_python(config)
+        self.rank, self.world, self.generation, self.role = rank, world, generation, role
+        self.run_folder = Path(run_folder)
+        self.store = None if store_host is None or store_port is None else (store_host, store_port)
+        self.device = choose_device(device, rank)
+        self._trainer: FSDP2Trainer | None = None
+        self._info: TrainerInfo | None = None
+        torch.set_num_threads(self.config.trainer.threads or max(1, (os.cpu_count() or 1) // world))
+
+    def setup(self) -> TrainerInfo:
+        """Joins the other ranks and loads the model."""
+        if self._info is not None:
+            return self.info()
+        beacon.current().stage("setup")
+        ranks = join(
+            self.rank,
+            self.world,
+            self.device,
+            self.store,
+            prefix=f"gen{self.generation}/{self.role}",
+            timeout_s=self.config.trainer.collective_timeout_s,
+        )
+        torch.manual_seed(self.config.seed * self.world + self.rank)
+        self._trainer = trainer = FSDP2Trainer(self.config, ranks, self.generation)
+        packing, reason = self._packing(trainer)
+        self._info = TrainerInfo(
+            rank=self.rank,
+            world=self.world,
+            device=str(self.device),
+            compute_dtype=str(trainer.compute).removeprefix("torch."),
+            parameters=[
+                ParameterInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+                for name, parameter in trainer.names.items()
+            ],
+            packing=packing,
+            packing_reason=reason,
+            context_length=self.config.model.max_length or context_length(trainer.policy.config),
+            reference=trainer.reference is not None,
+            optimizer_step=0,
+        )
+        log.info("rank %d of %d is ready on %s, packing %s: %s", self.rank, self.world, self.device, packing, reason)
+        return self._info
+
+    def info(self) -> TrainerInfo:
+        if self._info is None:
+            raise RuntimeError("the trainer is not set up; call setup() first")
+        return replace(self._info, optimizer_step=self.trainer.optimizer.steps)
+
+    @property
+    def trainer(self) -> FSDP2Trainer:
+        """What `setup` made."""
+        if self._trainer is None:
+            raise RuntimeError("the trainer is not set up; call setup() first")
+        return self._trainer
+
+    def evaluate(self, microbatches: list[Packed], want: list[Want]) -> list[dict[str, np.ndarray]]:
+        beacon.current().stage("evaluate")
+        return self.trainer.evaluate(microbatches, want)
+
+    def step(self, microbatches: list[Packed], loss: dict[str, Any]) -> StepStats:
+        beacon.current().stage("train")
+        return self.trainer.step(microbatches, _LOSS.validate_python(loss))
+
+    def save(self, folder: str) -> None:
+        beacon.current().stage("save")
+        self.trainer.save(Path(folder))
+
+    def saved(self) -> bool:
+        return self.trainer.saved()
+
+    def load(self, folder: str) -> int:
+        beacon.current().stage("load")
+        self.trainer.load(Path(folder))
+        return self.trainer.optimizer.steps
+
+    def export(self, folder: str) -> None:
+        beacon.current().stage("export")
+        self.trainer.export(Path(folder))
+
+    def offload(self) -> None:
+        self.trainer.offload()
+
+    def onload(self) -> None:
+        self.trainer.onload()
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()
+            self._trainer = None
+
+    def _packing(self, trainer: FSDP2Trainer) -> tuple[Literal["forest", "block", "single"], str]:
+        """The configured packing, or what the probe finds the model to compute correctly."""
+        chosen = self.config.model.packing
+        if chosen != "auto":
+            return chosen, "model.packing says so"
+        found = probe_packing(trainer.policy, trainer.compute)
+        free_gathered(trainer.policy)
+        return found.mode, found.reason
+
+
+def choose_device(name: str, rank: int) -> torch.device:
+    """`auto` is the rank's own GPU where the host has GPUs, else the CPU; a bare `cuda` is the rank's own.
+
+    Raises:
+        ValueError: a GPU is asked for that this host does not have.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    index = rank % max(count, 1) if device.type == name else device.index
+    if index >= count:
+        raise ValueError(
+            f"device {name!r} was asked for rank {rank}, but this host has {count} GPUs; set cluster.device"
+        )
+    return torch.device("cuda", index)
