@@ -4,10 +4,12 @@ Calls run in the process's main thread, so that functions may use signals (math-
 print goes to the worker's log. Imports no torch: such a process is small, and quick to replace.
 """
 
+import faulthandler
 import logging
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,14 @@ NICENESS = 5
 class ScorerService:
     """Implements `rewards.api.ScorerAPI`."""
 
-    def __init__(self, terms: list[dict[str, Any]], base: str, memory_mb: int | None) -> None:
+    def __init__(self, terms: list[dict[str, Any]], base: str, memory_mb: int | None, timeout_s: float) -> None:
         adapter: TypeAdapter[tuple[config.Term, ...]] = TypeAdapter(tuple[config.Term, ...])
         self._configs = adapter.validate_python(terms)
         self._base, self._memory_mb = Path(base), memory_mb
+        self._watchdog = _Watchdog(0.8 * timeout_s)
         self._terms: list[Term] = []
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(NICENESS)
-        for stream in (sys.stdout, sys.stderr):  # the last line before a crash is the one that is wanted
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(line_buffering=True)
 
     def prepare(self) -> Prepared:
         """Loads the terms, users' modules included, and takes on the limits of memory."""
@@ -62,11 +62,18 @@ class ScorerService:
         """One term over one batch; progress moves with every sample the term finishes."""
         here, chosen = beacon.current(), self._terms[term]
         here.stage(f"scoring {chosen.name}")
+
+        def advance(samples: int) -> None:
+            here.add("samples scored", samples)
+            self._watchdog.pat()
+
+        self._watchdog.start()
         try:
-            return chosen.score(batch, lambda samples: here.add("samples scored", samples))
+            return chosen.score(batch, advance)
         except BadReward as error:
             return Scores(failure=Failure(error.problem, error.position, error.returned, error.traceback))
         finally:
+            self._watchdog.stop()
             here.stage("ready")
 
     def _limit_memory(self) -> str | None:
@@ -83,3 +90,23 @@ class ScorerService:
         limit = self._memory_mb * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         return None
+
+
+class _Watchdog:
+    """Writes the stacks of all threads to the log when nothing was finished for a while, shortly before the pool
+    kills the process. Its thread is C's: a function that never lets go of the interpreter cannot silence it."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s, self._since = after_s, 0.0
+
+    def start(self) -> None:
+        self._since = time.monotonic()
+        faulthandler.dump_traceback_later(self._after_s, repeat=False, file=sys.__stderr__ or sys.stderr)
+
+    def pat(self) -> None:
+        """Starting costs a thread: done again only when a tenth of the time has passed."""
+        if time.monotonic() - self._since > self._after_s / 10:
+            self.start()
+
+    def stop(self) -> None:
+        faulthandler.cancel_dump_traceback_later()

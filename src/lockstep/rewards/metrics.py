@@ -1,0 +1,54 @@
+"""Numbers that people watch, from scored rollouts."""
+
+import numpy as np
+
+from lockstep.data.samples import Rollouts
+from lockstep.rewards import verifiers
+
+
+def exact_match(completion: str, answer: object) -> float:
+    """1 where the stripped completion is the stripped answer: the evaluation's accuracy. Raises ValueError without
+    an answer."""
+    if answer is None:
+        raise ValueError("exact match needs an answer, and the row has none; set data.answer_column")
+    return verifiers.exact_match(completion, answer)
+
+
+def exact_match_rate(rollouts: Rollouts) -> float:
+    """Mean exact match over all completions."""
+    pairs = [(group.prompt, completion) for group in rollouts.groups for completion in group.completions]
+    if not pairs:
+        raise ValueError("no completions to evaluate")
+    return sum(exact_match(completion.text, prompt.answer) for prompt, completion in pairs) / len(pairs)
+
+
+def groups_without_signal(rollouts: Rollouts) -> float:
+    """The share of groups whose completions all have the same reward: their group-relative advantages are zero."""
+    return float(np.mean([np.ptp(_rewards(group.rewards)) == 0 for group in rollouts.groups]))
+
+
+def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """`reward/mean`, `/std` (population), `/min`, `/max` over all completions, `reward/groups_without_signal`, and
+    `reward/term/NAME`, the mean over the completions to which the term applies (absent where it applies to none).
+    Raises ValueError while a group is not scored."""
+    every = np.concatenate([_rewards(group.rewards) for group in rollouts.groups]).astype(np.float64)
+    found = {
+        "reward/mean": float(every.mean()),
+        "reward/std": float(every.std()),
+        "reward/min": float(every.min()),
+        "reward/max": float(every.max()),
+        "reward/groups_without_signal": groups_without_signal(rollouts),
+    }
+    for name in dict.fromkeys(name for group in rollouts.groups for name in group.breakdown):
+        parts = [group.breakdown[name] for group in rollouts.groups if name in group.breakdown]
+        values = np.concatenate(parts).astype(np.float64)
+        values = values[~np.isnan(values)]
+        if values.size:
+            found[f"reward/term/{name}"] = float(values.mean())
+    return found
+
+
+def _rewards(rewards: np.ndarray | None) -> np.ndarray:
+    if rewards is None:
+        raise ValueError("a group is not scored yet")
+    return rewards

@@ -1,0 +1,165 @@
+"""The controller's end of one scorer process: calls it, ends it when it is stuck, starts another."""
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.config.reward import Math, Reward
+from lockstep.rewards.api import Batch, Prepared, RewardError, ScorerAPI, Scores
+from lockstep.watch.waits import Stalled, WaitTimeout
+
+log = logging.getLogger(__name__)
+
+LOADING_S = 300.0
+"""Longest time without progress for importing the users' modules, which may import anything."""
+NEWS_S = 1.5
+"""Progress is told about once a second: what happened within the limit may be heard of this much later."""
+LAST_WORDS_S = 5.0
+"""Within this time the cluster knows that a killed process is dead."""
+
+
+class Lost(Exception):
+    """The process ended, or had to be ended, while it scored."""
+
+    def __init__(self, problem: str, log_tail: str) -> None:
+        super().__init__(problem)
+        self.problem, self.log_tail = problem, log_tail
+
+
+class Scorer:
+    """One scorer process at a time, replaced when it is lost."""
+
+    def __init__(self, cluster: Cluster, cfg: Reward, base: Path, rank: int) -> None:
+        self.cluster, self.cfg, self.base, self.rank = cluster, cfg, base, rank
+        self.name = f"scorer-{rank}"
+        self._worker: Worker | None = None
+        self._lives = 0
+        self._stopped = False
+        self._lock = threading.Lock()
+        """Of `_worker`: the thread that uses it and the one that stops it may meet."""
+
+    def spec(self) -> WorkerSpec:
+        """Of the next process; successors have names of their own, so that the beacon and log of the dead stay."""
+        name = self.name if self._lives == 0 else f"{self.name}.{self._lives}"
+        self._lives += 1
+        mathematical = any(isinstance(term, Math) for term in self.cfg.terms)
+        return WorkerSpec(
+            name=name,
+            role="reward",
+            rank=self.rank,
+            service="lockstep.rewards.service:ScorerService",
+            arguments={
+                "terms": [term.model_dump(mode="json") for term in self.cfg.terms],
+                "base": str(self.base),
+                "memory_mb": self.cfg.memory_mb,
+                "timeout_s": self.cfg.timeout_s,
+            },
+            # A function is one of many side by side: one thread each; few arenas, so that a limit of the address
+            # space limits memory and not malloc's reservations.
+            environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+            preload=("lockstep.rewards.service", *(("math_verify",) if mathematical else ())),
+        )
+
+    def use(self, worker: Worker) -> None:
+        """Takes a fresh process; ends it at once where `stop` was called meanwhile."""
+        with self._lock:
+            stopped = self._stopped
+            self._worker = None if stopped else worker
+        if stopped:
+            self.cluster.stop(worker, grace_s=0.0)
+            raise Lost("was stopped", "")
+
+    def missing(self) -> bool:
+        return self._worker is None
+
+    def allow(self) -> None:
+        """Lets `score` start processes again after `stop`."""
+        self._stopped = False
+
+    def begin_loading(self) -> Pending[Prepared]:
+        return self._running().submit(ScorerAPI.prepare)
+
+    def loaded(self, pending: Pending[Prepared]) -> Prepared:
+        """The terms that the process has loaded. Raises RewardError when a function cannot be used."""
+        functions = ", ".join(term.path for term in self.cfg.terms if term.kind == "function") or "the verifiers"
+        try:
+            prepared = pending.result(why=f"loading {functions}", stall_s=LOADING_S)
+        except Stalled as error:
+            lost = self._end(f"could not be loaded within {error.waited_s:.0f} s", pending)
+            raise RewardError(functions, lost.problem, traceback=lost.log_tail) from error
+        except WorkerDied as error:
+            self._forget()
+            problem = f"the scorer process {_how(error)} while loading"
+            raise RewardError(functions, problem, traceback=_tail(error)) from error
+        if prepared.failure is not None:
+            failure = prepared.failure
+            raise RewardError(prepared.function or functions, failure.problem, traceback=failure.traceback)
+        return prepared
+
+    def score(self, term: int, batch: Batch, why: str) -> Scores:
+        """One call. Raises Lost when the process died or finished no sample for `timeout_s`; the next call starts
+        another process."""
+        if self.missing():
+            (worker,) = self.cluster.start([self.spec()])
+            self.use(worker)
+            self.loaded(self.begin_loading())
+        pending = self._running().submit(ScorerAPI.score, term, batch)
+        try:
+            return pending.result(why=why, stall_s=self.cfg.timeout_s + NEWS_S)
+        except Stalled:
+            problem = f"did not finish a sample for {self.cfg.timeout_s:g} s (reward.timeout_s); its process was killed"
+            raise self._end(problem, pending) from None
+        except WorkerDied as error:
+            self._forget()
+            raise Lost(f"its process {_how(error)}", _tail(error)) from None
+        except RemoteError as error:
+            if error.kind != "MemoryError":
+                raise
+            raise self._end("its process ran out of memory (reward.memory_mb)", None, error.traceback) from None
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Ends the process; a call under way raises Lost in the thread that waits for it."""
+        self._stopped = True
+        self._kill(grace_s)
+
+    def _kill(self, grace_s: float = 0.0) -> None:
+        worker = self._forget()
+        if worker is not None:
+            self.cluster.stop(worker, grace_s=grace_s)
+
+    def _forget(self) -> Worker | None:
+        with self._lock:
+            worker, self._worker = self._worker, None
+        return worker
+
+    def _running(self) -> Worker:
+        worker = self._worker
+        if worker is None:
+            raise Lost("was stopped", "")
+        return worker
+
+    def _end(self, problem: str, pending: Pending[Any] | None, log_tail: str = "") -> Lost:
+        """Kills the process, and collects the end of its log: the stack of what it was in is there."""
+        self._kill()
+        if pending is not None:
+            try:
+                pending.result(why=f"the last words of {self.name}", stall_s=LAST_WORDS_S)
+            except WorkerDied as error:
+                log_tail = _tail(error)
+            except (WaitTimeout, RemoteError):
+                log.warning("%s left no last words", self.name)
+        return Lost(problem, log_tail)
+
+
+def _how(error: WorkerDied) -> str:
+    if error.exit_code is None:
+        return "vanished"
+    if error.exit_code < 0:
+        return f"was ended by signal {-error.exit_code}"
+    return f"exited with {error.exit_code}"
+
+
+def _tail(error: WorkerDied) -> str:
+    return f"--- end of the log of {error.worker} ---\n{error.log_tail}" if error.log_tail.strip() else ""

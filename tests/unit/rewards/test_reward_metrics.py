@@ -1,0 +1,103 @@
+"""Metrics against hand-computed values; cutting into batches and putting together again."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reward_samples import prompt, rollouts
+
+from lockstep.rewards.api import RewardError, Scores
+from lockstep.rewards.batches import batches, columns, unscored, with_rewards
+from lockstep.rewards.metrics import exact_match, exact_match_rate, groups_without_signal, reward_metrics
+
+
+def scored():
+    made = rollouts([prompt(0, answer="a"), prompt(1, answer="b")], [["a", "x"], ["b", "b"]])
+    values = np.array([1.0, 0.0, 0.5, 0.5], np.float32)
+    breakdown = {"math": np.array([1.0, 0.0, np.nan, 0.5]), "none": np.full(4, np.nan)}
+    return with_rewards(made, values, breakdown)
+
+
+def test_reward_metrics():
+    found = reward_metrics(scored())
+    assert found == pytest.approx(
+        {
+            "reward/mean": 0.5,
+            "reward/std": np.sqrt(0.125),
+            "reward/min": 0.0,
+            "reward/max": 1.0,
+            "reward/groups_without_signal": 0.5,
+            "reward/term/math": 0.5,
+        }
+    )
+
+
+def test_metrics_of_unscored_groups_are_refused():
+    with pytest.raises(ValueError, match="not scored"):
+        reward_metrics(rollouts([prompt()], [["a"]]))
+    with pytest.raises(ValueError, match="not scored"):
+        groups_without_signal(rollouts([prompt()], [["a"]]))
+
+
+def test_exact_match():
+    assert exact_match(" 12\n", 12) == 1.0
+    assert exact_match("1 2", "12") == 0.0
+    assert exact_match_rate(scored()) == 0.75
+    with pytest.raises(ValueError, match="answer_column"):
+        exact_match("1", None)
+
+
+def test_a_group_that_fits_is_never_cut():
+    made = rollouts([prompt(row) for row in range(4)], [["a"] * 3, ["b"] * 3, ["c"] * 7, ["d"]])
+    cut = batches(made.groups, 3, 5)
+    assert [[sample.text for sample in batch.samples] for batch in cut] == [
+        ["a"] * 3,
+        ["b"] * 3,
+        ["c"] * 5,
+        ["c"] * 2 + ["d"],
+    ]
+    assert [[each.row for each in batch.prompts] for batch in cut] == [[0], [1], [2], [2, 3]]
+    assert cut[3].uid(1) == "0:2#6"
+    assert cut[3].uid(2) == "0:3#0"
+    assert cut[3].alone(2).uid(0) == "0:3#0"
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 12))
+def test_batches_keep_every_sample_in_order(sizes, limit):
+    texts = [[f"{row}.{index}" for index in range(size)] for row, size in enumerate(sizes)]
+    made = rollouts([prompt(row) for row in range(len(sizes))], texts)
+    cut = batches(made.groups, 0, limit)
+    assert all(0 < len(batch) <= limit for batch in cut)
+    uids = [batch.uid(position) for batch in cut for position in range(len(batch))]
+    assert uids == [f"0:{row}#{index}" for row, size in enumerate(sizes) for index in range(size)]
+    assert [s.text for b in cut for s in b.samples] == [text for group in texts for text in group]
+    for size, row in zip(sizes, range(len(sizes)), strict=True):
+        if 0 < size <= limit:
+            assert sum(any(each.row == row for each in batch.prompts) for batch in cut) == 1
+
+
+def test_what_terms_report_besides_is_aligned():
+    scores = [Scores([1.0, None]), Scores([0.0], {"acc": [1.0]}), Scores([2.0], {"length": [5.0]})]
+    found = columns("f", scores, [2, 1, 1])
+    np.testing.assert_equal(found["f"], [1.0, np.nan, 0.0, 2.0])
+    np.testing.assert_equal(found["f/acc"], [np.nan, np.nan, 1.0, np.nan])
+    np.testing.assert_equal(found["f/length"], [np.nan, np.nan, np.nan, 5.0])
+
+
+def test_scored_groups_keep_their_rewards():
+    first = scored()
+    made = rollouts([prompt(5)], [["z", "y", "x"]])
+    mixed = type(first)(0, 0, [first.groups[0], made.groups[0], first.groups[1]])
+    assert unscored(mixed) == [made.groups[0]]
+    done = with_rewards(mixed, np.array([7, 8, 9], np.float32), {"f": np.array([7.0, 8.0, 9.0])})
+    assert done.groups[0] is first.groups[0]
+    assert done.groups[2] is first.groups[1]
+    assert done.groups[1].rewards.tolist() == [7, 8, 9]
+    assert made.groups[0].rewards is None
+
+
+def test_a_reward_error_says_all_it_knows():
+    error = RewardError("f.py:f", "raised KeyError: 1", "0:7#2", 7, "x" * 1000, "3 (int)", "Traceback: here")
+    text = str(error)
+    assert all(part in text for part in ("f.py:f", "raised KeyError", "0:7#2", "row 7", "3 (int)", "Traceback: here"))
+    assert len(text) < 600
