@@ -51,6 +51,8 @@ class DocumentSource:
         self._rows, self._limit, self._whole = rows, max_length, train_on_prompt
         self._format = Format(rows, cfg)
         self._renderer = Renderer(tokenizer, cfg)
+        if self._format.name == "text" and cfg.chat:
+            raise ValueError("data.chat is true, but documents of format text have no turns: remove data.chat")
         for row in range(min(len(rows), CHECKED)):
             self._tokens(row)
         kept = fitting(rows, self._lengths, max_length, cfg.overlong, "document")
