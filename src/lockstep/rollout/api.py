@@ -1,7 +1,6 @@
 """An engine as the controller sees it: typed calls, no torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from lockstep.cluster.protocol import concurrent
@@ -40,7 +39,7 @@ class EngineAPI(Protocol):
 
     def resume(self) -> None: ...
 
-    def load_weights(self, source: Path, version: int) -> None:
+    def load_weights(self, source: str, version: int) -> None:
         """Takes a version from the weight room's store, between two decode steps."""
 
     @concurrent

@@ -29,7 +29,7 @@ class EngineService:
         engine: the `rollout.engine` section, dumped.
         device: `cpu`, `cuda:0`.
         threads: torch threads; torch's choice when None.
-        reader: `package.module:function` that opens a version of the weight store (see `WeightReader`).
+        reader: `package.module:name` of what makes a `WeightReader`, such as `lockstep.weights.shared:Reader`.
         weights: folder of a weight store to begin with, instead of the weights in `model.path`.
         version: of those weights.
     """
@@ -77,8 +77,8 @@ class EngineService:
     def resume(self) -> None:
         self._engine.resume()
 
-    def load_weights(self, source: Path, version: int) -> None:
-        self._engine.load_weights(source, version)
+    def load_weights(self, source: str, version: int) -> None:
+        self._engine.load_weights(Path(source), version)
 
     @concurrent
     def progress(self) -> EngineProgress:
@@ -126,9 +126,9 @@ class Outbox:
 
 
 def _load(path: str) -> WeightReader:
-    """The function at `package.module:function`."""
+    """What the factory at `package.module:name` makes."""
     module, _, name = path.partition(":")
     if not name:
-        raise ValueError(f"reader: {path!r} is no function, expected package.module:function")
-    found: WeightReader = getattr(importlib.import_module(module), name)
-    return found
+        raise ValueError(f"reader: {path!r} is no factory, expected package.module:name")
+    made: WeightReader = getattr(importlib.import_module(module), name)()
+    return made

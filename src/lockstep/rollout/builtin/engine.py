@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 WeightReader = Callable[[Path, int], AbstractContextManager[Mapping[str, Tensor]]]
 """Opens a version in the weight room's store: parameter names to tensors, valid inside the context.
-`lockstep.weights.shared.reading` is one; the rooms do not know each other, the run brings them together."""
+`lockstep.weights.shared.Reader` is one; the rooms do not know each other, the run brings them together."""
 
 
 class BuiltinEngine:

@@ -1,0 +1,110 @@
+"""What each rank wrote: pieces of tensors with their checksums, and whether they make up the whole."""
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.weights.plan import Plan
+
+Check = Literal["none", "sampled", "complete"]
+
+_BUCKET = 4 << 20  # bytes under one checksum
+_SAMPLE = 4 << 10  # bytes of a bucket's beginning, middle and end that the sampled checksum reads
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Some bytes of one tensor."""
+
+    entry: int
+    """Position in the plan."""
+    start: int
+    """First byte, from the tensor's beginning."""
+    length: int
+    sampled: int
+    complete: int | None
+    """None where the writer sampled only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A rank's word that it has written its part of a version."""
+
+    rank: int
+    version: int
+    generation: int
+    digest: str
+    buckets: tuple[Bucket, ...]
+
+    def write(self, path: Path) -> None:
+        """Visible whole or not at all."""
+        rows = [[b.entry, b.start, b.length, b.sampled, b.complete] for b in self.buckets]
+        fields = {"rank": self.rank, "version": self.version, "generation": self.generation, "digest": self.digest}
+        scratch = path.with_name(path.name + ".new")
+        scratch.write_text(json.dumps({**fields, "buckets": rows}))
+        scratch.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Mark | None":
+        """None where the rank has not marked (or is not done)."""
+        try:
+            found = json.loads(path.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+        rows = found.pop("buckets")
+        return cls(**found, buckets=tuple(Bucket(*row) for row in rows))
+
+
+def buckets_of(memory: memoryview, entry: int, start: int, complete: bool) -> Iterator[Bucket]:
+    """Cuts what was written (`memory`, from byte `start` of the tensor) into buckets and sums them up."""
+    for at in range(0, len(memory), _BUCKET):
+        piece = memory[at : at + _BUCKET]
+        whole = zlib.crc32(piece) if complete else None
+        yield Bucket(entry, start + at, len(piece), sampled_checksum(piece), whole)
+
+
+def sampled_checksum(piece: memoryview) -> int:
+    """crc32 of beginning, middle and end."""
+    size = len(piece)
+    if size <= 3 * _SAMPLE:
+        return zlib.crc32(piece)
+    middle = (size - _SAMPLE) // 2
+    checksum = zlib.crc32(piece[:_SAMPLE])
+    checksum = zlib.crc32(piece[middle : middle + _SAMPLE], checksum)
+    return zlib.crc32(piece[-_SAMPLE:], checksum)
+
+
+def intact(bucket: Bucket, memory: memoryview, check: Check) -> bool:
+    """Whether `memory` still is what was written. A complete check falls back to the sampled one where the writer
+    made no complete checksum."""
+    if check == "none":
+        return True
+    if check == "complete" and bucket.complete is not None:
+        return zlib.crc32(memory) == bucket.complete
+    return sampled_checksum(memory) == bucket.sampled
+
+
+def gaps(plan: Plan, marks: Iterable[Mark]) -> dict[str, str]:
+    """Tensors whose bytes were not written exactly once, and what is wrong."""
+    pieces: list[list[tuple[int, int]]] = [[] for _ in plan.entries]
+    for mark in marks:
+        for bucket in mark.buckets:
+            pieces[bucket.entry].append((bucket.start, bucket.length))
+    wrong = {}
+    for entry, parts in zip(plan.entries, pieces, strict=True):
+        problem = _tiling(sorted(parts), entry.nbytes)
+        if problem:
+            wrong[entry.name] = problem
+    return wrong
+
+
+def _tiling(parts: Sequence[tuple[int, int]], size: int) -> str | None:
+    at = 0
+    for start, length in parts:
+        if start != at:
+            return f"bytes {at} to {start} were written by no rank" if start > at else f"byte {start} was written twice"
+        at += length
+    return None if at == size else f"bytes {at} to {size} were written by no rank"

@@ -1,0 +1,76 @@
+"""The plan: same tensors, same digest, on both sides; nothing overlaps."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.weights.errors import PlanMismatch
+from lockstep.weights.plan import ALIGNMENT, Plan
+
+SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+TENSORS = st.dictionaries(
+    st.text(min_size=1, max_size=8), st.tuples(SHAPES, st.sampled_from(["float32", "bfloat16", "int8"])), max_size=12
+)
+
+
+@given(TENSORS, st.randoms(use_true_random=False))
+def test_the_order_of_the_tensors_does_not_matter(tensors, random):
+    items = [(name, shape, dtype) for name, (shape, dtype) in tensors.items()]
+    plan = Plan.of(items)
+    random.shuffle(items)
+    assert Plan.of(items) == plan and Plan.of(items).digest == plan.digest
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@given(TENSORS)
+def test_places_are_aligned_and_apart(tensors):
+    plan = Plan.of((name, shape, dtype) for name, (shape, dtype) in tensors.items())
+    end = 0
+    for entry in plan.entries:
+        assert entry.offset % ALIGNMENT == 0 and entry.offset >= end
+        shape, dtype = tensors[entry.name]
+        assert entry.nbytes == math.prod(shape) * getattr(torch, dtype).itemsize
+        end = entry.offset + entry.nbytes
+    assert plan.nbytes == end and len(plan.entries) == len(tensors)
+
+
+@given(TENSORS, st.data())
+def test_any_change_changes_the_digest(tensors, data):
+    items = [(name, shape, dtype) for name, (shape, dtype) in tensors.items()]
+    plan = Plan.of(items)
+    other = Plan.of([*items, ("\x00new", (3,), "float32")])
+    with pytest.raises(PlanMismatch, match="new"):
+        plan.check(other)
+    if items:
+        name, shape, dtype = data.draw(st.sampled_from(items))
+        rest = [item for item in items if item[0] != name]
+        for changed in [(name, (*shape, 2), dtype), (name, shape, "float16"), (name + "x", shape, dtype)]:
+            if changed[0] in {item[0] for item in rest}:
+                continue
+            with pytest.raises(PlanMismatch):
+                plan.check(Plan.of([*rest, changed]))
+
+
+def test_the_difference_is_named():
+    plan = Plan.of([("a", (2, 3), torch.float32), ("b", (4,), torch.float32)])
+    with pytest.raises(PlanMismatch, match=r"b is float32\[5\], expected float32\[4\]"):
+        plan.check(Plan.of([("a", (2, 3), "float32"), ("b", (5,), "float32")]))
+    with pytest.raises(PlanMismatch, match="b: missing"):
+        plan.check(Plan.of([("a", (2, 3), "float32")]))
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match="once"):
+        Plan.of([("a", (2,), "float32"), ("a", (2,), "float32")])
+    with pytest.raises(ValueError, match="dtype 'float33'"):
+        Plan.of([("a", (2,), "float33")])
+    text = json.loads(Plan.of([("a", (2,), "float32")]).to_json())
+    text["tensors"][0][1] = [3]
+    with pytest.raises(ValueError, match="was changed"):
+        Plan.from_json(json.dumps(text))
+    with pytest.raises(ValueError, match="no plan"):
+        Plan.from_json("[]")

@@ -1,0 +1,219 @@
+"""The store in one process: versions, generations, gaps, checksums, leases, room."""
+
+import os
+import shutil
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lockstep.watch.waits import WaitTimeout
+from lockstep.weights import shared
+from lockstep.weights.control import Control
+from lockstep.weights.errors import (
+    IncompleteWeights,
+    NoRoom,
+    NoStore,
+    PlanMismatch,
+    StaleGeneration,
+    StaleVersion,
+    TornWeights,
+)
+from lockstep.weights.plan import Plan
+from lockstep.weights.shared import Reader, SharedWeights
+
+
+@dataclass
+class Shard:
+    name: str
+    offset: int
+    tensor: torch.Tensor
+
+
+TENSORS = {"embed": torch.randn(11, 5), "norm": torch.randn(5), "scale": torch.randn(()), "big": torch.randn(900, 70)}
+PLAN = Plan.of((name, tensor.shape, tensor.dtype) for name, tensor in TENSORS.items())
+
+
+def part(rank, add=0.0):
+    """Two ranks: the rows halved as FSDP2 does; the scalar with rank 0."""
+    for name, tensor in TENSORS.items():
+        if not tensor.ndim:
+            if rank == 0:
+                yield Shard(name, 0, tensor + add)
+            continue
+        chunk = -(-len(tensor) // 2)
+        yield Shard(name, rank * chunk, tensor[rank * chunk : (rank + 1) * chunk] + add)
+
+
+def publish(store, version, add=0.0, complete=False):
+    for rank in (0, 1):
+        store.write_shards(rank, version, part(rank, add), complete=complete)
+    store.commit(version)
+
+
+def test_what_is_written_is_read(tmp_path):
+    store = SharedWeights.create(tmp_path / "w", PLAN, writers=2)
+    assert store.version() is None
+    with pytest.raises(StaleVersion, match="nothing was published"), store.reading():
+        pass
+    reader = Reader("complete")
+    for version in range(4):
+        publish(store, version, add=float(version), complete=version % 2 == 0)
+        with reader(tmp_path / "w", version) as tensors:
+            assert set(tensors) == set(TENSORS)
+            for name, tensor in TENSORS.items():
+                assert torch.equal(tensors[name], tensor + float(version))
+    with pytest.raises(StaleVersion, match=r"version 9 .* has version 3"), reader(tmp_path / "w", 9):
+        pass
+    del tensors
+    store.close()
+
+
+def test_casts_to_the_plans_precision(tmp_path):
+    plan = Plan.of((name, tensor.shape, "bfloat16") for name, tensor in TENSORS.items())
+    store = SharedWeights.create(tmp_path, plan, writers=2)
+    publish(store, 1)
+    with store.reading(1, "complete") as weights:
+        for name, tensor in TENSORS.items():
+            assert torch.equal(weights.tensors[name], tensor.bfloat16())
+
+
+def test_a_version_is_committed_only_when_whole(tmp_path):
+    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    publish(store, 1)
+    store.write_shards(0, 2, part(0, 1.0))
+    with pytest.raises(IncompleteWeights, match="rank 1: has not finished writing") as caught:
+        store.commit(2)
+    assert caught.value.problems.keys() == {"rank 1"}
+    store.write_shards(1, 2, [shard for shard in part(1, 1.0) if shard.name != "big"])
+    with pytest.raises(IncompleteWeights, match=r"big: bytes 126000 to 252000 were written by no rank"):
+        store.commit(2)
+    store.write_shards(1, 2, part(0, 1.0))
+    with pytest.raises(IncompleteWeights, match="written twice"):
+        store.commit(2)
+    with store.reading(1) as weights:
+        assert torch.equal(weights.tensors["big"], TENSORS["big"])
+    store.write_shards(1, 2, part(1, 1.0))
+    store.commit(2)
+    with store.reading(2) as weights:
+        assert torch.equal(weights.tensors["big"], TENSORS["big"] + 1.0)
+
+
+def test_a_mark_of_another_version_does_not_count(tmp_path):
+    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    store.write_shards(0, 1, part(0))
+    store.write_shards(1, 2, part(1))
+    with pytest.raises(IncompleteWeights, match="rank 1: wrote version 2"):
+        store.commit(1)
+    with pytest.raises(IncompleteWeights, match="rank 0: wrote version 1"):
+        store.commit(2)
+
+
+def test_publishing_again_changes_nothing(tmp_path):
+    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    publish(store, 3)
+    before = store.control.newest()
+    publish(store, 3, add=5.0)
+    assert store.control.newest() == before
+    with store.reading(3) as weights:
+        assert torch.equal(weights.tensors["norm"], TENSORS["norm"])
+    with pytest.raises(StaleVersion):
+        store.commit(2)
+    with pytest.raises(StaleVersion):
+        store.write_shards(0, 2, part(0))
+
+
+def test_an_older_generation_is_refused_and_a_newer_may_go_back(tmp_path):
+    old = SharedWeights.create(tmp_path, PLAN, writers=2, generation=1)
+    publish(old, 7)
+    old.write_shards(0, 8, part(0))
+    new = SharedWeights.create(tmp_path, PLAN, writers=2, generation=2)
+    with new.reading(7) as weights:  # still served until the new one publishes
+        assert weights.generation == 1
+    with pytest.raises(StaleGeneration, match=r"generation 1 .* generation 2 is in charge"):
+        old.write_shards(1, 8, part(1))
+    with pytest.raises(StaleGeneration):
+        old.commit(8)
+    with pytest.raises(StaleGeneration):
+        SharedWeights.create(tmp_path, PLAN, writers=2, generation=1)
+    publish(new, 5, add=2.0)
+    with new.reading(5) as weights:
+        assert weights.generation == 2
+
+
+def test_another_plan_is_refused(tmp_path):
+    SharedWeights.create(tmp_path, PLAN, writers=2)
+    other = Plan.of([("embed", (11, 6), torch.float32)])
+    with pytest.raises(PlanMismatch):
+        SharedWeights.open(tmp_path, other)
+    store = SharedWeights.open(tmp_path, PLAN, generation=1)
+    with pytest.raises(PlanMismatch, match="other is not in it"):
+        store.write_shards(0, 1, [Shard("other", 0, torch.zeros(2))])
+    with pytest.raises(PlanMismatch, match=r"embed is \[11, 5\] in it, a rank has rows 8 to 12"):
+        store.write_shards(0, 1, [Shard("embed", 8, torch.zeros(4, 5))])
+    with pytest.raises(ValueError, match="rank: 2"):
+        store.write_shards(2, 1, [])
+    with pytest.raises(ValueError, match="opened for reading"):
+        SharedWeights.open(tmp_path).commit(1)
+
+
+@pytest.mark.parametrize(
+    ("check", "at", "caught"), [("sampled", 0, True), ("sampled", 5000, False), ("complete", 5000, True)]
+)
+def test_changed_bytes_are_noticed(tmp_path, check, at, caught):
+    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    publish(store, 1, complete=True)
+    commit, big = store.control.newest(), PLAN.entries[PLAN.index["big"]]
+    with (tmp_path / f"buffer-{commit.buffer}").open("r+b") as file:
+        file.seek(big.offset + at)
+        byte = file.read(1)[0]
+        file.seek(big.offset + at)
+        file.write(bytes([byte ^ 255]))
+    if not caught:  # the samples of a large bucket are its beginning, middle and end
+        with store.reading(1, check):
+            return
+    with pytest.raises(TornWeights, match="big, bytes 0") as error, store.reading(1, check):
+        pass
+    assert error.value.tensor == "big"
+
+
+def test_a_torn_commit_record_leaves_the_older_version(tmp_path):
+    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    publish(store, 1)
+    publish(store, 2)
+    newest = store.control.newest()
+    with (tmp_path / "control").open("r+b") as file:
+        file.seek((192, 256)[newest.sequence % 2] + 3)
+        file.write(b"\xff")
+    assert SharedWeights.open(tmp_path).version() == 1
+
+
+def test_a_writer_waits_for_readers_and_names_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared, "FENCE_TIMEOUT_S", 0.2)
+    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    publish(store, 1)
+    with store.reading(1) as weights:
+        publish(store, 2, add=1.0)  # goes into the other buffer
+        assert torch.equal(weights.tensors["big"], TENSORS["big"])
+        with pytest.raises(WaitTimeout, match=f"pid {os.getpid()}"):
+            store.write_shards(0, 3, part(0, 2.0))
+        assert torch.equal(weights.tensors["big"], TENSORS["big"])
+    publish(store, 3, add=2.0)
+    assert store.version() == 3
+
+
+def test_no_room_is_said_before_anything_is_made(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    plan = Plan.of([("huge", (usage.free // 4,), "float32")])
+    with pytest.raises(NoRoom, match=r"two buffers .* need") as caught:
+        SharedWeights.create(tmp_path / "w", plan, writers=1)
+    assert caught.value.needed == 2 * plan.nbytes and caught.value.available < caught.value.needed
+    assert list((tmp_path / "w").iterdir()) == []
+
+
+def test_a_folder_without_a_store(tmp_path):
+    with pytest.raises(NoStore, match="no store"):
+        SharedWeights.open(tmp_path)
+    (tmp_path / "control").write_bytes(b"x" * 4096)
+    with pytest.raises(NoStore, match="damaged"):
+        Control(tmp_path / "control", writable=False)
