@@ -1,0 +1,199 @@
+"""Calls under way, and the one wait for them.
+
+A wait goes on as long as the worker called makes progress. Without any it is told of after `notice_after_s`, and
+ends with `Stalled` after the limit. Whichever of many calls fails first ends the wait for all of them.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from lockstep.cluster.protocol import Pending, WorkerDied
+from lockstep.watch import waits
+from lockstep.watch.waits import Stalled
+
+R = TypeVar("R")
+
+log = logging.getLogger(__name__)
+
+FROZEN_S = 5.0
+"""A look at the progress is due four times a second. When it comes this late, this process itself was stopped or
+starved, and what it knows about others is old: the stall clocks start again."""
+
+
+class Callee(Protocol):
+    """What a wait needs to know of a worker."""
+
+    name: str
+    moves: int
+    """Grows whenever the worker makes progress."""
+    moved_at: float
+    """When it did last, on the monotonic clock."""
+    stall_limit_s: float
+    notice_after_s: float
+
+    def describe(self) -> str:
+        """What it does now, for a sentence after "it": stage, wait, whether it is stopped."""
+
+
+class PendingCall(Generic[R]):
+    """A call sent to a worker. Settled once, by the thread that reads the worker's answers."""
+
+    def __init__(self, worker: Callee, label: str, read: Callable[[memoryview], R]) -> None:
+        self.worker, self.label = worker, label
+        self.submitted_at = time.monotonic()
+        self.settled_at = 0.0
+        self._read = read
+        self._lock = threading.Lock()
+        self._payload: memoryview | None = None
+        self._value: R | None = None
+        self._state = "open"
+        self._error: Exception | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        return f"PendingCall({self.label} on {self.worker.name}, {self._state})"
+
+    def done(self) -> bool:
+        return self._state != "open"
+
+    @property
+    def error(self) -> Exception | None:
+        """What `result` will raise, when that is known already."""
+        return self._error
+
+    def result(self, why: str, stall_s: float | None = None) -> R:
+        """The value; waits as long as the worker makes progress.
+
+        Raises:
+            Stalled: it made none for `stall_s` (the cluster's limit when None).
+            RemoteError: the method raised.
+            WorkerDied: the worker ended first.
+        """
+        return gather([self], why, stall_s)[0]
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once the call is settled; now, when it is."""
+        with self._lock:
+            if not self.done():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def settle(self, payload: memoryview) -> None:
+        """The answer has arrived; it is decoded by whoever wants it."""
+        self._payload = payload
+        self._finish("answered")
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._finish("failed")
+
+    def _finish(self, state: str) -> None:
+        with self._lock:
+            if self.done():
+                return
+            self.settled_at, self._state = time.monotonic(), state
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def take(self) -> R:
+        """The value of a call that is done. Raises what `result` raises."""
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            if self._payload is not None:
+                self._value = self._read(self._payload)
+                self._payload = None
+        return self._value  # type: ignore[return-value]
+
+
+def gather(pendings: Sequence[Pending[R]], why: str, stall_s: float | None = None) -> list[R]:
+    """The results of all calls, in their order. The first failure is raised at once; the other calls go on, and
+    their results are dropped.
+
+    Raises:
+        Stalled: one of the workers made no progress for `stall_s` (the cluster's limit when None).
+        RemoteError, WorkerDied: of the call that failed first; a death before what it caused elsewhere.
+    """
+    watch = _Watch([_own(pending) for pending in pendings], why, stall_s)
+    watch.wait()
+    return [call.take() for call in watch.calls]
+
+
+def _own(pending: Pending[R]) -> PendingCall[R]:
+    if not isinstance(pending, PendingCall):
+        raise TypeError(f"gather takes the pending calls of a cluster's workers, not {type(pending).__name__}")
+    return pending
+
+
+class _Watch(Generic[R]):
+    """One wait for many calls."""
+
+    def __init__(self, calls: list[PendingCall[R]], why: str, stall_s: float | None) -> None:
+        self.calls, self._why, self._stall_s = calls, why, stall_s
+        self._changed = threading.Event()
+        self._lock = threading.Lock()
+        self._left = len(calls)
+        self._began = self._looked = time.monotonic()
+        self._thawed = 0.0
+        self._noticed: dict[str, float] = {}
+
+    def wait(self) -> None:
+        """Returns when all are answered; raises the first failure."""
+        for call in self.calls:
+            call.on_done(lambda call=call: self._one(call))  # type: ignore[misc]
+        if self._left and not self._changed.is_set():
+            names = list(dict.fromkeys(call.worker.name for call in self.calls if not call.done()))
+            whom = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            limit = max(self._limit(call) for call in self.calls)
+            waits.event(
+                self._changed, whom=whom or "workers", why=self._why, stall_s=limit + 1.0, progress=self._look,
+                notice_after_s=None,
+            )  # fmt: skip
+        failed = [call for call in self.calls if call.error is not None]
+        if failed:
+            first = min(failed, key=lambda call: (not isinstance(call.error, WorkerDied), call.settled_at))
+            first.take()
+
+    def _one(self, call: PendingCall[Any]) -> None:
+        with self._lock:
+            self._left -= 1
+        if call.error is not None or self._left == 0:
+            self._changed.set()
+
+    def _limit(self, call: PendingCall[Any]) -> float:
+        return call.worker.stall_limit_s if self._stall_s is None else self._stall_s
+
+    def _look(self) -> object:
+        """Holds the stall clock of every worker, and tells of those that stand still."""
+        now = time.monotonic()
+        if now - self._looked > FROZEN_S:
+            self._thawed = now
+        self._looked = now
+        moves = 0
+        for call in self.calls:
+            if not call.done():
+                moves += call.worker.moves
+                self._judge(call, now)
+        return moves, self._left, self._thawed
+
+    def _judge(self, call: PendingCall[Any], now: float) -> None:
+        worker = call.worker
+        quiet = now - max(worker.moved_at, call.submitted_at, self._thawed)
+        if quiet >= self._limit(call):
+            why = f"{self._why}; it {worker.describe()}"
+            raise Stalled("call", worker.name, why, now - self._began, self._limit(call))
+        notice_at = self._noticed.get(worker.name, worker.notice_after_s)
+        if quiet >= notice_at:
+            self._noticed[worker.name] = 2 * quiet
+            log.warning(
+                "waiting %.0f s for %s (%s): no progress since %.0f s, it %s",
+                now - self._began, worker.name, self._why, quiet, worker.describe(),
+            )  # fmt: skip
+        elif worker.name in self._noticed and quiet < worker.notice_after_s:
+            del self._noticed[worker.name]
+            log.warning("%s goes on (%s)", worker.name, self._why)

@@ -1,0 +1,153 @@
+"""The controller's I/O thread: accepts the workers' connections and hears what they say."""
+
+import contextlib
+import logging
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from lockstep.cluster.messages import Resume, unpack_to_controller
+from lockstep.cluster.remote import RemoteWorker
+from lockstep.watch import waits, wire
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+
+
+class Hub:
+    """One listener, one thread, all workers of a run. `tick` is called in it twice a second."""
+
+    def __init__(
+        self, token: str, run: str, generation: int, tick: Callable[[], None], host: str = "127.0.0.1"
+    ) -> None:
+        self._listener = wire.Listener(token, run, generation, name="controller", host=host)
+        self._tick = tick
+        self._workers: dict[str, RemoteWorker] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_in, self._wake_out = socket.socketpair()
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._connections: set[wire.Connection] = set()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lockstep-hub", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._listener.host, self._listener.port
+
+    @property
+    def workers(self) -> list[RemoteWorker]:
+        return list(self._workers.values())
+
+    def add(self, worker: RemoteWorker) -> None:
+        self._workers[worker.name] = worker
+
+    def remove(self, worker: RemoteWorker) -> None:
+        if self._workers.get(worker.name) is worker:
+            del self._workers[worker.name]
+
+    def ended(self, name: str, pid: int, exit_code: int | None) -> None:
+        """A worker has ended: what it said last is heard, then its calls fail. From any thread."""
+
+        def bury() -> None:
+            worker = self._workers.get(name)
+            if worker is not None and worker.pid == pid:
+                if worker.connection is not None:
+                    self._exchange(worker.connection)
+                worker.die(exit_code)
+
+        self._jobs.put(bury)
+        self.wake()
+
+    def wake(self) -> None:
+        """Has the thread look at jobs and at what is to be written."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_out.send(b"\0")
+
+    def close(self) -> None:
+        """Ends the thread, the listener and all connections. Idempotent."""
+        self._closed = True
+        self.wake()
+        if threading.current_thread() is not self._thread:
+            waits.join(self._thread, whom="hub", why="its thread ends", timeout_s=10.0)
+
+    def _run(self) -> None:
+        try:
+            due = 0.0
+            while not self._closed:
+                self._watch_writes()
+                for key, _ in self._selector.select(TICK_S):
+                    self._serve(key.fileobj)
+                while not self._jobs.empty():
+                    self._jobs.get_nowait()()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + TICK_S
+                    self._tick()
+        finally:
+            if not self._closed:
+                log.critical("the thread that hears the workers ended; every call fails")
+            for worker in self.workers:
+                worker.die(None)
+            for connection in list(self._connections):
+                connection.close()
+            self._listener.close()
+            self._selector.close()
+
+    def _serve(self, source: object) -> None:
+        if source is self._listener:
+            while (connection := self._listener.accept(0)) is not None:
+                self._welcome(connection)
+        elif source is self._wake_in:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_in.recv(4096)
+        elif isinstance(source, wire.Connection):
+            self._exchange(source)
+
+    def _welcome(self, connection: wire.Connection) -> None:
+        if connection.peer.name not in self._workers:
+            log.warning("%s said hello but is no worker of this run", connection.peer.name)
+            connection.close()
+            return
+        self._connections.add(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _watch_writes(self) -> None:
+        """Asks to be told when a connection with something left to write takes more; forgets closed ones."""
+        for connection in list(self._connections):
+            if connection.closed:
+                self._forget(connection)
+                continue
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
+            with contextlib.suppress(KeyError, ValueError, OSError):
+                self._selector.modify(connection, events)
+
+    def _forget(self, connection: wire.Connection) -> None:
+        self._connections.discard(connection)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+        worker = self._workers.get(connection.peer.name)
+        if worker is not None:
+            worker.lost(connection)
+
+    def _exchange(self, connection: wire.Connection) -> None:
+        """Hears everything that is there, and writes what goes."""
+        worker = self._workers.get(connection.peer.name)
+        try:
+            while (frame := connection.recv(0)) is not None and worker is not None:
+                message, payload = unpack_to_controller(frame)
+                if worker.connection is not connection and not isinstance(message, Resume):
+                    raise ValueError(f"said {type(message).__name__} on a connection that is not its own")
+                worker.hear(connection, message, payload)
+            connection.flush()
+        except (wire.WireError, ValueError) as error:
+            log.debug("%s: %s", connection.peer.name, error)
+            self._forget(connection)
+            connection.close()

@@ -1,0 +1,281 @@
+"""Workers on this host: spawned by a node agent, called over loopback."""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from lockstep.cluster.calls import gather
+from lockstep.cluster.hub import Hub
+from lockstep.cluster.protocol import Worker, WorkerSpec
+from lockstep.cluster.remote import RemoteWorker
+from lockstep.cluster.worker import CHARGE, TOKEN, Charge
+from lockstep.config.cluster import LocalCluster as Config
+from lockstep.watch import procs, waits
+from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit, start_agent
+from lockstep.watch.folders import run_dir
+from lockstep.watch.waits import WaitTimeout
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+log = logging.getLogger(__name__)
+
+CLOSE_GRACE_S = 5.0
+
+
+class LocalCluster:
+    """The processes of one run on this host. Implements `lockstep.cluster.protocol.Cluster`.
+
+    Logs of the workers are in `folder/logs`, the agent's affairs and the charges in `folder/cluster`.
+
+    Args:
+        token: shared by all processes of the run; made here when None. It travels by environment only.
+
+    Raises:
+        AgentError: the node agent did not come up.
+    """
+
+    def __init__(self, config: Config, run: str, folder: Path, generation: int, token: str | None = None) -> None:
+        self._config, self._run, self._folder, self._generation = config, run, folder.absolute(), generation
+        self._token = token or secrets.token_hex(32)
+        self._store: TCPStore | None = None
+        self._closed = False
+        self._agent: AgentClient | None = None
+        self._address: Address | None = None
+        self._pid = os.getpid()
+        self._hub = Hub(self._token, run, generation, self._tick)
+        atexit.register(self.close)
+        try:
+            affairs = self._folder / "cluster"
+            affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._address = start_agent(
+                run, self._token, affairs, generation=generation, orphan_grace_s=config.orphan_grace_s
+            )
+            self._agent = AgentClient(self._address, self._token, on_exit=self._exited)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
+        """Starts all workers in parallel; returns when every service is constructed.
+
+        Raises:
+            RemoteError: a constructor raised.
+            WorkerDied: a worker ended while it started.
+            Stalled: one showed no progress for the configured limit.
+            ValueError: a name is taken.
+        When one fails, the others of this call are ended as well.
+        """
+        agent = self._living_agent()
+        self._check_names(specs)
+        workers: list[RemoteWorker] = []
+        try:
+            spawned = []
+            for spec in specs:
+                worker, pid = self._spawn(agent, spec)
+                workers.append(worker)
+                spawned.append(pid)
+            for worker, pid in zip(workers, spawned, strict=True):
+                # The first of a kind waits for its template's imports, hence no short limit.
+                waits.future(
+                    pid, whom="agent", why=f"start of {worker.name}", timeout_s=self._config.stall_limit_s,
+                    notice_after_s=self._config.notice_after_s,
+                )  # fmt: skip
+            gather([worker.started for worker in workers], why="start")
+        except BaseException:
+            self._kill(workers)
+            raise
+        return list(workers)
+
+    def stop(self, worker: Worker, grace_s: float = 5.0) -> None:
+        """Asks the worker to leave, kills it after the grace. Calls it still owes fail with WorkerDied. Idempotent."""
+        agent = self._agent
+        if not isinstance(worker, RemoteWorker) or agent is None or worker.dead:
+            return
+        worker.leave("stopped")
+        with contextlib.suppress(AgentError):
+            if worker.busy:
+                agent.kill(worker.name, signal.SIGTERM)
+            try:
+                agent.wait_exit(worker.name, "its end", grace_s)
+            except WaitTimeout:
+                log.warning(
+                    "%s did not leave within %g s, it is killed; it %s", worker.name, grace_s, worker.describe()
+                )
+                self._kill([worker])
+        self._settle(agent, [worker])
+
+    def store(self) -> tuple[str, int]:
+        """Host and port of a rendezvous store (torch TCPStore) that this process serves, on loopback only."""
+        if self._store is None:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
+            port = listening.getsockname()[1]
+            self._store = TCPStore(
+                "127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )  # fmt: skip
+        return "127.0.0.1", self._store.port
+
+    def close(self) -> None:
+        """Ends all workers and the agent. Idempotent; leaves no orphan, not even when it is interrupted."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            if self._agent is None:
+                self._kill_agent()
+            else:
+                remaining = self._agent.leave(CLOSE_GRACE_S)
+                if remaining:
+                    log.error("%s did not end, not even killed", ", ".join(remaining))
+        except BaseException as error:
+            log.warning("closing was cut short (%r): the agent is killed, and the kernel kills its workers", error)
+            self._kill_agent()
+            raise
+        finally:
+            self._closed = True
+            self._hub.close()
+            self._store = None
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> "LocalCluster":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- starting
+
+    def _living_agent(self) -> AgentClient:
+        if self._agent is None or self._closed:
+            raise AgentGone("start", "the cluster is closed")
+        return self._agent
+
+    def _check_names(self, specs: Sequence[WorkerSpec]) -> None:
+        taken = {worker.name for worker in self._hub.workers if not worker.dead}
+        for spec in specs:
+            if spec.name in taken:
+                raise ValueError(f"worker name {spec.name!r} is taken; names are unique in a run")
+            taken.add(spec.name)
+
+    def _spawn(self, agent: AgentClient, spec: WorkerSpec) -> "tuple[RemoteWorker, Future[int]]":
+        log_path = self._folder / "logs" / f"{spec.name}.log"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        worker = RemoteWorker(
+            spec, self._run, log_path, self._config.stall_limit_s, self._config.notice_after_s, self._hub.wake
+        )
+        self._hub.add(worker)
+        charge = self._write_charge(spec)
+        environment = {**os.environ, **spec.environment, CHARGE: str(charge), TOKEN: self._token}
+        preload = () if uses_cuda(self._config.device, environment) else spec.preload
+        argv = [sys.executable, "-m", "lockstep.cluster.worker"]
+        pid = agent.submit_spawn(spec.name, argv, log_path=log_path, env=environment, preload=preload)
+        pid.add_done_callback(lambda done: _set_pid(worker, done))  # in the thread that hears of its end, before it
+        return worker, pid
+
+    def _write_charge(self, spec: WorkerSpec) -> Path:
+        host, port = self._hub.address
+        pid = os.getpid()
+        charge = Charge(
+            name=spec.name, role=spec.role, rank=spec.rank, service=spec.service, arguments=spec.arguments,
+            run=self._run, generation=self._generation, host=host, port=port, controller_pid=pid,
+            controller_start=procs.start_ticks(pid), orphan_grace_s=self._config.orphan_grace_s,
+        )  # fmt: skip
+        try:
+            data = json.dumps(msgspec.to_builtins(charge), allow_nan=True).encode()
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"arguments of worker {spec.name!r} are not JSON-like: {error}") from None
+        path = self._folder / "cluster" / f"{spec.name}.json"
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_bytes(data)
+        draft.rename(path)
+        return path
+
+    # --- ends
+
+    def _exited(self, end: WorkerExit) -> None:
+        """In the agent client's thread."""
+        self._hub.ended(end.name, end.pid, end.exit_code)
+
+    def _tick(self) -> None:
+        """In the hub's thread, twice a second: progress that no message tells, and deaths the agent cannot tell."""
+        agent = self._agent
+        for worker in self._hub.workers:
+            if worker.dead or worker.pid == 0:
+                continue
+            connection = worker.connection
+            if connection is not None:
+                worker.probe(connection.bulk)
+            elif not procs.alive(worker.pid) and (agent is None or not agent.alive):
+                worker.die(None)
+            elif not worker.connected_once:
+                worker.probe(_cpu_seconds(worker.pid))
+
+    def _kill(self, workers: Sequence[RemoteWorker]) -> None:
+        """Ends them by SIGKILL, and sees to it that they have ended."""
+        agent = self._agent
+        if agent is None:
+            return
+        with contextlib.suppress(AgentGone):
+            for worker in workers:
+                with contextlib.suppress(AgentError):
+                    agent.kill(worker.name)
+            for worker in workers:
+                if worker.pid:
+                    agent.wait_exit(worker.name, "its end after SIGKILL", 10.0)
+        self._settle(agent, workers)
+
+    def _settle(self, agent: AgentClient, workers: Sequence[RemoteWorker]) -> None:
+        """Their calls fail and their names are free, whether the event has been heard or not."""
+        for worker in workers:
+            end = agent.exit_of(worker.name)
+            worker.die(None if end is None else end.exit_code)
+            self._hub.remove(worker)
+
+    def _kill_agent(self) -> None:
+        address = self._address
+        if address is None:
+            return
+        if procs.alive(address.pid, address.start_ticks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(address.pid, signal.SIGKILL)
+        shutil.rmtree(run_dir(self._run), ignore_errors=True)
+
+
+def uses_cuda(device: str, environment: Mapping[str, str]) -> bool:
+    """Whether workers may touch CUDA, whose state does not survive a fork; found out without importing torch."""
+    if device == "auto":
+        return environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and Path("/dev/nvidiactl").exists()
+    return device == "cuda"
+
+
+def _set_pid(worker: RemoteWorker, done: "Future[int]") -> None:
+    if done.exception() is None:
+        worker.pid = done.result()
+
+
+def _cpu_seconds(pid: int) -> Any:
+    """CPU time a process has used: what moves while it imports and cannot speak yet."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[11]) + int(fields[12])

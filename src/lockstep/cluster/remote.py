@@ -1,0 +1,210 @@
+"""The controller's handle on a worker: its calls, and what is known of its state."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from lockstep.cluster.calls import PendingCall
+from lockstep.cluster.codec import Payload, signature_of
+from lockstep.cluster.messages import STARTED, Ack, Call, Failure, Leave, Pulse, Result, Resume, ToController, pack
+from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
+from lockstep.watch import beacon, procs, wire
+from lockstep.watch.folders import run_dir
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+TAIL_LINES = 40
+
+
+class RemoteWorker:
+    """A worker process and the calls it owes. Any thread may submit; the hub's thread hears."""
+
+    def __init__(
+        self, spec: WorkerSpec, run: str, log: Path, stall_limit_s: float, notice_after_s: float,
+        wake: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.spec, self.name, self.log = spec, spec.name, log
+        self.pid = 0
+        self.stall_limit_s, self.notice_after_s = stall_limit_s, notice_after_s
+        self.moves, self.moved_at = 0, time.monotonic()
+        self.connected_once = False
+        self._beacon = run_dir(run) / f"{spec.name}.beacon"
+        self._wake = wake
+        self._lock = threading.RLock()
+        self._connection: wire.Connection | None = None
+        self._ids = itertools.count(STARTED + 1)
+        self._open: dict[int, tuple[PendingCall[Any], tuple[bytes, Payload | bytearray]]] = {}
+        self._death: WorkerDied | None = None
+        self._pulse: Pulse | None = None
+        self._probed: object = None
+        self.started: PendingCall[None] = PendingCall(self, "start", lambda payload: None)
+        """Settled when the service is constructed."""
+
+    def __repr__(self) -> str:
+        return f"RemoteWorker({self.name}, pid {self.pid}, {'dead' if self._death else 'alive'})"
+
+    def submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
+        """Sends a call and returns at once. The arguments are taken as they are now.
+
+        Raises:
+            TypeError: the method does not take these arguments, or one of them cannot travel (CodecError).
+        """
+        signature = signature_of(method)
+        payload = signature.encode_arguments(args, kwargs)
+        beside = bool(getattr(method, "__lockstep_concurrent__", False))
+        call: PendingCall[R] = PendingCall(self, signature.qualified, signature.decode_result)
+        with self._lock:
+            if self._death is not None:
+                call.fail(self._death)
+                return call
+            number = next(self._ids)
+            parts = pack(Call(number, signature.name, beside), payload)
+            self._open[number] = call, parts
+            self._send(parts)
+        return call
+
+    def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """`submit(...).result(why=method name)`."""
+        pending = self.submit(method, *args, **kwargs)
+        return pending.result(pending.label)
+
+    def alive(self) -> bool:
+        return self._death is None and self.pid > 0 and procs.alive(self.pid)
+
+    @property
+    def dead(self) -> bool:
+        """Whether its end is known."""
+        return self._death is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls are unanswered."""
+        return bool(self._open) or not self.started.done()
+
+    @property
+    def connection(self) -> wire.Connection | None:
+        return self._connection
+
+    def leave(self, why: str) -> None:
+        """Asks it to end after the running call."""
+        with self._lock:
+            self._send(pack(Leave(why)))
+
+    def describe(self) -> str:
+        """What it does, after "it": read from its beacon where that is on this host, else from its last pulse."""
+        if self.pid and procs.process_state(self.pid) in ("T", "t"):
+            return "is stopped (SIGSTOP, or a debugger)"
+        stage, wait = self._doing()
+        if not self.connected_once:
+            return "has not said hello yet"
+        place = f"is in stage {stage}" if stage else "names no stage"
+        lost = "" if self._connection is not None else ", and its connection is down"
+        return f"{place}{f', waits for {wait}' if wait else ''}{lost}"
+
+    def _doing(self) -> tuple[str, str]:
+        state = beacon.read_beacon(self._beacon)
+        if state is not None and state.pid == self.pid:
+            waiting = [wait for wait in state.waits if wait.thread == state.pid] or list(state.waits)
+            idle = not waiting or waiting[-1].why == "the next call"
+            return state.stage, "" if idle else f"{waiting[-1].whom} ({waiting[-1].why})"
+        return (self._pulse.stage, self._pulse.wait) if self._pulse is not None else ("", "")
+
+    # --- what the hub's thread does
+
+    def hear(self, connection: wire.Connection, message: ToController, payload: memoryview) -> None:
+        """Takes a message of the worker."""
+        match message:
+            case Resume(received=received):
+                self._resume(connection, received)
+            case Result(id=number):
+                self._answered(number, None, payload)
+            case Failure(id=number):
+                error = RemoteError(self.name, self.spec.rank, message.kind, message.message, message.traceback)
+                self._answered(number, error, payload)
+            case Pulse():
+                if self._pulse is None or self._pulse.moves != message.moves:
+                    self.moved()
+                self._pulse = message
+
+    def moved(self) -> None:
+        self.moves += 1
+        self.moved_at = time.monotonic()
+
+    def probe(self, facts: object) -> None:
+        """Something that changes as the worker moves: bytes of a frame under way, CPU time while it imports."""
+        if facts != self._probed:
+            self._probed = facts
+            self.moved()
+
+    def lost(self, connection: wire.Connection) -> None:
+        """The connection broke; the worker dials again."""
+        with self._lock:
+            connection.close()
+            if self._connection is connection:
+                self._connection = None
+
+    def die(self, exit_code: int | None) -> None:
+        """Its end is known: every call it owes fails. Idempotent."""
+        with self._lock:
+            if self._death is not None:
+                return
+            self._death = WorkerDied(self.name, self.spec.rank, exit_code, tail(self.log))
+            owed, self._open = list(self._open.values()), {}
+            if self._connection is not None:
+                self.lost(self._connection)
+        self.started.fail(self._death)
+        for call, _ in owed:
+            call.fail(self._death)
+
+    def _resume(self, connection: wire.Connection, received: int) -> None:
+        with self._lock:
+            if self._connection is not None and self._connection is not connection:
+                self._connection.close()
+            self._connection = connection
+            self.connected_once = True
+            for number, (_, parts) in self._open.items():
+                if number > received:
+                    self._send(parts)
+        self.moved()
+
+    def _answered(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
+        with self._lock:
+            known = (self.started, None) if number == STARTED else self._open.pop(number, None)
+            self._send(pack(Ack([number])))
+        self.moved()
+        if known is None:
+            return
+        if error is not None:
+            known[0].fail(error)
+        else:
+            known[0].settle(payload)
+
+    def _send(self, parts: tuple[bytes, Payload | bytearray]) -> None:
+        """Queues a frame if there is a connection, and writes what goes at once. Needs the lock."""
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            connection.queue(*parts)
+            if not connection.flush():
+                self._wake()
+        except wire.FrameTooLarge:
+            raise
+        except wire.WireError:
+            self.lost(connection)
+            self._wake()
+
+
+def tail(log: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log; says so when there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 64_000))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"({log} cannot be read: {error.strerror})"
+    return "\n".join(text.splitlines()[-lines:]) or f"({log} is empty)"

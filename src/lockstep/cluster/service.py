@@ -1,0 +1,208 @@
+"""The worker's main thread: constructs the service and runs its calls in the order of their submission.
+
+Between calls it runs the service's `background()`, again and again while that returns True, so that an engine can
+decode between two messages. A call that arrives waits for one turn of it at most.
+"""
+
+import importlib
+import logging
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lockstep.cluster.codec import Payload, signature_of
+from lockstep.cluster.messages import STARTED, Call, Failure, Result
+from lockstep.watch import waits
+from lockstep.watch.waits import WaitTimeout
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.5
+"""How long an idle service waits before `background()` is asked again whether it has work."""
+
+
+class Leaving(BaseException):
+    """Raised in the main thread by SIGTERM: the process ends in order, whatever it is in."""
+
+
+class Answers(Protocol):
+    """Where answers go."""
+
+    def answer(self, message: Result | Failure, payload: Payload = b"") -> None: ...
+
+
+class Service:
+    """A service, its queue of calls, and the loop that serves them."""
+
+    def __init__(self, construct: Callable[[], object], answers: Answers) -> None:
+        self._construct, self._answers = construct, answers
+        self._object: object | None = None
+        self._calls: deque[tuple[Call, memoryview]] = deque()
+        self._changed = threading.Condition()
+        self._broken: Failure | None = None
+        self._leaving = ""
+        self._interruptible = False
+        self.running = ""
+        """The method under way, or `start`, or `background`; empty while idle."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work whose progress somebody may wait for."""
+        return bool(self.running or self._calls)
+
+    @property
+    def leaving(self) -> bool:
+        return bool(self._leaving)
+
+    def deliver(self, call: Call, arguments: memoryview) -> None:
+        """Takes a call, from the I/O thread: queued, or answered here and now when it is concurrent."""
+        if self._object is not None and self._is_concurrent(call):
+            self._answer(call, arguments)
+            return
+        with self._changed:
+            self._calls.append((call, arguments))
+            self._changed.notify()
+
+    def leave(self, why: str) -> None:
+        """Ends the loop after the running call. From any thread."""
+        with self._changed:
+            self._leaving = self._leaving or why
+            self._changed.notify()
+
+    def interrupt(self, why: str) -> None:
+        """Ends the loop, and the running call at its next Python instruction. From a signal handler only."""
+        self._leaving = self._leaving or why
+        if self._interruptible:
+            self._interruptible = False
+            raise Leaving
+
+    def run(self) -> None:
+        """The life of the service. Returns when it is to leave; the service is closed then."""
+        try:
+            self._interruptible = True
+            self._start()
+            while not self._leaving:
+                self._turn()
+        except Leaving:
+            log.info("interrupted in %s", self.running or "the idle loop")
+        finally:
+            self._interruptible = False
+            self._close()
+
+    def _start(self) -> None:
+        self.running = "start"
+        try:
+            self._object = self._construct()
+        except Exception as error:  # noqa: BLE001 - whatever a constructor raises travels to the controller
+            self._broken = failure(STARTED, error)
+            self._answers.answer(self._broken)
+        else:
+            self._answers.answer(Result(STARTED))
+        self.running = ""
+
+    def _turn(self) -> None:
+        """One call, or one turn of the background work, or a wait for either."""
+        if self._calls:
+            self._answer(*self._calls.popleft(), name=True)
+            return
+        background = getattr(self._object, "background", None)
+        if background is None or self._broken is not None:
+            self._idle(60.0)
+        elif not self._advance(background):
+            self.running = ""
+            self._idle(IDLE_S)
+
+    def _advance(self, background: Callable[[], bool]) -> bool:
+        self.running = self.running or "background"
+        try:
+            return background()
+        except Exception as error:
+            log.exception("background work failed, the service is broken")
+            self._broken = failure(STARTED, error)
+            return False
+
+    def _idle(self, seconds: float) -> None:
+        with self._changed:
+            if self._calls or self._leaving:
+                return
+            try:
+                waits.condition(
+                    self._changed, lambda: bool(self._calls or self._leaving), whom="controller", why="the next call",
+                    timeout_s=seconds, notice_after_s=None,
+                )  # fmt: skip
+            except WaitTimeout:
+                return
+
+    def _answer(self, call: Call, arguments: memoryview, name: bool = False) -> None:
+        if name:
+            self.running = call.method
+        try:
+            message, payload = self._execute(call, arguments)
+        except Exception as error:  # noqa: BLE001 - whatever a call raises travels to the controller
+            message, payload = failure(call.id, error), b""
+        if name:
+            self.running = ""
+        self._answers.answer(message, payload)
+
+    def _execute(self, call: Call, arguments: memoryview) -> tuple[Result | Failure, Payload]:
+        if self._broken is not None:
+            broken = self._broken
+            return Failure(call.id, broken.kind, broken.message, broken.traceback), b""
+        method = self._method(call)
+        signature = signature_of(method)
+        value = method(self._object, **signature.decode_arguments(arguments))
+        return Result(call.id), signature.encode_result(value)
+
+    def _method(self, call: Call) -> Callable[..., Any]:
+        method = None if call.method.startswith("_") else getattr(type(self._object), call.method, None)
+        if not callable(method):
+            raise AttributeError(f"{type(self._object).__qualname__} has no method {call.method!r}")
+        return method  # type: ignore[no-any-return]
+
+    def _is_concurrent(self, call: Call) -> bool:
+        method = getattr(type(self._object), call.method, None)
+        return call.concurrent or bool(getattr(method, "__lockstep_concurrent__", False))
+
+    def _close(self) -> None:
+        close = getattr(self._object, "close", None)
+        if close is None:
+            return
+        self.running = "close"
+        try:
+            close()
+        except Exception:
+            log.exception("the service's close() failed")
+
+
+def failure(call: int, error: BaseException) -> Failure:
+    """An exception as it travels: its type's name, message and traceback (without this room's own frames)."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
+        trace = trace.tb_next
+    text = "".join(traceback.TracebackException(kind, error, trace).format())
+    message = "".join(traceback.format_exception_only(error)).strip()
+    message = message.removeprefix(f"{name}: ") if message != name else ""
+    return Failure(call, name, _sendable(message), _sendable(text))
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def load_service(name: str, arguments: dict[str, Any]) -> object:
+    """Constructs `package.module:Class` with the arguments as keywords.
+
+    Raises:
+        ValueError: the name is no `package.module:Class`.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"service {name!r}: expected package.module:Class")
+    service = importlib.import_module(module)
+    for part in attribute.split("."):
+        service = getattr(service, part)
+    return service(**arguments)  # type: ignore[operator]

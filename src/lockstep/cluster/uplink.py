@@ -1,0 +1,281 @@
+"""The worker's I/O thread: one reconnecting connection to the controller, and the lease on it.
+
+It never waits for the main thread. While the worker has work it sends a pulse each second; when the controller is
+gone for longer than the grace, the process leaves, in order if the main thread can, else by `os._exit`.
+"""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from lockstep.cluster.codec import Payload
+from lockstep.cluster.messages import (
+    STARTED,
+    Ack,
+    Call,
+    Failure,
+    Leave,
+    Pulse,
+    Result,
+    Resume,
+    pack,
+    unpack_to_worker,
+)
+from lockstep.cluster.service import Service
+from lockstep.watch import beacon, wire
+from lockstep.watch.procs import alive
+
+PULSE_S = 1.0
+RECONNECT_S = 30.0
+"""A controller that lives but does not take the connection back for this long is gone too."""
+CLOSING_S = 2.0
+"""An orphan's main thread gets this long to close the service before the process ends anyhow."""
+ORPHANED = 75
+"""Exit code of a worker whose controller is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """On whose behalf a worker lives, and how long without them."""
+
+    controller_pid: int | None
+    """On this host; None where the controller is elsewhere."""
+    controller_start: int | None
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the controller listens, and who dials."""
+
+    host: str
+    port: int
+    token: str
+    run: str
+    generation: int
+    name: str
+
+    def __repr__(self) -> str:
+        return f"Address({self.host}:{self.port}, {self.run}, generation {self.generation}, {self.name})"
+
+
+class Uplink:
+    """The connection to the controller, kept up by a thread of its own."""
+
+    def __init__(self, address: Address, lease: Lease) -> None:
+        self._address, self._lease = address, lease
+        self._lock = threading.RLock()
+        self._connection: wire.Connection | None = None
+        self._received = STARTED
+        self._kept: dict[int, tuple[bytes, Payload | bytearray]] = {}
+        self._lost_at = self._alone_at = time.monotonic()
+        self._refused = ""
+        self._orphan_since: float | None = None
+        self._dial_at = self._pulse_at = 0.0
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._watched: wire.Connection | None = None
+        self._main = threading.main_thread()
+        self._finished_at: float | None = None
+        self._service: Service | None = None
+
+    def start(self, service: Service) -> None:
+        self._service = service
+        threading.Thread(target=self._run, name="lockstep-uplink", daemon=True).start()
+
+    def answer(self, message: Result | Failure, payload: Payload = b"") -> None:
+        """Keeps an answer until it is acknowledged, and sends it if it can. From any thread; never blocks."""
+        parts = pack(message, payload)
+        with self._lock:
+            self._kept[message.id] = parts
+            self._send(*parts)
+
+    def finished(self) -> None:
+        """The main thread is through; from here on the process may not linger."""
+        self._finished_at = time.monotonic()
+        self._wake()
+
+    def flush(self, seconds: float) -> bool:
+        """Gives the last answers a little time to leave; whether they did."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            connection = self._connection
+            if connection is None or not connection.pending:
+                return connection is not None
+            time.sleep(0.005)
+        return False
+
+    def _run(self) -> None:
+        while True:
+            if self._connection is None and time.monotonic() >= self._dial_at:
+                self._dial()
+            self._watch_lease()
+            self._pulse()
+            self._look()
+
+    def _look(self) -> None:
+        """Waits for something to read or write, at most until the next pulse, dial or lease check."""
+        connection = self._connection
+        if connection is not self._watched:
+            if self._watched is not None:
+                with contextlib.suppress(KeyError, ValueError):
+                    self._selector.unregister(self._watched)
+            self._watched = connection
+            if connection is not None:
+                self._selector.register(connection, selectors.EVENT_READ)
+        if connection is None:
+            timeout = max(0.0, min(self._dial_at - time.monotonic(), 0.1))
+        else:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.modify(connection, events)
+            timeout = max(0.0, min(self._pulse_at - time.monotonic(), PULSE_S))
+        ready = {key.fileobj for key, _ in self._selector.select(timeout)}
+        if self._wake_in in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_in.recv(4096)
+        if connection is not None and connection in ready:
+            self._exchange(connection)
+
+    def _exchange(self, connection: wire.Connection) -> None:
+        try:
+            connection.flush()
+            while (frame := connection.recv(0)) is not None:
+                self._take(frame)
+        except (wire.WireError, ValueError) as error:
+            self._lose(connection, str(error))
+
+    def _take(self, frame: bytearray) -> None:
+        message, payload = unpack_to_worker(frame)
+        match message:
+            case Call(id=number):
+                if number > self._received and self._service is not None:
+                    self._received = number
+                    self._service.deliver(message, payload)
+            case Ack(ids=ids):
+                with self._lock:
+                    for number in ids:
+                        self._kept.pop(number, None)
+            case Leave(why=why):
+                if self._service is not None:
+                    self._service.leave(why)
+
+    def _dial(self) -> None:
+        here = self._address
+        try:
+            connection = wire.connect(
+                here.host, here.port, token=here.token, run=here.run, generation=here.generation, name=here.name,
+                timeout_s=5.0,
+            )  # fmt: skip
+        except wire.WireError as error:
+            if isinstance(error, wire.Refused) and error.code != "protocol":
+                self._refused = error.why
+            self._dial_at = time.monotonic() + min(1.0, 0.05 + 0.2 * (time.monotonic() - self._lost_at))
+            return
+        with self._lock:
+            self._connection = connection
+            self._send(*pack(Resume(self._received, os.getpid())))
+            for parts in list(self._kept.values()):
+                self._send(*parts)
+        self._orphan_since = None
+
+    def _send(self, *parts: bytes | bytearray | memoryview) -> None:
+        """Queues a frame on the connection, if there is one, and writes what goes at once. Needs the lock."""
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            connection.queue(*parts)
+            if not connection.flush():
+                self._wake()
+        except wire.WireError as error:
+            self._lose(connection, str(error))
+
+    def _lose(self, connection: wire.Connection, why: str) -> None:
+        with self._lock:
+            if self._connection is not connection:
+                return
+            connection.close()
+            self._connection = None
+            self._lost_at = self._alone_at = time.monotonic()
+            self._dial_at = 0.0
+        self._wake()
+        _tell(f"{why}; dialling again")
+
+    def _pulse(self) -> None:
+        now = time.monotonic()
+        if now < self._pulse_at:
+            return
+        self._pulse_at = now + PULSE_S
+        here = beacon.current()
+        here.beat()
+        if self._connection is not None and self._service is not None and self._service.busy:
+            stage, wait = describe(self._service)
+            with self._lock:
+                self._send(*pack(Pulse(here.moves, stage, wait)))
+
+    def _watch_lease(self) -> None:
+        """Leaves when nobody is there to work for. Returns otherwise."""
+        now = time.monotonic()
+        if self._finished_at is not None and now - self._finished_at > 5.0:
+            _tell("did not end within 5 s after its service closed (a thread that is no daemon?); leaving")
+            os._exit(0)
+        if self._connection is not None:
+            return
+        lease = self._lease
+        lives = lease.controller_pid is None or alive(lease.controller_pid, lease.controller_start)
+        if lives:
+            self._alone_at = now
+        patience = max(lease.grace_s, RECONNECT_S) if lives else lease.grace_s
+        alone = now - (self._lost_at if lives else self._alone_at)
+        if self._refused:
+            self._orphaned(f"the controller refuses it: {self._refused}")
+        elif alone >= patience:
+            how = "does not take the connection back" if lives else "is gone"
+            self._orphaned(f"the controller {how} since {alone:.1f} s")
+
+    def _orphaned(self, why: str) -> None:
+        now = time.monotonic()
+        if self._orphan_since is None:
+            self._orphan_since = now
+            _tell(f"leaving: {why}")
+            if self._service is not None:
+                self._service.leave(why)
+            if self._main.is_alive() and self._main.ident is not None:
+                signal.pthread_kill(self._main.ident, signal.SIGTERM)
+        elif now - self._orphan_since > CLOSING_S:
+            _tell(f"its main thread did not come back within {CLOSING_S:g} s; leaving without it")
+            os._exit(ORPHANED)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_out.send(b"\0")
+
+    @property
+    def orphaned(self) -> bool:
+        return self._orphan_since is not None
+
+
+def describe(service: Service) -> tuple[str, str]:
+    """The worker's stage and the wait of its main thread, for people."""
+    state = beacon.read_beacon(beacon.current().path)
+    if state is None:
+        return service.running, ""
+    main = threading.main_thread().native_id
+    waiting = [wait for wait in state.waits if wait.thread == main]
+    return state.stage or service.running, f"{waiting[-1].whom} ({waiting[-1].why})" if waiting else ""
+
+
+def _tell(text: str) -> None:
+    """Into the log, without any lock that a stuck thread could hold."""
+    stamp = time.strftime("%H:%M:%S")
+    with contextlib.suppress(OSError):
+        os.write(2, f"{stamp} uplink: {text}\n".encode())
