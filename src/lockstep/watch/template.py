@@ -180,13 +180,17 @@ def _redirect(log: Path) -> None:
 
 
 def _follow(agent: int) -> None:
-    """Ties this process's life to the agent's, once the agent is its parent."""
-    die_with_parent()
-    for _ in range(2000):
+    """Ties this process's life to the agent's, once the agent is its parent.
+
+    Not before: the end of the process in the middle would count as the parent's death, and kill this one.
+    """
+    for _ in range(10_000):
         if os.getppid() == agent:
-            return
+            die_with_parent()
+            break
         time.sleep(0.001)
-    sys.exit("the agent ended while this worker started")
+    if os.getppid() != agent:  # it never was, or ended before the kernel knew
+        sys.exit("the agent ended while this worker started")
 
 
 def _reset_signals() -> None:
