@@ -29,7 +29,8 @@ def command(
     """
     values = list(overrides or [])
     if resume is not None and file is not None and "=" in file:
-        file, values = None, [file, *values]
+        values.insert(0, file)
+        file = None
     try:
         config = load_config(Path(file), values) if file is not None else None
     except ConfigError as error:

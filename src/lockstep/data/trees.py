@@ -89,7 +89,7 @@ class Tree:
                     raise ValueError(f"{where} has field {name!r} of shape {values.shape}, expected {shapes[-1]}")
 
 
-def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike) -> list[Tree]:
+def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike | None = None) -> list[Tree]:
     """One tree per group: the prompt, and each completion as its child.
 
     Sequence `g * G + k` is completion k of group g. A completion without tokens has nothing to learn from and
@@ -97,14 +97,15 @@ def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike) -> list[Tre
 
     Args:
         rollouts: groups of equal size G.
-        advantages: float `[groups, G]`, or `[groups, G, longest completion]` for one value per token.
+        advantages: float `[groups, G]`, or `[groups, G, longest completion]` for one value per token; None where they
+            are only known later (`Batch.set_per_sequence`).
 
     Raises:
         ValueError: shapes that do not match, or an advantage that is not finite.
     """
-    values = np.asarray(advantages, dtype=np.float32)
+    values = None if advantages is None else np.asarray(advantages, dtype=np.float32)
     size = len(rollouts.groups[0].completions) if rollouts.groups else 0
-    if values.shape[:2] != (len(rollouts.groups), size) or values.ndim not in (2, 3):
+    if values is not None and (values.shape[:2] != (len(rollouts.groups), size) or values.ndim not in (2, 3)):
         raise ValueError(
             f"advantages have shape {values.shape}, expected [{len(rollouts.groups)} groups, {size} completions]"
         )
@@ -115,25 +116,27 @@ def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike) -> list[Tre
             raise ValueError(
                 f"group {uid!r} has {len(group.completions)} completions, expected {size} as in the others"
             )
-        if not np.isfinite(values[g]).all():
+        if values is not None and not np.isfinite(values[g]).all():
             raise ValueError(f"the advantages of group {uid!r} are not finite: {values[g].tolist()}")
         segments = [Segment(np.asarray(group.prompt.tokens, np.int32))]
         for k, completion in enumerate(group.completions):
             if len(completion.tokens):
-                segments.append(_completion_segment(completion, values[g, k], g * size + k))
+                segments.append(_completion_segment(completion, None if values is None else values[g, k], g * size + k))
         trees.append(Tree(segments, uid, size))
     return trees
 
 
-def _completion_segment(completion: Completion, advantage: np.ndarray, sequence: int) -> Segment:
+def _completion_segment(completion: Completion, advantage: np.ndarray | None, sequence: int) -> Segment:
     tokens = np.asarray(completion.tokens, np.int32)
     if len(completion.logprobs) != len(tokens):
         raise ValueError(
             f"completion {completion.request!r} has {len(completion.logprobs)} log-probabilities "
             f"for {len(tokens)} tokens"
         )
-    per_token = advantage[: tokens.size] if advantage.ndim else np.full(tokens.size, advantage, np.float32)
-    fields = {"advantage": per_token, "engine_logprob": np.asarray(completion.logprobs, np.float32)}
+    fields = {"engine_logprob": np.asarray(completion.logprobs, np.float32)}
+    if advantage is not None:
+        one = advantage.ndim == 0
+        fields["advantage"] = np.full(tokens.size, advantage, np.float32) if one else advantage[: tokens.size]
     return Segment(tokens, 0, np.ones(tokens.size, np.bool_), fields, sequence)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from lockstep.algos import advantages as formulas
-from lockstep.algos import kl as kl_formulas
+from lockstep.algos.kl import kl_divergence
 from lockstep.config.algorithm import KL, Advantage
 from lockstep.data.packing import Batch
 
@@ -31,6 +31,6 @@ def penalised(rewards: np.ndarray, batch: Batch, kl: KL) -> np.ndarray:
         return rewards
     policy = torch.from_numpy(batch.fields.get("old_logprob", batch.fields["engine_logprob"]))
     reference = torch.from_numpy(batch.fields["reference_logprob"])
-    per_token = kl_formulas.estimate(policy, reference, kl.estimator).numpy()
+    per_token = kl_divergence(policy, reference, kl.estimator).numpy()
     per_sequence = np.bincount(batch.sequences, weights=per_token, minlength=rewards.size)
     return np.asarray(rewards - kl.coefficient * per_sequence.reshape(rewards.shape), np.float32)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from lockstep.config.trainer import Checkpoint as CheckpointConfig
 from lockstep.ledger.ledger import Ledger
-from lockstep.train.checkpoint import remove_checkpoint
+from lockstep.train.checkpoint import bytes_written, kept, remove_checkpoint, sweep
 from lockstep.watch import waits
 
 
@@ -24,6 +24,7 @@ class Checkpoints:
     def __init__(self, config: CheckpointConfig, folder: Path, ledger: Ledger, saver: Saver) -> None:
         self.config, self.folder, self.ledger, self.saver = config, folder, ledger, saver
         self._pending: tuple[int, Path, float | None] | None = None
+        self._clear()
 
     def due(self, version: int, *, last: bool, improved: bool) -> bool:
         if self.newest() == version or (self._pending and self._pending[0] == version):
@@ -64,23 +65,24 @@ class Checkpoints:
             whom="checkpoint",
             why="the checkpoint under way",
             stall_s=600.0,
-            progress=lambda: _written(self.folder),
+            progress=lambda: bytes_written(self.folder),
             every_s=0.02,
         )
 
     def _prune(self) -> None:
-        known = sorted(self.ledger.checkpoints(), key=lambda checkpoint: checkpoint.step)
-        keep = {checkpoint.step for checkpoint in known[-self.config.keep_last :]}
-        measured = [checkpoint for checkpoint in known if checkpoint.metric is not None]
-        if self.config.keep_best and measured:
-            keep.add(max(measured, key=lambda checkpoint: (checkpoint.metric, checkpoint.step)).step)
-        for checkpoint in known:
-            if checkpoint.step not in keep:
-                self.ledger.forget_checkpoint(checkpoint.step)
-                remove_checkpoint(checkpoint.path)
+        known = {row.step: row for row in self.ledger.checkpoints()}
+        keep = kept({row.step: row.metric for row in known.values()}, self.config.keep_last, self.config.keep_best)
+        for step in sorted(set(known) - keep):
+            self.ledger.forget_checkpoint(step)
+            remove_checkpoint(known[step].path)
         self.ledger.retain()
 
-
-def _written(folder: Path) -> int:
-    """Bytes under the folder: what moves while a checkpoint is written."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    def _clear(self) -> None:
+        """Deletes what a killed run left: saves that were cut, and complete ones that the ledger was not told of."""
+        if not self.folder.is_dir():
+            return
+        sweep(self.folder)
+        known = {row.path.name for row in self.ledger.checkpoints()}
+        for path in self.folder.iterdir():
+            if path.name not in known:
+                remove_checkpoint(path)

@@ -53,8 +53,8 @@ class Evaluator:
         groups = [Group(prompt, [completion]) for prompt, completion in zip(self.prompts, completions, strict=True)]
         metrics = _metrics(groups)
         if self.rewards is not None:
-            scored = self.rewards.score(Rollouts(-1, version, groups))
-            metrics["eval/reward_mean"] = float(scored.rewards.mean())
+            groups = self.rewards.score(Rollouts(-1, version, groups)).groups
+            metrics["eval/reward_mean"] = float(np.mean([group.rewards for group in groups]))
         self.history[version] = metrics
         self.ledger.evaluation(version - 1, metrics, self._samples(groups))
         self.monitor.evaluated(version, metrics)
@@ -64,10 +64,12 @@ class Evaluator:
     def _samples(self, groups: Sequence[Group]) -> list[Sample]:
         return [
             Sample(
+                uid=group.prompt.uid,
                 prompt=group.prompt.text,
                 completion=group.completions[0].text,
-                answer=None if group.prompt.answer is None else str(group.prompt.answer),
-                reward=_reward_shown(group),
+                answer=group.prompt.answer,
+                scores=_scores(group),
+                finish=group.completions[0].finish,
             )
             for group in groups[: self.config.samples_shown]
         ]
@@ -87,9 +89,10 @@ def _metrics(groups: Sequence[Group]) -> dict[str, float]:
     return metrics
 
 
-def _reward_shown(group: Group) -> float | None:
+def _scores(group: Group) -> dict[str, float]:
+    scores = {name: float(values[0]) for name, values in group.breakdown.items()}
     if group.rewards is not None:
-        return float(group.rewards[0])
-    if group.prompt.answer is None:
-        return None
-    return float(exact_match(group.completions[0].text, group.prompt.answer))
+        scores["reward"] = float(group.rewards[0])
+    if group.prompt.answer is not None:
+        scores["exact_match"] = exact_match(group.completions[0].text, group.prompt.answer)
+    return scores

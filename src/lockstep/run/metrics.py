@@ -3,6 +3,7 @@
 import numpy as np
 
 from lockstep.data.samples import Rollouts
+from lockstep.rewards.metrics import reward_metrics
 
 
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -11,33 +12,18 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     `rollout/groups_without_signal` is the share of groups whose completions all have the same reward: they teach
     nothing. `reward/std` is over all completions, as in TRL and verl.
     """
-    rewards = rollouts.rewards
     completions = [completion for group in rollouts.groups for completion in group.completions]
     lengths = np.array([len(completion.tokens) for completion in completions], dtype=np.float64)
     prompts = np.array([len(group.prompt.tokens) for group in rollouts.groups], dtype=np.float64)
     truncated = np.mean([completion.finish == "length" for completion in completions])
     staleness = np.mean([float(rollouts.version - completion.versions.min()) for completion in completions])
     return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "reward/min": float(rewards.min()),
-        "reward/max": float(rewards.max()),
-        **_breakdown(rollouts),
+        **reward_metrics(rollouts),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
         "rollout/prompt_length_mean": float(prompts.mean()),
         "rollout/truncated": float(truncated),
-        "rollout/groups_without_signal": float(np.mean(np.ptp(rewards, axis=1) == 0)),
         "rollout/staleness_mean": float(staleness),
         "rollout/logprob_mean": float(np.concatenate([completion.logprobs for completion in completions]).mean()),
         "rollout/tokens": float(lengths.sum()),
-    }
-
-
-def _breakdown(rollouts: Rollouts) -> dict[str, float]:
-    """Mean of each reward term before its weight."""
-    names = rollouts.groups[0].breakdown
-    return {
-        f"reward/{name}": float(np.nanmean(np.concatenate([group.breakdown[name] for group in rollouts.groups])))
-        for name in names
     }

@@ -14,7 +14,7 @@ from lockstep.data.samples import Prompt
 from lockstep.ledger.changes import compare_config
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.load import load_tokenizer
-from lockstep.rewards.functions import check_terms
+from lockstep.rewards.static import check_terms
 from lockstep.run.errors import Refused
 from lockstep.run.facts import host_facts, model_facts
 from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan

@@ -1,7 +1,5 @@
 """Weights from the trainer to the engines: versioned, fenced, idempotent."""
 
-from pathlib import Path
-
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.engines import Engines
 from lockstep.run.policy import Policy
@@ -12,10 +10,8 @@ class WeightSync:
     """Publishes versions. Trainer ranks write their rows into the inactive buffer, the controller commits the
     version (only then can it be read), the engines take it."""
 
-    def __init__(self, policy: Policy, engines: Engines, store: SharedWeights, ledger: Ledger, version: int) -> None:
+    def __init__(self, policy: Policy, engines: Engines, store: SharedWeights, ledger: Ledger) -> None:
         self.policy, self.engines, self.store, self.ledger = policy, engines, store, ledger
-        self.trained = version
-        """Version of the trainer's weights."""
         self.published: int | None = None
 
     def publish(self, version: int) -> None:
@@ -24,10 +20,6 @@ class WeightSync:
             return
         self.policy.write_weights(version)
         self.store.commit(version)
-        self.engines.load_weights(str(self.path), version)
+        self.engines.load_weights(str(self.store.folder), version)
         self.ledger.published(version)
         self.published = version
-
-    @property
-    def path(self) -> Path:
-        return self.store.folder

@@ -21,7 +21,6 @@ from lockstep.run.metrics import rollout_metrics
 from lockstep.run.monitor import Monitor
 from lockstep.run.policy import Policy
 from lockstep.run.publish import WeightSync
-from lockstep.run.stages import Stages
 
 T = TypeVar("T")
 
@@ -69,7 +68,6 @@ class Run:
         self.monitor, self.interrupt = monitor, interrupt
         self.policy = roles.policy
         self.checkpoints = Checkpoints(config.checkpoint, folder / "checkpoints", ledger, roles.policy)
-        self._stages = Stages()
         self._start = start
         self._row: dict[str, float] = {}
 
@@ -103,36 +101,28 @@ class Run:
         Raises:
             Interrupted: after a Ctrl-C, once the step is finished and a checkpoint of it is complete.
         """
+        self.monitor.begin(self._start)
         self._boundary(self._start)
         for step in range(self._start, self.config.steps):
             self.monitor.step_begins(step)
             yield step
-            self._report(step)
+            row, self._row = self._row, {}
+            self.monitor.step_ends(step, row)
             self._boundary(step + 1)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Times and shows a stage of the current step."""
-        return self.monitor.stage(name, self._stages)
+        return self.monitor.stage(name)
 
     def collected(self, step: int, rollouts: Rollouts) -> None:
         """Makes a step's scored rollouts durable."""
         self.ledger.collected(step, rollouts, {"seed": self.seed(step)})
         self._row |= rollout_metrics(rollouts)
-        self.monitor.rollouts(step, rollouts)
 
     def commit(self, step: int, stats: dict[str, float]) -> None:
         """Records that the step is trained."""
         self._row |= {name if "/" in name else f"policy/{name}": value for name, value in stats.items()}
         self.ledger.commit(step, stats)
-
-    def _report(self, step: int) -> None:
-        """One row of metrics per step, once its last stage is over."""
-        row, self._row = self._row, {}
-        seconds = self._stages.take()
-        row |= {f"time/{name}_s": value for name, value in seconds.items()}
-        row["time/step_s"] = sum(seconds.values())
-        self.ledger.metrics(step, row)
-        self.monitor.step_ends(step, row)
 
     def _boundary(self, version: int) -> None:
         """Between two steps, with `version` steps done: evaluation, checkpoint, Ctrl-C."""
@@ -151,6 +141,7 @@ class Run:
                 self.checkpoints.begin(version, metric)
             if last or self.interrupt.requested:
                 self.checkpoints.finish()
+        self.monitor.boundary_ends(version)
         if self.interrupt.requested and not last:
             raise Interrupted(f"stopped after step {version} of {self.config.steps}")
 

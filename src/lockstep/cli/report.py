@@ -1,0 +1,22 @@
+"""`lockstep report`: write a run's report anew."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.errors import REFUSED, show_refusal
+
+
+def command(run: Annotated[Path, typer.Argument(help="The run's folder; the run may be going on.")]) -> None:
+    """Write the HTML report of a run, finished or not."""
+    from lockstep.ledger.errors import LedgerError
+    from lockstep.ledger.ledger import Ledger
+    from lockstep.report.html import write_report
+
+    try:
+        with Ledger.reader(run) as ledger:
+            typer.echo(write_report(ledger))
+    except (LedgerError, OSError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error

@@ -1,0 +1,37 @@
+"""How a run ends: exported, summarised and said, whatever the reason."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lockstep.ledger.errors import LedgerError
+from lockstep.run.errors import Interrupted
+from lockstep.run.run import Run
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def finished(run: Run) -> Iterator[None]:
+    """Around a recipe: exports the model when it came to its end, and tells how it ended in any case."""
+    try:
+        yield
+        if run.config.checkpoint.export:
+            with run.stage("export"):
+                run.policy.export(run.folder / "export")
+    except (Interrupted, KeyboardInterrupt):
+        _tell(run, "interrupted")
+        raise
+    except BaseException as error:
+        _tell(run, f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        raise
+    _tell(run, "finished")
+
+
+def _tell(run: Run, reason: str) -> None:
+    try:
+        run.ledger.event("end", reason=reason, steps=run.ledger.committed() + 1)
+        run.monitor.finish(reason)
+    except (LedgerError, OSError) as error:
+        # The disk may be what ended the run: the first error is the one to raise, not this one.
+        log.warning("summary and report could not be written: %s", error)

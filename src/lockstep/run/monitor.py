@@ -1,0 +1,92 @@
+"""What a person sees of a run, while it goes on and afterwards: console, metrics, summary, report."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.ledger.ledger import Ledger
+from lockstep.report.activity import beacon_activity
+from lockstep.report.console import Console
+from lockstep.report.html import write_report
+from lockstep.report.sinks import Sinks, open_sinks
+from lockstep.report.summary import write_summary
+from lockstep.run.stages import Stages
+from lockstep.watch import beacon
+
+
+class Monitor:
+    """Tells the console and the metric sinks what happens. Everything it shows is in the ledger as well."""
+
+    def __init__(self, config: SFTConfig | GRPOConfig, folder: Path, ledger: Ledger, run_id: str) -> None:
+        self.config, self.folder, self.ledger = config, folder, ledger
+        self.stages = Stages()
+        self.console = Console(
+            config.name,
+            folder,
+            config.steps,
+            quiet=not config.report.console,
+            activity=lambda: beacon_activity(run_id),
+        )
+        self._sinks: Sinks | None = None
+        self._tokens = 0.0
+
+    def begin(self, version: int) -> None:
+        """The run begins with `version` steps done; later rows of an earlier attempt are superseded."""
+        rows = self.ledger.metrics_rows()
+        self._tokens = max((row.values.get("tokens/total", 0.0) for row in rows if row.step < version), default=0.0)
+        self._sinks = open_sinks(
+            self.folder, tensorboard=self.config.report.tensorboard, resume_after=version - 1 if rows else None
+        )
+        self.stages.take()
+        self.console.start(version)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A stage of the current step: timed, and shown while it lasts."""
+        with self.stages(name):
+            self.console.stage(name)
+            try:
+                yield
+            finally:
+                self.console.stage("")
+
+    def step_begins(self, step: int) -> None:
+        beacon.current().progress("step", step, self.config.steps)
+
+    def step_ends(self, step: int, row: dict[str, float]) -> None:
+        """Completes the step's row of metrics and hands it to ledger, sinks and console."""
+        seconds = self.stages.take()
+        row |= {f"time/{name}_s": value for name, value in seconds.items()}
+        row["time/step_s"] = sum(seconds.values())
+        tokens = row.get("rollout/tokens", row.get("policy/tokens", 0.0))
+        self._tokens += tokens
+        row["tokens/total"] = self._tokens
+        if row["time/step_s"] > 0:
+            row["throughput/tokens_per_s"] = tokens / row["time/step_s"]
+        self.ledger.metrics(step, row)
+        if self._sinks is not None:
+            self._sinks.write(step, row)
+        self.console.step(step, row)
+
+    def boundary_ends(self, version: int) -> None:
+        """Adds what evaluation and checkpoint took to the step before them."""
+        seconds = {f"time/{name}_s": value for name, value in self.stages.take().items()}
+        if version > 0 and seconds:
+            self.ledger.metrics(version - 1, seconds)
+
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
+        if self._sinks is not None:
+            self._sinks.write(version - 1, metrics)
+        self.console.evaluation(version, metrics)
+
+    def finish(self, reason: str) -> None:
+        """Writes summary and report, and the last line."""
+        write_summary(self.ledger, reason)
+        report = write_report(self.ledger, reason) if self.config.report.html else None
+        self.console.finish(reason, report)
+
+    def close(self) -> None:
+        self.console.close()
+        if self._sinks is not None:
+            self._sinks.close()

@@ -1,0 +1,175 @@
+"""From a prepared run to a running one: ledger, cluster, roles; and back down again."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from lockstep.cluster.calls import gather
+from lockstep.cluster.local import LocalCluster
+from lockstep.cluster.protocol import Worker, WorkerSpec
+from lockstep.ledger.ledger import Ledger
+from lockstep.rewards.pool import ScorerPool
+from lockstep.run.engines import Engines
+from lockstep.run.evaluate import Evaluator
+from lockstep.run.finish import finished
+from lockstep.run.interrupt import Interrupt
+from lockstep.run.monitor import Monitor
+from lockstep.run.plan import engine_dtype
+from lockstep.run.policy import Policy
+from lockstep.run.prepare import Prepared
+from lockstep.run.publish import WeightSync
+from lockstep.run.run import Roles, Run
+from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER, PolicyAPI
+from lockstep.train.api import TrainerInfo
+from lockstep.watch import beacon
+from lockstep.watch.folders import new_run_id, run_dir
+from lockstep.weights.plan import Plan as WeightPlan
+from lockstep.weights.shared import SharedWeights
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_run(prepared: Prepared) -> Iterator[Run]:
+    """Starts everything, hands the run out, and stops everything, whatever happens.
+
+    Raises:
+        LedgerError: the folder cannot be made, or another process runs this run.
+        RemoteError, WorkerDied: a role could not start.
+    """
+    with ExitStack() as stack:
+        ledger = stack.enter_context(_ledger(prepared))
+        interrupt = Interrupt()
+        stack.enter_context(interrupt.listening())
+        name = new_run_id(prepared.config.name)
+        monitor = Monitor(prepared.config, prepared.folder, ledger, name)
+        stack.callback(monitor.close)
+        run = stack.enter_context(_running(prepared, ledger, monitor, interrupt, name))
+        stack.enter_context(finished(run))
+        yield run
+
+
+def _ledger(prepared: Prepared) -> Ledger:
+    config = prepared.config.model_dump(mode="json")
+    if prepared.resuming:
+        return Ledger.resume(prepared.folder, config)
+    return Ledger.create(prepared.folder, config)
+
+
+@contextmanager
+def _running(prepared: Prepared, ledger: Ledger, monitor: Monitor, interrupt: Interrupt, name: str) -> Iterator[Run]:
+    beacon.open_beacon(name, "controller", "controller", 0)
+    (prepared.folder / "run-id").unlink(missing_ok=True)
+    (prepared.folder / "run-id").write_text(f"{name}\n")  # where `lockstep top` finds the run's processes
+    cluster = LocalCluster(prepared.config.cluster, name, prepared.folder, ledger.generation)
+    try:
+        with monitor.stage("start"):
+            specs = _specs(prepared, cluster, ledger.generation)
+            workers = cluster.start(specs)
+            policy, start = _policy(prepared, ledger, [w for w in workers if w.spec.role == "policy"])
+            engines = [w for w in workers if w.spec.role == "rollout"]
+            roles = _roles(prepared, ledger, monitor, cluster, policy, engines, start, run_dir(name) / "weights")
+        yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start)
+    finally:
+        cluster.close()
+
+
+def _specs(prepared: Prepared, cluster: LocalCluster, generation: int) -> list[WorkerSpec]:
+    """What to start, as the plan says; scorers start with their pool."""
+    config = prepared.config
+    host, port = cluster.store()
+    specs = []
+    for process in prepared.plan.processes:
+        if process.role == "policy":
+            trainer = config.trainer.model_copy(update={"threads": process.threads})
+            arguments = {
+                "config": config.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
+                "rank": process.rank,
+                "world": config.trainer.ranks,
+                "store_host": host,
+                "store_port": port,
+                "run_folder": str(prepared.folder),
+                "device": process.device,
+                "generation": generation,
+            }
+            service = POLICY
+        elif process.role == "rollout":
+            arguments = {
+                "model": config.model.model_dump(mode="json"),
+                "engine": config.rollout.engine.model_dump(mode="json"),
+                "device": process.device,
+                "threads": process.threads,
+                "reader": READER,
+            }
+            service = ENGINE
+        else:
+            continue
+        # A forked process cannot use CUDA that its parent has touched; there, every worker starts from nothing.
+        preload = PRELOAD if process.device == "cpu" else ()
+        specs.append(
+            WorkerSpec(
+                process.name, process.role, process.rank, service, arguments, _environment(process.threads), preload
+            )
+        )
+    return specs
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Idle OpenMP threads sleep instead of spinning: the roles take turns on the same cores."""
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[Policy, int]:
+    """The trainer ranks, with the newest complete checkpoint loaded, and the version they are at."""
+    infos: list[TrainerInfo] = gather([worker.submit(PolicyAPI.setup) for worker in workers], why="load the model")
+    policy = Policy(workers, infos)
+    log.info("packing: %s (%s)", policy.info.packing, policy.info.packing_reason)
+    newest = ledger.newest_checkpoint()
+    if newest is None:
+        return policy, 0
+    policy.load(newest.path)
+    return policy, newest.step + 1
+
+
+def _roles(
+    prepared: Prepared,
+    ledger: Ledger,
+    monitor: Monitor,
+    cluster: LocalCluster,
+    policy: Policy,
+    engine_workers: list[Worker],
+    version: int,
+    store: Path,
+) -> Roles:
+    config = prepared.config
+    roles = Roles(policy, prompts=prepared.prompts, documents=prepared.documents)
+    if config.reward is not None:
+        roles.rewards = ScorerPool(cluster, config.reward)
+        roles.rewards.start()
+    if not engine_workers:
+        return roles
+    roles.engines = Engines(engine_workers, ledger, config.rollout.sampling, config.seed)
+    roles.weights = WeightSync(policy, roles.engines, _store(prepared, policy, ledger.generation, store), ledger)
+    roles.weights.publish(version)
+    if config.evaluation is not None:
+        roles.evaluator = Evaluator(
+            config.evaluation,
+            prepared.held_out,
+            config.rollout.sampling,
+            roles.engines,
+            roles.rewards,
+            ledger,
+            monitor,
+        )
+    return roles
+
+
+def _store(prepared: Prepared, policy: Policy, generation: int, folder: Path) -> SharedWeights:
+    """The store in shared memory, with the plan all sides agree on before bytes move."""
+    dtype = engine_dtype(prepared.config, prepared.model)
+    plan = WeightPlan.of([(each.name, each.shape, dtype) for each in policy.info.parameters])
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shared = SharedWeights.create(folder, plan, policy.ranks, generation)
+    gather([worker.submit(PolicyAPI.open_weights, str(folder)) for worker in policy.workers], why="open weights")
+    return shared

@@ -1,0 +1,104 @@
+"""Which checkpoints are written, when they count, and which stay."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.trainer import Checkpoint
+from lockstep.ledger.ledger import Ledger
+from lockstep.run.checkpoints import Checkpoints
+
+
+class SlowSaver:
+    """Writes a file at once and says that it is complete after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.left = looks, 0
+        self.folders: list[Path] = []
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(folder.name)
+        self.folders.append(folder)
+        self.left = self.looks
+
+    def saved(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    ledger = Ledger.create(tmp_path / "run", {"name": "x"})
+    for step in range(12):
+        ledger.commit(step, {})
+    return ledger
+
+
+def make(ledger: Ledger, looks: int = 0, **config: object) -> Checkpoints:
+    return Checkpoints(Checkpoint.model_validate(config), ledger.folder / "checkpoints", ledger, SlowSaver(looks))
+
+
+def versions(ledger: Ledger) -> list[int]:
+    return [row.step + 1 for row in ledger.checkpoints()]
+
+
+def test_one_counts_only_when_it_is_complete(ledger: Ledger) -> None:
+    checkpoints = make(ledger, looks=2)
+    checkpoints.begin(4, None)
+    for expected in (None, None, 4):
+        checkpoints.poll()
+        assert checkpoints.newest() == expected
+
+
+def test_finish_waits_for_the_one_under_way(ledger: Ledger) -> None:
+    checkpoints = make(ledger, looks=3)
+    checkpoints.begin(4, None)
+    checkpoints.finish()
+    assert versions(ledger) == [4]
+
+
+def test_the_last_ones_and_the_best_are_kept_and_others_deleted(ledger: Ledger) -> None:
+    checkpoints = make(ledger, keep_last=2, keep_best=True)
+    for version, metric in ((2, 0.3), (4, 0.9), (6, 0.5), (8, None), (10, 0.7)):
+        checkpoints.begin(version, metric)
+        checkpoints.finish()
+    assert versions(ledger) == [4, 8, 10]
+    assert sorted(path.name for path in (ledger.folder / "checkpoints").iterdir()) == [
+        *("00000004", "00000008", "00000010")
+    ]
+
+
+def test_without_keep_best_only_the_last_ones_stay(ledger: Ledger) -> None:
+    checkpoints = make(ledger, keep_last=3, keep_best=False)
+    for version in (2, 4, 6, 8):
+        checkpoints.begin(version, 1 / version)
+        checkpoints.finish()
+    assert versions(ledger) == [4, 6, 8]
+
+
+def test_due_periodically_at_the_end_and_for_a_new_best(ledger: Ledger) -> None:
+    checkpoints = make(ledger, every=5)
+    due = [version for version in range(12) if checkpoints.due(version, last=version == 11, improved=version == 7)]
+    assert due == [5, 7, 10, 11]
+    never = make(ledger, every=0, keep_best=False)
+    assert [version for version in range(12) if never.due(version, last=version == 11, improved=True)] == [11]
+
+
+def test_one_that_exists_or_is_under_way_is_not_due_again(ledger: Ledger) -> None:
+    checkpoints = make(ledger, looks=1, every=5)
+    checkpoints.begin(5, None)
+    assert not checkpoints.due(5, last=True, improved=True)
+    checkpoints.finish()
+    assert not checkpoints.due(5, last=True, improved=True)
+
+
+def test_what_a_killed_run_left_is_cleared(ledger: Ledger) -> None:
+    checkpoints = make(ledger)
+    checkpoints.begin(4, None)
+    checkpoints.finish()
+    folder = ledger.folder / "checkpoints"
+    (folder / "00000006.tmp-1-2").mkdir()  # cut while it was written
+    (folder / "00000006").mkdir()  # complete, but the ledger does not know
+    make(ledger)
+    assert [path.name for path in folder.iterdir()] == ["00000004"]
