@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+
+from lockstep.watch import beacon, state, waits
+from lockstep.watch.beacon import BeaconState, Counter, WaitRecord
+from lockstep.watch.state import Reading
+
+S = 1_000_000_000
+
+
+def written(name: str = "policy-0", pid: int = 1, tokens: int = 100, **changes: object) -> BeaconState:
+    fields: dict = {
+        "path": Path("x"), "run": "r", "name": name, "role": name.split("-")[0], "rank": int(name.split("-")[1]),
+        "pid": pid, "start_ticks": 7, "created_ns": 0, "created_wall": 0.0, "beat_ns": 0, "stage": "train",
+        "stage_since_ns": 90 * S, "counters": {"tokens": Counter(tokens, 400, 95 * S)},
+    }  # fmt: skip
+    return BeaconState(**(fields | changes))
+
+
+def waits_for(whom: str, since: int) -> WaitRecord:
+    return WaitRecord("future", whom, "scores", since * S, 160 * S, 98 * S, 11, "MainThread")
+
+
+def at(seconds: int, *beacons: BeaconState, letter: str | None = "S") -> Reading:
+    return Reading(seconds * S, beacons, {b.pid: letter for b in beacons})
+
+
+def test_a_row_says_what_a_process_does() -> None:
+    (row,) = state.rows(at(100, written(waits=(waits_for("reward-0", 88),), beat_ns=99 * S)))
+    assert (row.alive, row.state, row.stage, row.stage_s, row.beat_s) == (True, "sleeping", "train", 10.0, 1.0)
+    assert (row.counters[0].value, row.counters[0].total, row.counters[0].rate) == (100, 400, None)
+    assert row.counters[0].still_s == 5.0
+    wait = row.waits[0]
+    assert (wait.whom, wait.since_s, wait.stalled_s, wait.left_s) == ("reward-0", 12.0, 2.0, 60.0)
+    assert state.sentence(row) == "waits 12 s for reward-0 (future): scores"
+
+
+def test_rates_come_from_two_readings_of_the_same_process() -> None:
+    before, now = at(96, written(tokens=20)), at(100, written(tokens=100), written("engine-0", pid=2))
+    engine, policy = state.rows(now, before)
+    assert policy.counters[0].rate == 20.0
+    assert engine.counters[0].rate is None
+    assert state.sentence(policy) == "tokens 100/400, 20/s"
+    reborn = at(100, written(tokens=100, start_ticks=8))
+    assert state.rows(reborn, before)[0].counters[0].rate is None
+
+
+@pytest.mark.parametrize(
+    ("letter", "alive", "says"),
+    [(None, False, "gone"), ("Z", False, "dead"), ("T", True, "stopped in train"), ("R", True, "waits 12 s")],
+)
+def test_life_is_told_from_the_process_not_from_the_beacon(letter: str | None, alive: bool, says: str) -> None:
+    (row,) = state.rows(at(100, written(waits=(waits_for("reward-0", 88),)), letter=letter))
+    assert row.alive is alive
+    assert state.sentence(row).startswith(says)
+    assert bool(row.waits) is alive
+
+
+def test_edges_and_the_quiet() -> None:
+    now = at(
+        100,
+        written("policy-0", 1, waits=(waits_for("policy-1", 88),)),
+        written("policy-2", 3, waits=(waits_for("policy-1", 50),)),
+        written("policy-1", 2, counters={"tokens": Counter(1, None, 40 * S)}),
+        written("policy-3", 4),
+    )
+    table = state.rows(now)
+    assert state.waiting_for(table) == [("policy-2", "policy-1", 50.0), ("policy-0", "policy-1", 12.0)]
+    assert [row.name for row in state.quiet(table, 30)] == ["policy-1"]
+
+
+def test_rows_of_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    own = beacon.open_beacon("r", "engine-3", "engine", 3)
+    try:
+        own.stage("rollout")
+        own.progress("tokens", 10)
+        before = state.take_reading("r")
+        own.progress("tokens", 30)
+        with waits.waiting("sleep", "x", "y", timeout_s=9):
+            (row,) = state.rows(state.take_reading("r"), before)
+    finally:
+        beacon.close_beacon()
+    assert (row.name, row.role, row.rank, row.alive, row.stage) == ("engine-3", "engine", 3, True, "rollout")
+    assert row.counters[0].rate is not None
+    assert row.counters[0].rate > 0
+    assert row.waits[0].whom == "x"
