@@ -117,6 +117,7 @@ def _from_checkpoint(cfg: Model, config: Any, dtype: torch.dtype) -> Any:
         attn_implementation=_attention_for(cfg, config),
         trust_remote_code=cfg.trust_remote_code,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that they are in the report, with their names
     )
     missing = sorted(report["missing_keys"])
     if missing or report["mismatched_keys"]:

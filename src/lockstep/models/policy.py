@@ -84,10 +84,12 @@ class Policy(nn.Module):
 
         Raises:
             ValueError: a row of several segments for a model that cannot have one (`layout_refusal`), a
-                temperature or a chunk that is not positive.
+                temperature or a chunk that is not positive, tokens that do not fit the layout.
         """
         if temperature <= 0 or chunk < 1:
             raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
+        if tokens.shape != (layout.tokens,):
+            raise ValueError(f"tokens {list(tokens.shape)} do not fit a layout of {layout.tokens} tokens")
         hidden = self._hidden(tokens, layout)
         # Both gather; on CUDA only indexing has a deterministic backward, on CPU only index_select has a fast one.
         chosen = hidden.index_select(0, sources) if hidden.device.type == "cpu" else hidden[sources]
