@@ -144,7 +144,9 @@ class ScorerPool:
         for thread in threads:
             thread.start()
         try:
-            waits.event(job.over, whom="the scorers", why=why, timeout_s=bound, notice_after_s=None)
+            waits.event(
+                job.over, whom="the scorers", why=why, timeout_s=bound, progress=lambda: job.scored, notice_after_s=None
+            )
         finally:
             if len(job.scores) < job.units:
                 job.fail(RewardError("scoring", "was interrupted"))
