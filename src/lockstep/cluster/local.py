@@ -269,7 +269,7 @@ def uses_cuda(device: str, environment: Mapping[str, str]) -> bool:
 
 def _set_pid(worker: RemoteWorker, done: "Future[int]") -> None:
     if done.exception() is None:
-        worker.pid = done.result()
+        worker.pid = done.result(timeout=0)
 
 
 def _cpu_seconds(pid: int) -> Any:

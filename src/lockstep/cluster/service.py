@@ -59,7 +59,7 @@ class Service:
     def deliver(self, call: Call, arguments: memoryview) -> None:
         """Takes a call, from the I/O thread: queued, or answered here and now when it is concurrent."""
         if self._object is not None and self._is_concurrent(call):
-            self._answer(call, arguments)
+            self._answer(call, arguments, beside=True)
             return
         with self._changed:
             self._calls.append((call, arguments))
@@ -105,7 +105,7 @@ class Service:
     def _turn(self) -> None:
         """One call, or one turn of the background work, or a wait for either."""
         if self._calls:
-            self._answer(*self._calls.popleft(), name=True)
+            self._answer(*self._calls.popleft())
             return
         background = getattr(self._object, "background", None)
         if background is None or self._broken is not None:
@@ -135,20 +135,19 @@ class Service:
             except WaitTimeout:
                 return
 
-    def _answer(self, call: Call, arguments: memoryview, name: bool = False) -> None:
-        if name:
+    def _answer(self, call: Call, arguments: memoryview, beside: bool = False) -> None:
+        if not beside:
             self.running = call.method
         try:
-            message, payload = self._execute(call, arguments)
+            message, payload = self._execute(call, arguments, None if beside else self._broken)
         except Exception as error:  # noqa: BLE001 - whatever a call raises travels to the controller
             message, payload = failure(call.id, error), b""
-        if name:
+        if not beside:
             self.running = ""
         self._answers.answer(message, payload)
 
-    def _execute(self, call: Call, arguments: memoryview) -> tuple[Result | Failure, Payload]:
-        if self._broken is not None:
-            broken = self._broken
+    def _execute(self, call: Call, arguments: memoryview, broken: Failure | None) -> tuple[Result | Failure, Payload]:
+        if broken is not None:
             return Failure(call.id, broken.kind, broken.message, broken.traceback), b""
         method = self._method(call)
         signature = signature_of(method)

@@ -27,7 +27,7 @@ from lockstep.cluster.messages import (
     unpack_to_worker,
 )
 from lockstep.cluster.service import Service
-from lockstep.watch import beacon, wire
+from lockstep.watch import beacon, waits, wire
 from lockstep.watch.procs import alive
 
 PULSE_S = 1.0
@@ -103,15 +103,17 @@ class Uplink:
         self._finished_at = time.monotonic()
         self._wake()
 
-    def flush(self, seconds: float) -> bool:
-        """Gives the last answers a little time to leave; whether they did."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+    def flush(self, seconds: float) -> None:
+        """Gives the last answers a little time to leave."""
+
+        def written() -> bool | None:
             connection = self._connection
-            if connection is None or not connection.pending:
-                return connection is not None
-            time.sleep(0.005)
-        return False
+            return True if connection is None or not connection.pending else None
+
+        with contextlib.suppress(waits.WaitTimeout):
+            waits.poll(
+                written, kind="send", whom="controller", why="the last answers", every_s=0.005, timeout_s=seconds,
+            )  # fmt: skip
 
     def _run(self) -> None:
         while True:

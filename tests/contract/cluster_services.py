@@ -1,0 +1,150 @@
+"""Services that the cluster's tests run in workers. No torch: they start fast."""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.cluster.protocol import concurrent
+from lockstep.watch import beacon, waits
+
+
+class Painful(Exception):
+    """An exception with a name of its own."""
+
+
+@dataclass(slots=True)
+class Parcel:
+    label: str
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class Plain:
+    """Calls of every temper."""
+
+    def __init__(self, start: int = 0, fail: str = "", ledger: str = "") -> None:
+        if fail == "raise":
+            raise Painful("no such model: tiny")
+        if fail == "exit":
+            print("about to exit", flush=True)
+            os._exit(3)
+        if fail == "sleep":
+            time.sleep(600)
+        self.total, self.ledger, self.marks = start, ledger, 0
+
+    def add(self, n: int) -> int:
+        self.total += n
+        return self.total
+
+    def note(self, number: int, padding: np.ndarray | None = None, seconds: float = 0.0) -> int:
+        """Writes a line, once per execution."""
+        with Path(self.ledger).open("a") as file:
+            file.write(f"{number}\n")
+        time.sleep(seconds)
+        return number if padding is None else int(padding.sum())
+
+    def double(self, parcel: Parcel) -> Parcel:
+        return Parcel(parcel.label * 2, {name: array * 2 for name, array in parcel.arrays.items()})
+
+    def checksum(self, array: np.ndarray) -> tuple[int, float]:
+        array[0] += 1  # it is the callee's own
+        return array.nbytes, float(array.sum()) - 1
+
+    def zeros(self, megabytes: int) -> np.ndarray:
+        return np.zeros(megabytes << 20, np.uint8)
+
+    def reused(self, value: int) -> np.ndarray:
+        """The same buffer for every answer."""
+        self.buffer = getattr(self, "buffer", np.zeros(1 << 20))
+        self.buffer[:] = value
+        return self.buffer
+
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def work(self, seconds: float) -> int:
+        """Like sleep, but the counter moves."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            beacon.current().add("turns")
+            time.sleep(0.1)
+        return beacon.current().moves
+
+    def wait_for(self, whom: str, seconds: float) -> None:
+        beacon.current().stage("collecting")
+        with waits.waiting("queue", whom, "its scores", seconds):
+            time.sleep(seconds)
+
+    def deaf(self, seconds: float) -> None:
+        """Blocked where no signal reaches it."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        time.sleep(seconds)
+
+    def fail(self, message: str) -> None:
+        raise Painful(message)
+
+    def leave(self, code: int) -> None:
+        print("last words", flush=True)
+        os._exit(code)
+
+    def quit(self) -> None:
+        sys.exit(5)
+
+    def wrong(self) -> int:
+        return object()  # type: ignore[return-value]
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    @concurrent
+    def peek(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def close(self) -> None:
+        if self.ledger:
+            with Path(self.ledger).open("a") as file:
+                file.write("closed\n")
+
+
+class Engine:
+    """Works between calls while it has something to do."""
+
+    def __init__(self) -> None:
+        self.left, self.done, self.looks, self.broken = 0, 0, 0, False
+
+    def submit(self, n: int) -> None:
+        self.left += n
+
+    def collect(self) -> int:
+        return self.done
+
+    def asked(self) -> int:
+        return self.looks
+
+    def sabotage(self) -> None:
+        self.broken = True
+
+    @concurrent
+    def progress(self) -> int:
+        return self.done
+
+    def background(self) -> bool:
+        self.looks += 1
+        if self.broken:
+            raise Painful("the decode loop broke")
+        if not self.left:
+            return False
+        time.sleep(0.002)
+        self.left -= 1
+        self.done += 1
+        beacon.current().add("tokens")
+        return True

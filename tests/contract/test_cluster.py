@@ -1,0 +1,438 @@
+"""What every cluster does. One suite, parametrised over the implementations."""
+
+import contextlib
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from cluster_services import Engine, Parcel, Plain
+
+from lockstep.cluster.calls import gather
+from lockstep.cluster.codec import CodecError
+from lockstep.cluster.local import LocalCluster
+from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.config.cluster import LocalCluster as LocalConfig
+from lockstep.watch import wire
+from lockstep.watch.waits import Stalled
+
+HERE = str(Path(__file__).parent)
+TOKEN = secrets.token_hex(16)
+Start = Callable[..., Any]
+
+
+def local(folder: Path) -> LocalCluster:
+    return LocalCluster(LocalConfig(notice_after_s=1.0), f"contract-{secrets.token_hex(3)}", folder, 1, TOKEN)
+
+
+CLUSTERS = {"local": local}
+
+
+@pytest.fixture(scope="module", params=list(CLUSTERS))
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with CLUSTERS[request.param](tmp_path_factory.mktemp("run")) as made:
+        yield made
+
+
+def spec(name: str, service: type = Plain, rank: int = 0, **arguments: Any) -> WorkerSpec:
+    return WorkerSpec(
+        name, "tester", rank, f"cluster_services:{service.__name__}", arguments,
+        environment={"PYTHONPATH": HERE, "OMP_NUM_THREADS": "1"}, preload=("numpy", "lockstep.cluster.uplink"),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def start(cluster: Any) -> Iterator[Start]:
+    """Starts workers, and stops them after the test."""
+    started: list[Worker] = []
+    count = iter(range(1000))
+    prefix = secrets.token_hex(2)
+
+    def one(service: type = Plain, **arguments: Any) -> Any:
+        (worker,) = cluster.start([spec(f"w{prefix}-{next(count)}", service, 7, **arguments)])
+        started.append(worker)
+        return worker
+
+    yield one
+    for worker in started:
+        cluster.stop(worker, grace_s=1.0)
+
+
+def cut(worker: Any) -> None:
+    """Breaks the worker's connection as a network would."""
+    connection = worker.connection
+    if connection is not None:
+        with contextlib.suppress(OSError):
+            connection._socket.shutdown(socket.SHUT_RDWR)
+
+
+def test_calls_run_in_the_order_of_submission(start: Start) -> None:
+    worker = start()
+    pendings = [worker.submit(Plain.add, n) for n in range(100)]
+    totals = gather(pendings, "sums")
+    assert totals == [sum(range(n + 1)) for n in range(100)]
+    assert worker.call(Plain.add, 0) == sum(range(100))
+    assert worker.call(Plain.pid) == worker.pid != os.getpid()
+
+
+def test_concurrent_calls_answer_beside_a_running_call(start: Start) -> None:
+    worker = start()
+    long = worker.submit(Plain.sleep, 2.0)
+    began = time.monotonic()
+    assert [worker.call(Plain.peek) for _ in range(5)] == [1, 2, 3, 4, 5]
+    assert time.monotonic() - began < 1.0
+    assert not long.done()
+    assert long.result("the long one") == 2.0
+
+
+def test_values_of_all_kinds_make_the_round(start: Start) -> None:
+    worker = start()
+    parcel = Parcel("x", {"a": np.arange(7, dtype=np.int32), "b": np.ones((300, 70)), "c": np.zeros((0, 3))})
+    back = worker.call(Plain.double, parcel)
+    assert back.label == "xx"
+    for name, array in parcel.arrays.items():
+        np.testing.assert_array_equal(back.arrays[name], array * 2)
+        assert back.arrays[name].dtype == array.dtype
+
+
+def test_large_arrays_cross_both_ways(start: Start) -> None:
+    worker = start()
+    array = np.random.default_rng(0).integers(0, 100, 12_500_000).astype(np.float64)  # 100 MB
+    kept = array[0]
+    assert worker.call(Plain.checksum, array) == (array.nbytes, float(array.sum()))
+    assert array[0] == kept
+    back = worker.call(Plain.zeros, 100)
+    assert back.nbytes == 100 << 20
+    assert not back.any()
+    back[0] = 1
+
+
+def test_answers_are_what_they_were_when_the_call_returned(start: Start) -> None:
+    worker = start()
+    pendings = [worker.submit(Plain.reused, n) for n in range(6)]
+    assert [int(answer.mean()) for answer in gather(pendings, "answers")] == list(range(6))
+
+
+def test_exceptions_arrive_with_worker_rank_and_remote_traceback(start: Start) -> None:
+    worker = start()
+    with pytest.raises(RemoteError) as caught:
+        worker.call(Plain.fail, "the third layer is missing")
+    error = caught.value
+    assert (error.worker, error.rank) == (worker.spec.name, 7)
+    assert error.kind == "cluster_services.Painful"
+    assert error.message == "the third layer is missing"
+    assert "in fail" in error.traceback
+    assert "lockstep/cluster" not in error.traceback, "only the service's own frames"
+    assert worker.call(Plain.add, 1) == 1, "the worker goes on"
+
+
+def test_wrong_arguments_and_results_are_told(start: Start) -> None:
+    worker = start()
+    with pytest.raises(TypeError, match="missing a required argument: 'n'"):
+        worker.submit(Plain.add)  # type: ignore[call-arg]
+    with pytest.raises(CodecError, match=r"Plain.add: n: "):
+        worker.submit(Plain.add, object())  # type: ignore[arg-type]
+    with pytest.raises(RemoteError, match=r"Plain.add: n: Expected `int`, got `str`"):
+        worker.call(Plain.add, "three")  # type: ignore[arg-type]
+    with pytest.raises(RemoteError, match=r"Plain.wrong: return value: builtins.object cannot travel"):
+        worker.call(Plain.wrong)
+    with pytest.raises(RemoteError, match="Plain has no method 'collect'"):
+        worker.call(Engine.collect)
+
+
+def test_a_cut_in_mid_call_executes_it_once(start: Start, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    worker = start(ledger=str(ledger))
+    pending = worker.submit(Plain.note, 1, None, 1.0)
+    time.sleep(0.3)
+    cut(worker)
+    assert pending.result("the note") == 1
+    assert ledger.read_text() == "1\n"
+
+
+def test_a_result_that_is_ready_while_the_line_is_down_arrives_later(start: Start) -> None:
+    worker = start()
+    pending = worker.submit(Plain.sleep, 0.2)
+    os.kill(worker.pid, signal.SIGSTOP)
+    cut(worker)
+    os.kill(worker.pid, signal.SIGCONT)
+    assert pending.result("the nap") == 0.2
+
+
+def test_a_line_that_breaks_all_the_time_loses_and_repeats_nothing(start: Start, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    worker = start(ledger=str(ledger))
+    over = threading.Event()
+    cuts = 0
+
+    def saboteur() -> None:
+        nonlocal cuts
+        generator = random.Random(0)
+        while not over.wait(generator.uniform(0.0, 0.06)):
+            cut(worker)
+            cuts += 1
+
+    thread = threading.Thread(target=saboteur)
+    thread.start()
+    try:
+        pendings = []
+        for number in range(150):
+            padding = np.full(number * 4000, 1, np.uint8) if number % 3 == 0 else None
+            pendings.append(worker.submit(Plain.note, number, padding, 0.005))
+            if number % 10 == 0:
+                worker.call(Plain.peek)
+        results = gather(pendings, "notes")
+    finally:
+        over.set()
+        thread.join(5)
+    assert cuts > 10
+    assert results == [number * 4000 if number % 3 == 0 else number for number in range(150)]
+    assert ledger.read_text().split() == [str(number) for number in range(150)]
+    assert worker.call(Plain.peek) == 16
+
+
+def test_a_call_without_progress_is_stalled(start: Start) -> None:
+    worker = start()
+    pending = worker.submit(Plain.wait_for, "reward-3", 30.0)
+    began = time.monotonic()
+    with pytest.raises(Stalled) as caught:
+        pending.result("scores", stall_s=1.6)
+    assert 1.5 < time.monotonic() - began < 4
+    assert caught.value.whom == worker.spec.name
+    assert "is in stage collecting, waits for reward-3 (its scores)" in str(caught.value)
+
+
+def test_progress_keeps_a_long_call_alive(start: Start) -> None:
+    worker = start()
+    pending = worker.submit(Plain.work, 4.0)
+    assert pending.result("work", stall_s=2.0) > 20
+
+
+def test_a_call_behind_a_moving_one_is_not_stalled(start: Start) -> None:
+    worker = start()
+    worker.submit(Plain.work, 3.5)
+    assert worker.submit(Plain.add, 1).result("behind it", stall_s=2.0) == 1
+
+
+def test_a_wait_without_progress_is_told(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    worker = start()
+    with caplog.at_level(logging.WARNING, logger="lockstep.cluster.calls"):
+        worker.submit(Plain.wait_for, "judge", 2.5).result("train step 12")
+    told = [record.getMessage() for record in caplog.records]
+    assert any(
+        f"for {worker.spec.name} (train step 12): no progress since" in line and "waits for judge (its scores)" in line
+        for line in told
+    ), told
+
+
+def test_a_stopped_worker_is_stalled_and_may_go_on(start: Start) -> None:
+    worker = start()
+    pending = worker.submit(Plain.work, 1.0)
+    os.kill(worker.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(Stalled, match="is stopped"):
+            pending.result("work", stall_s=1.5)
+        began = time.monotonic()
+        large = worker.submit(Plain.checksum, np.zeros(4_000_000))
+        assert time.monotonic() - began < 1.0, "a peer that does not read blocks nobody"
+    finally:
+        os.kill(worker.pid, signal.SIGCONT)
+    assert pending.result("work") > 0
+    assert large.result("checksum") == (32_000_000, 0.0)
+
+
+def test_the_first_failure_ends_the_wait_for_all(start: Start) -> None:
+    good, bad = start(), start()
+    pendings = [good.submit(Plain.sleep, 60.0), bad.submit(Plain.sleep, 0.3), bad.submit(Plain.fail, "now")]
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match="now"):
+        gather(pendings, "all of them")
+    assert time.monotonic() - began < 2.0
+    assert not pendings[0].done()
+
+
+def test_a_killed_worker_fails_its_calls_at_once(start: Start) -> None:
+    worker = start()
+    pendings = [worker.submit(Plain.sleep, 60.0), worker.submit(Plain.add, 1)]
+    threading.Timer(0.3, os.kill, (worker.pid, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        gather(pendings, "both")
+    assert time.monotonic() - began < 1.3
+    assert caught.value.exit_code == -signal.SIGKILL
+    assert not worker.alive()
+    with pytest.raises(WorkerDied):
+        pendings[1].result("the other")
+    with pytest.raises(WorkerDied):
+        worker.call(Plain.add, 1)
+
+
+@pytest.mark.parametrize(("how", "code"), [("leave", 3), ("quit", 5)])
+def test_a_worker_that_ends_by_itself_leaves_its_last_lines(start: Start, how: str, code: int) -> None:
+    worker = start()
+    pending = worker.submit(Plain.leave, 3) if how == "leave" else worker.submit(Plain.quit)
+    with pytest.raises(WorkerDied) as caught:
+        pending.result("its end")
+    assert caught.value.exit_code == code
+    assert ("last words" if how == "leave" else "leaving") in caught.value.log_tail or how == "quit"
+    assert worker.spec.name in caught.value.log_tail
+
+
+def test_the_background_loop_runs_between_calls(start: Start) -> None:
+    worker = start(Engine)
+    worker.call(Engine.submit, 400)
+    latencies = []
+    while (done := worker.call(Engine.collect)) < 400:
+        began = time.monotonic()
+        assert worker.call(Engine.progress) >= done
+        worker.call(Engine.collect)
+        latencies.append(time.monotonic() - began)
+        time.sleep(0.02)
+    assert len(latencies) > 5
+    assert np.median(latencies) < 0.1
+
+
+def test_an_idle_background_loop_does_not_spin(start: Start) -> None:
+    worker = start(Engine)
+    worker.call(Engine.submit, 3)
+    time.sleep(0.2)
+    looks, process = worker.call(Engine.asked), psutil.Process(worker.pid)
+    before = process.cpu_times()
+    time.sleep(2.0)
+    after = process.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.2
+    assert worker.call(Engine.asked) - looks < 20
+
+
+def test_a_broken_background_loop_fails_the_calls(start: Start) -> None:
+    worker = start(Engine)
+    worker.call(Engine.sabotage)
+    for _ in range(2):
+        with pytest.raises(RemoteError, match="the decode loop broke"):
+            worker.call(Engine.collect)
+            time.sleep(0.2)
+            worker.call(Engine.collect)
+    assert worker.call(Engine.progress) == 0
+
+
+def test_a_constructor_that_raises(cluster: Any) -> None:
+    specs = [spec("fine", Plain, 0), spec("poor", Plain, 3, fail="raise"), spec("slow", Plain, 1, fail="sleep")]
+    began = time.monotonic()
+    with pytest.raises(RemoteError) as caught:
+        cluster.start(specs)
+    assert time.monotonic() - began < 20
+    assert (caught.value.worker, caught.value.rank) == ("poor", 3)
+    assert caught.value.message == "no such model: tiny"
+    (again,) = cluster.start([spec("fine", Plain)])  # the names are free, for the others have ended
+    assert again.call(Plain.add, 1) == 1
+    cluster.stop(again)
+
+
+def test_services_that_are_none(cluster: Any) -> None:
+    for service, expected in (("nowhere:Thing", "No module named 'nowhere'"), ("cluster_services", "package.module:")):
+        wrong = spec("wrong")
+        wrong.service = service
+        with pytest.raises(RemoteError, match=expected):
+            cluster.start([wrong])
+
+
+def test_a_worker_that_dies_while_it_starts(cluster: Any) -> None:
+    with pytest.raises(WorkerDied) as caught:
+        cluster.start([spec("early", Plain, 2, fail="exit")])
+    assert (caught.value.worker, caught.value.rank, caught.value.exit_code) == ("early", 2, 3)
+    assert "about to exit" in caught.value.log_tail
+
+
+def test_names_are_unique(cluster: Any) -> None:
+    with pytest.raises(ValueError, match="'twin' is taken"):
+        cluster.start([spec("twin"), spec("twin")])
+
+
+def test_stop_closes_the_service(cluster: Any, tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    idle, busy = cluster.start([spec("idle", ledger=str(ledger)), spec("busy", ledger=str(tmp_path / "other"))])
+    pending = busy.submit(Plain.sleep, 60.0)
+    for worker in (idle, busy):
+        began = time.monotonic()
+        cluster.stop(worker)
+        assert time.monotonic() - began < 4
+        assert not psutil.pid_exists(worker.pid)
+        cluster.stop(worker)
+    assert ledger.read_text() == (tmp_path / "other").read_text() == "closed\n"
+    with pytest.raises(WorkerDied):
+        pending.result("nothing")
+
+
+def test_a_worker_that_does_not_leave_is_killed(cluster: Any) -> None:
+    (worker,) = cluster.start([spec("deaf")])
+    worker.submit(Plain.deaf, 60.0)
+    time.sleep(0.2)
+    began = time.monotonic()
+    cluster.stop(worker, grace_s=0.5)
+    assert time.monotonic() - began < 4
+    assert not psutil.pid_exists(worker.pid)
+
+
+def test_strangers_are_refused(cluster: Any, start: Start) -> None:
+    worker = start()
+    if not isinstance(cluster, LocalCluster):
+        pytest.skip("the listener is the local cluster's")
+    host, port = cluster._hub.address
+    identity: dict[str, Any] = {"run": cluster._run, "generation": 1, "name": worker.spec.name, "timeout_s": 3.0}
+    for change, code in (({"token": "x"}, "token"), ({"token": TOKEN, "generation": 0}, "generation")):
+        with pytest.raises(wire.Refused) as caught:
+            wire.connect(host, port, **identity | change)
+        assert caught.value.code == code
+    stranger = wire.connect(host, port, **identity | {"token": TOKEN, "name": "nobody"})
+    with pytest.raises(wire.ConnectionClosed):
+        stranger.recv(3.0)
+    assert worker.call(Plain.add, 2) == 2
+
+
+def test_the_token_is_in_no_command_line_and_no_file(cluster: Any, start: Start) -> None:
+    worker = start()
+    assert worker.call(Plain.environment, "LOCKSTEP_TOKEN") is None, "not handed on to the worker's children"
+    words = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert not any(TOKEN in line for line in words)
+    folder = cluster._folder
+    assert not [path for path in folder.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+
+
+def test_the_store_lives_outside_the_ranks(cluster: Any) -> None:
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    host, port = cluster.store()
+    assert cluster.store() == (host, port)
+    client = TCPStore(host, port, None, False, timedelta(seconds=10), wait_for_workers=False)
+    client.set("a", "1")
+    assert client.get("a") == b"1"
+    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port]
+    assert [c.laddr.ip for c in listening] == ["127.0.0.1"]
+
+
+def test_close_leaves_nothing(request: pytest.FixtureRequest, cluster: Any, tmp_path: Path) -> None:
+    made = CLUSTERS[request.node.callspec.params["cluster"]](tmp_path)
+    workers = made.start([spec("a"), spec("b")])
+    pids = [worker.pid for worker in workers]
+    pending = workers[0].submit(Plain.sleep, 60.0)
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 5
+    made.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(WorkerDied):
+        pending.result("nothing")
+    with pytest.raises(RuntimeError, match="closed"):
+        made.start([spec("c")])

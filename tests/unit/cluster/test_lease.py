@@ -1,0 +1,261 @@
+"""A worker by itself, against a controller that the test plays: resending, acknowledging, and the lease."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.cluster.codec import Signature
+from lockstep.cluster.messages import Ack, Call, Failure, Leave, Pulse, Result, Resume, pack, unpack_to_controller
+from lockstep.watch import procs, wire
+
+SERVICE = """
+import signal, time
+class Service:
+    def __init__(self):
+        self.total = 0
+    def add(self, n: int) -> int:
+        self.total += n
+        return self.total
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+    def deaf(self, seconds: float) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        time.sleep(seconds)
+    def close(self):
+        print("service closed", flush=True)
+"""
+
+
+class Protocol:
+    def add(self, n: int) -> int:
+        raise NotImplementedError
+
+    def nap(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def deaf(self, seconds: float) -> None:
+        raise NotImplementedError
+
+
+class Line:
+    """The controller's end of one connection."""
+
+    def __init__(self, listener: wire.Listener) -> None:
+        connection = listener.accept(10)
+        assert connection is not None
+        self.connection = connection
+        self.hello = self.hear(Resume)
+
+    def call(self, number: int, method: object, *args: object) -> None:
+        payload = Signature(method).encode_arguments(args, {})  # type: ignore[arg-type]
+        self.connection.send(*pack(Call(number, method.__name__, False), payload))  # type: ignore[attr-defined]
+
+    def hear(self, kind: type, timeout_s: float = 10.0) -> object:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            frame = self.connection.recv(max(0.01, deadline - time.monotonic()))
+            if frame is not None:
+                message, self.payload = unpack_to_controller(frame)
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__} within {timeout_s} s")
+
+
+@contextmanager
+def worker(folder: Path, grace_s: float = 0.0, controller: int | None = None) -> Iterator[tuple]:
+    (folder / "lone_service.py").write_text(SERVICE)
+    token, run = secrets.token_hex(8), f"lease-{secrets.token_hex(3)}"
+    with wire.Listener(token, run, 1) as listener:
+        pid = os.getpid() if controller is None else controller
+        charge = {
+            "name": "w", "role": "r", "rank": 0, "service": "lone_service:Service", "arguments": {}, "run": run,
+            "generation": 1, "host": listener.host, "port": listener.port, "controller_pid": pid,
+            "controller_start": procs.start_ticks(pid), "orphan_grace_s": grace_s,
+        }  # fmt: skip
+        (folder / "w.json").write_text(json.dumps(charge))
+        environment = {
+            **os.environ, "LOCKSTEP_WORKER": str(folder / "w.json"), "LOCKSTEP_TOKEN": token,
+            "PYTHONPATH": str(folder), "LOCKSTEP_BEACONS": str(folder / "beacons"),
+        }  # fmt: skip
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lockstep.cluster.worker"], env=environment, stdout=log, stderr=log
+            )
+        try:
+            yield listener, process
+        finally:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen]:
+    """A process that plays the controller whose pid is watched."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait(10)
+
+
+def test_answers_are_kept_until_acknowledged_and_calls_are_taken_once(tmp_path: Path) -> None:
+    with worker(tmp_path) as (listener, process):
+        line = Line(listener)
+        assert line.hello == Resume(0, process.pid)
+        assert line.hear(Result) == Result(0)
+        line.call(1, Protocol.add, 5)
+        assert line.hear(Result) == Result(1)
+        line.connection.close()
+
+        line = Line(listener)
+        assert line.hello == Resume(1, process.pid)
+        assert [line.hear(Result), line.hear(Result)] == [Result(0), Result(1)], "nothing was acknowledged"
+        line.call(1, Protocol.add, 5)  # a repetition
+        line.call(2, Protocol.add, 1)
+        assert line.hear(Result) == Result(2)
+        assert Signature(Protocol.add).decode_result(line.payload) == 6
+        line.connection.send(*pack(Ack([0, 1])))
+        line.connection.send(b"nonsense")  # costs the connection, nothing else
+        with pytest.raises(wire.ConnectionClosed):
+            line.hear(Result)
+
+        line = Line(listener)
+        assert line.hear(Result) == Result(2), "the others were acknowledged"
+        line.connection.send(*pack(Leave("test")))
+        assert process.wait(10) == 0
+    assert "service closed" in (tmp_path / "log").read_text()
+
+
+def test_pulses_come_each_second_while_a_call_runs_and_not_when_idle(tmp_path: Path) -> None:
+    with worker(tmp_path) as (listener, _):
+        line = Line(listener)
+        line.hear(Result)
+        with pytest.raises(AssertionError):
+            line.hear(Pulse, 2.5)
+        line.call(1, Protocol.nap, 3.5)
+        times = []
+        for _ in range(3):
+            line.hear(Pulse, 3)
+            times.append(time.monotonic())
+        assert np.allclose(np.diff(times), 1.0, atol=0.4)
+
+
+def test_a_worker_leaves_in_order_when_its_controller_is_gone(tmp_path: Path, stranger: subprocess.Popen) -> None:
+    with worker(tmp_path, controller=stranger.pid) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        line.call(1, Protocol.nap, 600.0)
+        stranger.kill()
+        stranger.wait(10)
+        time.sleep(0.5)
+        assert process.poll() is None, "the connection is up: somebody speaks for the controller"
+        listener.close()
+        line.connection.close()
+        assert process.wait(5) == 75
+    log = (tmp_path / "log").read_text()
+    assert "leaving: the controller is gone" in log
+    assert "service closed" in log
+
+
+def test_a_blocked_main_thread_does_not_keep_an_orphan(tmp_path: Path, stranger: subprocess.Popen) -> None:
+    with worker(tmp_path, controller=stranger.pid) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        line.call(1, Protocol.deaf, 600.0)
+        time.sleep(0.3)
+        stranger.kill()
+        stranger.wait(10)
+        line.connection.close()
+        listener.close()
+        began = time.monotonic()
+        assert process.wait(8) == 75
+        assert time.monotonic() - began < 5
+    assert "its main thread did not come back" in (tmp_path / "log").read_text()
+
+
+def test_an_orphan_has_its_grace(tmp_path: Path, stranger: subprocess.Popen) -> None:
+    with worker(tmp_path, grace_s=1.5, controller=stranger.pid) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        stranger.kill()
+        stranger.wait(10)
+        line.connection.close()
+        time.sleep(0.7)
+        line = Line(listener)  # back within the grace: the lease holds again
+        time.sleep(1.5)
+        assert process.poll() is None
+        began = time.monotonic()
+        line.connection.close()
+        listener.close()
+        assert process.wait(8) == 75
+        assert 1.2 < time.monotonic() - began < 4
+
+
+def test_a_living_controller_may_be_away_for_a_while(tmp_path: Path) -> None:
+    with worker(tmp_path) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        line.connection.close()
+        time.sleep(1.5)
+        assert process.poll() is None
+        line = Line(listener)
+        line.call(1, Protocol.add, 1)
+        assert line.hear(Result) == Result(0)
+        assert line.hear(Result) == Result(1)
+
+
+def test_a_superseded_worker_leaves(tmp_path: Path) -> None:
+    with worker(tmp_path) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        listener.highest = 2
+        line.connection.close()
+        deadline = time.monotonic() + 8
+        while process.poll() is None and time.monotonic() < deadline:
+            assert listener.accept(0.1) is None
+        assert process.poll() == 75
+    assert "generation 1 is stale" in (tmp_path / "log").read_text()
+
+
+def test_sigterm_interrupts_the_call_and_closes_the_service(tmp_path: Path) -> None:
+    with worker(tmp_path) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        line.call(1, Protocol.nap, 600.0)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+    assert "service closed" in (tmp_path / "log").read_text()
+
+
+def test_sigusr1_writes_all_stacks_into_the_log(tmp_path: Path) -> None:
+    with worker(tmp_path) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        line.call(1, Protocol.nap, 600.0)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        log = (tmp_path / "log").read_text()
+        assert "in nap" in log
+        assert "uplink.py" in log
+        assert process.poll() is None
+
+
+def test_a_failing_constructor_is_an_answer(tmp_path: Path) -> None:
+    with worker(tmp_path) as (listener, _):
+        (tmp_path / "lone_service.py").write_text("class Service:\n    def __init__(self):\n        1 / 0\n")
+        line = Line(listener)
+        failed = line.hear(Failure)
+        assert isinstance(failed, Failure)
+        assert (failed.id, failed.kind, failed.message) == (0, "ZeroDivisionError", "division by zero")
+        assert "lone_service.py" in failed.traceback
