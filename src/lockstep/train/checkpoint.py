@@ -2,8 +2,8 @@
 
 A save copies the state to host memory and returns; a thread writes it into `<name>.tmp-...`, with its own gloo
 communicator, so that its collectives never mix with those of training. When every rank's files are on disk (fsync),
-rank 0 writes the manifest, syncs the folder and renames it. What has the final name and a manifest that fits is
-complete; everything else is refused.
+rank 0 writes the manifest, syncs the folder, renames it, and tells the others. What has the final name and a manifest
+that fits is complete; everything else is refused.
 """
 
 import json
@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 import traceback
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,15 +24,21 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.futures import Future as TorchFuture
 
 from lockstep.train.distributed import Ranks
 from lockstep.watch import beacon, waits
 
 log = logging.getLogger(__name__)
+
+# One rank saves, and every rank loads, without collectives on purpose: torch would say so each time.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -52,6 +59,23 @@ class Rows:
     local: Tensor
     shape: tuple[int, ...]
     """Of the whole tensor."""
+
+
+class _Files(FileSystemWriter):
+    """torch's writer, with the operating system's own words when a write fails."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # torch.save's archive reports "unexpected pos" and leaves the reason in the exception's context.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            free = shutil.disk_usage(self.path).free
+            raise OSError(cause.errno, f"{cause.strerror}; {free} bytes are free there", str(self.path)) from error
 
 
 class Writer:
@@ -124,13 +148,21 @@ class Writer:
     def _write_files(self, temporary: Path, folder: Path, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
         metadata = dcp_save(
             state,
-            storage_writer=FileSystemWriter(temporary, sync_files=True),
+            storage_writer=_Files(temporary, sync_files=True),
             process_group=self.ranks.storage,
             no_dist=self.ranks.world == 1,
         )
-        if self.ranks.rank != 0:
-            return
-        assert isinstance(metadata, Metadata)
+        error: OSError | None = None
+        if self.ranks.rank == 0:
+            try:
+                self._complete(temporary, folder, metadata, facts)
+            except OSError as problem:
+                error = problem
+        if not self.ranks.agree(error is None, why=f"{folder.name} is complete"):
+            raise error or OSError(f"rank 0 could not complete {temporary}; see its log")
+
+    def _complete(self, temporary: Path, folder: Path, metadata: Metadata, facts: dict[str, Any]) -> None:
+        """Rank 0, when the files of all ranks are on disk: the manifest, and the final name."""
         names = {stored.relative_path for stored in (metadata.storage_data or {}).values()} | {".metadata"}
         files = {name: (temporary / name).stat().st_size for name in sorted(names)}
         _write_durably(temporary / MANIFEST, {"format": FORMAT, "world": self.ranks.world, "files": files, **facts})
@@ -225,7 +257,7 @@ def kept(steps: Mapping[int, float | None], keep_last: int, keep_best: bool) -> 
     return keep
 
 
-def remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Deletes a checkpoint; a deletion that is cut short leaves nothing that looks complete."""
     doomed = folder.with_name(f"{folder.name}.tmp-removed")
     shutil.rmtree(doomed, ignore_errors=True)

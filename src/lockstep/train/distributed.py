@@ -1,7 +1,7 @@
 """A rank among its peers: the communicators, and the only collectives that the trainer issues itself.
 
-There are two: `gather` of one fixed vector per step, and `gather_rows` of one parameter during an export. All others
-are FSDP2's, and those of the checkpoint writer on a communicator of its own.
+There are three: `gather` of one fixed vector per step, `gather_rows` of one parameter during an export, and `agree` at
+the end of a checkpoint. All others are FSDP2's and, on a communicator of their own, torch's checkpoint writer's.
 """
 
 from dataclasses import dataclass, field
@@ -53,6 +53,14 @@ class Ranks:
         parts = [torch.empty_like(mine) for _ in range(self.world)] if self.rank == 0 else None
         self._finish(dist.gather(mine, parts, dst=0, group=self.group, async_op=True), "gather", why)
         return None if parts is None else torch.cat([part.cpu() for part in parts])[:rows]
+
+    def agree(self, good: bool, why: str) -> bool:
+        """What rank 0 thinks, on all ranks; on the storage communicator, for the checkpoint writer's thread."""
+        if self.world == 1:
+            return good
+        flag = torch.tensor([int(good)])
+        self._finish(dist.broadcast(flag, 0, group=self.storage, async_op=True), "broadcast", why)
+        return bool(flag.item())
 
     def leave(self) -> None:
         """Ends the communicators; what is in flight on them is lost."""

@@ -1,0 +1,481 @@
+"""Trainer ranks as real processes, the same data for all of them, and the truth: transformers and torch alone."""
+
+import multiprocessing
+import resource
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from lockstep.config.algorithm import PolicyLoss
+from lockstep.config.recipes import Config, GRPOConfig, SFTConfig
+from lockstep.data.batch import Minibatch
+from lockstep.data.packing import Batch, Packing, pack, trees_of_documents, trees_of_rollouts
+from lockstep.data.samples import Completion, Document, Group, Prompt, Rollouts
+from lockstep.models.tiny import make_tiny
+from lockstep.train.checkpoint import CheckpointError, Rows
+from lockstep.train.distributed import Ranks
+from lockstep.train.export import export_model
+from lockstep.train.fsdp import FSDP2Trainer, NonFinite
+from lockstep.train.service import TrainerService
+
+TEMPERATURE = 0.8
+LR = 2e-3
+FAMILIES = ("qwen2", "llama")
+
+
+def make_models(folder: Path) -> None:
+    for seed, family in enumerate(FAMILIES):
+        # an odd number of rows: the last rank's shard is shorter
+        sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 51}
+        make_tiny(folder / family, family=family, tie_embeddings=family == "qwen2", seed=seed, **sizes)
+
+
+def config(folder: Path, family: str, recipe: str, **trainer: Any) -> Config:
+    common: dict[str, Any] = {
+        "name": "contract",
+        "steps": 10,
+        "model": {"path": str(folder / family)},
+        "data": {"path": "unused.jsonl"},
+        "trainer": {
+            # eps: without it AdamW turns gradients that are nothing but rounding into whole updates
+            "optimizer": {"lr": LR, "weight_decay": 0.1, "eps": 1e-5},
+            "schedule": {"kind": "linear", "warmup_steps": 2},
+            "max_grad_norm": 0.5,
+            "collective_timeout_s": 60,
+            **trainer,
+        },
+    }
+    if recipe == "sft":
+        return SFTConfig.model_validate({"recipe": "sft", **common})
+    loss = {
+        "entropy_coefficient": 0.02,
+        "kl": {"coefficient": 0.3},
+        "importance": {"kind": "truncate", "cap": 1.02},
+        "old_logprobs": "trainer",
+        "aggregation": "seq-mean-token-mean",
+        "clip_low": 0.02,
+        "clip_high": 0.03,
+    }
+    return GRPOConfig.model_validate(
+        {
+            "recipe": "grpo",
+            **common,
+            "loss": loss,
+            "rollout": {"sampling": {"temperature": TEMPERATURE, "max_tokens": 12}},
+            "reward": {"terms": [{"kind": "exact_match"}]},
+        }
+    )
+
+
+def documents(count: int = 9) -> list[Document]:
+    draw = np.random.default_rng(5)
+    made = []
+    for i in range(count):
+        tokens = draw.integers(10, 60, draw.integers(4, 24)).astype(np.int32)
+        made.append(Document(f"0:{i}", i, tokens, np.arange(tokens.size) >= draw.integers(1, 4)))
+    return made
+
+
+def rollouts() -> tuple[Rollouts, np.ndarray]:
+    draw = np.random.default_rng(6)
+    groups = []
+    for g in range(4):
+        prompt = Prompt(f"0:{g}", g, draw.integers(10, 60, draw.integers(3, 9)).astype(np.int32), "")
+        completions = []
+        for k in range(4):
+            tokens = draw.integers(10, 60, draw.integers(1, 12)).astype(np.int32)
+            logprobs = (-4.6 + 0.1 * draw.standard_normal(tokens.size)).astype(np.float32)
+            versions = np.zeros(tokens.size, np.int32)
+            completions.append(Completion(f"{g}-{k}", tokens, logprobs, versions, "stop", ""))
+        groups.append(Group(prompt, completions))
+    return Rollouts(0, 0, groups), draw.standard_normal((4, 4))
+
+
+def batch_of(cfg: Config, ranks: int, budget: int = 400, mode: Packing = "forest") -> Batch:
+    if isinstance(cfg, SFTConfig):
+        return pack(trees_of_documents(documents()), ranks, budget, mode)
+    return pack(trees_of_rollouts(*rollouts()), ranks, budget, mode)
+
+
+def minibatch_of(trainer: FSDP2Trainer, batch: Batch) -> Minibatch:
+    """The batch as one optimizer step, with what the loss needs from the trainer (each rank sets its own part)."""
+    if isinstance(trainer.config.loss, PolicyLoss):
+        everything = batch.everything()
+        mine = trainer.evaluate(everything.ranks[trainer.ranks.rank], ["logprobs", "reference_logprobs"])
+        for name, field_ in (("logprobs", "old_logprob"), ("reference_logprobs", "reference_logprob")):
+            values = [[np.zeros(row.index.size, np.float32) for row in rank] for rank in everything.ranks]
+            # ratios other than one, without asking the peers: a fixed shift per target
+            shift = 0.05 if name == "logprobs" else 0.0
+            values[trainer.ranks.rank] = [
+                row[name] + np.float32(shift) * np.cos(packed.index).astype(np.float32)
+                for row, packed in zip(mine, everything.ranks[trainer.ranks.rank], strict=True)
+            ]
+            batch.set_field(field_, everything, values)
+    return next(iter(batch.minibatches(1, None, trainer.config.loss)))
+
+
+@dataclass
+class Result:
+    """What a rank has to show after some steps."""
+
+    rank: int
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    gradient: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    """First row and rows, by name, of the clipped gradient of the first step."""
+    weights: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def rows_of_all(trainer: FSDP2Trainer, values: dict[str, Tensor] | None = None) -> dict[str, tuple[int, Tensor]]:
+    return {
+        shard.name: (shard.offset, (shard.tensor if values is None else values[shard.name]).clone())
+        for shard in trainer.shards()
+    }
+
+
+def train(trainer: FSDP2Trainer, batch: Batch, steps: int = 3) -> Result:
+    """Some steps on the same batch."""
+    result = Result(trainer.ranks.rank)
+    minibatch = minibatch_of(trainer, batch)
+    for step in range(steps):
+        stats = trainer.step(minibatch.ranks[trainer.ranks.rank], trainer.config.loss)
+        result.metrics.append(stats.values)
+        if step == 0:
+            beta = trainer.config.trainer.optimizer.betas[0]
+            result.gradient = rows_of_all(trainer, {n: m / (1 - beta) for n, m in trainer.optimizer.exp_avg.items()})
+    result.weights = rows_of_all(trainer)
+    return result
+
+
+def whole(parts: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
+    """The tensors, put together from all ranks' rows."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    return {
+        name: torch.cat([rows for _, rows in sorted((p[name] for p in parts if name in p), key=lambda row: row[0])])
+        for name in names
+    }
+
+
+# --- the truth: one sequence at a time, whole logits, torch.optim and torch's own clipping
+
+
+def truth(folder: Path, cfg: Config, steps: int = 3) -> Result:
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
+    reference = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
+    settings = cfg.trainer.optimizer
+    named = dict(model.named_parameters())
+    flat = [parameter for parameter in named.values() if parameter.ndim == 1]
+    wide = [parameter for parameter in named.values() if parameter.ndim > 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": wide, "weight_decay": settings.weight_decay}, {"params": flat, "weight_decay": 0.0}],
+        lr=LR,
+        eps=settings.eps,
+    )
+    result = Result(0)
+    old = None
+    for step in range(steps):
+        if isinstance(cfg, SFTConfig):
+            loss = _sft_truth(model)
+        else:
+            old = _sequences(model)[0].detach() if old is None else old
+            loss = _grpo_truth(model, reference, old, cfg.loss)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.trainer.max_grad_norm or 1e9)
+        rate = LR * [1 / 3, 2 / 3, 1.0, 7 / 8][step]
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if step == 0:
+            result.gradient = {n: (0, p.grad.clone()) for n, p in named.items() if p.grad is not None}
+        optimizer.step()
+        result.metrics.append({"loss": float(loss.detach()), "grad_norm": float(norm), "lr": rate})
+    result.weights = {name: (0, parameter.detach().clone()) for name, parameter in named.items()}
+    return result
+
+
+def _logprobs(model: Any, tokens: np.ndarray, temperature: float) -> tuple[Tensor, Tensor]:
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    every = torch.log_softmax(model(ids[None]).logits[0, :-1] / temperature, -1)
+    return every.gather(-1, ids[1:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
+def _sft_truth(model: Any) -> Tensor:
+    losses = [-_logprobs(model, d.tokens, 1.0)[0][torch.from_numpy(d.loss_mask[1:])] for d in documents()]
+    return torch.cat(losses).mean()
+
+
+def _sequences(model: Any) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, entropies) of all completions' tokens, in order."""
+    found = []
+    for group in rollouts()[0].groups:
+        for completion in group.completions:
+            both = _logprobs(model, np.concatenate([group.prompt.tokens, completion.tokens]), TEMPERATURE)
+            found.append([values[group.prompt.tokens.size - 1 :] for values in both])
+    return torch.cat([logprobs for logprobs, _ in found]), torch.cat([entropy for _, entropy in found])
+
+
+def _grpo_truth(model: Any, reference: Any, start: Tensor, loss: PolicyLoss) -> Tensor:
+    rolled, advantages = rollouts()
+    completions = [completion for group in rolled.groups for completion in group.completions]
+    engine = torch.from_numpy(np.concatenate([c.logprobs for c in completions]))
+    lengths = torch.tensor([c.tokens.size for c in completions])
+    advantage = torch.from_numpy(advantages.ravel().astype(np.float32)).repeat_interleave(lengths)
+    weight = (1 / (len(completions) * lengths)).repeat_interleave(lengths)
+    old = start + 0.05 * torch.cos(torch.arange(start.numel()))
+    with torch.no_grad():
+        refs = _sequences(reference)[0]
+    logprobs, entropies = _sequences(model)
+    ratio = (logprobs - old).exp()
+    clipped = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
+    policy = -torch.minimum(ratio * advantage, clipped * advantage)
+    policy = policy * (old - engine).exp().clamp(max=loss.importance.cap)
+    divergence = (refs - logprobs).exp() - 1 - (refs - logprobs)
+    return (weight * (policy + loss.kl.coefficient * divergence - loss.entropy_coefficient * entropies)).sum()
+
+
+# --- processes
+
+Case = Callable[[Path, Ranks, int], Result]
+
+
+def launch(folder: Path, world: int, cases: dict[str, Case]) -> dict[str, list[Result]]:
+    """Runs the cases one after the other on `world` ranks; their results by name, in rank order."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "lockstep.train.service", "trainer_ranks"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        context.Process(target=_rank, args=(folder, rank, world, store.port, list(cases)), daemon=True)
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(150)
+        assert process.exitcode == 0, f"a rank ended with {process.exitcode}: {_errors(folder)}"
+    return {
+        name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(world)] for name in cases
+    }
+
+
+def _errors(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("error-*.txt")))
+
+
+def _rank(folder: Path, rank: int, world: int, port: int, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    try:
+        from lockstep.train.distributed import join
+
+        ranks = join(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60)
+        for name in names:
+            started = time.monotonic()
+            result = CASES[name](folder, ranks, port)
+            result.extra["seconds"] = time.monotonic() - started
+            torch.save(result, folder / f"{name}-{rank}.pt")
+        ranks.leave()
+    except BaseException:
+        (folder / f"error-{rank}.txt").write_text(f"rank {rank}, {name if names else ''}\n{traceback.format_exc()}")
+        raise
+
+
+def variant(family: str, recipe: str, budget: int = 400, mode: Packing = "forest", **trainer: Any) -> Case:
+    def run(folder: Path, ranks: Ranks, port: int) -> Result:
+        made = FSDP2Trainer(config(folder, family, recipe, **trainer), ranks)
+        return train(made, batch_of(made.config, ranks.world, budget, mode))
+
+    return run
+
+
+def resume(folder: Path, ranks: Ranks, port: int) -> Result:
+    """Saves after two steps while the third already runs; goes on from it in a new trainer."""
+    cfg = config(folder, "qwen2", "grpo")
+    first = FSDP2Trainer(cfg, ranks)
+    batch = batch_of(cfg, ranks.world)
+    train(first, batch, 2)
+    at_save = rows_of_all(first)
+    first.save(folder / "saved" / f"ranks-{ranks.world}")
+    straight = train(first, batch, 2)
+    first.writer.wait()
+    second = FSDP2Trainer(cfg, ranks)
+    second.load(folder / "saved" / f"ranks-{ranks.world}")
+    result = Result(ranks.rank)
+    result.extra["loaded"] = rows_of_all(second)
+    result.extra["at_save"] = at_save
+    result.extra["moments"] = rows_of_all(second, second.optimizer.exp_avg_sq)
+    result.extra["steps"] = second.optimizer.steps
+    result.extra["straight"] = straight
+    result.extra["resumed"] = train(second, batch, 2)
+    return result
+
+
+def reload(folder: Path, ranks: Ranks, port: int) -> Result:
+    """Loads what one rank saved."""
+    trainer = FSDP2Trainer(config(folder, "qwen2", "grpo"), ranks)
+    trainer.load(folder / "saved" / "ranks-1")
+    result = Result(ranks.rank, weights=rows_of_all(trainer))
+    result.extra["moments"] = rows_of_all(trainer, trainer.optimizer.exp_avg_sq)
+    return result
+
+
+def export(folder: Path, ranks: Ranks, port: int) -> Result:
+    cfg = config(folder, "llama", "sft")
+    trainer = FSDP2Trainer(cfg, ranks)
+    result = train(trainer, batch_of(cfg, ranks.world))
+    trainer.export(folder / "exported")
+    rows = {name: Rows(_rows(parameter), tuple(parameter.shape)) for name, parameter in trainer.names.items()}
+    export_model(folder / "exported-small", trainer.policy, rows, cfg.model, trainer.compute, ranks, file_bytes=20_000)
+    return result
+
+
+def _rows(parameter: Any) -> Tensor:
+    return parameter.to_local().detach() if hasattr(parameter, "to_local") else parameter.detach()
+
+
+def empty(folder: Path, ranks: Ranks, port: int) -> Result:
+    """One document for two ranks: the other gets an empty micro-batch."""
+    cfg = config(folder, "qwen2", "sft")
+    trainer = FSDP2Trainer(cfg, ranks)
+    batch = pack(trees_of_documents(documents()[:1]), ranks.world, 400, "forest")
+    minibatch = next(iter(batch.minibatches(1, None, cfg.loss)))
+    result = Result(ranks.rank)
+    result.metrics = [trainer.step(minibatch.ranks[ranks.rank], cfg.loss).values]
+    result.weights = rows_of_all(trainer)
+    result.extra["empty"] = bool((minibatch.ranks[ranks.rank][0].index < 0).all())
+    return result
+
+
+def non_finite(folder: Path, ranks: Ranks, port: int) -> Result:
+    """An infinite advantage in the second micro-batch of the last rank; then a good step."""
+    cfg = config(folder, "qwen2", "grpo")
+    trainer = FSDP2Trainer(cfg, ranks)
+    minibatch = minibatch_of(trainer, batch_of(cfg, ranks.world, budget=60))
+    mine = minibatch.ranks[ranks.rank]
+    before = rows_of_all(trainer)
+    good = mine[1].fields["advantage"].copy()
+    if ranks.rank == ranks.world - 1:
+        mine[1].fields["advantage"][0] = np.inf
+    result = Result(ranks.rank)
+    try:
+        trainer.step(mine, cfg.loss)
+    except NonFinite as error:
+        result.extra["error"] = (str(error), error.step, error.what, error.places)
+    after = rows_of_all(trainer)
+    result.extra["untouched"] = all(torch.equal(before[n][1], after[n][1]) for n in before)
+    result.extra["moments"] = max(float(m.abs().max()) for m in trainer.optimizer.exp_avg.values() if m.numel())
+    mine[1].fields["advantage"][:] = good
+    result.metrics = [trainer.step(mine, cfg.loss).values]
+    return result
+
+
+@contextmanager
+def no_space() -> Iterator[None]:
+    """Files of this process end at a kilobyte: a write beyond it fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def full_disk(folder: Path, ranks: Ranks, port: int) -> Result:
+    """The last rank cannot write; afterwards it can."""
+    trainer = FSDP2Trainer(config(folder, "qwen2", "sft"), ranks)
+    result = Result(ranks.rank)
+    try:
+        if ranks.rank == ranks.world - 1:
+            with no_space():
+                trainer.save(folder / "full" / "step")
+                trainer.writer.wait()
+        else:
+            trainer.save(folder / "full" / "step")
+            trainer.writer.wait()
+    except CheckpointError as error:
+        result.extra["error"] = str(error)
+    trainer.save(folder / "full" / "again")
+    trainer.writer.wait()
+    return result
+
+
+def service(folder: Path, ranks: Ranks, port: int) -> Result:
+    """The calls of the controller, in communicators of their own generation."""
+    result = Result(ranks.rank)
+    ranks.leave()
+    cfg = config(folder, "llama", "grpo", threads=1)
+    served = TrainerService(
+        cfg.model_dump(mode="json"), ranks.rank, ranks.world, "127.0.0.1", port, str(folder), "cpu", generation=2
+    )
+    info = served.setup()
+    batch = batch_of(cfg, ranks.world)
+    minibatch = minibatch_of(served.trainer, batch)
+    mine = minibatch.ranks[ranks.rank]
+    result.metrics = [served.step(mine, cfg.loss.model_dump(mode="json")).values]
+    served.offload()
+    served.onload()
+    served.save(str(folder / "service" / "one"))
+    result.metrics.append(served.step(mine, cfg.loss.model_dump(mode="json")).values)
+    while not served.saved():
+        time.sleep(0.01)
+    result.extra["info"] = info
+    result.extra["steps"] = (served.info().optimizer_step, served.load(str(folder / "service" / "one")))
+    result.metrics.append(served.step(mine, cfg.loss.model_dump(mode="json")).values)
+    result.extra["values"] = served.evaluate(mine, ["logprobs", "entropy", "reference_logprobs"])
+    served.close()
+    return result
+
+
+def absent(folder: Path, ranks: Ranks, port: int) -> Result:
+    """The last rank does not come to the step: the others are told within the bound."""
+    from lockstep.train.distributed import join
+
+    cfg = config(folder, "llama", "sft")
+    short = join(ranks.rank, ranks.world, torch.device("cpu"), ("127.0.0.1", port), "gen3/policy", 4.0)
+    trainer = FSDP2Trainer(cfg, short)
+    result = Result(ranks.rank)
+    started = time.monotonic()
+    if ranks.rank < ranks.world - 1:
+        try:
+            train(trainer, batch_of(cfg, ranks.world), 1)
+        except (RuntimeError, TimeoutError) as error:
+            result.extra["error"] = str(error)
+    else:
+        time.sleep(5.5)
+    result.extra["waited"] = time.monotonic() - started
+    return result
+
+
+CASES: dict[str, Case] = {
+    **{
+        f"{family}-{recipe}-{name}": variant(family, recipe, **settings)
+        for family in FAMILIES
+        for recipe in ("sft", "grpo")
+        for name, settings in {
+            "plain": {},
+            "split": {"budget": 60},
+            "block": {"mode": "block"},
+            "single": {"mode": "single"},
+            "zero2": {"reshard_after_forward": False},
+            "zero2-split": {"reshard_after_forward": False, "budget": 60},
+            "recomputed": {"activation_checkpointing": True, "budget": 60},
+        }.items()
+    },
+    "again": variant("qwen2", "grpo", budget=60),
+    "resume": resume,
+    "reload": reload,
+    "export": export,
+    "empty": empty,
+    "non_finite": non_finite,
+    "full_disk": full_disk,
+    "service": service,
+    "absent": absent,
+}
