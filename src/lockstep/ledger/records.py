@@ -46,12 +46,14 @@ class MetricsRow:
 class Sample:
     """A completion a person can read."""
 
-    uid: str
     prompt: str
     completion: str
     answer: Any = None
+    reward: float | None = None
     scores: dict[str, float] = field(default_factory=dict)
-    """Reward, its terms and `exact_match`."""
+    """The reward's terms, `exact_match`, by name."""
+    uid: str = ""
+    """Of the prompt: the same prompt in two evaluations can be put side by side."""
     finish: str = "stop"
 
 

@@ -215,7 +215,7 @@ def test_a_moved_run_finds_its_checkpoints(ledger, folder):
 
 
 def test_evaluations_metrics_events(ledger):
-    sample = Sample("0:1", "sort 2 1", "1 2", "1 2", {"reward": 1.0}, "stop")
+    sample = Sample("sort 2 1", "1 2", "1 2", 1.0, {"exact_match": 1.0}, "0:1", "stop")
     ledger.evaluation(-1, {"eval/exact_match": np.float64(0.25)}, [sample])
     ledger.evaluation(5, {"eval/exact_match": 0.75})
     first, second = ledger.evaluations()

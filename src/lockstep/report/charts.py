@@ -1,0 +1,155 @@
+"""Curves as inline SVG that takes its colours from the page's style sheet, so that it follows light and dark."""
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+Series = Sequence[tuple[float, float]]
+"""(step, value) pairs."""
+
+# Colours that nothing else uses, replaced by CSS variables in the finished SVG.
+_INK, _GRID = "#0a0b0c", "#0a0b0d"
+_LINES = ("#0a0c01", "#0a0c02", "#0a0c03", "#0a0c04", "#0a0c05", "#0a0c06")
+_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)"} | {
+    colour: f"var(--series-{index + 1})" for index, colour in enumerate(_LINES)
+}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 9.5,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.axisbelow": True,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "ytick.major.size": 0,
+    "xtick.major.size": 3,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+}
+_SMOOTH_FROM = 40
+"""Points from which a curve is also drawn smoothed, unless it is exact by nature."""
+_EXACT = frozenset({"policy/lr"})
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One card of the report."""
+
+    title: str
+    names: tuple[str, ...]
+    """Metrics drawn together; those the run does not have are left out."""
+    unit: str = ""
+    log: bool = False
+    """Only where the values span more than a decade."""
+    bounded: bool = False
+    """Values are shares: the axis is 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    title: str
+    unit: str
+    legend: list[tuple[str, int, str]]
+    """Name, colour number from 1, last value."""
+    svg: str
+
+
+def draw(chart: Chart, curves: Mapping[str, Series], labels: Mapping[str, str] | None = None) -> Drawn | None:
+    """The chart as SVG; None where the run has none of its metrics. Points that are not finite leave a gap."""
+    present = [name for name in chart.names if any(math.isfinite(value) for _, value in curves.get(name, ()))]
+    if not present:
+        return None
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": ascii(chart.title)}):
+        figure = Figure(figsize=(5.4, 2.25))
+        FigureCanvasSVG(figure)
+        axes = figure.add_axes((0.1, 0.13, 0.88, 0.82))
+        for index, name in enumerate(present):
+            _curve(axes, curves[name], _LINES[index % len(_LINES)], smooth=name not in _EXACT)
+        axes.grid(axis="y")
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+        axes.margins(x=0.015)
+        _scale(axes, chart, [value for name in present for _, value in curves[name] if math.isfinite(value)])
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    legend = [
+        ((labels or {}).get(name, name.split("/")[-1].replace("_", " ")), index % len(_LINES) + 1, _last(curves[name]))
+        for index, name in enumerate(present)
+    ]
+    return Drawn(chart.title, chart.unit, legend, _inline(buffer.getvalue()))
+
+
+def smoothed(points: Series) -> list[tuple[float, float]]:
+    """Mean under a Gaussian window around each point, a thirtieth of the curve wide: unlike a moving average it does
+    not lag behind. Points that are not finite are skipped."""
+    finite = np.array([point for point in points if math.isfinite(point[1])], dtype=np.float64).reshape(-1, 2)
+    if not len(finite):
+        return []
+    sigma = max(1.0, len(finite) / 30)
+    reach = np.arange(-math.ceil(3 * sigma), math.ceil(3 * sigma) + 1)
+    window = np.exp(-0.5 * (reach / sigma) ** 2)
+    sums = np.convolve(finite[:, 1], window)[len(reach) // 2 :][: len(finite)]
+    weights = np.convolve(np.ones(len(finite)), window)[len(reach) // 2 :][: len(finite)]
+    return list(zip(finite[:, 0].tolist(), (sums / weights).tolist(), strict=True))
+
+
+def _scale(axes: Any, chart: Chart, values: list[float]) -> None:
+    if chart.log and min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(numticks=5))
+        axes.yaxis.set_minor_locator(NullLocator())
+    elif chart.bounded:
+        axes.set_ylim(-0.03, 1.03)
+        axes.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def _tick(value: float, _: object) -> str:
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e4:
+        return f"{value:.4g}"
+    if 1e4 <= abs(value) < 1e6:
+        return f"{value / 1000:.4g}k"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _curve(axes: Any, points: Series, colour: str, smooth: bool) -> None:
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    if not smooth or len(points) < _SMOOTH_FROM:
+        marker = "o" if len(points) <= 30 else None
+        axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=3.2, solid_capstyle="round")
+        return
+    axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.28)
+    mean = smoothed(points)
+    axes.plot([s for s, _ in mean], [v for _, v in mean], color=colour, linewidth=2.0, solid_capstyle="round")
+
+
+def _last(points: Series) -> str:
+    value = next((value for _, value in reversed(points) if math.isfinite(value)), math.nan)
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _inline(svg: str) -> str:
+    """Only the <svg> element, scaling with its card, its colours from the page."""
+    svg = svg[svg.index("<svg") :]
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", svg)
+    svg = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", svg)
+    return re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", svg)
