@@ -177,7 +177,7 @@ class Agent:
             except ConnectionClosed:
                 self._drop(connection)
             except (WireError, ValueError, KeyError, TypeError) as error:
-                log.warning("%s sent what cannot be served: %r", connection.peer.name, error)
+                log.warning("%s sent what cannot be served: %r", connection.peer.name, error, exc_info=True)
                 self._drop(connection)
 
         return serve
