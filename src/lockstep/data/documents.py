@@ -21,7 +21,8 @@ CHECKED = 64
 """Rows whose masks are made at the beginning, to find a template that does not tell the assistant's turns."""
 
 SLACK = 16
-"""A text of prompt and answer is longer by a few tokens where no merge crosses the prompt's end."""
+"""A text of prompt and answer gets an end-of-sequence token, and a few more tokens where merges across the prompt's
+end are undone; how many is looked at where it matters."""
 
 
 class DocumentSource:
@@ -85,8 +86,6 @@ class DocumentSource:
         for n, row in enumerate(rows):
             if not chat[n] and abs(lengths[n] - self._limit) <= SLACK:
                 lengths[n] = self._tokens(row)[0].size
-            elif not chat[n] and lengths[n]:
-                lengths[n] += 1  # the end-of-sequence token
         return lengths
 
     def _tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,9 @@ differs is how many tokens are computed for them.
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
+from lockstep.algos.aggregation import sequence_weights
 from lockstep.config.algorithm import Aggregation, CrossEntropy, PolicyLoss
 from lockstep.data.balance import OverBudget, Packing, Piece, check_budget, schedule
 from lockstep.data.batch import Minibatch, Packed
@@ -26,40 +28,9 @@ __all__ = [
     "Segment",
     "Tree",
     "pack",
-    "target_weights",
     "trees_of_documents",
     "trees_of_rollouts",
 ]
-
-
-def target_weights(sequences: np.ndarray, aggregation: Aggregation, norm_length: int | None = None) -> np.ndarray:
-    """The factor of each target's loss, such that the plain sum over all targets is the aggregated loss.
-
-    - `token-mean`: 1 / targets (DAPO, Yu et al. 2025)
-    - `seq-mean-token-mean`: 1 / (sequences * targets of the own sequence) (GRPO, Shao et al. 2024)
-    - `seq-mean-token-sum`: 1 / sequences
-    - `seq-mean-token-sum-norm`: 1 / (sequences * norm_length) (Dr. GRPO, Liu et al. 2025)
-
-    A sequence without targets does not count.
-
-    Args:
-        sequences: int `[targets]`, the sequence of each target of the mini-batch, all ranks together.
-        norm_length: divisor of `seq-mean-token-sum-norm`.
-
-    Returns:
-        float32 `[targets]`.
-    """
-    _, inverse, lengths = np.unique(sequences, return_inverse=True, return_counts=True)
-    count = max(1, lengths.size)
-    if aggregation == "token-mean":
-        return np.full(sequences.size, 1 / max(1, sequences.size), np.float32)
-    if aggregation == "seq-mean-token-mean":
-        return np.asarray(1 / (count * lengths[inverse]), np.float32)
-    if aggregation == "seq-mean-token-sum":
-        return np.full(sequences.size, 1 / count, np.float32)
-    if norm_length is None or norm_length < 1:
-        raise ValueError(f"loss.norm_length is {norm_length}, but seq-mean-token-sum-norm divides by it: set it")
-    return np.full(sequences.size, 1 / (count * norm_length), np.float32)
 
 
 class Batch:
@@ -227,12 +198,13 @@ class Batch:
         ranks = [[self._row(pieces) for pieces in hand] for hand in hands]
         index = np.concatenate([row.index for hand in ranks for row in hand])
         index = index[index >= 0]
+        _, inverse, lengths = np.unique(self.sequences[index], return_inverse=True, return_counts=True)
         weights = np.zeros(self.targets, np.float32)
-        weights[index] = target_weights(self.sequences[index], aggregation, norm_length)
+        weights[index] = sequence_weights(torch.from_numpy(lengths), aggregation, norm_length).numpy()[inverse]
         for row in (row for hand in ranks for row in hand):
             if row.index[0] >= 0:
                 row.fields["weight"] = weights[row.index]
-        return Minibatch(ranks, int(index.size), int(np.unique(self.sequences[index]).size))
+        return Minibatch(ranks, int(index.size), int(lengths.size))
 
     def _row(self, pieces: Sequence[Piece]) -> Packed:
         if not pieces:
@@ -261,7 +233,7 @@ class Batch:
             for position, term in piece.terms:
                 segment = segments[position]
                 wanted = segment.wanted
-                before = start[position] - 1
+                before = -1  # never taken: the first token of a root is no target
                 if segment.parent >= 0:
                     before = start[segment.parent] + segments[segment.parent].tokens.size - 1
                 sources.append(np.where(wanted == 0, before, start[position] + wanted - 1))

@@ -15,7 +15,6 @@ from lockstep.data.packing import (
     Segment,
     Tree,
     pack,
-    target_weights,
     trees_of_documents,
     trees_of_rollouts,
 )
@@ -337,11 +336,30 @@ def test_norm_length_falls_back_to_max_tokens_and_is_never_guessed() -> None:
 
 
 def test_weights_by_hand() -> None:
-    sequences = np.array([4, 4, 4, 9])
-    assert target_weights(sequences, "token-mean") == pytest.approx([0.25] * 4)
-    assert target_weights(sequences, "seq-mean-token-mean") == pytest.approx([1 / 6] * 3 + [1 / 2])
-    assert target_weights(sequences, "seq-mean-token-sum") == pytest.approx([0.5] * 4)
-    assert target_weights(sequences, "seq-mean-token-sum-norm", 5) == pytest.approx([0.1] * 4)
+    batch = pack(trees_of_rollouts(rollouts([[3, 1]], [5])), 1, 64)
+    expected = {
+        "token-mean": [0.25] * 4,
+        "seq-mean-token-mean": [1 / 6] * 3 + [1 / 2],
+        "seq-mean-token-sum": [0.5] * 4,
+        "seq-mean-token-sum-norm": [0.1] * 4,
+    }
+    for aggregation, weights in expected.items():
+        (minibatch,) = batch.minibatches(1, None, PolicyLoss(aggregation=aggregation, norm_length=5))
+        row = rows(minibatch)[0]
+        assert row.fields["weight"][np.argsort(row.index)] == pytest.approx(weights)
+
+
+def test_weights_cannot_be_set() -> None:
+    batch = pack(trees_of_rollouts(rollouts([[3, 1]], [5])), 1, 64)
+    everything = batch.everything()
+    with pytest.raises(ValueError, match="follow from the aggregation"):
+        batch.set_field("weight", everything, [[np.ones(4, np.float32)]])
+
+
+def test_advantages_per_token() -> None:
+    values = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
+    batch = pack(trees_of_rollouts(rollouts([[3, 2]], [5]), values), 1, 64)
+    assert batch.fields["advantage"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_bad_rollouts_are_refused() -> None:
