@@ -40,7 +40,9 @@ TRANSFORMS = [LogitTransform(), LogitTransform(0.25), LogitTransform(softcap=3.0
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_written_out_gradient_equals_autograd(monkeypatch, transform: LogitTransform, bias: bool, entropy: bool) -> None:
+def test_written_out_gradient_equals_autograd(
+    monkeypatch, transform: LogitTransform, bias: bool, entropy: bool
+) -> None:
     """The written-out gradient against autograd's of the plain formula, in chunks that do not divide the targets."""
     generator = torch.Generator().manual_seed(1)
     hidden, weight, offset = (
