@@ -23,8 +23,11 @@ def grpo(run: Run, cfg: GRPOConfig) -> None:
             run.policy.annotate(batch, cfg.loss)
         advantages = group_advantages(penalised(rollouts.rewards, batch, cfg.loss.kl), cfg.advantage)
         batch.set_per_sequence("advantage", advantages.ravel())
+        minibatches = batch.minibatches(
+            cfg.epochs, cfg.minibatch_size, cfg.loss, seed=run.seed(step), max_tokens=cfg.rollout.sampling.max_tokens
+        )
         with run.stage("train"):
-            for minibatch in batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=run.seed(step)):
+            for minibatch in minibatches:
                 stats = run.policy.step(minibatch, cfg.loss)
         run.commit(step, stats)
         with run.stage("publish"):
