@@ -47,16 +47,16 @@ with Ledger.resume(Path(sys.argv[1])) as ledger:
 """
 
 
-def run_and_kill(folder: Path, seconds: float) -> list[tuple[str, ...]]:
-    """Lets the writer work for `seconds` after it began, kills it, returns what it said it had done."""
+def run_and_kill(folder: Path, words: int, seconds: float) -> list[tuple[str, ...]]:
+    """Lets the writer say so many things, and work a moment longer; kills it; returns what it said it had done."""
     environment = {**os.environ, "PYTHONPATH": helpers()}
     command = [sys.executable, "-c", WRITER, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
-        first = process.stdout.readline()
+        said = b"".join(process.stdout.readline() for _ in range(words))
         time.sleep(seconds)
         process.send_signal(signal.SIGKILL)
-        said = first + process.stdout.read()
+        said += process.stdout.read()
         assert process.wait(timeout=30) == -signal.SIGKILL, said
     return [tuple(line.split()) for line in said.decode().splitlines()]
 
@@ -71,7 +71,7 @@ def test_killed_at_random_moments(tmp_path):
     chance = random.Random(0)
     collected, committed, kept, generation = -1, -1, {}, 1
     for _ in range(16):
-        said = run_and_kill(folder, chance.random() * 0.12)
+        said = run_and_kill(folder, chance.randint(1, 40), chance.random() * 0.01)
         generation += 1
         assert said[0] == ("generation", str(generation))
         for kind, *numbers in said[1:]:

@@ -176,7 +176,8 @@ class Ledger:
                 hidden.rename(path)
                 fsync_folder(path.parent)
         except BaseException:
-            if fresh:  # the row did not become durable: no file without its row
+            # No file without its row. An interrupt may also come when the row is durable already.
+            if fresh and step not in self.collected_steps():
                 path.unlink(missing_ok=True)
             raise
         finally:

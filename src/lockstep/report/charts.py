@@ -40,6 +40,8 @@ _STYLE: dict[Any, Any] = {
 }
 _SMOOTH_FROM = 40
 """Points from which a curve is also drawn smoothed, unless it is exact by nature."""
+_MOST = 1000
+"""Points of one curve: the card is some 500 pixels wide."""
 _EXACT = frozenset({"policy/lr"})
 
 
@@ -76,7 +78,7 @@ def draw(chart: Chart, curves: Mapping[str, Series], labels: Mapping[str, str] |
         FigureCanvasSVG(figure)
         axes = figure.add_axes((0.1, 0.13, 0.88, 0.82))
         for index, name in enumerate(present):
-            _curve(axes, curves[name], _LINES[index % len(_LINES)], smooth=name not in _EXACT)
+            _curve(axes, thinned(curves[name]), _LINES[index % len(_LINES)], smooth=name not in _EXACT)
         axes.grid(axis="y")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axes.margins(x=0.015)
@@ -88,6 +90,14 @@ def draw(chart: Chart, curves: Mapping[str, Series], labels: Mapping[str, str] |
         for index, name in enumerate(present)
     ]
     return Drawn(chart.title, chart.unit, legend, _inline(buffer.getvalue()))
+
+
+def thinned(points: Series, most: int = _MOST) -> list[tuple[float, float]]:
+    """At most so many points: means of equally many neighbours. A mean that is not finite stays so."""
+    if len(points) <= most:
+        return list(points)
+    parts = np.array_split(np.array(points, dtype=np.float64), most)
+    return [(float(part[:, 0].mean()), float(part[:, 1].mean())) for part in parts]
 
 
 def smoothed(points: Series) -> list[tuple[float, float]]:

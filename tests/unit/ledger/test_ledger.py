@@ -1,3 +1,4 @@
+import contextlib
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from lockstep.ledger import (
     StepCorrupt,
     stepfile,
 )
+from lockstep.ledger.index import Index
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -97,6 +99,29 @@ def test_collecting_the_same_again_is_fine(ledger):
         ledger.collected(0, other)
     assert_same(ledger.rollouts(0), make_rollouts(0))
     assert len(list(ledger.step_path(0).parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_interrupted_around_the_commit(ledger, monkeypatch, committed):
+    """The row and the file are there together or not at all."""
+    original = Index.transaction
+
+    @contextlib.contextmanager
+    def interrupted(self):
+        with original(self) as transaction:
+            yield transaction
+            if not committed:
+                raise KeyboardInterrupt
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Index, "transaction", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ledger.collected(0, make_rollouts(0))
+    monkeypatch.undo()
+    assert ledger.collected_steps() == ([0] if committed else [])
+    assert ledger.step_path(0).exists() == committed
+    ledger.collected(0, make_rollouts(0))
+    assert_same(ledger.rollouts(0), make_rollouts(0))
 
 
 def test_a_prompt_is_used_once(ledger):

@@ -6,7 +6,7 @@ import pytest
 from report_helpers import CONFIG, make_run
 
 from lockstep.ledger import Ledger, Sample
-from lockstep.report.charts import Chart, draw, smoothed
+from lockstep.report.charts import Chart, draw, smoothed, thinned
 from lockstep.report.html import curves_of, render, write_report
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect"}
@@ -130,3 +130,11 @@ def test_smoothing_keeps_a_constant_and_does_not_lag():
     line = smoothed([(x, float(x)) for x in range(300)])
     assert [value for _, value in line[60:-60]] == pytest.approx([float(x) for x in range(60, 240)])
     assert smoothed([(0, math.nan)]) == []
+
+
+def test_long_runs_stay_small():
+    points = [(step, float(step % 2)) for step in range(200_000)]
+    thin = thinned(points)
+    assert len(thin) == 1000 and thin[0] == (99.5, 0.5) and thin[-1] == (199_899.5, 0.5)
+    drawn = draw(Chart("x", ("a",)), {"a": points})
+    assert drawn is not None and len(drawn.svg) < 60_000
