@@ -28,7 +28,7 @@ CHARTS = (
     Chart("Clipped tokens", ("policy/clip_fraction_low", "policy/clip_fraction_high"), "share"),
     Chart("Gradient norm", ("policy/grad_norm",), "before clipping", log=True),
     Chart("Wasted", ("rollout/truncated", "rollout/groups_without_signal"), "share", bounded=True),
-    Chart("Engine and trainer disagree by", ("rollout/logprob_gap_mean", "rollout/logprob_gap_max"), "nats", log=True),
+    Chart("Log-probability gap", ("rollout/logprob_gap_mean", "rollout/logprob_gap_max"), "engine, trainer", log=True),
     Chart("Throughput", ("throughput/tokens_per_s",), "tokens per second"),
 )  # fmt: skip
 _LABELS = {
