@@ -285,7 +285,7 @@ def test_a_save_replaces_one_of_the_same_name_and_removal_leaves_no_trace(folder
     trainer = FSDP2Trainer(tr.config(folder, "qwen2", "sft"), Ranks())
     for _ in range(2):
         trainer.save(tmp_path / "step-0")
-        trainer.writer.wait()
+        trainer.writer.finish()
     assert trainer.saved()
     assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
     assert bytes_written(tmp_path) > 0

@@ -305,7 +305,7 @@ def resume(folder: Path, ranks: Ranks, port: int) -> Result:
     at_save = rows_of_all(first)
     first.save(folder / "saved" / f"ranks-{ranks.world}")
     straight = train(first, batch, 2)
-    first.writer.wait()
+    first.writer.finish()
     second = FSDP2Trainer(cfg, ranks)
     second.load(folder / "saved" / f"ranks-{ranks.world}")
     result = Result(ranks.rank)
@@ -396,14 +396,14 @@ def full_disk(folder: Path, ranks: Ranks, port: int) -> Result:
         if ranks.rank == ranks.world - 1:
             with no_space():
                 trainer.save(folder / "full" / "step")
-                trainer.writer.wait()
+                trainer.writer.finish()
         else:
             trainer.save(folder / "full" / "step")
-            trainer.writer.wait()
+            trainer.writer.finish()
     except CheckpointError as error:
         result.extra["error"] = str(error)
     trainer.save(folder / "full" / "again")
-    trainer.writer.wait()
+    trainer.writer.finish()
     return result
 
 

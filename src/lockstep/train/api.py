@@ -77,8 +77,8 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def saved(self) -> bool:
-        """Whether the last save is complete, durable and visible; raises CheckpointError if it failed. True on
-        rank 0 means all ranks."""
+        """Whether the last save is complete, durable and visible, with the parts of all ranks; raises CheckpointError
+        if it failed on any."""
 
     @abstractmethod
     def load(self, folder: str) -> int:

@@ -100,7 +100,7 @@ class Writer:
         Raises:
             CheckpointError: what the earlier save raised, if nobody asked `saved` about it.
         """
-        self.wait()
+        self.finish()
         self._count += 1
         state: dict[str, Tensor] = {
             name: _distributed(rows.local.detach().to("cpu", copy=True), rows.shape, self._mesh)
@@ -117,10 +117,10 @@ class Writer:
     def saved(self) -> bool:
         """Whether the last save is complete and visible; True before the first. Raises CheckpointError once."""
         if self._future is not None and self._future.done():
-            self.wait()
+            self.finish()
         return self._future is None
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Returns when no save is under way. Raises CheckpointError if it failed."""
         future, self._future = self._future, None
         if future is not None:

@@ -38,10 +38,9 @@ class Ranks:
         if self.world == 1:
             return vector.detach().to("cpu", torch.float64)[None]
         mine = vector.detach().to(self.device, torch.float64)
-        everyone = torch.empty(self.world * mine.numel(), dtype=torch.float64, device=self.device)
-        work = dist.all_gather_into_tensor(everyone, mine, group=self.group, async_op=True)
-        self._finish(work, "all_gather", why)
-        return everyone.view(self.world, -1).cpu()
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        self._finish(dist.all_gather(everyone, mine, group=self.group, async_op=True), "all_gather", why)
+        return torch.stack(everyone).cpu()
 
     def gather_rows(self, local: Tensor, rows: int, why: str) -> Tensor | None:
         """On rank 0 the whole of a tensor that is sharded by rows, on the CPU; None elsewhere."""

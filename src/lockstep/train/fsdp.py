@@ -190,7 +190,7 @@ class FSDP2Trainer:
     def close(self) -> None:
         """Ends the save under way and leaves the communicators. Raises CheckpointError."""
         try:
-            self.writer.wait()
+            self.writer.finish()
         finally:
             self.ranks.leave()
 

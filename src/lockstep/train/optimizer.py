@@ -72,9 +72,10 @@ class ShardedAdamW:
 @torch.no_grad()
 def square_norm(gradients: Mapping[str, Tensor]) -> Tensor:
     """Sum of squares of this rank's gradients, float64 scalar. Not finite where one of them is not."""
-    norms = torch._foreach_norm([gradient for gradient in gradients.values() if gradient.numel()])
-    if not norms:
+    present = [gradient for gradient in gradients.values() if gradient.numel()]
+    if not present:
         return torch.zeros((), dtype=torch.float64)
+    norms = torch._foreach_norm(present)
     return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
