@@ -37,7 +37,6 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_TORCH_DEFAULT_SEED = 67280421310721  # what a fresh process starts with (c10/core/GeneratorImpl.h)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -229,14 +228,14 @@ def _execute(argv: list[str], env: dict[str, str]) -> None:
 
 
 def _fresh_random_state() -> None:
-    """As after the import in a process of its own: entropy for `random` and NumPy, torch's fixed default seed."""
+    """As after the imports in a process of its own: all generators start from the system's entropy."""
     random.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.default_generator.manual_seed(_TORCH_DEFAULT_SEED)
+        torch.default_generator.seed()
     processes = sys.modules.get("multiprocessing.process")
     if processes is not None:
         processes.current_process().authkey = os.urandom(32)
