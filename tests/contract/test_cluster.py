@@ -356,6 +356,9 @@ def test_a_worker_that_dies_while_it_starts(cluster: Any) -> None:
 def test_names_are_unique(cluster: Any) -> None:
     with pytest.raises(ValueError, match="'twin' is taken"):
         cluster.start([spec("twin"), spec("twin")])
+    for name in ("../up", "", "agent", "a b"):
+        with pytest.raises(ValueError, match="worker name"):
+            cluster.start([spec(name)])
 
 
 def test_stop_closes_the_service(cluster: Any, tmp_path: Path) -> None:

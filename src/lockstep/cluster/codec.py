@@ -21,8 +21,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from lockstep.watch.frames import MAX_FRAME
+
 INLINE = 16 << 10
 """Arrays of fewer bytes travel inside the body and are copied out of it."""
+
+LIMIT = MAX_FRAME - (1 << 20)
+"""Bytes of a payload, at most."""
 
 _ALIGN = 64
 _PREFIX = struct.Struct("<QQ")
@@ -138,6 +143,8 @@ def encode(value: Any) -> Payload:
     arrays = _Arrays()
     body = msgspec.msgpack.Encoder(enc_hook=arrays.hook).encode(value)
     start = _aligned(_PREFIX.size + len(body))
+    if start + arrays.size > LIMIT:
+        raise ValueError(f"{start + arrays.size} bytes are too many for one call ({LIMIT} at most): send it in parts")
     prefix = _PREFIX.pack(len(body), start)
     if not arrays.kept:
         return prefix + body

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
+RESERVED = ("agent", "controller")
+"""Names that beacons of this run have already."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
 
 
 class LocalCluster:
@@ -172,6 +177,11 @@ class LocalCluster:
     def _check_names(self, specs: Sequence[WorkerSpec]) -> None:
         taken = {worker.name for worker in self._hub.workers if not worker.dead}
         for spec in specs:
+            if not _NAME.fullmatch(spec.name) or spec.name in RESERVED:
+                raise ValueError(
+                    f"worker name {spec.name!r}: expected up to 95 letters, digits, '.', '_' or '-', and not one of "
+                    f"{', '.join(RESERVED)}"
+                )
             if spec.name in taken:
                 raise ValueError(f"worker name {spec.name!r} is taken; names are unique in a run")
             taken.add(spec.name)

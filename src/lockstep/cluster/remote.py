@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from lockstep.cluster.calls import PendingCall
+from lockstep.cluster.calls import FROZEN_S, PendingCall
 from lockstep.cluster.codec import Payload, signature_of
 from lockstep.cluster.messages import STARTED, Ack, Call, Failure, Leave, Pulse, Result, Resume, ToController, pack
 from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
@@ -70,7 +70,7 @@ class RemoteWorker:
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`submit(...).result(why=method name)`."""
         pending = self.submit(method, *args, **kwargs)
-        return pending.result(pending.label)
+        return pending.result(why=pending.label)
 
     def alive(self) -> bool:
         return self._death is None and self.pid > 0 and procs.alive(self.pid)
@@ -98,20 +98,26 @@ class RemoteWorker:
         """What it does, after "it": read from its beacon where that is on this host, else from its last pulse."""
         if self.pid and procs.process_state(self.pid) in ("T", "t"):
             return "is stopped (SIGSTOP, or a debugger)"
-        stage, wait = self._doing()
         if not self.connected_once:
             return "has not said hello yet"
-        place = f"is in stage {stage}" if stage else "names no stage"
-        lost = "" if self._connection is not None else ", and its connection is down"
-        return f"{place}{f', waits for {wait}' if wait else ''}{lost}"
-
-    def _doing(self) -> tuple[str, str]:
         state = beacon.read_beacon(self._beacon)
-        if state is not None and state.pid == self.pid:
-            waiting = [wait for wait in state.waits if wait.thread == state.pid] or list(state.waits)
-            idle = not waiting or waiting[-1].why == "the next call"
-            return state.stage, "" if idle else f"{waiting[-1].whom} ({waiting[-1].why})"
-        return (self._pulse.stage, self._pulse.wait) if self._pulse is not None else ("", "")
+        if state is not None and state.pid != self.pid:
+            state = None
+        stage, wait = self._doing(state)
+        place = f"is in stage {stage}" if stage else "names no stage"
+        waits_for = f", waits for {wait}" if wait else ""
+        silent_s = 0.0 if state is None or not state.beat_ns else (time.monotonic_ns() - state.beat_ns) / 1e9
+        frozen = f", frozen: no thread of it ran for {silent_s:.0f} s" if silent_s > FROZEN_S else ""
+        lost = "" if self._connection is not None else ", and its connection is down"
+        return place + waits_for + frozen + lost
+
+    def _doing(self, state: beacon.BeaconState | None) -> tuple[str, str]:
+        """Its stage, and the wait of its main thread (or of another, when that is in none)."""
+        if state is None:
+            return (self._pulse.stage, self._pulse.wait) if self._pulse is not None else ("", "")
+        waiting = [wait for wait in state.waits if wait.thread == state.pid] or list(state.waits)
+        idle = not waiting or waiting[-1].why == "the next call"
+        return state.stage, "" if idle else f"{waiting[-1].whom} ({waiting[-1].why})"
 
     # --- what the hub's thread does
 
@@ -192,8 +198,6 @@ class RemoteWorker:
             connection.queue(*parts)
             if not connection.flush():
                 self._wake()
-        except wire.FrameTooLarge:
-            raise
         except wire.WireError:
             self.lost(connection)
             self._wake()

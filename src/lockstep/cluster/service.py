@@ -82,7 +82,8 @@ class Service:
         """The life of the service. Returns when it is to leave; the service is closed then."""
         try:
             self._interruptible = True
-            self._start()
+            if not self._leaving:
+                self._start()
             while not self._leaving:
                 self._turn()
         except Leaving:

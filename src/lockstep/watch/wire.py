@@ -8,238 +8,53 @@ the port (scanners, garbage, peers that say nothing) loses its own connection an
 The peers are authenticated, the bytes are not encrypted: bind to loopback or to a trusted network.
 """
 
-import contextlib
 import hashlib
 import hmac
 import json
 import secrets
-import select
 import selectors
 import socket
 import struct
-import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-MAX_FRAME = 4 << 30
-"""Bytes of a frame, at most, unless told otherwise."""
+from lockstep.watch.frames import (
+    MAX_FRAME,
+    Code,
+    Connection,
+    ConnectionClosed,
+    FrameTooLarge,
+    Hello,
+    Refused,
+    SendTimeout,
+    WireError,
+    reason,
+)
+
+__all__ = [
+    "HANDSHAKE_S",
+    "MAX_FRAME",
+    "Connection",
+    "ConnectionClosed",
+    "FrameTooLarge",
+    "Hello",
+    "Listener",
+    "Refused",
+    "SendTimeout",
+    "WireError",
+    "connect",
+]
+
 HANDSHAKE_S = 10.0
 """A dialling peer proves itself within this time or is dropped."""
-BULK = 64 << 10
-"""Frames above this many bytes count into `Connection.bulk` as they move."""
 
 _MAGIC = b"LKSTEP\x01\n"
 _NONCE = _MAC = 32
 _HELLO_LIMIT = 4096
 _HALF_OPEN_LIMIT = 256
-_LENGTH = struct.Struct(">Q")
 _SHORT = struct.Struct(">H")
-
-Buffer = bytes | bytearray | memoryview
-Code = Literal["token", "run", "generation", "protocol"]
-
-
-class WireError(ConnectionError):
-    """A connection that cannot be used (any more): who is at its other end, and why."""
-
-    def __init__(self, peer: str, why: str) -> None:
-        super().__init__(f"connection with {peer}: {why}")
-        self.peer, self.why = peer, why
-
-
-class ConnectionClosed(WireError):
-    """The other side closed, or the connection broke."""
-
-
-class SendTimeout(WireError):
-    """The peer took no byte for too long; the connection is closed, because a frame may be cut."""
-
-
-class FrameTooLarge(WireError):
-    """A frame above the limit: refused before it is sent, or the connection is closed when one is announced."""
-
-
-class Refused(WireError):
-    """The handshake failed. `code` says at what: `token`, `run`, `generation` (stale) or `protocol`."""
-
-    def __init__(self, peer: str, code: Code, why: str) -> None:
-        super().__init__(peer, f"refused, {why}")
-        self.code: Code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Who is at the other end of a connection."""
-
-    run: str
-    generation: int
-    name: str
-
-
-class Connection:
-    """One authenticated connection. Any thread may send; one thread receives."""
-
-    def __init__(self, sock: socket.socket, peer: Hello, max_frame: int = MAX_FRAME) -> None:
-        sock.setblocking(False)
-        self.peer = peer
-        self.max_frame = max_frame
-        self.bulk = 0
-        """Bytes of large frames moved so far, in both directions: moves while a frame is under way."""
-        self._socket = sock
-        self._closed = False
-        self._sending = threading.Lock()
-        self._outbox: deque[memoryview] = deque()
-        self._header = bytearray(_LENGTH.size)
-        self._body: bytearray | None = None
-        self._filled = 0
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def fileno(self) -> int:
-        """For selectors; -1 once closed."""
-        return self._socket.fileno()
-
-    def queue(self, *parts: Buffer) -> None:
-        """Adds a frame, the concatenation of `parts`, to what `flush` writes. The buffers must not change until
-        they are written.
-
-        Raises:
-            FrameTooLarge: and nothing is queued.
-            ConnectionClosed: the connection is closed already.
-        """
-        views = [memoryview(part).cast("B") for part in parts]
-        size = sum(view.nbytes for view in views)
-        if size > self.max_frame:
-            raise FrameTooLarge(self.peer.name, f"a frame of {size} bytes is above the limit of {self.max_frame}")
-        if self._closed:
-            raise ConnectionClosed(self.peer.name, "is closed")
-        header = memoryview(_LENGTH.pack(size))
-        self._outbox.extend((memoryview(b"".join((header, *views))),) if size < 4096 else (header, *views))
-
-    def flush(self) -> bool:
-        """Writes what the socket takes now; whether everything queued is written.
-
-        Raises:
-            ConnectionClosed: the peer is gone.
-        """
-        with self._sending:
-            return self._write()
-
-    @property
-    def pending(self) -> bool:
-        """Whether `flush` has something left to write."""
-        return bool(self._outbox)
-
-    def send(self, *parts: Buffer, timeout_s: float = 30.0) -> None:
-        """Sends one frame; waits while the peer takes bytes, at most `timeout_s` without one.
-
-        Raises:
-            SendTimeout: the peer (stopped?) took nothing for `timeout_s`; the connection is closed.
-            ConnectionClosed: the peer is gone.
-            FrameTooLarge: nothing was sent.
-        """
-        if not self._sending.acquire(timeout=timeout_s):
-            raise SendTimeout(self.peer.name, f"another frame has been on its way for {timeout_s:g} s")
-        try:
-            self.queue(*parts)
-            while not self._write():
-                if not _ready(self._socket, select.POLLOUT, timeout_s):
-                    self.close()
-                    raise SendTimeout(self.peer.name, f"took no byte for {timeout_s:g} s")
-        finally:
-            self._sending.release()
-
-    def recv(self, timeout_s: float) -> bytearray | None:
-        """The next frame, or None when it is not complete within `timeout_s` (0: only what is here already).
-
-        Raises:
-            ConnectionClosed: the peer closed, or the connection broke.
-            FrameTooLarge: the peer announced a frame above the limit; the connection is closed.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            frame = self._read()
-            if frame is not None:
-                return frame
-            left = deadline - time.monotonic()
-            if left <= 0 or not _ready(self._socket, select.POLLIN, left):
-                return None
-
-    def close(self) -> None:
-        """Closes both directions; wakes whoever waits on it. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def __enter__(self) -> "Connection":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _write(self) -> bool:
-        while self._outbox:
-            views = [self._outbox[i] for i in range(min(len(self._outbox), 16))]
-            try:
-                sent = self._socket.sendmsg(views)
-            except (BlockingIOError, InterruptedError):
-                return False
-            except OSError as error:
-                self.close()
-                raise ConnectionClosed(self.peer.name, _reason(error)) from None
-            if sent >= BULK or views[0].nbytes >= BULK:
-                self.bulk += sent
-            while sent:
-                first = self._outbox[0]
-                if sent < first.nbytes:
-                    self._outbox[0] = first[sent:]
-                    break
-                sent -= first.nbytes
-                self._outbox.popleft()
-        return True
-
-    def _read(self) -> bytearray | None:
-        """Goes on with the frame under way; returns it when it is complete."""
-        if self._body is None:
-            if not self._fill(self._header):
-                return None
-            (size,) = _LENGTH.unpack(self._header)
-            if size > self.max_frame:
-                self.close()
-                raise FrameTooLarge(self.peer.name, f"announced {size} bytes, the limit is {self.max_frame}")
-            self._body, self._filled = bytearray(size), 0
-        if not self._fill(self._body):
-            return None
-        body, self._body, self._filled = self._body, None, 0
-        return body
-
-    def _fill(self, buffer: bytearray) -> bool:
-        view = memoryview(buffer)
-        while self._filled < len(buffer):
-            try:
-                got = self._socket.recv_into(view[self._filled :])
-            except (BlockingIOError, InterruptedError):
-                return False
-            except OSError as error:
-                self.close()
-                raise ConnectionClosed(self.peer.name, _reason(error)) from None
-            if got == 0:
-                self.close()
-                raise ConnectionClosed(self.peer.name, "the peer closed it")
-            self._filled += got
-            if len(buffer) > BULK:
-                self.bulk += got
-        return True
 
 
 @dataclass(slots=True)
@@ -426,14 +241,14 @@ def connect(
     try:
         sock = socket.create_connection((host, port), timeout=timeout_s)
     except OSError as error:
-        raise ConnectionClosed(where, _reason(error)) from None
+        raise ConnectionClosed(where, reason(error)) from None
     try:
         peer = _introduce(sock, where, token.encode(), Hello(run, generation, name), deadline)
     except OSError as error:
         sock.close()
         if isinstance(error, WireError):
             raise
-        raise ConnectionClosed(where, f"broke in the handshake: {_reason(error)}") from None
+        raise ConnectionClosed(where, f"broke in the handshake: {reason(error)}") from None
     _tune(sock)
     return Connection(sock, peer, max_frame)
 
@@ -493,15 +308,6 @@ def _mac(token: bytes, side: bytes, seed: bytes) -> bytes:
     return hmac.new(token, side + b"\0" + seed, hashlib.sha256).digest()
 
 
-def _ready(sock: socket.socket, event: int, timeout_s: float) -> bool:
-    """Whether the socket can go on within the time (errors count: the next call reports them)."""
-    if sock.fileno() < 0:
-        return True
-    poller = select.poll()
-    poller.register(sock, event)
-    return bool(poller.poll(max(0, int(timeout_s * 1000) + 1)))
-
-
 def _tune(sock: socket.socket) -> None:
     """Small frames leave at once; a host that vanished is noticed in about ten seconds."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -509,7 +315,3 @@ def _tune(sock: socket.socket) -> None:
     for option, seconds in (("TCP_KEEPIDLE", 4), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__

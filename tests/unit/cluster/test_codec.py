@@ -219,3 +219,10 @@ def test_a_large_array_is_copied_once_to_encode_and_not_to_decode() -> None:
     assert peak - before < 1_000_000
     assert np.shares_memory(back, np.frombuffer(payload, np.uint8))
     assert same(back, array)
+
+
+def test_more_than_a_frame_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.cluster.codec.LIMIT", 1 << 20)
+    with pytest.raises(CodecError, match=r"path: .* bytes are too many for one call"):
+        Signature(Service.one).encode_arguments((Clip(low=1), np.zeros(1 << 20), None), {})
+    assert encode(np.zeros(1 << 16))
