@@ -27,8 +27,7 @@ def grpo(run: Run, cfg: GRPOConfig) -> None:
             cfg.epochs, cfg.minibatch_size, cfg.loss, seed=run.seed(step), max_tokens=cfg.rollout.sampling.max_tokens
         )
         with run.stage("train"):
-            for minibatch in minibatches:
-                stats = run.policy.step(minibatch, cfg.loss)
+            stats = [run.policy.step(minibatch, cfg.loss) for minibatch in minibatches]
         run.commit(step, stats)
         with run.stage("publish"):
             run.weights.publish(version=step + 1)  # idempotent by version

@@ -13,6 +13,5 @@ def sft(run: Run, cfg: SFTConfig) -> None:
             documents = run.documents.take(step * cfg.batch_size, cfg.batch_size)
             batch = pack(trees_of_documents(documents), run.policy.ranks, cfg.token_budget, run.policy.info.packing)
         with run.stage("train"):
-            for minibatch in batch.minibatches(loss=cfg.loss, seed=run.seed(step)):
-                stats = run.policy.step(minibatch, cfg.loss)
+            stats = [run.policy.step(minibatch, cfg.loss) for minibatch in batch.minibatches(loss=cfg.loss)]
         run.commit(step, stats)

@@ -77,7 +77,9 @@ def _sources(
         documents = DocumentSource(rows, config.data, tokenizer, config.seed, longest, config.train_on_prompt)
     held_out: list[Prompt] = []
     if config.evaluation is not None:
-        source = PromptSource(load_rows(config.evaluation.data), config.evaluation.data, tokenizer, config.seed, room)
+        # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
+        data = config.evaluation.data.model_copy(update={"shuffle": False})
+        source = PromptSource(load_rows(data), data, tokenizer, config.seed, room)
         held_out = source.take(0, min(len(source), config.evaluation.prompts or len(source)))
     return prompts, documents, held_out
 

@@ -1,10 +1,12 @@
 """A run: its roles wired together, its steps as transactions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
 
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.data.documents import DocumentSource
@@ -119,10 +121,11 @@ class Run:
         self.ledger.collected(step, rollouts, {"seed": self.seed(step)})
         self._row |= rollout_metrics(rollouts)
 
-    def commit(self, step: int, stats: dict[str, float]) -> None:
-        """Records that the step is trained."""
-        self._row |= {name if "/" in name else f"policy/{name}": value for name, value in stats.items()}
-        self.ledger.commit(step, stats)
+    def commit(self, step: int, stats: Sequence[Mapping[str, float]]) -> None:
+        """Records that the step is trained, with the metrics of its optimizer steps."""
+        means = {name: float(np.mean([each[name] for each in stats])) for name in stats[0]}
+        self._row |= {name if "/" in name else f"policy/{name}": value for name, value in means.items()}
+        self.ledger.commit(step, means)
 
     def _boundary(self, version: int) -> None:
         """Between two steps, with `version` steps done: evaluation, checkpoint, Ctrl-C."""
