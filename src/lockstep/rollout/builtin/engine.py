@@ -110,6 +110,7 @@ class BuiltinEngine:
         self._tokens += len(tokens)
         return self._retire()
 
+    @torch.inference_mode()
     def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
         """Ends requests, running or waiting; unknown ids are those that have finished already."""
         wanted = None if ids is None else set(ids)
@@ -120,7 +121,7 @@ class BuiltinEngine:
         self._leave(rows)
         return partial + [_nothing(request) for request in waiting]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def load_weights(self, source: Path, version: int) -> None:
         """Copies version `version` from the store at `source` into the model.
 
