@@ -1,0 +1,126 @@
+"""The engine's service: nothing is lost on the way to the controller, and failures reach it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.config.model import Model
+from lockstep.config.rollout import BuiltinEngine as EngineConfig
+from lockstep.data.samples import Completion
+from lockstep.models.tiny import make_tiny
+from lockstep.rollout.api import EngineAPI
+from lockstep.rollout.errors import BadLogits, BadRequest
+from lockstep.rollout.protocol import Request
+from lockstep.rollout.service import EngineService, Outbox
+from lockstep.weights.plan import Plan
+from lockstep.weights.shared import SharedWeights
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = make_tiny(tmp_path_factory.mktemp("service") / "m", hidden=16, heads=2, kv_heads=1, ffn=32, max_length=64)
+    return Model(path=str(folder)).model_dump(mode="json")
+
+
+def service(model, **options):
+    return EngineService(model, EngineConfig(max_rows=8).model_dump(mode="json"), **options)
+
+
+def ask(n, tokens=5):
+    prompt = np.array([4, 5, 6], np.int32)
+    return [Request(f"r{k}", "g", prompt, seed=k, max_tokens=tokens, ignore_eos=True) for k in range(n)]
+
+
+def completion(name):
+    return Completion(name, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "stop", "")
+
+
+def test_completions_stay_until_they_are_acknowledged():
+    outbox = Outbox()
+    assert outbox.collect(0).completions == []
+    outbox.put([completion("a"), completion("b")])
+    first = outbox.collect(0)
+    assert (first.sequence, [each.request for each in first.completions]) == (2, ["a", "b"])
+    outbox.put([completion("c")])
+    again = outbox.collect(0)  # the first answer was lost
+    assert (again.sequence, [each.request for each in again.completions]) == (3, ["a", "b", "c"])
+    assert [each.request for each in outbox.collect(first.sequence).completions] == ["c"]
+    assert (outbox.collect(3).sequence, outbox.collect(3).completions) == (3, [])
+    with pytest.raises(ValueError, match="ack: 4 was never collected"):
+        outbox.collect(4)
+
+
+def test_decodes_in_the_background(model):
+    engine = service(model)
+    assert engine.background() is False
+    engine.submit(ask(11))
+    with pytest.raises(BadRequest):
+        engine.submit(ask(1, tokens=100))
+    turns = 0
+    while engine.background():
+        turns += 1
+        assert engine.progress().tokens == min(turns, 5) * 8 + max(0, turns - 5) * 3
+    collected = engine.collect()
+    assert collected.sequence == 11 and {each.request for each in collected.completions} == {f"r{k}" for k in range(11)}
+    assert engine.collect(11).completions == []
+    engine.submit(ask(3))
+    engine.background()
+    engine.pause()
+    assert engine.background() is False and engine.progress().paused
+    engine.abort(["r1"])
+    assert [(each.request, each.finish, len(each.tokens)) for each in engine.collect(11).completions] == [
+        ("r1", "abort", 1)
+    ]
+    engine.resume()
+    while engine.background():
+        pass
+    assert engine.collect(12).sequence == 14
+    engine.close()
+
+
+def test_has_every_method_of_its_api():
+    for name in ("submit", "collect", "abort", "pause", "resume", "load_weights", "progress"):
+        declared, there = getattr(EngineAPI, name), getattr(EngineService, name)
+        assert declared.__annotations__ == there.__annotations__
+        assert hasattr(declared, "__lockstep_concurrent__") == hasattr(there, "__lockstep_concurrent__")
+    assert hasattr(EngineService.progress, "__lockstep_concurrent__")
+
+
+@dataclass
+class Shard:
+    name: str
+    offset: int
+    tensor: torch.Tensor
+
+
+def test_takes_weights_from_the_store(model, tmp_path):
+    engine = service(model, reader="lockstep.weights.shared:Reader")
+    parameters = dict(engine._engine.lm.named_parameters())
+    plan = Plan.of((name, parameter.shape, parameter.dtype) for name, parameter in parameters.items())
+    store = SharedWeights.create(tmp_path / "w", plan, writers=1)
+    store.write_shards(0, 5, [Shard(name, 0, torch.full_like(each, 0.25)) for name, each in parameters.items()])
+    store.commit(5)
+    engine.load_weights(str(store.folder), 5)
+    assert engine.progress().version == 5
+    assert all(bool((parameter == 0.25).all()) for parameter in parameters.values())
+    fresh = service(model, reader="lockstep.weights.shared:Reader", weights=str(store.folder), version=5)
+    assert fresh.progress().version == 5
+    with pytest.raises(ValueError, match="without a weight reader"):
+        service(model).load_weights(str(store.folder), 5)
+    with pytest.raises(ValueError, match="reader: 'x' is no factory"):
+        service(model, reader="x")
+
+
+def test_a_failure_reaches_who_collects(model):
+    engine = service(model)
+    with torch.no_grad():
+        engine._engine.lm.get_input_embeddings().weight.fill_(torch.nan)
+    engine.submit(ask(2))
+    assert engine.background() is False
+    for _ in range(2):
+        with pytest.raises(BadLogits, match="'r0'"):
+            engine.collect()
+    engine.abort()
+    assert {each.request for each in engine.collect().completions} == {"r0", "r1"}
