@@ -17,11 +17,11 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.watch.folders import base_dir, make_run_dir, new_run_id, run_dir
 from lockstep.watch.procs import alive, process_state, start_ticks
+from lockstep.watch.records import BeaconState, Counter, Event, WaitRecord
 
 __all__ = [
     "Beacon",
@@ -53,7 +53,7 @@ EVENTS = 128
 _HEADER = struct.Struct(
     "<8sIIIiQQd64s96s32s"
 )  # magic version size pid rank start created_ns created_wall run name role
-_BEAT = struct.Struct("<Q")
+_NUMBER = struct.Struct("<Q")
 _STAGE = struct.Struct("<QQ96sQ")  # front since_ns stage back
 _COUNTER = struct.Struct("<QqqQ40sQ")  # front value total updated_ns name back
 _WAIT = struct.Struct(
@@ -61,6 +61,9 @@ _WAIT = struct.Struct(
 )  # front thread since_ns deadline_ns moved_ns kind whom why thread_name back
 _EVENT = struct.Struct("<QQ24s72sQ")  # front at_ns kind text back
 _COMMUNICATOR_BYTES = 256
+
+_EMPTY = 1
+"""The write number of a record that has not been written yet; zero is a record in the middle of its writing."""
 
 _BEAT_AT = 512
 _STAGE_AT = 576
@@ -71,64 +74,6 @@ _EVENTS_AT = _COMMUNICATORS_AT + COMMUNICATORS * _COMMUNICATOR_BYTES
 SIZE = _EVENTS_AT + EVENTS * 128
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
-
-
-@dataclass(frozen=True, slots=True)
-class Counter:
-    """A progress counter; `updated_ns` is on the monotonic clock."""
-
-    value: int
-    total: int | None
-    updated_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class WaitRecord:
-    """A wait that a thread is in. Times are nanoseconds of the host's monotonic clock."""
-
-    kind: str
-    whom: str
-    why: str
-    since_ns: int
-    deadline_ns: int | None
-    moved_ns: int
-    """When the one waited for last made progress, as far as the waiter saw; `since_ns` when it saw none."""
-    thread: int
-    thread_name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    number: int
-    at_ns: int
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class BeaconState:
-    """What a beacon said when it was read."""
-
-    path: Path
-    run: str
-    name: str
-    role: str
-    rank: int
-    pid: int
-    start_ticks: int
-    created_ns: int
-    created_wall: float
-    beat_ns: int
-    """Last sign of life that a background thread gave, 0 when the process gives none."""
-    stage: str
-    stage_since_ns: int
-    counters: dict[str, Counter] = field(default_factory=dict)
-    waits: tuple[WaitRecord, ...] = ()
-    events: tuple[Event, ...] = ()
-    moves: int = 0
-    """Grows with every change of a counter or of the stage."""
-    torn: int = 0
-    """Records that could not be read: the writer died or was stopped while it wrote them."""
 
 
 def _fit(text: str, size: int) -> bytes:
@@ -146,7 +91,7 @@ class _Slot:
     __slots__ = ("layout", "memory", "number", "offset")
 
     def __init__(self, memory: mmap.mmap, offset: int, layout: struct.Struct) -> None:
-        self.memory, self.offset, self.layout, self.number = memory, offset, layout, 0
+        self.memory, self.offset, self.layout, self.number = memory, offset, layout, _EMPTY
 
     def write(self, *fields: object) -> None:
         self.number += 1
@@ -210,7 +155,7 @@ class Beacon:
         """A sign of life by a background thread: tells a frozen process from one that is busy elsewhere."""
         with self._lock:
             if self._open:
-                _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
+                _NUMBER.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
 
     def event(self, kind: str, text: str = "") -> None:
         """Appends to the ring of the last 128 events."""
@@ -218,8 +163,8 @@ class Beacon:
             if self._open:
                 self._events += 1
                 at = _EVENTS_AT + 128 * ((self._events - 1) % EVENTS)
-                fields = (time.monotonic_ns(), _fit(kind, 24), _fit(text, 72))
-                _EVENT.pack_into(self._memory, at, self._events, *fields, self._events)
+                number = self._events + _EMPTY
+                _EVENT.pack_into(self._memory, at, number, time.monotonic_ns(), _fit(kind, 24), _fit(text, 72), number)
 
     def take_wait_slot(self) -> int | None:
         """A free wait slot, None when 16 threads wait already. For `watch.waits`."""
@@ -282,6 +227,7 @@ def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
         memory = mmap.mmap(descriptor, SIZE)
     finally:
         os.close(descriptor)
+    _clear(memory)
     pid = os.getpid()
     _HEADER.pack_into(
         memory, 0, MAGIC, VERSION, SIZE, pid, rank, start_ticks(pid) or 0, time.monotonic_ns(), time.time(),
@@ -291,6 +237,15 @@ def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
     previous, _current = _current, Beacon(path, memory)
     previous.close()
     return _current
+
+
+def _clear(memory: mmap.mmap) -> None:
+    """Frames all records of a new file as empty."""
+    ring = [(_COUNTERS_AT, 96, COUNTERS, _COUNTER), (_WAITS_AT, 384, WAITS, _WAIT), (_EVENTS_AT, 128, EVENTS, _EVENT)]
+    for start, stride, count, layout in [(_STAGE_AT, 0, 1, _STAGE), *ring]:
+        for at in range(start, start + max(stride, 1) * count, max(stride, 1)):
+            for end in (at, at + layout.size - 8):
+                _NUMBER.pack_into(memory, end, _EMPTY)
 
 
 def close_beacon(remove: bool = False) -> None:
@@ -347,17 +302,27 @@ class _Reading:
 
     def __init__(self, descriptor: int, first: bytes, second: bytes) -> None:
         self._descriptor, self._first, self._second = descriptor, first, second
+        self._patience = 20
+        """Milliseconds that all records together may be waited for."""
         self.torn = 0
 
     def record(self, offset: int, layout: struct.Struct) -> tuple[int, tuple[object, ...]] | None:
         """Write number and fields of a record, None when it was never written or is torn."""
         end = offset + layout.size
         older, newer = self._first[offset:end], self._second[offset:end]
-        for _ in range(100):
+        tries = 0
+        while True:
             front = newer[:8]
-            if older == newer and front == newer[-8:]:
+            if older == newer and front == newer[-8:]:  # all zero: `pack_into` clears before it writes
                 number = int.from_bytes(front, "little")
-                return (number, layout.unpack(newer)[1:-1]) if number else None
+                if number:
+                    return None if number == _EMPTY else (number - _EMPTY, layout.unpack(newer)[1:-1])
+            tries += 1
+            if tries > 20:  # a writer that lost its CPU in the middle gets it back; a stopped or dead one does not
+                if self._patience == 0:
+                    break
+                self._patience -= 1
+                time.sleep(1e-3)
             older, newer = newer, os.pread(self._descriptor, layout.size, offset)
         self.torn += 1
         return None
@@ -392,7 +357,7 @@ def _decode(path: Path, header: tuple, reading: _Reading) -> BeaconState:  # typ
     _, _, _, pid, rank, start, created_ns, created_wall, run, name, role = header
     return BeaconState(
         path, _text(run), _text(name), _text(role), rank, pid, start, created_ns, created_wall,
-        _BEAT.unpack_from(reading._second, _BEAT_AT)[0], stage, stage_since, counters,
+        _NUMBER.unpack_from(reading._second, _BEAT_AT)[0], stage, stage_since, counters,
         tuple(sorted(waits, key=lambda wait: wait.since_ns)),
         tuple(sorted(events, key=lambda event: event.number)), moves, reading.torn,
     )  # fmt: skip
