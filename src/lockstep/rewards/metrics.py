@@ -28,8 +28,8 @@ def groups_without_signal(rollouts: Rollouts) -> float:
 
 
 def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """`reward/mean`, `/std` (population), `/min`, `/max` over all completions, `reward/groups_without_signal`, and
-    `reward/term/NAME`, the mean over the completions to which the term applies (absent where it applies to none).
+    """`reward/mean`, `/std` (population), `/min`, `/max` over all completions, `rollout/groups_without_signal`, and
+    `reward/NAME`, the mean over the completions to which the term applies (absent where it applies to none).
     Raises ValueError while a group is not scored."""
     every = np.concatenate([_rewards(group.rewards) for group in rollouts.groups]).astype(np.float64)
     found = {
@@ -37,14 +37,14 @@ def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
         "reward/std": float(every.std()),
         "reward/min": float(every.min()),
         "reward/max": float(every.max()),
-        "reward/groups_without_signal": groups_without_signal(rollouts),
+        "rollout/groups_without_signal": groups_without_signal(rollouts),
     }
     for name in dict.fromkeys(name for group in rollouts.groups for name in group.breakdown):
         parts = [group.breakdown[name] for group in rollouts.groups if name in group.breakdown]
         values = np.concatenate(parts).astype(np.float64)
         values = values[~np.isnan(values)]
         if values.size:
-            found[f"reward/term/{name}"] = float(values.mean())
+            found[f"reward/{name}"] = float(values.mean())
     return found
 
 

@@ -26,8 +26,8 @@ def test_reward_metrics():
             "reward/std": np.sqrt(0.125),
             "reward/min": 0.0,
             "reward/max": 1.0,
-            "reward/groups_without_signal": 0.5,
-            "reward/term/math": 0.5,
+            "rollout/groups_without_signal": 0.5,
+            "reward/math": 0.5,
         }
     )
 
