@@ -439,7 +439,7 @@ def absent(folder: Path, ranks: Ranks, port: int) -> Result:
     from lockstep.train.distributed import join
 
     cfg = config(folder, "llama", "sft")
-    short = join(ranks.rank, ranks.world, torch.device("cpu"), ("127.0.0.1", port), "gen3/policy", 4.0)
+    short = join(ranks.rank, ranks.world, torch.device("cpu"), ("127.0.0.1", port), "gen3/policy", 6.0)
     trainer = FSDP2Trainer(cfg, short)
     result = Result(ranks.rank)
     started = time.monotonic()
@@ -449,7 +449,7 @@ def absent(folder: Path, ranks: Ranks, port: int) -> Result:
         except (RuntimeError, TimeoutError) as error:
             result.extra["error"] = str(error)
     else:
-        time.sleep(5.5)
+        time.sleep(7.5)
     result.extra["waited"] = time.monotonic() - started
     return result
 

@@ -23,11 +23,11 @@ from lockstep.train.protocol import StepStats, Want
 from lockstep.train.rows import Row
 from lockstep.train.schedule import learning_rate, optimizer_steps
 from lockstep.train.sharding import (
+    begin_microbatch,
     checkpoint_activations,
     free_gathered,
     local,
     shard,
-    synchronise_gradients,
 )
 from lockstep.train.shards import Shard, rows_of
 from lockstep.watch import beacon
@@ -111,7 +111,7 @@ class FSDP2Trainer:
         losses.check_fields(microbatches, loss)
         meter = losses.Meter(self.ranks.device)
         for done, packed in enumerate(microbatches, start=1):
-            synchronise_gradients(self.policy, enabled=done == len(microbatches))
+            begin_microbatch(self.policy, done == len(microbatches), self.config.trainer.reshard_after_forward)
             self._backward(Row.of(packed, self.ranks.device), loss, meter)
             beacon.current().progress("microbatches", done, len(microbatches))
         gradients = {name: local(p.grad) for name, p in self.names.items() if p.grad is not None}

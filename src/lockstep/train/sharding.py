@@ -32,7 +32,8 @@ def shard(policy: Policy, ranks: Ranks, reshard_after_forward: bool, compute: to
     )
     for layer in policy.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+    # The root's own parameters (embedding, last norm, head) are what backward needs first: freeing them is no gain.
+    fully_shard(policy, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     for module in sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -62,11 +63,16 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     return [found for found in module.modules() if isinstance(found, FSDPModule)]
 
 
-def synchronise_gradients(policy: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients over the ranks (the last micro-batch of a step) or only adds
-    them up locally (all others): a constant of the step, whatever the data."""
+def begin_microbatch(policy: nn.Module, last: bool, reshard_after_forward: bool) -> None:
+    """Whether the next backward reduces gradients over the ranks (the last micro-batch of a step) or only adds them
+    up locally (all others): a constant of the step, whatever the data.
+
+    Where layers stay gathered after forward (ZeRO-2), they stay so for the whole step: one gather, whatever the
+    number of micro-batches.
+    """
     if isinstance(policy, FSDPModule):
-        policy.set_requires_gradient_sync(enabled)
+        policy.set_requires_gradient_sync(last)
+        policy.set_reshard_after_backward(last or reshard_after_forward)
 
 
 def free_gathered(policy: nn.Module) -> None:
