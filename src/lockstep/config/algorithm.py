@@ -3,9 +3,9 @@
 The formulas behind the names are in `lockstep.algos`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lockstep.config.base import Section
 
@@ -70,7 +70,16 @@ class PolicyLoss(Section):
     kl: KL = KL()
     importance: ImportanceCorrection = ImportanceCorrection()
     old_logprobs: Literal["engine", "trainer"] = "engine"
-    """Whose log-probabilities are the denominator of the ratio."""
+    """Whose log-probabilities are the denominator of the ratio; `trainer` costs a forward pass."""
+
+    @model_validator(mode="after")
+    def _corrected_once(self) -> Self:
+        if self.importance.kind != "off" and self.old_logprobs == "engine":
+            raise ValueError(
+                "importance correction goes from the engine's to the trainer's log-probabilities, so the ratio must "
+                "start from the trainer's: set loss.old_logprobs=trainer (the ratio to the engine's corrects already)"
+            )
+        return self
 
 
 class CrossEntropy(Section):

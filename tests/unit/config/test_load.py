@@ -87,6 +87,7 @@ def test_an_empty_name_or_a_missing_field_is_named() -> None:
         ({"prompts_per_step": 4, "minibatch_size": 24}, ["divide the 32"]),
         ({"token_budget": 100, "rollout": {"sampling": {"max_tokens": 100}}}, ["token_budget 100", "101"]),
         ({"model": {"path": "m", "max_length": 64}}, ["max_length 64", "256"]),
+        ({"loss": {"importance": {"kind": "truncate"}}}, ["loss.old_logprobs=trainer"]),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], words: list[str]) -> None:
