@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -357,6 +358,7 @@ def controller(run: str, folder: Path, grace: float) -> Iterator[tuple["subproce
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(beacon.run_dir(run), ignore_errors=True)
 
 
 def test_no_orphan_after_kill_9_of_the_controller(folder: Path) -> None:
