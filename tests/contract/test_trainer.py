@@ -10,9 +10,10 @@ import trainer_ranks as tr
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.train.checkpoint import CheckpointError, bytes_written, read_manifest, remove_checkpoint, sweep
+from lockstep.train.checkpoint import CheckpointError, read_manifest
 from lockstep.train.distributed import Ranks
 from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.retention import bytes_written, remove_checkpoint, sweep
 
 TIGHT = 1e-5
 VARIANTS = [name for name in tr.CASES if name.startswith(tr.FAMILIES)]

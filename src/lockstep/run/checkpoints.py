@@ -5,7 +5,7 @@ from typing import Protocol
 
 from lockstep.config.trainer import Checkpoint as CheckpointConfig
 from lockstep.ledger.ledger import Ledger
-from lockstep.train.checkpoint import bytes_written, kept, remove_checkpoint, sweep
+from lockstep.train.retention import bytes_written, kept, remove_checkpoint, sweep
 from lockstep.watch import waits
 
 

@@ -9,27 +9,43 @@ import torch
 
 from lockstep.config.cluster import LocalCluster
 from lockstep.config.model import Model
+from lockstep.models.errors import ModelError
 from lockstep.models.load import context_length, load_policy, resolve_dtype
+from lockstep.models.weights import check_weights
 from lockstep.run.plan import HostFacts, ModelFacts
 
 UNLIMITED = 1 << 60
 
 
 def model_facts(cfg: Model, device: str) -> ModelFacts:
-    """Builds the model without weights and counts. ModelError where it cannot be built."""
+    """Builds the model without weights and counts. ModelError where it cannot be built, or where a local folder has
+    no weights that fit it."""
     policy = load_policy(cfg, "cpu", meta=True)
+    folder = Path(cfg.path).expanduser()
+    if folder.is_dir():  # a hub name's weights are not here yet
+        check_weights(policy, folder)
     config: Any = policy.config.get_text_config()
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     return ModelFacts(
         parameters=sum(parameter.numel() for parameter in policy.parameters()),
         layers=len(policy.layers),
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        context=min(cfg.max_length or UNLIMITED, context_length(policy.config)),
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1),
+        context=_context(cfg, policy.config),
         dtype=str(resolve_dtype(cfg.dtype, device)).removeprefix("torch."),
     )
+
+
+def _context(cfg: Model, config: Any) -> int:
+    """The smaller of the user's limit and the model's own, which a state-space model need not have."""
+    if cfg.max_length is None:
+        return context_length(config)
+    try:
+        return min(cfg.max_length, context_length(config))
+    except ModelError:
+        return cfg.max_length
 
 
 def host_facts(cfg: LocalCluster) -> HostFacts:

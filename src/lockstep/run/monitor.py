@@ -8,7 +8,6 @@ from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.activity import beacon_activity
 from lockstep.report.console import Console
-from lockstep.report.html import write_report
 from lockstep.report.sinks import Sinks, open_sinks
 from lockstep.report.summary import write_summary
 from lockstep.run.stages import Stages
@@ -82,6 +81,8 @@ class Monitor:
 
     def finish(self, reason: str) -> None:
         """Writes summary and report, and the last line."""
+        from lockstep.report.html import write_report  # brings matplotlib, which no start should wait for
+
         write_summary(self.ledger, reason)
         report = write_report(self.ledger, reason) if self.config.report.html else None
         self.console.finish(reason, report)

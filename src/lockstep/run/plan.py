@@ -179,6 +179,11 @@ def _device(host: HostFacts, index: int) -> str:
 
 
 def _must_fit(plan: Plan, config: SFTConfig | GRPOConfig, host: HostFacts) -> None:
+    if host.device == "cuda" and not host.gpus:
+        raise InfeasibleError(
+            "cluster.device is cuda, and torch finds no GPU on this host: set cluster.device=cpu (or auto), or install "
+            "a CUDA build of torch and check the driver with nvidia-smi"
+        )
     if host.device == "cuda" and config.trainer.ranks > host.gpus:
         raise InfeasibleError(
             f"trainer.ranks {config.trainer.ranks} needs as many GPUs and this host has {host.gpus}: "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.config.model import Model
 from lockstep.models.load import load_tokenizer
 from lockstep.models.policy import Policy
+from lockstep.models.quiet import quiet
 from lockstep.models.weights import named_state, resolve_folder
 from lockstep.train.checkpoint import CheckpointError, Rows, publish, sync_file
 from lockstep.train.distributed import Ranks
@@ -98,10 +99,11 @@ def _write_rest(folder: Path, policy: Policy, model: Model, dtype: torch.dtype) 
     config = copy.deepcopy(policy.config)
     config.dtype = dtype
     config.architectures = [type(policy.lm).__name__.removeprefix("FSDP")]
-    config.save_pretrained(folder)
+    with quiet():
+        config.save_pretrained(folder)
+        load_tokenizer(model).save_pretrained(folder)
     for path in sorted([*source.glob("*.py"), *source.glob("generation_config.json")]):
         shutil.copyfile(path, folder / path.name)
-    load_tokenizer(model).save_pretrained(folder)
 
 
 def _write_index(folder: Path, files: Mapping[str, list[str]], total: int) -> None:

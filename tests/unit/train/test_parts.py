@@ -12,9 +12,9 @@ from lockstep.config.trainer import AdamW
 from lockstep.data.layout import Layout
 from lockstep.models.load import load_policy
 from lockstep.models.tiny import make_tiny
-from lockstep.train.checkpoint import kept
 from lockstep.train.export import _files
 from lockstep.train.optimizer import ShardedAdamW, decays, scale, square_norm
+from lockstep.train.retention import kept
 from lockstep.train.service import choose_device
 from lockstep.train.sharding import checkpoint_activations
 from lockstep.train.shards import rows_of
