@@ -16,6 +16,7 @@ from lockstep.rollout.builtin.runner import CachedRunner, PlainRunner, use_plain
 from lockstep.rollout.errors import BadRequest, WeightsMismatch
 from lockstep.rollout.protocol import Request
 
+torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 CONTEXT = 96
 RANDOM = np.random.default_rng(0)
 

@@ -17,6 +17,8 @@ from lockstep.rollout.service import EngineService, Outbox
 from lockstep.weights.plan import Plan
 from lockstep.weights.shared import SharedWeights
 
+torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

@@ -28,6 +28,7 @@ from lockstep.rollout.builtin.runner import CachedRunner, PlainRunner
 from lockstep.rollout.errors import BadLogits
 from lockstep.rollout.protocol import Request
 
+torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 TOKENIZER = char_tokenizer(TinyModel())
 COMMON = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA_LIKE = {**COMMON, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
