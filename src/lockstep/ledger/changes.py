@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+Effect = Literal["none", "bits", "result"]
 
 _HARMLESS = (
     "name",
@@ -16,8 +18,21 @@ _HARMLESS = (
     "reward.memory_mb",
     "trainer.collective_timeout_s",
 )
-"""Fields and sections that say where a run lives, what it shows and how long it waits, and not what it computes.
-Threads and ranks are not among them: they change the order of additions, so the bits."""
+"""Fields and sections that say where a run lives, what it shows and how long it waits, and not what it computes."""
+_BITS = (
+    "trainer.ranks",
+    "trainer.threads",
+    "trainer.reshard_after_forward",
+    "trainer.activation_checkpointing",
+    "trainer.head_chunk",
+    "rollout.engine.count",
+    "rollout.engine.threads",
+    "rollout.engine.max_rows",
+    "rollout.engine.cache_tokens",
+)
+"""Fields that say who computes how much at once: they change the order of additions and nothing else."""
+_RESULT = ("cluster.device",)
+"""Exceptions from the two above: a GPU computes in another precision where the model's is `auto`."""
 
 
 class _Absent:
@@ -36,9 +51,20 @@ class Change:
     """Dotted, as on the command line: `trainer.optimizer.lr`."""
     old: Any
     new: Any
-    changes_result: bool
+    effect: Effect
+    """On the run's result: none, its last bits (about 1e-5 of the weights), or the result itself."""
     reason: str = ""
     """Why, where it is not plain."""
+
+    @property
+    def changes_result(self) -> bool:
+        """Whether a run may not go on with it."""
+        return self.effect == "result"
+
+    @property
+    def changes_bits(self) -> bool:
+        """Whether a run may go on with it, but will not end with the same bits."""
+        return self.effect == "bits"
 
     def __str__(self) -> str:
         return f"{self.path}: {self.old!r} -> {self.new!r}{f' ({self.reason})' if self.reason else ''}"
@@ -51,20 +77,28 @@ def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
         if path == "steps":
             changes.append(_steps(before, after, old))
         else:
-            harmless = any(path == field or path.startswith(field + ".") for field in _HARMLESS)
-            changes.append(Change(path, before, after, not harmless))
+            changes.append(Change(path, before, after, _effect(path)))
     return changes
+
+
+def _effect(path: str) -> Effect:
+    def among(fields: tuple[str, ...]) -> bool:
+        return any(path == field or path.startswith(field + ".") for field in fields)
+
+    if among(_RESULT) or not among(_HARMLESS + _BITS):
+        return "result"
+    return "bits" if among(_BITS) else "none"
 
 
 def _steps(before: Any, after: Any, config: Mapping[str, Any]) -> Change:
     """More steps continue a run, unless the learning rate's schedule is stretched over all of them."""
     schedule = config.get("trainer", {}).get("schedule", {})
     if not (isinstance(before, int) and isinstance(after, int) and after > before):
-        return Change("steps", before, after, True, "a run can be made longer, not shorter")
+        return Change("steps", before, after, "result", "a run can be made longer, not shorter")
     if schedule.get("kind", "constant") != "constant" and schedule.get("total_steps") is None:
         why = f"the {schedule['kind']} schedule spans the run: only a run with trainer.schedule.total_steps can grow"
-        return Change("steps", before, after, True, why)
-    return Change("steps", before, after, False)
+        return Change("steps", before, after, "result", why)
+    return Change("steps", before, after, "none")
 
 
 def _differences(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:

@@ -1,5 +1,7 @@
 """Why a run did not start or did not end well."""
 
+from pathlib import Path
+
 
 class Refused(Exception):
     """The run cannot start as asked; nothing was started and nothing on disk was touched."""
@@ -7,3 +9,21 @@ class Refused(Exception):
 
 class Interrupted(Exception):
     """The user asked to stop (Ctrl-C); what is finished is durable and the run can be resumed."""
+
+
+class NotStarted(RuntimeError):
+    """A new run whose roles could not start; nothing was trained. Its `__cause__` is why.
+
+    Args:
+        folder: whose name is free again.
+        kept: where the folder with the logs is now; None where it could not be moved.
+    """
+
+    def __init__(self, folder: Path, kept: Path | None) -> None:
+        where = f"its folder is kept as {kept}" if kept is not None else "its folder could not be moved"
+        super().__init__(f"{folder} did not start; {where}")
+        self.folder, self.kept = folder, kept
+
+
+class Finished(Exception):
+    """The run that was to go on has come to its end already; nothing was started and nothing on disk was touched."""

@@ -11,11 +11,11 @@ from lockstep.data.datasets import load_rows
 from lockstep.data.documents import DocumentSource
 from lockstep.data.prompts import PromptSource
 from lockstep.data.samples import Prompt
-from lockstep.ledger.changes import compare_config
+from lockstep.ledger.changes import Change, compare_config
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.load import load_tokenizer
 from lockstep.rewards.static import check_terms
-from lockstep.run.errors import Refused
+from lockstep.run.errors import Finished, Refused
 from lockstep.run.facts import host_facts, model_facts
 from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan
 
@@ -33,6 +33,8 @@ class Prepared:
     prompts: PromptSource | None
     documents: DocumentSource | None
     held_out: list[Prompt]
+    notes: list[str]
+    """What the user should know before it starts."""
 
 
 def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str] = ()) -> Prepared:
@@ -45,9 +47,11 @@ def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, override
 
     Raises:
         Refused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError: what is wrong and what to do.
+        Finished: there is nothing left to do.
     """
+    notes: list[str] = []
     if resume is not None:
-        config = _resumed(config, resume, overrides)
+        config, notes = _resumed(config, resume, overrides)
     if config is None:
         raise Refused("name a file to train from, or a run with --resume")
     folder = resume or Path(config.folder) / config.name
@@ -58,20 +62,20 @@ def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, override
     plan = make_plan(config, model, host)
     if config.reward is not None:
         check_terms(config.reward.terms)
-    return Prepared(config, folder, resume is not None, plan, model, host, *_sources(config, model))
+    return Prepared(config, folder, resume is not None, plan, model, host, *_sources(config, model), notes)
 
 
 def _sources(
     config: SFTConfig | GRPOConfig, model: ModelFacts
 ) -> tuple[PromptSource | None, DocumentSource | None, list[Prompt]]:
     tokenizer = load_tokenizer(config.model)
-    room = model.context - config.rollout.sampling.max_tokens
     rows = load_rows(config.data)
+    compares = compares_answers(config.reward.terms) if config.reward is not None else False
     prompts: PromptSource | None = None
     documents: DocumentSource | None = None
     if config.recipe == "grpo":
-        longest = min(room, config.token_budget - config.rollout.sampling.max_tokens)
-        prompts = PromptSource(rows, config.data, tokenizer, config.seed, longest)
+        longest = min(model.context, config.token_budget) - config.rollout.sampling.max_tokens
+        prompts = PromptSource(rows, config.data, tokenizer, config.seed, longest, compares)
     else:
         longest = min(model.context, config.token_budget)
         documents = DocumentSource(rows, config.data, tokenizer, config.seed, longest, config.train_on_prompt)
@@ -84,17 +88,40 @@ def _sources(
     return prompts, documents, held_out
 
 
-def _resumed(config: SFTConfig | GRPOConfig | None, folder: Path, overrides: Sequence[str]) -> SFTConfig | GRPOConfig:
-    """The config a run goes on with; refuses what would change its result."""
+def _resumed(
+    config: SFTConfig | GRPOConfig | None, folder: Path, overrides: Sequence[str]
+) -> tuple[SFTConfig | GRPOConfig, list[str]]:
+    """The config a run goes on with, and what is to be said about it; refuses what would change its result."""
     with Ledger.reader(folder) as ledger:
         old: dict[str, Any] = ledger.config()
-    if config is None:
-        config = check_config(apply_overrides(old, overrides), source=str(folder))
-    changes = compare_config(old, config.model_dump(mode="json"))
-    refused = [str(change) for change in changes if change.changes_result]
-    if refused:
-        raise Refused(
-            f"{folder} cannot go on with these changes, they would change its result: {'; '.join(refused)}. "
-            "Start a new run for them (name=...)"
-        )
-    return config
+        if config is None:
+            config = check_config(apply_overrides(old, overrides), source=str(folder))
+        changes = compare_config(old, config.model_dump(mode="json"))
+        refused = [str(change) for change in changes if change.changes_result]
+        if refused:
+            raise Refused(
+                f"{folder} cannot go on with these changes, they would change its result: {'; '.join(refused)}. "
+                "Start a new run for them (name=...)"
+            )
+        _must_have_something_left(config, ledger)
+    return config, _notes(changes)
+
+
+def _must_have_something_left(config: SFTConfig | GRPOConfig, ledger: Ledger) -> None:
+    ends = [event.fields["reason"] for event in ledger.events() if event.kind == "end"]
+    done = ledger.committed() + 1
+    export = ledger.folder / "export"
+    exported = export.is_dir() or not config.checkpoint.export
+    if ends and ends[-1] == "finished" and done >= config.steps and exported:
+        where = f", its model is in {export}" if config.checkpoint.export else ""
+        raise Finished(f"{ledger.folder} is finished: {done} of {config.steps} steps{where}. For more, raise steps")
+
+
+def _notes(changes: Sequence[Change]) -> list[str]:
+    bits = [str(change) for change in changes if change.changes_bits]
+    if not bits:
+        return []
+    return [
+        f"{'; '.join(bits)}: the order of additions changes, so the result will not be bitwise that of the unchanged "
+        "run, but the same to about 1e-5"
+    ]

@@ -51,7 +51,7 @@ def test_equal_configs():
 )
 def test_what_a_resumed_run_may_change(path, value):
     (change,) = compare_config(BASE, changed(path, value))
-    assert change.path == path and change.new == value and not change.changes_result
+    assert change.path == path and change.new == value and change.effect == "none"
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,7 @@ def test_what_a_resumed_run_may_change(path, value):
         ("recipe", "sft"),
         ("group_size", 16),
         ("model.path", "other"),
-        ("trainer.threads", 4),
-        ("trainer.ranks", 2),
+        ("cluster.device", "cuda"),
         ("trainer.optimizer.lr", 1e-3),
         ("data.limit", 5),
         ("reward.terms.1.soft", 6),
@@ -74,6 +73,21 @@ def test_what_a_resumed_run_may_change(path, value):
 def test_what_would_change_the_result(path, value):
     (change,) = compare_config(BASE, changed(path, value))
     assert change.path == path and change.new == value and change.changes_result
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("trainer.threads", 4),
+        ("trainer.ranks", 2),
+        ("trainer.activation_checkpointing", True),
+        ("rollout.engine.count", 2),
+    ],
+)
+def test_what_changes_the_last_bits_only(path, value):
+    (change,) = compare_config(BASE, changed(path, value))
+    assert change.path == path and change.new == value
+    assert change.changes_bits and not change.changes_result
 
 
 def test_more_steps_change_the_result_where_the_schedule_spans_the_run():
