@@ -150,3 +150,4 @@ def test_kill_9_of_the_agent_ends_the_workers_and_is_told(tmp_path: Path) -> Non
         assert process.returncode == 1
         assert "WorkerDied: busy vanished" in said
         assert gone(run, 2.0) == {}
+        assert not Path("/dev/shm/lockstep", run).exists()

@@ -149,6 +149,7 @@ class LocalCluster:
                 remaining = self._agent.leave(CLOSE_GRACE_S)
                 if remaining:
                     log.error("%s did not end, not even killed", ", ".join(remaining))
+                shutil.rmtree(run_dir(self._run), ignore_errors=True)  # an agent that was killed has left it
         except BaseException as error:
             log.warning("closing was cut short (%r): the agent is killed, and the kernel kills its workers", error)
             self._kill_agent()
