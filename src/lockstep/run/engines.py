@@ -37,6 +37,8 @@ class Engines:
         self.version = 0
         self.tokens = 0
         """Generated in this run by this controller."""
+        self.generated = 0
+        """Completions that the last `generate` did not find in the ledger."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -48,6 +50,7 @@ class Engines:
         What the ledger already has is not generated again: the whole step's rollouts, or the finished completions
         of an interrupted one.
         """
+        self.generated = 0
         stored = self.ledger.rollouts(step)
         if stored is not None:
             return stored
@@ -59,6 +62,7 @@ class Engines:
             for k, id in enumerate(ids)
             if id not in done
         ]
+        self.generated = len(requests)
         fresh: list[Completion] = []
         saved = time.monotonic()
 

@@ -46,9 +46,14 @@ class Evaluator:
         metrics = self.history.get(version, {})
         return metrics.get(METRIC, metrics.get("eval/reward_mean"))
 
-    def evaluate(self, version: int) -> bool:
-        """Evaluates the weights that the engines serve; whether they are the best so far."""
-        best = max((value for seen in self.history if (value := self.metric(seen)) is not None), default=None)
+    def improved(self, version: int) -> bool:
+        """Whether this version was evaluated, now or by an earlier attempt, and is better than all before it."""
+        value = self.metric(version)
+        earlier = [self.metric(seen) for seen in self.history if seen < version]
+        return value is not None and all(value > other for other in earlier if other is not None)
+
+    def evaluate(self, version: int) -> None:
+        """Evaluates the weights that the engines serve."""
         completions = self.engines.sample(self.prompts, self.sampling, "evaluation")
         groups = [Group(prompt, [completion]) for prompt, completion in zip(self.prompts, completions, strict=True)]
         metrics = _metrics(groups)
@@ -58,8 +63,6 @@ class Evaluator:
         self.history[version] = metrics
         self.ledger.evaluation(version - 1, metrics, self._samples(groups))
         self.monitor.evaluated(version, metrics)
-        value = self.metric(version)
-        return value is not None and (best is None or value > best)
 
     def _samples(self, groups: Sequence[Group]) -> list[Sample]:
         return [

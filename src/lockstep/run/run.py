@@ -119,7 +119,7 @@ class Run:
     def collected(self, step: int, rollouts: Rollouts) -> None:
         """Makes a step's scored rollouts durable."""
         self.ledger.collected(step, rollouts, {"seed": self.seed(step)})
-        self._row |= rollout_metrics(rollouts)
+        self._row |= rollout_metrics(rollouts) | {"rollout/generated": float(self.engines.generated)}
 
     def commit(self, step: int, stats: Sequence[Mapping[str, float]]) -> None:
         """Records that the step is trained, with the metrics of its optimizer steps."""
@@ -130,12 +130,12 @@ class Run:
     def _boundary(self, version: int) -> None:
         """Between two steps, with `version` steps done: evaluation, checkpoint, Ctrl-C."""
         last = version == self.config.steps
-        improved = False
         evaluator = self.roles.evaluator
         if evaluator is not None and evaluator.due(version, last):
             with self.stage("evaluate"):
                 self.weights.publish(version)
-                improved = evaluator.evaluate(version)
+                evaluator.evaluate(version)
+        improved = evaluator is not None and evaluator.improved(version)
         stopping = self.interrupt.requested and version > self._start
         with self.stage("checkpoint"):
             self.checkpoints.poll()
