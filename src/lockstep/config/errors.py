@@ -8,12 +8,13 @@ class Problem:
     """One thing that is wrong."""
 
     field: str
-    """Dotted path, e.g. `loss.clip_low`."""
+    """Dotted path, e.g. `loss.clip_low`; empty where several fields contradict each other, which the message names."""
     message: str
     hint: str = ""
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+        field = f"{self.field}: " if self.field else ""
+        return f"{field}{self.message}" + (f" ({self.hint})" if self.hint else "")
 
 
 class ConfigError(ValueError):

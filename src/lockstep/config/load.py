@@ -123,5 +123,5 @@ def _problem(item: Any, root: type[BaseModel]) -> Problem:
     message = message[0].lower() + message[1:]
     shown = repr(given)
     if isinstance(given, dict) or len(shown) > 80:
-        return Problem(path or "file", message)
-    return Problem(path or "file", f"{shown}: {message}")
+        return Problem(path, message)
+    return Problem(path, f"{shown}: {message}")

@@ -17,3 +17,11 @@ class ModelError(ValueError):
 
     def __reduce__(self) -> tuple[type["ModelError"], tuple[str, object, str, str]]:
         return type(self), (self.field, self.value, self.problem, self.remedy)
+
+
+def first_line(error: BaseException) -> str:
+    """The point of a message: libraries add paragraphs of advice to it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1]}"
+    return lines[0] if lines else type(error).__name__

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from lockstep.config.model import DType, Model
 from lockstep.models import attention
-from lockstep.models.errors import ModelError
+from lockstep.models.errors import ModelError, first_line
 from lockstep.models.policy import Policy, supports_forest_attention
+from lockstep.models.quiet import quiet
 from lockstep.models.weights import resolve_folder
 
 log = logging.getLogger(__name__)
@@ -30,13 +32,19 @@ def load_tokenizer(cfg: Model) -> PreTrainedTokenizerBase:
     field = "model.tokenizer" if cfg.tokenizer else "model.path"
     folder = resolve_folder(name, None if cfg.tokenizer else cfg.revision, field=field, weights=False)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=cfg.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(field, name, f"its tokenizer cannot be loaded ({error})", "point to one") from error
+        with quiet():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=cfg.trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"its tokenizer cannot be loaded ({first_line(error)})"
+        raise ModelError(field, name, problem, "name a folder that has one in model.tokenizer") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        # transformers makes an empty tokenizer of the model's type where the folder holds no files of one.
+        raise ModelError(field, name, "it holds no tokenizer", "name a folder that has one in model.tokenizer")
     if tokenizer.eos_token_id is None:
-        raise ModelError(field, name, "its tokenizer has no end-of-sequence token", "set `eos_token` in its config")
+        remedy = "set `eos_token` in its tokenizer_config.json"
+        raise ModelError(field, name, "its tokenizer has no end-of-sequence token", remedy)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if cfg.chat_template is not None:
@@ -55,9 +63,11 @@ def model_config(cfg: Model) -> Any:
     """
     folder = resolve_folder(cfg.path, cfg.revision, weights=False)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError("model.path", cfg.path, f"its config cannot be loaded ({error})", "check the path") from error
+        with quiet():
+            return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        problem = f"its config cannot be loaded ({first_line(error)})"
+        raise ModelError("model.path", cfg.path, problem, "give the folder of a causal language model") from error
 
 
 def load_policy(cfg: Model, device: torch.device | str, meta: bool = False, dtype: torch.dtype | None = None) -> Policy:
@@ -78,7 +88,10 @@ def load_policy(cfg: Model, device: torch.device | str, meta: bool = False, dtyp
     lm = _on_meta(cfg, config, dtype) if meta else _from_checkpoint(cfg, config, dtype)
     if not meta:
         lm.to(device)
-    policy = Policy(lm)
+    try:
+        policy = Policy(lm)
+    except ModelError as error:
+        raise ModelError("model.path", cfg.path, f"{type(lm).__name__}: {error.problem}", error.remedy) from error
     policy.eval()
     return policy
 
@@ -104,21 +117,25 @@ def context_length(hf_config: Any) -> int:
         if isinstance(value, int) and value > 0:
             return value
     raise ModelError(
-        "model.max_length", None, f"the config of {hf_config.model_type} names no longest sequence", "set it"
+        "model.max_length",
+        None,
+        f"the config of {hf_config.model_type} names no longest sequence",
+        "set it, in tokens of prompt and completion",
     )
 
 
 def _from_checkpoint(cfg: Model, config: Any, dtype: torch.dtype) -> Any:
     folder = resolve_folder(cfg.path, cfg.revision)
-    lm, report = AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        attn_implementation=_attention_for(cfg, config),
-        trust_remote_code=cfg.trust_remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # so that they are in the report, with their names
-    )
+    with quiet():
+        lm, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_attention_for(cfg, config),
+            trust_remote_code=cfg.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are in the report, with their names
+        )
     missing = sorted(report["missing_keys"])
     if missing or report["mismatched_keys"]:
         wrong = [*missing, *(str(key) for key in report["mismatched_keys"])]
@@ -135,7 +152,7 @@ def _from_checkpoint(cfg: Model, config: Any, dtype: torch.dtype) -> Any:
 
 def _on_meta(cfg: Model, config: Any, dtype: torch.dtype) -> Any:
     # Only parameters go to meta: buffers such as rotary frequencies are in no checkpoint, they must be computed.
-    with no_init_weights(), init_empty_weights(include_buffers=False):
+    with quiet(), no_init_weights(), init_empty_weights(include_buffers=False):
         lm = AutoModelForCausalLM.from_config(
             config,
             dtype=dtype,

@@ -22,6 +22,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from lockstep.models.quiet import quiet
+
 Family = Literal["qwen2", "llama"]
 FAMILIES: tuple[Family, ...] = ("qwen2", "llama")
 
@@ -107,9 +109,10 @@ def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        tokenizer = char_tokenizer(model)
-        tokenizer.save_pretrained(scratch)
-        _network(model, tokenizer).save_pretrained(scratch)
+        with quiet():
+            tokenizer = char_tokenizer(model)
+            tokenizer.save_pretrained(scratch)
+            _network(model, tokenizer).save_pretrained(scratch)
         (scratch / _RECIPE).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
         scratch.chmod(0o755)
         if folder.exists():

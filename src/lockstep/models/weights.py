@@ -1,5 +1,6 @@
 """Weights between a checkpoint folder and a policy, by name and by rows: no rank needs to hold the whole model."""
 
+import difflib
 import json
 import logging
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +29,7 @@ class Checkpoint:
     """The tensors of a safetensors folder, read by name and by rows. A context manager.
 
     Raises:
-        ModelError: the folder has no safetensors, or its index names a file that is not there.
+        ModelError: the folder has no safetensors, one is torn, or its index names a file that is not there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +41,10 @@ class Checkpoint:
             path = folder / file
             if not path.is_file():
                 raise ModelError("model.path", str(folder), f"{file} is missing", "complete the download")
-            opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            try:
+                opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except SafetensorError as error:
+                raise ModelError("model.path", str(folder), f"{file} is torn ({error})", "fetch it again") from error
             self._files[file] = opened
             self._where.update(dict.fromkeys(opened.keys(), file))
 
@@ -118,6 +122,12 @@ def compare_names(policy: Policy, checkpoint: Checkpoint) -> NameReport:
     return NameReport(sorted(missing), [name for name in checkpoint.names if name not in known])
 
 
+def check_weights(policy: Policy, folder: Path) -> NameReport:
+    """Whether a checkpoint fits a policy, by names and shapes; no weight is read. Raises ModelError where not."""
+    with Checkpoint(folder) as checkpoint:
+        return _match(policy, checkpoint)[0]
+
+
 def fill(policy: Policy, folder: Path, device: torch.device | str) -> NameReport:
     """Reads a checkpoint into a policy made on the meta device, sharded (FSDP2, by rows) or not.
 
@@ -130,10 +140,7 @@ def fill(policy: Policy, folder: Path, device: torch.device | str) -> NameReport
         ModelError: a weight is missing or of another shape. Nothing is filled then.
     """
     with Checkpoint(folder) as checkpoint:
-        report = compare_names(policy, checkpoint)
-        aliases = _aliases(policy)
-        sources = {name: _first_in(checkpoint, aliases.get(name, [name])) for name, _ in named_state(policy)}
-        _check(policy, checkpoint, report, sources)
+        report, sources = _match(policy, checkpoint)
         places = _places(policy)
         for name, parameter in list(named_weights(policy)):
             filled = _filled(parameter, checkpoint, sources[name], torch.device(device))
@@ -180,8 +187,10 @@ def local_rows(tensor: DTensor) -> tuple[int, int]:
     return (offset[0], shape[0]) if shape[0] else (0, 0)
 
 
-def _check(policy: Policy, checkpoint: Checkpoint, report: NameReport, sources: dict[str, str]) -> None:
-    folder = str(checkpoint.folder)
+def _match(policy: Policy, checkpoint: Checkpoint) -> tuple[NameReport, dict[str, str]]:
+    """The report, and the checkpoint's name of each weight and buffer. Raises ModelError."""
+    folder, report, aliases = str(checkpoint.folder), compare_names(policy, checkpoint), _aliases(policy)
+    sources = {name: _first_in(checkpoint, aliases.get(name, [name])) for name, _ in named_state(policy)}
     if report.missing:
         raise ModelError(
             "model.path",
@@ -196,6 +205,7 @@ def _check(policy: Policy, checkpoint: Checkpoint, report: NameReport, sources: 
             raise ModelError(
                 "model.path", folder, f"{name} has shape {found}, expected {tuple(wanted.shape)}", "use its own config"
             )
+    return report, sources
 
 
 def _first_in(checkpoint: Checkpoint, names: list[str]) -> str:
@@ -234,6 +244,18 @@ def resolve_folder(name: str, revision: str | None = None, *, field: str = "mode
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    close = _nearest(path)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelError(field, name, "no such folder", "give an existing folder or a hub name `owner/name`")
-    return download(name, revision, field=field, weights=weights)
+        remedy = close or "give an existing one or a hub name `owner/name`"
+        raise ModelError(field, name, "there is no such folder", remedy)
+    try:
+        return download(name, revision, field=field, weights=weights)
+    except ModelError as error:
+        raise ModelError(field, name, error.problem, close or error.remedy) from error
+
+
+def _nearest(path: Path) -> str:
+    """The folder beside it that was probably meant, as a question; empty where there is none."""
+    beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+    found = difflib.get_close_matches(path.name, beside, n=1)
+    return f"did you mean {path.with_name(found[0])}?" if found else ""
