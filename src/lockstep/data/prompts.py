@@ -30,14 +30,23 @@ class PromptSource:
     Args:
         seed: with the epoch, decides the order where `cfg.shuffle`.
         max_prompt_tokens: longest prompt that leaves room for a completion.
+        answers: whether every row must have an answer, as a verifier compares with it.
 
     Raises:
         DataError: a row that cannot be used, or with `overlong: error` one that is too long.
         TokenizerError: the tokenizer lacks what the data needs.
     """
 
-    def __init__(self, rows: Rows, cfg: Dataset, tokenizer: "Tokenizer", seed: int, max_prompt_tokens: int) -> None:
-        self._rows, self._limit = rows, max_prompt_tokens
+    def __init__(
+        self,
+        rows: Rows,
+        cfg: Dataset,
+        tokenizer: "Tokenizer",
+        seed: int,
+        max_prompt_tokens: int,
+        answers: bool = False,
+    ) -> None:
+        self._rows, self._limit, self._answers = rows, max_prompt_tokens, answers
         self._format = Format(rows, cfg)
         self._renderer = Renderer(tokenizer, cfg)
         kept = fitting(rows, self._lengths, max_prompt_tokens, cfg.overlong, "prompt")
@@ -53,6 +62,9 @@ class PromptSource:
         sample = self._format.read(row)
         if self._format.name == "text" and isinstance(sample.completion, str):
             sample.prompt = sample.completion
+        if self._answers and sample.answer is None:
+            remedy = "The reward compares with it: set data.answer_column, or leave the row out."
+            raise self._rows.refuse(row, BadRow(None, "there is no answer", remedy))
         return sample
 
     def _text(self, row: int) -> tuple[Sample, str, bool]:
@@ -88,11 +100,11 @@ class PromptSource:
 def length_problem(what: str, tokens: int, limit: int) -> BadRow:
     if tokens == 0:
         return BadRow(None, f"the {what} has no tokens", "Fill it in, or leave the row out.")
-    return BadRow(
-        None,
-        f"the {what} has {tokens} tokens, more than the {limit} that fit",
-        "Set data.overlong to drop, raise model.max_length, or lower rollout.sampling.max_tokens.",
-    )
+    room = "raise token_budget (or model.max_length)"
+    if what == "prompt":
+        room += ", or lower rollout.sampling.max_tokens"
+    problem = f"the {what} has {tokens} tokens, more than the {limit} that fit"
+    return BadRow(None, problem, f"Set data.overlong to drop, {room}.")
 
 
 def fitting(

@@ -20,6 +20,11 @@ def check_terms(terms: Sequence[config.Term], base: Path = Path()) -> None:
             _check(term.path, base)
 
 
+def compares_answers(terms: Sequence[config.Term]) -> bool:
+    """Whether one of the verifiers needs an answer with every prompt."""
+    return any(isinstance(term, config.ExactMatch | config.Math) for term in terms)
+
+
 def _check(path: str, base: Path) -> None:
     source, _, name = path.rpartition(":")
     if not source or not name:

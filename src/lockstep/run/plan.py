@@ -84,8 +84,9 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts, host: HostFacts
     """The processes of the run and what they need.
 
     Raises:
-        InfeasibleError: more GPU processes than GPUs, too little memory or shared memory.
+        InfeasibleError: a context without room for prompts, more ranks than GPUs, too little memory or shared memory.
     """
+    _must_leave_room(config, model)
     trainer, engine = config.trainer, config.rollout.engine
     engines = engine.count if needs_engine(config) else 0
     processes = [
@@ -176,6 +177,19 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
 def _device(host: HostFacts, index: int) -> str:
     """One GPU per process; where there are fewer, processes share them in turn (colocation)."""
     return "cpu" if host.device == "cpu" else f"cuda:{index % max(host.gpus, 1)}"
+
+
+def _must_leave_room(config: SFTConfig | GRPOConfig, model: ModelFacts) -> None:
+    """A prompt has one token at least, and stands with its completion in the context."""
+    wanted = [("rollout.sampling.max_tokens", config.rollout.sampling)] if needs_engine(config) else []
+    if config.evaluation is not None and config.evaluation.sampling is not None:
+        wanted.append(("evaluation.sampling.max_tokens", config.evaluation.sampling))
+    for name, sampling in wanted:
+        if sampling.max_tokens >= model.context:
+            raise InfeasibleError(
+                f"{name} {sampling.max_tokens} leaves no room for a prompt in the context of {model.context} tokens: "
+                f"set it to {model.context - 1} at most, or take a model with a longer context"
+            )
 
 
 def _must_fit(plan: Plan, config: SFTConfig | GRPOConfig, host: HostFacts) -> None:

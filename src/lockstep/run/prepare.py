@@ -14,7 +14,7 @@ from lockstep.data.samples import Prompt
 from lockstep.ledger.changes import Change, compare_config
 from lockstep.ledger.ledger import Ledger
 from lockstep.models.load import load_tokenizer
-from lockstep.rewards.static import check_terms
+from lockstep.rewards.static import check_terms, compares_answers
 from lockstep.run.errors import Finished, Refused
 from lockstep.run.facts import host_facts, model_facts
 from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan
@@ -83,7 +83,8 @@ def _sources(
     if config.evaluation is not None:
         # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
         data = config.evaluation.data.model_copy(update={"shuffle": False})
-        source = PromptSource(load_rows(data), data, tokenizer, config.seed, room)
+        room = model.context - (config.evaluation.sampling or config.rollout.sampling).max_tokens
+        source = PromptSource(load_rows(data), data, tokenizer, config.seed, room, compares)
         held_out = source.take(0, min(len(source), config.evaluation.prompts or len(source)))
     return prompts, documents, held_out
 
