@@ -22,14 +22,13 @@ def show_refusal(error: Exception) -> None:
     if isinstance(error, ConfigError):
         console.print(f"[bold red]refused[/] {escape(error.source)}")
         for problem in error.problems:
+            field = f"[bold]{escape(problem.field)}[/]: " if problem.field else ""
             hint = f" [dim]({escape(problem.hint)})[/]" if problem.hint else ""
-            console.print(f"  [bold]{escape(problem.field)}[/]: {escape(problem.message)}{hint}")
+            console.print(f"  {field}{escape(problem.message)}{hint}")
     else:
         console.print(f"[bold red]refused[/] {escape(str(error))}")
 
 
-def show_failure(error: BaseException, folder: str) -> None:
-    """What failed and where to read on."""
-    console = Console(stderr=True, soft_wrap=True)
-    console.print(f"[bold red]failed[/] {type(error).__name__}: {escape(str(error))}")
-    console.print(f"[dim]logs: {folder}/logs; resume with: lockstep train --resume {folder}[/]")
+def show_note(text: str) -> None:
+    """Something to know, on standard error."""
+    Console(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {escape(text)}")

@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-from lockstep.cli.errors import FAILED, INTERRUPTED, REFUSED, show_failure, show_refusal
+from lockstep.cli.errors import FAILED, INTERRUPTED, REFUSED, show_note, show_refusal
+from lockstep.cli.failures import show_failure, show_interruption
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.ledger.errors import LedgerError
 from lockstep.recipes import train
-from lockstep.run.errors import Interrupted, Refused
+from lockstep.run.errors import Finished, Interrupted, Refused
 from lockstep.run.prepare import Prepared, prepare
 
 Config = SFTConfig | GRPOConfig | None
@@ -20,27 +21,44 @@ Config = SFTConfig | GRPOConfig | None
 
 def start(config: Config, resume: Path | None, overrides: Sequence[str]) -> int:
     """Trains; the exit code."""
-    prepared = _prepared(config, resume, overrides)
-    if prepared is None:
+    try:
+        prepared = prepare(config, resume, overrides)
+    except Finished as done:
+        show_note(str(done))
+        return 0
+    except (Refused, LedgerError, ValueError, OSError) as error:
+        show_refusal(error)
         return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    for note in prepared.notes:
+        show_note(note)
     try:
         train(prepared)
     except Refused as error:
         show_refusal(error)
         return REFUSED
     except (Interrupted, KeyboardInterrupt):
+        show_interruption(prepared.folder)
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001  # the outermost frame: whatever failed is shown, and the exit code says so
-        show_failure(error, str(prepared.folder))
+        show_failure(error, prepared.folder)
         return FAILED
     return 0
 
 
 def show_plan(config: Config, resume: Path | None, overrides: Sequence[str], console: Console) -> int:
     """Prints the resolved config and the plan; the exit code."""
-    prepared = _prepared(config, resume, overrides)
-    if prepared is None:
+    try:
+        prepared = prepare(config, resume, overrides)
+    except Finished as done:
+        show_note(str(done))
+        return 0
+    except (Refused, LedgerError, ValueError, OSError) as error:
+        show_refusal(error)
         return REFUSED
+    for note in prepared.notes:
+        show_note(note)
     text = yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     console.print(Syntax(text, "yaml", background_color="default"))
     console.print(_processes(prepared))
@@ -51,14 +69,6 @@ def show_plan(config: Config, resume: Path | None, overrides: Sequence[str], con
         f"{prepared.plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights"
     )
     return 0
-
-
-def _prepared(config: Config, resume: Path | None, overrides: Sequence[str]) -> Prepared | None:
-    try:
-        return prepare(config, resume, overrides)
-    except (Refused, LedgerError, ValueError, OSError) as error:
-        show_refusal(error)
-        return None
 
 
 def _processes(prepared: Prepared) -> Table:

@@ -119,8 +119,9 @@ class LocalCluster:
             try:
                 agent.wait_exit(worker.name, "its end", grace_s)
             except WaitTimeout:
-                log.warning(
-                    "%s did not leave within %g s, it is killed; it %s", worker.name, grace_s, worker.describe()
+                level = logging.WARNING if grace_s > 0 else logging.INFO  # without grace, killing it was the order
+                log.log(
+                    level, "%s did not leave within %g s, it is killed; it %s", worker.name, grace_s, worker.describe()
                 )
                 self._kill([worker])
         self._settle(agent, [worker])

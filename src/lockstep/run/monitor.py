@@ -80,12 +80,13 @@ class Monitor:
         self.console.evaluation(version, metrics)
 
     def finish(self, reason: str) -> None:
-        """Writes summary and report, and the last line."""
+        """Writes summary and report, and the last line. Of `failed: why` that shows the first word: whoever started
+        the run tells the rest."""
         from lockstep.report.html import write_report  # brings matplotlib, which no start should wait for
 
         write_summary(self.ledger, reason)
         report = write_report(self.ledger, reason) if self.config.report.html else None
-        self.console.finish(reason, report)
+        self.console.finish(reason.partition(":")[0], report)
 
     def close(self) -> None:
         self.console.close()

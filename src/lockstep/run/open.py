@@ -1,6 +1,7 @@
 """From a prepared run to a running one: ledger, cluster, roles; and back down again."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -8,13 +9,17 @@ from pathlib import Path
 from lockstep.cluster.calls import gather
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import Worker, WorkerSpec
+from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.rewards.pool import ScorerPool
 from lockstep.run.engines import Engines
+from lockstep.run.errors import NotStarted, Refused
 from lockstep.run.evaluate import Evaluator
 from lockstep.run.finish import finished
 from lockstep.run.interrupt import Interrupt
+from lockstep.run.logs import logged
 from lockstep.run.monitor import Monitor
+from lockstep.run.place import take_place
 from lockstep.run.plan import engine_dtype
 from lockstep.run.policy import Policy
 from lockstep.run.prepare import Prepared
@@ -23,7 +28,7 @@ from lockstep.run.run import Roles, Run
 from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER, PolicyAPI
 from lockstep.train.api import TrainerInfo
 from lockstep.watch import beacon
-from lockstep.watch.folders import new_run_id, run_dir
+from lockstep.watch.folders import run_dir
 from lockstep.weights.plan import Plan as WeightPlan
 from lockstep.weights.shared import SharedWeights
 
@@ -35,33 +40,56 @@ def open_run(prepared: Prepared) -> Iterator[Run]:
     """Starts everything, hands the run out, and stops everything, whatever happens.
 
     Raises:
-        LedgerError: the folder cannot be made, or another process runs this run.
-        RemoteError, WorkerDied: a role could not start.
+        Refused: the folder cannot be made, or another process runs this run; nothing was started.
+        NotStarted: a role of a new run could not start; its name is free for the next try.
+        RemoteError, WorkerDied, RewardError: a role of a resumed run could not start.
     """
-    with ExitStack() as stack:
-        ledger = stack.enter_context(_ledger(prepared))
-        interrupt = Interrupt()
-        stack.enter_context(interrupt.listening())
-        name = new_run_id(prepared.config.name)
-        monitor = Monitor(prepared.config, prepared.folder, ledger, name)
-        stack.callback(monitor.close)
-        run = stack.enter_context(_running(prepared, ledger, monitor, interrupt, name))
-        stack.enter_context(finished(run))
-        yield run
+    ledger = _ledger(prepared)
+    started = False
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(ledger)
+            interrupt = Interrupt()
+            stack.enter_context(interrupt.listening())
+            name = take_place(prepared.folder, prepared.config.name)
+            monitor = Monitor(prepared.config, prepared.folder, ledger, name)
+            stack.callback(monitor.close)
+            stack.enter_context(logged(prepared.folder / "logs" / "controller.log", monitor.console))
+            run = stack.enter_context(_running(prepared, ledger, monitor, interrupt, name))
+            stack.enter_context(finished(run))
+            started = True
+            yield run
+    except Exception as error:
+        if started or prepared.resuming:
+            raise
+        raise NotStarted(prepared.folder, _set_aside(prepared.folder)) from error
 
 
 def _ledger(prepared: Prepared) -> Ledger:
     config = prepared.config.model_dump(mode="json")
-    if prepared.resuming:
-        return Ledger.resume(prepared.folder, config)
-    return Ledger.create(prepared.folder, config)
+    try:
+        if prepared.resuming:
+            return Ledger.resume(prepared.folder, config)
+        return Ledger.create(prepared.folder, config)
+    except (LedgerError, OSError) as error:
+        raise Refused(str(error)) from error
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Frees the name of a run that never began. What it left may say why, so it is kept; where to, or None where the
+    file system does not let it be moved."""
+    kept = folder.with_name(f"{folder.name}.failed-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        folder.rename(kept)
+    except OSError as error:
+        log.warning("%s cannot be renamed: %s", folder, error)
+        return None
+    return kept
 
 
 @contextmanager
 def _running(prepared: Prepared, ledger: Ledger, monitor: Monitor, interrupt: Interrupt, name: str) -> Iterator[Run]:
     beacon.open_beacon(name, "controller", "controller", 0)
-    (prepared.folder / "run-id").unlink(missing_ok=True)
-    (prepared.folder / "run-id").write_text(f"{name}\n")  # where `lockstep top` finds the run's processes
     cluster = LocalCluster(prepared.config.cluster, name, prepared.folder, ledger.generation)
     try:
         with monitor.stage("start"):
@@ -124,12 +152,20 @@ def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[
     """The trainer ranks, with the newest complete checkpoint loaded, and the version they are at."""
     infos: list[TrainerInfo] = gather([worker.submit(PolicyAPI.setup) for worker in workers], why="load the model")
     policy = Policy(workers, infos)
-    log.info("packing: %s (%s)", policy.info.packing, policy.info.packing_reason)
+    _tell_packing(prepared, policy.info)
     newest = ledger.newest_checkpoint()
     if newest is None:
         return policy, 0
     policy.load(newest.path)
     return policy, newest.step + 1
+
+
+def _tell_packing(prepared: Prepared, info: TrainerInfo) -> None:
+    """A model that cannot be packed fully trains slower than its user may expect: that is said, not just logged."""
+    chosen = prepared.config.model.packing != "auto"
+    means = {"forest": "", "block": ": prompts are not shared", "single": ": one sample per row, which is slower"}
+    level = logging.INFO if chosen or info.packing == "forest" else logging.WARNING
+    log.log(level, "packing %s%s (%s)", info.packing, means[info.packing], info.packing_reason)
 
 
 def _roles(

@@ -1,0 +1,52 @@
+"""The controller's log: everything in `logs/controller.log`, and on the console what a person must know."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.report.console import Console
+from lockstep.run.errors import Interrupted
+
+log = logging.getLogger(__name__)
+
+
+class _File(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """A log that cannot be written (a full disk, say) must not end the run, nor hide why it ends."""
+
+
+class _Console(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info is None:  # tracebacks are for the file; whoever ends the run says briefly what happened
+            self._console.warning(record.getMessage())
+
+
+@contextmanager
+def logged(file: Path, console: Console) -> Iterator[None]:
+    """Sends what Lockstep logs in this process to both, and what the run fails with to the file, traceback and all."""
+    file.parent.mkdir(exist_ok=True)
+    to_file = _File(file, delay=True, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s controller %(levelname).1s %(name)s: %(message)s"))
+    handlers = (to_file, _Console(console))
+    logger = logging.getLogger("lockstep")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt):
+        raise
+    except BaseException:
+        log.exception("the run failed")
+        raise
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)
