@@ -185,7 +185,7 @@ def _roles(
         roles.rewards.start()
     if not engine_workers:
         return roles
-    roles.engines = Engines(engine_workers, ledger, config.rollout.sampling, config.seed)
+    roles.engines = Engines(engine_workers, ledger, config.rollout.sampling, config.seed, config.cluster.stall_limit_s)
     roles.weights = WeightSync(policy, roles.engines, _store(prepared, policy, ledger.generation, store), ledger)
     roles.weights.publish(version)
     if config.evaluation is not None:
