@@ -34,6 +34,11 @@ from lockstep.weights.shared import SharedWeights
 
 log = logging.getLogger(__name__)
 
+ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+"""Of trainer ranks and engines. Idle OpenMP threads sleep instead of spinning, as the roles take turns on the same
+cores. How many threads there are is an argument of each service: the environment is one for all, so that one template
+process serves them all."""
+
 
 @contextmanager
 def open_run(prepared: Prepared) -> Iterator[Run]:
@@ -136,16 +141,9 @@ def _specs(prepared: Prepared, cluster: LocalCluster, generation: int) -> list[W
         # A forked process cannot use CUDA that its parent has touched; there, every worker starts from nothing.
         preload = PRELOAD if process.device == "cpu" else ()
         specs.append(
-            WorkerSpec(
-                process.name, process.role, process.rank, service, arguments, _environment(process.threads), preload
-            )
+            WorkerSpec(process.name, process.role, process.rank, service, arguments, dict(ENVIRONMENT), preload)
         )
     return specs
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Idle OpenMP threads sleep instead of spinning: the roles take turns on the same cores."""
-    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[Policy, int]:
