@@ -10,6 +10,7 @@ Types: None, bool, int (64 bit), float, str, bytes, list, tuple, dict, set, Lite
 """
 
 import inspect
+import math
 import struct
 import types
 import typing
@@ -220,7 +221,7 @@ def _read_array(data: memoryview, payload: memoryview, start: int) -> np.ndarray
         at = _ARRAY.size + name
         shape = struct.unpack_from(f"<{ndim}Q", data, at)
         at += 8 * ndim
-        count = int(np.prod(shape, dtype=object)) if shape else 1
+        count = math.prod(shape)
         if count * dtype.itemsize == 0:
             return np.empty(shape, dtype)
         if inline:
