@@ -1,0 +1,82 @@
+"""The same path on a GPU: policy, engine and a whole run. Run where CUDA is (`script/test tests/gpu`)."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep.config.model import Model
+from lockstep.data.layout import Layout
+from lockstep.models.load import load_policy
+from lockstep.models.probe import probe_packing
+from lockstep.models.tiny import make_tiny
+from lockstep.rollout.builtin import BuiltinEngine
+from lockstep.rollout.protocol import Request
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("gpu") / "model", hidden=64, heads=4, kv_heads=2, ffn=128, max_length=128)
+
+
+def forest() -> tuple[torch.Tensor, Layout, torch.Tensor, torch.Tensor]:
+    """A prompt with two completions, and a document."""
+    layout = Layout([5, 4, 3, 6], [-1, 0, 0, -1])
+    tokens = torch.arange(18) % 60 + 4
+    sources = torch.tensor([4, 5, 6, 7, 4, 9, 10, 12, 13])
+    targets = torch.tensor(
+        [tokens[5], tokens[6], tokens[7], tokens[8], tokens[9], tokens[10], tokens[11], tokens[13], 7]
+    )
+    return tokens, layout, sources, targets
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15)])
+def test_the_policy_computes_what_the_cpu_computes(folder: Path, dtype: str, tolerance: float) -> None:
+    tokens, layout, sources, targets = forest()
+    config = Model.model_validate({"path": str(folder), "dtype": dtype})
+    with torch.no_grad():
+        expected, _ = load_policy(Model(path=str(folder)), "cpu")(tokens, layout, sources, targets)
+        found, _ = load_policy(config, "cuda")(tokens.cuda(), layout, sources.cuda(), targets.cuda())
+    torch.testing.assert_close(found.float().cpu(), expected, atol=tolerance, rtol=0)
+
+
+def test_the_probe_finds_that_packing_is_respected(folder: Path) -> None:
+    assert probe_packing(load_policy(Model(path=str(folder), dtype="float32"), "cuda")).mode == "forest"
+
+
+def test_the_engine_is_greedy_as_transformers_is(folder: Path) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = np.random.default_rng(0).integers(4, 60, (3, 7)).astype(np.int32)
+    with torch.no_grad():
+        ids = torch.from_numpy(prompts).long().cuda()
+        wanted = lm.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 7:].tolist()
+    engine = BuiltinEngine(lm, tokenizer, max_rows=2)
+    engine.submit(
+        [
+            Request(str(n), str(n), row, n, temperature=0, max_tokens=12, ignore_eos=True)
+            for n, row in enumerate(prompts)
+        ]
+    )
+    done: dict[str, list[int]] = {}
+    while len(done) < 3:
+        done.update({completion.request: completion.tokens.tolist() for completion in engine.step()})
+    assert [done[str(n)] for n in range(3)] == wanted
+
+
+def test_a_whole_run_on_one_gpu(tmp_path: Path) -> None:
+    from harness import config, task, train
+
+    folder = task(tmp_path)
+    run = train(
+        folder, config(folder, "grpo", steps=3, trainer={"ranks": 1}, cluster={"kind": "local", "device": "cuda"})
+    )
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["policy/engine_gap_max"] for row in rows if "policy/engine_gap_max" in row]
+    assert len(gaps) == 3
+    assert max(gaps) < 0.3  # bf16 engine against bf16 trainer
