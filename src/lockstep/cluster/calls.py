@@ -4,6 +4,7 @@ A wait goes on as long as the worker called makes progress. Without any it is to
 ends with `Stalled` after the limit. Whichever of many calls fails first ends the wait for all of them.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from lockstep.cluster.protocol import Pending, WorkerDied
 from lockstep.watch import waits
-from lockstep.watch.waits import Stalled
+from lockstep.watch.waits import Stalled, WaitTimeout
 
 R = TypeVar("R")
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 FROZEN_S = 5.0
 """A look at the progress is due four times a second. When it comes this late, this process itself was stopped or
 starved, and what it knows about others is old: the stall clocks start again."""
+DEATH_S = 1.0
+"""The news of a death takes so long at most. Peers whose collective it broke may be heard before it is."""
 
 
 class Callee(Protocol):
@@ -112,8 +115,8 @@ class PendingCall(Generic[R]):
 
 
 def gather(pendings: Sequence[Pending[R]], why: str, stall_s: float | None = None) -> list[R]:
-    """The results of all calls, in their order. The first failure is raised at once; the other calls go on, and
-    their results are dropped.
+    """The results of all calls, in their order. The first failure is raised, `DEATH_S` later at most; the other calls
+    go on, and their results are dropped.
 
     Raises:
         Stalled: one of the workers made no progress for `stall_s` (the cluster's limit when None).
@@ -156,8 +159,27 @@ class _Watch(Generic[R]):
             )  # fmt: skip
         failed = [call for call in self.calls if call.error is not None]
         if failed:
+            failed += self._deaths_behind(failed)
             first = min(failed, key=lambda call: (not isinstance(call.error, WorkerDied), call.settled_at))
             first.take()
+
+    def _deaths_behind(self, failed: Sequence[PendingCall[R]]) -> list[PendingCall[R]]:
+        """Calls of other workers that died, where errors of their peers came first: an effect shall not be told as
+        the cause."""
+        heard = {call.worker.name for call in failed}
+        others = [call for call in self.calls if call.worker.name not in heard]
+        if not others or any(isinstance(call.error, WorkerDied) for call in failed):
+            return []
+
+        def died() -> list[PendingCall[R]] | None:
+            return [call for call in others if isinstance(call.error, WorkerDied)] or None
+
+        with contextlib.suppress(WaitTimeout):
+            return waits.poll(
+                died, kind="call", whom="the cluster", why="whether a death explains the failure", timeout_s=DEATH_S,
+                notice_after_s=None,
+            )  # fmt: skip
+        return []
 
     def _one(self, call: PendingCall[Any]) -> None:
         with self._lock:

@@ -58,6 +58,29 @@ def test_a_death_explains_what_it_caused() -> None:
         gather([effect, cause], "both")
 
 
+def test_a_death_that_is_heard_after_what_it_caused_is_the_cause_still() -> None:
+    victim, cause, bystander = pending(Callee("a")), pending(Callee("b")), pending(Callee("c"))
+    later(0.05, victim.fail, RemoteError("a", 0, "RuntimeError", "connection closed by peer", ""))
+    later(0.25, cause.fail, WorkerDied("b", 1, 3, ""))
+    with pytest.raises(WorkerDied) as caught:
+        gather([victim, cause, bystander], "all three")
+    assert caught.value.worker == "b"
+
+
+def test_a_failure_without_a_death_is_told_soon() -> None:
+    calls_ = [pending(Callee("a")), pending(Callee("b"))]
+    calls_[0].fail(RemoteError("a", 0, "ValueError", "bad data", ""))
+    began = time.monotonic()
+    with pytest.raises(RemoteError, match="bad data"):
+        gather(calls_, "both")
+    assert time.monotonic() - began < calls.DEATH_S + 0.5
+    # Where nobody else is called there is nobody to wait for.
+    began = time.monotonic()
+    with pytest.raises(RemoteError):
+        gather(calls_[:1], "one")
+    assert time.monotonic() - began < 0.1
+
+
 def test_the_first_of_several_errors_is_raised() -> None:
     a, b = pending(Callee("a")), pending(Callee("b"))
     b.fail(RemoteError("b", 1, "ValueError", "first", ""))
