@@ -22,11 +22,11 @@ from lockstep.watch.waits import WaitTimeout
 
 LOG_LINES = 12
 """Of a dead worker's log."""
-_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in ')
-_NOT_THE_USERS = tuple(
-    str(Path(folder).resolve())
-    for folder in (lockstep.__path__[0], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
-)
+_DUMP = "(most recent call first)"
+"""Heads each thread's stack where faulthandler writes them."""
+_FRAME = re.compile(r'\s+File "(?P<file>.+)", line \d+,? in ')
+_OURS = str(Path(lockstep.__path__[0]).resolve())
+_NOT_THE_USERS = (_OURS, "<", *(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib")))
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ def show_failure(error: BaseException, folder: Path) -> None:
     width = max((len(label) for label, _ in told.facts), default=0)
     for label, value in told.facts:
         console.print(f"  [bold]{label:<{width}}[/]  {escape(value)}")
-    for line in told.lines:
+    for line in ["", *told.lines, ""] if told.lines else []:
         console.print(f"    {escape(line)}".rstrip())
     if isinstance(error, NotStarted) and error.kept is not None:
         console.print(f"nothing was trained; {escape(str(folder))} is kept as {escape(str(error.kept))}")
@@ -71,7 +71,7 @@ def tell(error: BaseException) -> Told:
         case RewardError():
             return _reward(error)
         case RemoteError():
-            return Told(f"{error.worker}: {_short(error.kind)}: {error.message}", [], own_frames(error.traceback))
+            return Told(f"{error.worker}: {_short(error.kind)}: {error.message}", [], _remote_lines(error))
         case WorkerDied():
             return Told(f"{error.worker} {_end(error.exit_code)}", [], error.log_tail.splitlines()[-LOG_LINES:])
         case ConfigError() | LedgerError() | WaitTimeout():
@@ -81,22 +81,35 @@ def tell(error: BaseException) -> Told:
     return Told(f"{type(error).__name__}: {error}")
 
 
-def own_frames(traceback: str) -> list[str]:
-    """The lines of a printed traceback that are the user's own code; without any, the frame that raised."""
-    frames = _frames(traceback)
-    own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS) and not frame[0].startswith("<")]
-    return [line for _, lines in own or frames[-1:] for line in lines]
+def own_frames(text: str) -> list[str]:
+    """The lines of a printed traceback, or of faulthandler's dump of stacks, that are about the user's own code; the
+    innermost call last."""
+    dumped = _DUMP in text
+    latest = text.rpartition("Timeout (")[2] if dumped else text
+    frames = [lines for file, lines in _frames(latest) if not file.startswith(_NOT_THE_USERS)]
+    if dumped:
+        frames.reverse()
+    return [line for lines in frames for line in lines]
 
 
-def _frames(traceback: str) -> list[tuple[str, list[str]]]:
-    """(file, its lines) of every frame."""
+def _frames(text: str) -> list[tuple[str, list[str]]]:
+    """(file, its lines) of every frame, as they come."""
     frames: list[tuple[str, list[str]]] = []
-    for line in traceback.splitlines():
+    for line in text.splitlines():
         if found := _FRAME.match(line):
             frames.append((found["file"], [line.strip()]))
         elif frames and line.startswith("    "):
             frames[-1][1].append(line[2:])
     return frames
+
+
+def _remote_lines(error: RemoteError) -> list[str]:
+    """The user's own, where there are some; else where Lockstep was, unless the error says already what is wrong."""
+    own = own_frames(error.traceback)
+    if own or error.kind.startswith("lockstep."):
+        return own
+    ours = [lines for file, lines in _frames(error.traceback) if file.startswith(_OURS)]
+    return ours[-1] if ours else []
 
 
 def _reward(error: RewardError) -> Told:
@@ -105,8 +118,10 @@ def _reward(error: RewardError) -> Told:
         ("completion", None if error.completion is None else repr(_shortened(error.completion))),
         ("returned", error.returned),
     ]
-    lines = (error.traceback or "").rstrip().splitlines()
     known = [(label, value) for label, value in facts if value is not None]
+    text = error.traceback or ""
+    own = own_frames(text) if _DUMP in text else []
+    lines = ["it was in", *own] if own else text.rstrip().splitlines()
     return Told(f"reward {error.function}: {error.problem}", known, lines)
 
 

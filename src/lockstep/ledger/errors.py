@@ -17,7 +17,7 @@ class FolderExists(LedgerError):
     def __init__(self, folder: Path, is_run: bool) -> None:
         what = "already holds a run" if is_run else "already exists"
         resume = f" go on with it (--resume {folder})," if is_run else ""
-        super().__init__(f"{folder} {what}:{resume} choose another name, or move the folder away")
+        super().__init__(f"{folder} {what}:{resume} choose another name (name=...), or move the folder away")
         self.folder, self.is_run = folder, is_run
 
 

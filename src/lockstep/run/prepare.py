@@ -12,7 +12,8 @@ from lockstep.data.documents import DocumentSource
 from lockstep.data.prompts import PromptSource
 from lockstep.data.samples import Prompt
 from lockstep.ledger.changes import Change, compare_config
-from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.errors import FolderExists
+from lockstep.ledger.ledger import INDEX, Ledger
 from lockstep.models.load import load_tokenizer
 from lockstep.rewards.static import check_terms, compares_answers
 from lockstep.run.errors import Finished, Refused
@@ -56,7 +57,7 @@ def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, override
         raise Refused("name a file to train from, or a run with --resume")
     folder = resume or Path(config.folder) / config.name
     if resume is None and folder.exists():
-        raise Refused(f"{folder} exists: go on with it (--resume {folder}) or choose another name (name=...)")
+        raise FolderExists(folder, is_run=(folder / INDEX).is_file())
     host = host_facts(config.cluster)
     model = model_facts(config.model, host.device)
     plan = make_plan(config, model, host)
