@@ -101,6 +101,10 @@ class Plain:
     def pid(self) -> int:
         return os.getpid()
 
+    def started_with(self) -> str:
+        """The environment this process, or the one it was forked from, was started with."""
+        return Path("/proc/self/environ").read_text(errors="replace").replace("\0", "\n")
+
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 

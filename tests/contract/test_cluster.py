@@ -405,6 +405,7 @@ def test_strangers_are_refused(cluster: Any, start: Start) -> None:
 def test_the_token_is_in_no_command_line_and_no_file(cluster: Any, start: Start) -> None:
     worker = start()
     assert worker.call(Plain.environment, "LOCKSTEP_TOKEN") is None, "not handed on to the worker's children"
+    assert TOKEN not in worker.call(Plain.started_with), "nor can a user's function look it up"
     words = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert not any(TOKEN in line for line in words)
     folder = cluster._folder

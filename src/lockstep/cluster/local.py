@@ -22,6 +22,7 @@ import msgspec
 
 from lockstep.cluster.calls import gather
 from lockstep.cluster.hub import Hub
+from lockstep.cluster.predecessor import end_predecessor
 from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.cluster.worker import CHARGE, TOKEN, Charge
@@ -41,6 +42,8 @@ RESERVED = ("agent", "controller")
 """Names that beacons of this run have already."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
+"""Gloo listens where the host's name points to, which others may see (or nobody resolve), and lets anybody in."""
 
 
 class LocalCluster:
@@ -68,6 +71,7 @@ class LocalCluster:
         try:
             affairs = self._folder / "cluster"
             affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            end_predecessor(affairs, generation)
             self._address = start_agent(
                 run, self._token, affairs, generation=generation, orphan_grace_s=config.orphan_grace_s
             )
@@ -196,7 +200,7 @@ class LocalCluster:
         )
         self._hub.add(worker)
         charge = self._write_charge(spec)
-        environment = {**os.environ, **spec.environment, CHARGE: str(charge), TOKEN: self._token}
+        environment = {**_LOOPBACK, **os.environ, **spec.environment, CHARGE: str(charge), TOKEN: self._token}
         preload = () if uses_cuda(self._config.device, environment) else spec.preload
         argv = [sys.executable, "-m", "lockstep.cluster.worker"]
         pid = agent.submit_spawn(spec.name, argv, log_path=log_path, env=environment, preload=preload)

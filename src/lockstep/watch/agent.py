@@ -150,7 +150,10 @@ class Agent:
         self._listener.close()
         beacon.close_beacon(remove=True)
         shutil.rmtree(beacon.run_dir(self.settings.run), ignore_errors=True)
-        (self.settings.folder / "agent.json").unlink(missing_ok=True)
+        path = self.settings.folder / "agent.json"
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(path.read_text())["pid"] == os.getpid():  # a later generation may have put its own there
+                path.unlink()
 
     # --- what happens
 

@@ -134,9 +134,12 @@ class Nursery:
             sys.executable, "-m", "lockstep.watch.template", "--socket", str(theirs.fileno()),
             "--agent", str(os.getpid()), "--preload", ",".join(preload),
         ]  # fmt: skip
+        # What a process starts with stays readable in its /proc/PID/environ, and in that of all it forks. The token
+        # reaches a worker with its order: a user's function then finds it neither there nor in `os.environ`.
+        env = {name: value for name, value in order.env.items() if name != "LOCKSTEP_TOKEN"} if preload else None
         try:
             popen = subprocess.Popen(
-                argv, env=order.env if preload else None, cwd=order.cwd if preload else None,
+                argv, env=env, cwd=order.cwd if preload else None,
                 stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
         except OSError:

@@ -1,0 +1,33 @@
+"""Ranks that meet in a gloo collective, one of which may not come."""
+
+import os
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+
+class Ring:
+    """A rank of a communicator."""
+
+    def __init__(self, rank: int, world: int, host: str, port: int) -> None:
+        store = TCPStore(host, port, None, False, timedelta(seconds=60), wait_for_workers=False)
+        bound = timedelta(seconds=60)
+        dist.init_process_group("gloo", store=PrefixStore("ring", store), rank=rank, world_size=world, timeout=bound)
+        self.rank = rank
+
+    def meet(self, times: int, leaves: int = -1) -> float:
+        """Sums over the ranks, again and again; rank `leaves` ends its process half-way."""
+        total = torch.ones(1)
+        for turn in range(times):
+            if self.rank == leaves and turn == times // 2:
+                os._exit(3)
+            dist.all_reduce(total)
+        return float(total)
+
+    def listens(self) -> list[str]:
+        """Addresses of this process's open ports."""
+        connections = psutil.Process().net_connections("inet")
+        return sorted({found.laddr.ip for found in connections if found.status == psutil.CONN_LISTEN})
