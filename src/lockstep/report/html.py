@@ -1,6 +1,5 @@
 """`report.html`: a run on one page that needs nothing else, to be read, mailed and kept."""
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,20 +24,20 @@ CHARTS = (
     Chart("KL to the reference", ("policy/kl",), "nats per token"),
     Chart("Entropy", ("policy/entropy",), "nats per token"),
     Chart("Completion length", ("rollout/length_mean", "rollout/length_max"), "tokens"),
-    Chart("Clipped tokens", ("policy/clip_fraction_low", "policy/clip_fraction_high"), "share"),
+    Chart("Clipped tokens", ("policy/clip_low", "policy/clip_high"), "share"),
     Chart("Gradient norm", ("policy/grad_norm",), "before clipping", log=True),
     Chart("Wasted", ("rollout/truncated", "rollout/groups_without_signal"), "share", bounded=True),
-    Chart("Log-probability gap", ("rollout/logprob_gap_mean", "rollout/logprob_gap_max"), "engine, trainer", log=True),
+    Chart("Log-probability gap", ("policy/engine_gap_mean", "policy/engine_gap_max"), "engine, trainer", log=True),
     Chart("Throughput", ("throughput/tokens_per_s",), "tokens per second"),
 )  # fmt: skip
 _LABELS = {
     "reward/std": "std",
-    "policy/clip_fraction_low": "low",
-    "policy/clip_fraction_high": "high",
+    "policy/clip_low": "low",
+    "policy/clip_high": "high",
     "rollout/length_mean": "mean",
     "rollout/length_max": "max",
-    "rollout/logprob_gap_mean": "mean",
-    "rollout/logprob_gap_max": "max",
+    "policy/engine_gap_mean": "mean",
+    "policy/engine_gap_max": "max",
 }
 _REST = 24
 """At most so many further metrics get a curve of their own."""
@@ -190,11 +189,9 @@ def _pairs(evaluations: list[EvaluationRow]) -> list[Pair]:
 
 
 def _reason(ledger: Ledger) -> str:
-    """What `summary.json` says, where there is one: `lockstep report` is run after the run as well."""
-    try:
-        return str(json.loads((ledger.folder / "summary.json").read_text(encoding="utf-8"))["exit_reason"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "still running, or killed"
+    """How the newest attempt ended, if it did: a report may be written while the run goes on."""
+    ends = [event for event in ledger.events() if event.kind == "end" and event.generation == ledger.generation]
+    return str(ends[-1].fields["reason"]) if ends else "still running, or killed"
 
 
 def _environment() -> Environment:
