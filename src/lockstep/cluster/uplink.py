@@ -33,6 +33,8 @@ from lockstep.watch.procs import alive
 PULSE_S = 1.0
 RECONNECT_S = 30.0
 """A controller that lives but does not take the connection back for this long is gone too."""
+AGAIN_S = 0.1
+"""How often a signal that the main thread has not heard is sent to it again."""
 CLOSING_S = 2.0
 """An orphan's main thread gets this long to close the service before the process ends anyhow."""
 ORPHANED = 75
@@ -85,10 +87,13 @@ class Uplink:
         self._watched: wire.Connection | None = None
         self._main = threading.main_thread()
         self._finished_at: float | None = None
+        self._unheard_at: float | None = None
         self._service: Service | None = None
 
     def start(self, service: Service) -> None:
+        """From the main thread."""
         self._service = service
+        signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="lockstep-uplink", daemon=True).start()
 
     def answer(self, message: Result | Failure, payload: Payload = b"") -> None:
@@ -97,6 +102,10 @@ class Uplink:
         with self._lock:
             self._kept[message.id] = parts
             self._send(*parts)
+
+    def heard(self) -> None:
+        """The main thread runs its signal handler."""
+        self._unheard_at = None
 
     def finished(self) -> None:
         """The main thread is through; from here on the process may not linger."""
@@ -120,6 +129,7 @@ class Uplink:
             if self._connection is None and time.monotonic() >= self._dial_at:
                 self._dial()
             self._watch_lease()
+            self._repeat_signal()
             self._pulse()
             self._look()
 
@@ -140,10 +150,13 @@ class Uplink:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.modify(connection, events)
             timeout = max(0.0, min(self._pulse_at - time.monotonic(), PULSE_S))
+        if self._unheard_at is not None:
+            timeout = min(timeout, AGAIN_S)
         ready = {key.fileobj for key, _ in self._selector.select(timeout)}
         if self._wake_in in ready:
             with contextlib.suppress(BlockingIOError):
-                self._wake_in.recv(4096)
+                if signal.SIGTERM in self._wake_in.recv(4096) and self._unheard_at is None:
+                    self._unheard_at = time.monotonic()
         if connection is not None and connection in ready:
             self._exchange(connection)
 
@@ -243,6 +256,15 @@ class Uplink:
         elif alone >= patience:
             how = "does not take the connection back" if lives else "is gone"
             self._orphaned(f"the controller {how} since {alone:.1f} s")
+
+    def _repeat_signal(self) -> None:
+        """A signal that comes just before the main thread blocks is noted, but does not wake it: it would be heard at
+        the end of a wait that may have no end."""
+        if self._unheard_at is None or self._finished_at is not None or self._main.ident is None:
+            return
+        if time.monotonic() - self._unheard_at >= AGAIN_S:
+            self._unheard_at = time.monotonic()
+            signal.pthread_kill(self._main.ident, signal.SIGTERM)
 
     def _orphaned(self, why: str) -> None:
         now = time.monotonic()

@@ -53,6 +53,7 @@ def main() -> int:
     service = Service(lambda: load_service(charge.service, charge.arguments), uplink)
 
     def terminate(number: int, frame: FrameType | None) -> None:
+        uplink.heard()
         service.interrupt(signal.Signals(number).name)
 
     signal.signal(signal.SIGTERM, terminate)

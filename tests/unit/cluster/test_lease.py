@@ -19,7 +19,7 @@ from lockstep.cluster.messages import Ack, Call, Failure, Leave, Pulse, Result, 
 from lockstep.watch import procs, wire
 
 SERVICE = """
-import signal, time
+import signal, threading, time
 class Service:
     def __init__(self):
         self.total = 0
@@ -30,6 +30,10 @@ class Service:
         time.sleep(seconds)
     def deaf(self, seconds: float) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        time.sleep(seconds)
+    def miss(self, seconds: float) -> None:
+        hear = threading.Thread(target=lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM))
+        threading.Timer(0.2, hear.start).start()
         time.sleep(seconds)
     def close(self):
         print("service closed", flush=True)
@@ -44,6 +48,9 @@ class Protocol:
         raise NotImplementedError
 
     def deaf(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def miss(self, seconds: float) -> None:
         raise NotImplementedError
 
 
@@ -233,6 +240,16 @@ def test_sigterm_interrupts_the_call_and_closes_the_service(tmp_path: Path) -> N
         line.call(1, Protocol.nap, 600.0)
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0
+    assert "service closed" in (tmp_path / "log").read_text()
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_is_repeated(tmp_path: Path) -> None:
+    """As one that comes between the interpreter's last look at signals and the system call that blocks."""
+    with worker(tmp_path) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        line.call(1, Protocol.miss, 600.0)
         assert process.wait(5) == 0
     assert "service closed" in (tmp_path / "log").read_text()
 
