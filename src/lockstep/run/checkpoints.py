@@ -1,5 +1,6 @@
 """When to write a checkpoint, when it counts, and which to keep."""
 
+import re
 from pathlib import Path
 from typing import Protocol
 
@@ -7,6 +8,8 @@ from lockstep.config.trainer import Checkpoint as CheckpointConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.train.retention import bytes_written, kept, remove_checkpoint, sweep
 from lockstep.watch import waits
+
+_NAME = re.compile(r"\d{8,}")
 
 
 class Saver(Protocol):
@@ -40,7 +43,7 @@ class Checkpoints:
     def begin(self, version: int, metric: float | None) -> None:
         """Copies the weights and lets them be written in the background; an earlier one is finished first."""
         self.finish()
-        path = self.folder / f"{version:08d}"
+        path = self.folder / f"{version:08d}"  # as _NAME has it
         self.saver.save(path)
         self._pending = (version, path, metric)
 
@@ -78,11 +81,12 @@ class Checkpoints:
         self.ledger.retain()
 
     def _clear(self) -> None:
-        """Deletes what a killed run left: saves that were cut, and complete ones that the ledger was not told of."""
+        """Deletes what a killed run left: saves that were cut, and complete ones that the ledger was not told of.
+        What has another name was put there by somebody else, and stays."""
         if not self.folder.is_dir():
             return
         sweep(self.folder)
         known = {row.path.name for row in self.ledger.checkpoints()}
         for path in self.folder.iterdir():
-            if path.name not in known:
+            if path.name not in known and _NAME.fullmatch(path.name) and path.is_dir():
                 remove_checkpoint(path)

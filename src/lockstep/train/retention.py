@@ -1,5 +1,6 @@
 """Checkpoints as folders: which to keep, how to delete, how far one is. Imports no torch, as the controller asks."""
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,9 +34,10 @@ def sweep(parent: Path) -> list[Path]:
 def bytes_written(parent: Path) -> int:
     """Bytes of all checkpoints in `parent`, unfinished ones included: moves while a save makes progress."""
     total = 0
-    for path in parent.rglob("*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:  # renamed or swept meanwhile
-            continue
+    for folder, _, files in os.walk(parent):  # unlike rglob, it passes over folders that are renamed meanwhile
+        for name in files:
+            try:
+                total += Path(folder, name).stat().st_size
+            except FileNotFoundError:
+                continue
     return total

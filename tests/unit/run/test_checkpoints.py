@@ -100,5 +100,7 @@ def test_what_a_killed_run_left_is_cleared(ledger: Ledger) -> None:
     folder = ledger.folder / "checkpoints"
     (folder / "00000006.tmp-1-2").mkdir()  # cut while it was written
     (folder / "00000006").mkdir()  # complete, but the ledger does not know
+    (folder / "00000004-good").mkdir()  # a copy that the user made
+    (folder / "notes.txt").write_text("mine")
     make(ledger)
-    assert [path.name for path in folder.iterdir()] == ["00000004"]
+    assert sorted(path.name for path in folder.iterdir()) == ["00000004", "00000004-good", "notes.txt"]

@@ -1,5 +1,6 @@
 """Small parts of the trainer: rows, optimizer, activation checkpointing, which checkpoints to keep."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from lockstep.models.load import load_policy
 from lockstep.models.tiny import make_tiny
 from lockstep.train.export import _files
 from lockstep.train.optimizer import ShardedAdamW, decays, scale, square_norm
-from lockstep.train.retention import kept
+from lockstep.train.retention import bytes_written, kept
 from lockstep.train.service import choose_device
 from lockstep.train.sharding import checkpoint_activations
 from lockstep.train.shards import rows_of
@@ -139,3 +140,25 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     assert choose_device("auto", 3) == torch.device("cpu")
     with pytest.raises(ValueError, match="this host has 0 GPUs"):
         choose_device("cuda", 0)
+
+
+def test_progress_is_counted_while_a_checkpoint_gets_its_name(tmp_path: Path) -> None:
+    """The controller counts beside the rank that renames: a folder may vanish between two looks of one count."""
+    draft, final = tmp_path / "00000003.tmp-1-1", tmp_path / "00000003"
+    draft.mkdir()
+    (draft / "weights").write_bytes(b"12345")
+    assert bytes_written(tmp_path) == 5
+    over = threading.Event()
+
+    def rename() -> None:
+        while not over.is_set():
+            draft.rename(final)
+            final.rename(draft)
+
+    thread = threading.Thread(target=rename)
+    thread.start()
+    try:
+        assert {bytes_written(tmp_path) for _ in range(3000)} <= {0, 5, 10}
+    finally:
+        over.set()
+        thread.join()
