@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from lockstep.config.algorithm import Advantage, CrossEntropy, GRPOAdvantage, PolicyLoss
 from lockstep.config.reward import Reward
+from lockstep.config.rollout import Sampling
 from lockstep.config.run import RunConfig
 
 
@@ -62,7 +63,25 @@ class GRPOConfig(RunConfig):
                 f"model.max_length {self.model.max_length} leaves no room for a prompt beside "
                 f"rollout.sampling.max_tokens {longest - 1}"
             )
+        _must_compare(self.rollout.sampling, self.loss)
         return self
+
+
+def _must_compare(sampling: Sampling, loss: PolicyLoss) -> None:
+    """Whether the engine's samples can be learned from with the configured ratio."""
+    if sampling.temperature == 0:
+        raise ValueError(
+            "rollout.sampling.temperature 0 makes all completions of a group the same, and only their differences are "
+            "learned from: set it above 0 (evaluation.sampling may be greedy)"
+        )
+    cuts = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
+    cuts = {name: value for name, value in cuts.items() if value != Sampling.model_fields[name].default}
+    if cuts and loss.old_logprobs == "engine":
+        named = " and ".join(f"rollout.sampling.{name} {value}" for name, value in cuts.items())
+        raise ValueError(
+            f"with {named} the engine's log-probabilities are those of the tokens that are left, the trainer's of "
+            "all: ratios would begin below 1, and whole updates be clipped. Set loss.old_logprobs=trainer"
+        )
 
 
 def _needs_norm_length(aggregation: str, norm_length: int | None) -> None:

@@ -9,7 +9,8 @@ from lockstep.config.model import DType
 
 
 class Sampling(Section):
-    """Sampling parameters, named as in vLLM and transformers."""
+    """Sampling parameters, named as in vLLM and transformers. GRPO with `top_p`, `top_k` or `min_p` needs
+    `loss.old_logprobs: trainer`: the engine's log-probabilities are those of the tokens that are left."""
 
     temperature: float = Field(1.0, ge=0)
     """0 is greedy."""

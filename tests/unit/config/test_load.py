@@ -36,6 +36,14 @@ def test_examples_are_valid(file: Path) -> None:
     assert isinstance(load_config(file), SFTConfig | GRPOConfig)
 
 
+def test_a_cut_distribution_is_fine_where_the_ratio_is_the_trainers_own() -> None:
+    cut = {"sampling": {"top_p": 0.9, "top_k": 20}}
+    config = check_config(grpo(rollout=cut, loss={"old_logprobs": "trainer"}), "test")
+    assert config.rollout.sampling.top_k == 20
+    greedy = {"data": {"path": "e.jsonl"}, "sampling": {"temperature": 0, "top_p": 0.5}}
+    assert check_config(grpo(evaluation=greedy), "test").evaluation is not None
+
+
 def test_the_config_survives_a_round_trip_through_json() -> None:
     config = check_config(grpo(cluster="local", advantage={"kind": "rloo"}), "test")
     again = check_config(config.model_dump(mode="json"), "again")
@@ -88,6 +96,9 @@ def test_an_empty_name_or_a_missing_field_is_named() -> None:
         ({"token_budget": 100, "rollout": {"sampling": {"max_tokens": 100}}}, ["token_budget 100", "101"]),
         ({"model": {"path": "m", "max_length": 64}}, ["max_length 64", "256"]),
         ({"loss": {"importance": {"kind": "truncate"}}}, ["loss.old_logprobs=trainer"]),
+        ({"rollout": {"sampling": {"top_p": 0.9}}}, ["rollout.sampling.top_p 0.9", "loss.old_logprobs=trainer"]),
+        ({"rollout": {"sampling": {"top_k": 20, "min_p": 0.1}}}, ["top_k 20 and", "min_p 0.1"]),
+        ({"rollout": {"sampling": {"temperature": 0}}}, ["rollout.sampling.temperature 0", "above 0"]),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], words: list[str]) -> None:
