@@ -1,5 +1,7 @@
 """Metrics of a step, computed by the controller from its rollouts. Pure."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from lockstep.data.samples import Rollouts
@@ -27,3 +29,15 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
         "rollout/logprob_mean": float(np.concatenate([completion.logprobs for completion in completions]).mean()),
         "rollout/tokens": float(lengths.sum()),
     }
+
+
+def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One row from the optimizer steps of a step: means; of `tokens` the sum, of what ends in `_max` the maximum."""
+
+    def joined(name: str) -> float:
+        values = [each[name] for each in stats]
+        if name == "tokens":
+            return float(np.sum(values))
+        return float(np.max(values) if name.endswith("_max") else np.mean(values))
+
+    return {name: joined(name) for name in stats[0]}

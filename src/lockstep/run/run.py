@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.data.documents import DocumentSource
 from lockstep.data.prompts import PromptSource
@@ -19,7 +17,7 @@ from lockstep.run.engines import Engines
 from lockstep.run.errors import Interrupted
 from lockstep.run.evaluate import Evaluator
 from lockstep.run.interrupt import Interrupt
-from lockstep.run.metrics import rollout_metrics
+from lockstep.run.metrics import rollout_metrics, update_metrics
 from lockstep.run.monitor import Monitor
 from lockstep.run.policy import Policy
 from lockstep.run.publish import WeightSync
@@ -123,9 +121,9 @@ class Run:
 
     def commit(self, step: int, stats: Sequence[Mapping[str, float]]) -> None:
         """Records that the step is trained, with the metrics of its optimizer steps."""
-        means = {name: float(np.mean([each[name] for each in stats])) for name in stats[0]}
-        self._row |= {name if "/" in name else f"policy/{name}": value for name, value in means.items()}
-        self.ledger.commit(step, means)
+        joined = update_metrics(stats)
+        self._row |= {name if "/" in name else f"policy/{name}": value for name, value in joined.items()}
+        self.ledger.commit(step, joined)
 
     def _boundary(self, version: int) -> None:
         """Between two steps, with `version` steps done: evaluation, checkpoint, Ctrl-C."""
