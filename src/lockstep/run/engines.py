@@ -15,7 +15,7 @@ from lockstep.run.services import EngineAPI
 from lockstep.watch import beacon, waits
 
 KEEP_EVERY_S = 1.0
-"""Finished completions of a step under way are made durable this often; at most that much is generated again."""
+"""Finished completions of a step under way are made durable this often, and when all are there."""
 POLL_S = 0.01
 PROGRESS_S = 1.0
 """How often engines are asked for their counters while nothing finishes."""
@@ -68,7 +68,7 @@ class Engines:
         ]
         self.generated = len(requests)
         fresh: list[Completion] = []
-        saved = time.monotonic()
+        began = saved = time.monotonic()
 
         def keep(completions: list[Completion]) -> None:
             nonlocal saved
@@ -79,6 +79,8 @@ class Engines:
                 saved = time.monotonic()
 
         done.update(self.complete(requests, why=f"rollouts of step {step}", finished=keep))
+        if fresh and time.monotonic() - began > KEEP_EVERY_S:
+            self.ledger.keep(step, fresh)  # scoring may take as long again; a quick step is not worth the write
         groups = [Group(prompt, [done[id] for id in ids]) for prompt, ids in zip(prompts, wanted, strict=True)]
         return Rollouts(step, self.version, groups)
 

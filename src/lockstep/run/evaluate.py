@@ -42,15 +42,22 @@ class Evaluator:
         return version not in self.history and (version == 0 or last or periodic)
 
     def metric(self, version: int) -> float | None:
-        """What decides the best checkpoint: exact match where there are answers, else the mean reward."""
+        """What decides the best checkpoint: the mean reward where there is one, else exact match (which stays at zero
+        where answers are reasoned, as in mathematics)."""
         metrics = self.history.get(version, {})
-        return metrics.get(METRIC, metrics.get("eval/reward_mean"))
+        return metrics.get("eval/reward_mean", metrics.get(METRIC))
 
     def improved(self, version: int) -> bool:
         """Whether this version was evaluated, now or by an earlier attempt, and is better than all before it."""
         value = self.metric(version)
         earlier = [self.metric(seen) for seen in self.history if seen < version]
         return value is not None and all(value > other for other in earlier if other is not None)
+
+    def tell_again(self, version: int) -> None:
+        """Tells of an evaluation that an earlier attempt made, where the sinks were cut back to a checkpoint before
+        it; does nothing where there was none."""
+        if version in self.history:
+            self.monitor.evaluated(version, self.history[version])
 
     def evaluate(self, version: int) -> None:
         """Evaluates the weights that the engines serve."""

@@ -133,6 +133,8 @@ class Run:
             with self.stage("evaluate"):
                 self.weights.publish(version)
                 evaluator.evaluate(version)
+        elif evaluator is not None and version > self._start:
+            evaluator.tell_again(version)
         improved = evaluator is not None and evaluator.improved(version)
         stopping = self.interrupt.requested and version > self._start
         with self.stage("checkpoint"):
