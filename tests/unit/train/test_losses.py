@@ -114,7 +114,7 @@ def test_terms_that_are_off_are_not_told() -> None:
         (CrossEntropy(), None),
         (PolicyLoss(), None),
         (PolicyLoss(old_logprobs="trainer"), "old_logprob"),
-        (PolicyLoss(importance=ImportanceCorrection(kind="truncate")), "old_logprob"),
+        (PolicyLoss(old_logprobs="trainer", importance=ImportanceCorrection(kind="truncate")), "old_logprob"),
         (PolicyLoss(kl=KL(coefficient=0.1)), "reference_logprob"),
         (PolicyLoss(kl=KL(coefficient=0.1, where="reward")), None),
     ],
