@@ -84,8 +84,8 @@ class Monitor:
         the run tells the rest."""
         from lockstep.report.html import write_report  # brings matplotlib, which no start should wait for
 
-        write_summary(self.ledger, reason)
         report = write_report(self.ledger, reason) if self.config.report.html else None
+        write_summary(self.ledger, reason)  # last: a run whose summary says that it is finished has nothing left to do
         self.console.finish(reason.partition(":")[0], report)
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Everything that can be refused is refused here: before a process starts and before anything is written."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from lockstep.models.load import load_tokenizer
 from lockstep.rewards.static import check_terms, compares_answers
 from lockstep.run.errors import Finished, Refused
 from lockstep.run.facts import host_facts, model_facts
+from lockstep.run.place import release_place
 from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan
 
 
@@ -110,11 +112,16 @@ def _resumed(
 
 
 def _must_have_something_left(config: SFTConfig | GRPOConfig, ledger: Ledger) -> None:
-    ends = [event.fields["reason"] for event in ledger.events() if event.kind == "end"]
-    done = ledger.committed() + 1
+    """Raises Finished where the newest attempt came to its end and wrote its summary, the last thing it does."""
+    try:
+        summary = json.loads((ledger.folder / "summary.json").read_text())
+        attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return
     export = ledger.folder / "export"
     exported = export.is_dir() or not config.checkpoint.export
-    if ends and ends[-1] == "finished" and done >= config.steps and exported:
+    if (attempt, reason) == (ledger.generation, "finished") and done >= config.steps and exported:
+        release_place(ledger.folder)
         where = f", its model is in {export}" if config.checkpoint.export else ""
         raise Finished(f"{ledger.folder} is finished: {done} of {config.steps} steps{where}. For more, raise steps")
 
