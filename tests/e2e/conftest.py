@@ -1,0 +1,21 @@
+"""What the end-to-end tests share."""
+
+import pytest
+
+pytest.register_assert_rewrite("harness", "lives")
+
+from harness import once  # noqa: E402
+from lives import Reference, References, make_reference  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """The reference run of a recipe: nothing disturbs it. Made at first use, once for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if base.name.startswith("popen-") else base) / "reference"
+
+    def find(recipe: str) -> Reference:
+        home = once(shared / recipe, lambda folder: make_reference(folder, recipe))
+        return Reference(home, home / "runs" / recipe)
+
+    return find

@@ -1,0 +1,174 @@
+"""Rule 4, the long suite: kills, interruptions and deaths at many moments (`script/test --full`)."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from harness import moment, pause, prompts_used
+from lives import GONE_S, RECIPES, STAGES, Life, References, assert_close, step_of
+
+from lockstep.ledger.ledger import Ledger
+from lockstep.watch.beacon import run_dir
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize(("recipe", "stage"), [(recipe, stage) for recipe in RECIPES for stage in STAGES[recipe]])
+def test_killed_at_a_random_moment(reference: References, tmp_path: Path, recipe: str, stage: str, number: int) -> None:
+    life, chance = Life(reference(recipe), tmp_path, recipe), moment("random", recipe, stage, number)
+    life.kill(stage, step_of(stage, chance), chance.random())
+    life.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_killed_again_while_it_resumes(reference: References, tmp_path: Path, recipe: str) -> None:
+    life, chance = Life(reference(recipe), tmp_path, recipe), moment("resuming", recipe)
+    life.kill_at("run-id")
+    life.kill("train", 4, chance.random())
+    for _ in range(3):
+        life.kill("start", None, chance.random())
+    life.kill("export", None, chance.random())
+    life.kill("start", None, chance.random())
+    life.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "file",
+    [
+        "ledger.sqlite",
+        "run-id",
+        "cluster/agent.json",
+        "logs/policy-0.log",
+        "steps/00000000.arrow",
+        "steps/00000004.arrow",
+        "checkpoints/00000003.tmp-1-1",
+        "checkpoints/00000003.tmp-1-1/checkpoint.json",
+        "checkpoints/00000006",
+        "export.tmp-export",
+        "export",
+        "summary.json",
+    ],
+)
+def test_killed_when_a_file_appears(reference: References, tmp_path: Path, file: str) -> None:
+    """Between two writes that belong together."""
+    life = Life(reference("grpo"), tmp_path, "grpo")
+    life.kill_at(file)
+    life.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", ["start", "rollout", "train", "checkpoint", "export"])
+def test_only_the_controller_is_killed(reference: References, tmp_path: Path, stage: str) -> None:
+    life, chance = Life(reference("grpo"), tmp_path, "grpo"), moment("controller", stage)
+    launched = life.launch()
+    launched.wait_for(stage, step_of(stage, chance))
+    pause(chance.random() * life.reference.seconds(stage))
+    launched.members()
+    launched.kill_controller()
+    if chance.random() < 0.5:
+        assert launched.gone(GONE_S), [process.cmdline() for process in launched.left()]
+    life.look(launched, launched.place())
+    life.finish()  # half of the times beside workers of the earlier attempt that still leave
+    assert launched.gone(GONE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", ["start", "rollout", "ledger", "train", "checkpoint", "export"])
+def test_two_ctrl_c_at_a_random_moment(reference: References, tmp_path: Path, stage: str) -> None:
+    life, chance = Life(reference("grpo"), tmp_path, "grpo"), moment("ctrl-c", stage)
+    launched = life.launch()
+    launched.wait_for(stage, step_of(stage, chance))
+    for _ in range(2):
+        pause(chance.random() * life.reference.seconds(stage) / 2)
+        launched.process.send_signal(signal.SIGINT)
+    assert launched.finish(60) in (130, 0), launched.text()  # 0: it was in its last step
+    assert launched.gone(1.0)
+    life.look(launched, None)
+    assert not any(run_dir(place).exists() for place in life.places)
+    life.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["policy-1", "engine-0", "scorer-0", "agent"])
+def test_one_process_is_killed(reference: References, tmp_path: Path, victim: str) -> None:
+    """A scorer is replaced. Without a rank, an engine or the agent the run ends, tells who died, and resumes."""
+    life = Life(reference("grpo"), tmp_path, "grpo")
+    launched = life.launch()
+    launched.wait_for("train", 4)
+    found = launched.beacon(victim)
+    assert found is not None
+    os.kill(found.pid, signal.SIGKILL)
+    code = launched.finish()
+    assert launched.gone(1.0)
+    life.look(launched, None)
+    if victim == "scorer-0":
+        assert code == 0, launched.text()
+        life.compare()
+        return
+    assert code == 1, launched.text()
+    if victim != "agent":  # the kernel kills all workers with their agent: any of them may be noticed first
+        assert f"{victim} was ended by SIGKILL" in launched.said()
+    life.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("recipe", "before", "after"), [("sft", 1, 2), ("grpo", 2, 1), ("grpo", 2, 3)])
+def test_other_ranks(reference: References, tmp_path: Path, recipe: str, before: int, after: int) -> None:
+    trainer = {"ranks": before, "threads": 1, "optimizer": {"lr": 3e-3}}
+    life = Life(reference(recipe), tmp_path, recipe, trainer=trainer)
+    life.kill("train", 4, 0.5)
+    launched = life.launch(f"trainer.ranks={after}")
+    assert launched.finish() == 0, launched.text()
+    assert prompts_used(life.run) == prompts_used(life.reference.run)
+    assert_close(life.run, life.reference.run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_completions_of_an_unfinished_step_are_kept(reference: References, tmp_path: Path) -> None:
+    """A rollout of seconds: what was made durable on the way is not generated again, however often it is killed."""
+    prompts, group, step = 24, 16, 1
+    rollout = {"sampling": {"max_tokens": 16, "ignore_eos": True}, "engine": {"max_rows": 8, "threads": 1}}
+    checkpoint = {"every": 0, "export": False}
+    changes = {"steps": 3, "prompts_per_step": prompts, "group_size": group, "evaluation": None}
+    life = Life(reference("grpo"), tmp_path, "grpo", rollout=rollout, checkpoint=checkpoint, **changes)
+    partial = life.run / "steps" / f"{step:08d}.partial"
+    kept: dict[str, tuple[bytes, bytes]] = {}
+    for _ in range(3):
+        size = partial.stat().st_size if partial.exists() else 0
+
+        def grown(size: int = size) -> bool | None:
+            return True if partial.exists() and partial.stat().st_size > size else None
+
+        launched = life.launch()
+        launched.wait_until(grown, "that completions are kept", lambda: False)
+        launched.kill()
+        with Ledger.reader(life.run) as ledger:
+            found = {each.request: (each.tokens.tobytes(), each.logprobs.tobytes()) for each in ledger.kept(step)}
+        assert kept.items() < found.items(), "more than before, and nothing of it changed"
+        kept = found
+    assert len(kept) < prompts * group
+    launched = life.launch()
+    assert launched.finish() == 0, launched.text()
+    with Ledger.reader(life.run) as ledger:
+        rollouts, used = ledger.rollouts(step), ledger.prompts_used()
+        (row,) = [row for row in ledger.metrics_rows() if row.step == step]
+    assert rollouts is not None
+    made = {
+        each.request: (each.tokens.tobytes(), each.logprobs.tobytes())
+        for g in rollouts.groups
+        for each in g.completions
+    }
+    assert kept.items() <= made.items()
+    assert row.values["rollout/generated"] == prompts * group - len(kept)
+    assert sorted(used.values()) == sorted(prompts * [0, 1, 2])
