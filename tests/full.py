@@ -87,8 +87,10 @@ class Batch:
     def start(self, folder: Path, number: int, seed: int) -> None:
         self.reports, self.output = folder / f"{number}.jsonl", folder / f"{number}.out"
         self.reports.touch()
+        paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
-            **os.environ, REPORTS: str(self.reports), "LOCKSTEP_TEST_SEED": str(seed), "PYTHONPATH": str(TESTS),
+            **os.environ, REPORTS: str(self.reports), "LOCKSTEP_TEST_SEED": str(seed),
+            "PYTHONPATH": os.pathsep.join(paths),
         }  # fmt: skip
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
