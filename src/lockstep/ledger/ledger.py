@@ -356,6 +356,9 @@ class Ledger:
                 self._adopt(step, path)
             elif step is not None and ((path.suffix == ".arrow" and known[step]) or self._superseded(path, step)):
                 path.unlink(missing_ok=True)
+        readable, config = self.folder / CONFIG, _yaml(self.config())
+        if not readable.exists() or readable.read_bytes() != config:
+            replace(readable, config)
 
     def _superseded(self, path: Path, step: int) -> bool:
         return path.suffix == ".partial" and bool(self._index.rows("SELECT 1 FROM steps WHERE step = ?", step))

@@ -385,7 +385,9 @@ def test_what_a_killed_process_leaves_is_cleared_away(ledger, folder):
     hidden, _, _ = stepfile.prepare_file(steps / "00000001.arrow", stepfile.table_of(make_rollouts(1), {"a": 1}), 1)
     hidden.rename(steps / "00000001.arrow")
     (steps / "00000002.arrow").write_bytes(b"foreign")
+    (folder / "config.yaml").write_text("before: a change that the index has\n")
     with Ledger.resume(folder) as again:
+        assert yaml.safe_load((folder / "config.yaml").read_text()) == again.config()
         assert again.collected_steps() == [0, 1]
         assert_same(again.rollouts(1), make_rollouts(1))
         assert again.stored(1).extra == {"a": 1}
