@@ -16,13 +16,27 @@ def command(
 ) -> None:
     """Show every process of a run: stage, progress, and who waits for whom. Reads only; ends with Ctrl-C."""
     from lockstep.report import top
+    from lockstep.watch.beacon import read_beacons
 
     file = run / "run-id"
     if not file.is_file():
         show_refusal(ValueError(f"{run} has no run-id: give the folder of a run that was started on this host"))
         raise typer.Exit(REFUSED)
     name = file.read_text().strip()
-    if once:
+    if not read_beacons(name):
+        typer.echo(_ended(run))
+    elif once:
         top.once(name, Console())
     else:
         top.follow(name, Console(), every)
+
+
+def _ended(run: Path) -> str:
+    """What there is to say of a run that has no process on this host."""
+    from lockstep.ledger.ledger import Ledger
+
+    with Ledger.reader(run) as ledger:
+        done, wanted = ledger.committed() + 1, ledger.config()["steps"]
+        ends = [str(event.fields["reason"]) for event in ledger.events() if event.kind == "end"]
+    how = ends[-1] if ends else "killed before it began"
+    return f"{run} has no process on this host; after {done} of {wanted} steps: {how}"

@@ -12,9 +12,16 @@ from lockstep.config.load import load_config
 
 
 def command(
-    file: Annotated[str | None, typer.Argument(help="The run's YAML file; not needed with --resume.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder.")] = None,
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE.yaml", help="What to run; not needed with --resume.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SECTION.KEY=VALUE", help="Values in place of the file's; lists by number: reward.terms.0.weight=2."
+        ),
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show config, processes, memory and collectives; start nothing.")
     ] = False,
