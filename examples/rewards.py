@@ -3,7 +3,7 @@
 reward:
   terms:
     - {kind: function, path: examples/rewards.py:sorted_share}
-    - {kind: function, path: examples/rewards.py:compute_score, weight: 0.5}
+    - {kind: function, path: examples/rewards.py:compute_score, arguments: {data_source: sort}, weight: 0.5}
 """
 
 

@@ -1,0 +1,494 @@
+"""Bad input, as a user meets it on the command line: refused before anything starts (exit code 2, nothing on disk), or
+a run that ends with what, where and why (exit code 1) and can go on."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from gates import Gate
+from harness import Launched, config, prompts_used, task, write
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertModel, MambaConfig, MambaForCausalLM
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.ledger.ledger import Ledger
+
+pytestmark = pytest.mark.xdist_group("bad input")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return task(tmp_path_factory.mktemp("bad"))
+
+
+# ---------------------------------------------------------------- refused before anything starts
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Everything in a folder, by content."""
+    return {str(path): sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in folder.rglob("*")}
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """What `lockstep ARGUMENTS` says when it refuses, on one line; it starts nothing and leaves nothing behind."""
+    before, children = snapshot(folder), psutil.Process().children(recursive=True)
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert isinstance(result.exception, SystemExit) and "Traceback" not in result.stderr
+    assert snapshot(folder) == before
+    assert psutil.Process().children(recursive=True) == children
+    return " ".join(result.stderr.split())
+
+
+def grpo(folder: Path, **changes: Any) -> dict[str, Any]:
+    return config(folder, "grpo", name="bad", **changes)
+
+
+def sft(folder: Path, **changes: Any) -> dict[str, Any]:
+    return config(folder, "sft", name="bad", **changes)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("stepps=3", ["stepps", "unknown key", "did you mean 'steps'?"]),
+        ("trainer.learning_rate=1e-4", ["trainer.learning_rate", "unknown key", "'trainer.optimizer.lr'"]),
+        ("rollout.sampling.temprature=1", ["unknown key", "did you mean 'temperature'?"]),
+        ("steps=many", ["steps: 'many'", "valid integer"]),
+        ("steps=-1", ["steps: -1", "greater than 0"]),
+        ("trainer.reshard_after_forward=perhaps", ["trainer.reshard_after_forward: 'perhaps'", "valid boolean"]),
+        ("trainer.optimizer.lr=fast", ["trainer.optimizer.lr: 'fast'", "valid number"]),
+        ("cluster.device=gpu", ["cluster.device: 'gpu'", "'auto', 'cpu' or 'cuda'"]),
+        ("recipe=gpro", ["recipe: 'gpro' is not known", "sft, grpo"]),
+        ("reward.terms.0.kind=exactmatch", ["reward.terms.0", "exactmatch", "exact_match"]),
+        ("reward.terms.7.weight=2", ["command line", "reward.terms.7.weight=2", "no item '7'"]),
+        ("reward.terms.0.pattern=(", ["reward.terms.0.pattern", "unknown key"]),
+        ("reward.terms.1.pattern='('", ["reward.terms.1.pattern: '('", "not a regular expression"]),
+        ("minibatch_size=3", ["minibatch_size 3", "multiple of group_size 4"]),
+        ("token_budget=4", ["token_budget 4", "does not hold one sample", "rollout.sampling.max_tokens 4"]),
+        ("name=../elsewhere", ["name: '../elsewhere'", "pattern"]),
+        ("steps", ["command line", "steps: expected section.key=value"]),
+        ("steps=[1,", ["command line", "steps: '[1,' is not a YAML value"]),
+        ("rollout.sampling.max_tokens=32", ["rollout.sampling.max_tokens 32", "context of 32", "31 at most"]),
+        (
+            "evaluation.sampling={max_tokens: 40}",
+            ["evaluation.sampling.max_tokens 40", "context of 32 tokens", "31 at most"],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_values_that_cannot_be(folder: Path, override: str, words: list[str]) -> None:
+    said = refused(folder, "train", str(write(folder, grpo(folder))), override)
+    assert all(word in said for word in words), said
+
+
+def test_everything_that_is_wrong_is_said_at_once(folder: Path) -> None:
+    said = refused(folder, "train", str(write(folder, grpo(folder, stepps=3, seed="x"))), "trainer.ranks=0")
+    assert all(word in said for word in ("stepps", "seed: 'x'", "trainer.ranks: 0")), said
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["cannot be read", "No such file"]),
+        ("", ["expected a mapping", "an empty file"]),
+        ("recipe: grpo\nsteps: [1,\n", ["not valid YAML", "line 3"]),
+        ("recipe: grpo\nsteps: 1\nsteps: 2\n", ["the key 'steps' is given twice", "line 3"]),
+        ("- recipe\n", ["expected a mapping", "found list"]),
+        ("steps: 3\n", ["recipe: is missing", "sft, grpo"]),
+    ],
+    ids=["missing", "empty", "malformed", "twice", "list", "no recipe"],
+)
+def test_files_that_are_no_run(folder: Path, text: str | None, words: list[str]) -> None:
+    file = folder / "file.yaml"
+    file.unlink(missing_ok=True)
+    if text is not None:
+        file.write_text(text)
+    said = refused(folder, "train", str(file))
+    assert str(file) in said and all(word in said for word in words), said
+
+
+GOOD = '{"prompt": "1=", "answer": "1"}\n'
+LONG = '{"prompt": "' + 29 * "1" + '=", "answer": "1"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "words"),
+    [
+        ("gropo.jsonl", None, {}, ["no such file", "Did you mean 'grpo.jsonl'?"]),
+        ("a.jsonl", "", {}, ["the file is empty"]),
+        ("a.jsonl", "\n \n", {}, ["has no rows", "one JSON object per line"]),
+        ("a.jsonl", GOOD + '{"prompt": "2=", "ans\n', {}, ["line 2", "not JSON"]),
+        ("a.jsonl", "\n" + GOOD + "[1, 2]\n", {}, ["line 3", "expected an object", "found list"]),
+        ("a.jsonl", GOOD + '{"prompt": 7, "answer": "1"}\n', {}, ["line 2", "'prompt'", "expected text", "found int"]),
+        ("a.jsonl", GOOD + '{"prompt": "", "answer": "1"}\n', {}, ["line 2", "'prompt'", "is empty"]),
+        ("a.jsonl", GOOD + '{"answer": "1"}\n', {}, ["line 2", "'prompt'", "no such column"]),
+        ("a.jsonl", GOOD + '{"prompt": "2=", "answer": null}\n', {}, ["line 2", "no answer", "data.answer_column"]),
+        ("a.jsonl", '{"prompt": "1="}\n', {}, ["line 1", "no answer", "data.answer_column"]),
+        ("a.jsonl", '{"promt": "1=", "answer": "1"}\n', {}, ["no column", "promt", "data.prompt_column"]),
+        ("a.jsonl", GOOD, {"answer_column": "anser"}, ["'anser'", "no such column", "Did you mean 'answer'?"]),
+        ("a.jsonl", GOOD + LONG, {}, ["line 2", "30 tokens", "28 that fit", "data.overlong", "max_tokens"]),
+        ("a.jsonl", LONG, {"overlong": "drop"}, ["each of the 1 rows is longer than 28 tokens", "model.max_length"]),
+        ("a.jsonl", "\x00\x01\x02", {}, ["line 1", "not JSON"]),
+        ("a.parquet", "no parquet", {}, ["not a Parquet file"]),
+        ("a.txt", GOOD, {}, ["'.txt'", "are not known", "data.kind"]),
+        ("a.json", '[{"prompt": "1=",\n"answer"}]', {}, ["line 2", "not JSON"]),
+    ],
+    ids=[
+        "missing", "empty", "blank", "malformed", "no object", "type", "empty prompt", "no prompt", "null answer",
+        "no answer", "columns", "named column", "too long", "all too long", "binary", "parquet", "suffix", "array",
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_used(
+    folder: Path, name: str, content: str | None, settings: dict[str, Any], words: list[str]
+) -> None:
+    path = folder / "data" / name
+    if content is not None:
+        path.write_text(content)
+    said = refused(folder, "train", str(write(folder, grpo(folder, data={"path": str(path), **settings}))))
+    assert str(path) in said and all(word in said for word in words), said
+
+
+def test_supervised_data_without_anything_to_learn(folder: Path) -> None:
+    path = folder / "data" / "nothing.jsonl"
+    path.write_text('{"prompt": "1=", "completion": "1"}\n{"prompt": "2=", "completion": ""}\n')
+    said = refused(folder, "train", str(write(folder, sft(folder, data={"path": str(path)}))))
+    assert f"{path}, line 2, column 'completion': is empty" in said
+
+
+def test_a_document_longer_than_the_budget(folder: Path) -> None:
+    said = refused(folder, "train", str(write(folder, sft(folder, token_budget=4, rollout={}, evaluation=None))))
+    assert all(word in said for word in ("line 1", "the document has 5 tokens", "4 that fit", "token_budget")), said
+
+
+def changed(folder: Path, name: str, change: Callable[[Path], object]) -> Path:
+    """A copy of the tiny model with something wrong in it."""
+    copy = folder / name
+    if not copy.exists():
+        shutil.copytree(folder / "model", copy)
+        change(copy)
+    return copy
+
+
+def set_in(file: str, **values: Any) -> Callable[[Path], object]:
+    def change(copy: Path) -> None:
+        found = json.loads((copy / file).read_text())
+        (copy / file).write_text(json.dumps({**found, **values}))
+
+    return change
+
+
+def without_a_weight(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+
+
+def without_tokenizer(copy: Path) -> None:
+    for path in copy.glob("tokenizer*"):
+        path.unlink()
+
+
+def mamba(copy: Path) -> None:
+    """A state-space model, whose layers pass over any layout. It names no longest sequence."""
+    vocabulary = json.loads((copy / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(0)
+    sizes = {"vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    MambaForCausalLM(MambaConfig(**sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0)).save_pretrained(copy)
+
+
+def bert(copy: Path) -> None:
+    BertModel(
+        BertConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    ).save_pretrained(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("no-weights", lambda copy: (copy / "model.safetensors").unlink(), ["no model.safetensors", "safetensors"]),
+        ("torn-weights", lambda copy: (copy / "model.safetensors").write_bytes(b"x"), ["model.safetensors is torn"]),
+        ("one-weight-less", without_a_weight, ["1 weights are missing", "model.norm.weight"]),
+        ("other-shape", set_in("config.json", intermediate_size=48), ["has shape (64, 32)", "expected (48, 32)"]),
+        ("no-config", lambda copy: (copy / "config.json").unlink(), ["its config cannot be loaded"]),
+        ("torn-config", lambda copy: (copy / "config.json").write_text("{"), ["not a valid JSON file"]),
+        ("odd-config", set_in("config.json", hidden_size="wide"), ["hidden_size", "expected int", "'wide'"]),
+        ("new-kind", set_in("config.json", model_type="gpt9"), ["`gpt9`", "does not recognize"]),
+        ("encoder", bert, ["Bert", "use a model with an ordinary head"]),
+        ("no-tokenizer", without_tokenizer, ["holds no tokenizer", "model.tokenizer"]),
+        ("torn-tokenizer", lambda copy: (copy / "tokenizer.json").write_text("x"), ["tokenizer cannot be loaded"]),
+        ("no-end", set_in("tokenizer_config.json", eos_token=None), ["no end-of-sequence token", "`eos_token`"]),
+        ("no-length", mamba, ["model.max_length", "mamba names no longest sequence", "set it"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_that_cannot_be_used(
+    folder: Path, name: str, change: Callable[[Path], object], words: list[str]
+) -> None:
+    model = changed(folder, name, change)
+    said = refused(folder, "train", str(write(folder, grpo(folder, model={"path": str(model)}))))
+    assert all(word in said for word in words), said
+    assert str(model) in said or name == "no-length"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/nowhere/model", ["'/nowhere/model'", "there is no such folder", "`owner/name`"]),
+        ("{folder}/modell", ["there is no such folder", "did you mean {folder}/model?"]),
+        ("nobody/nothing-here", ["'nobody/nothing-here'", "the hub does not give it", "`owner/name`"]),
+    ],
+)
+def test_a_model_that_is_not_there(folder: Path, path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    path = path.format(folder=folder)
+    said = refused(folder, "train", str(write(folder, grpo(folder, model={"path": path}))))
+    assert all(word.format(folder=folder) in said for word in ["model.path", *words]), said
+
+
+def test_conversations_without_a_chat_template(folder: Path) -> None:
+    path = folder / "data" / "chat.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]}\n')
+    said = refused(folder, "train", str(write(folder, sft(folder, data={"path": str(path)}))))
+    assert all(word in said for word in (str(folder / "model"), "no chat template", "model.chat_template")), said
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nowhere.py:f", ["there is no file", "nowhere.py", "relative to the current folder"]),
+        ("{folder}/functions.py:scoer", ["defines no 'scoer'", "it defines score"]),
+        ("{folder}/broken.py:f", ["not valid Python", "line 1"]),
+        ("{folder}/functions.py", ["names no function", "file.py:name"]),
+        ("no_such_package.rewards:f", ["no package 'no_such_package'", "install it"]),
+    ],
+    ids=["file", "name", "syntax", "form", "package"],
+)
+def test_reward_functions_that_are_not_there(folder: Path, path: str, words: list[str]) -> None:
+    (folder / "functions.py").write_text("def score(prompts, completions, **columns):\n    return 0\n")
+    (folder / "broken.py").write_text("def f(:\n")
+    path = path.format(folder=folder)
+    reward = {"terms": [{"kind": "function", "path": path}]}
+    said = refused(folder, "train", str(write(folder, grpo(folder, reward=reward))))
+    assert f"reward function {path}" in said and all(word in said for word in words), said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has GPUs")
+def test_gpus_that_this_host_has_not(folder: Path) -> None:
+    said = refused(folder, "train", str(write(folder, grpo(folder))), "cluster.device=cuda")
+    assert all(word in said for word in ("cluster.device is cuda", "no GPU", "cluster.device=cpu")), said
+
+
+@pytest.mark.parametrize("kind", ["a run", "a folder", "a file"])
+def test_a_folder_that_exists_is_not_touched(folder: Path, kind: str, tmp_path: Path) -> None:
+    values = grpo(folder) | {"folder": str(tmp_path)}
+    place = tmp_path / "bad"
+    if kind == "a run":
+        Ledger.create(place, values).close()
+    elif kind == "a folder":
+        place.mkdir()
+        (place / "thesis.txt").write_text("three years of work")
+    else:
+        place.write_text("notes")
+    before = snapshot(tmp_path)
+    said = refused(folder, "train", str(write(folder, values)))
+    assert snapshot(tmp_path) == before
+    assert str(place) in said and "name=" in said
+    assert (f"--resume {place}" in said) == (kind == "a run"), said
+
+
+def test_commands_on_what_is_no_run(folder: Path) -> None:
+    for command in (("train", "--resume"), ("top",), ("report",)):
+        assert str(folder / "data") in refused(folder, *command, str(folder / "data"))
+    assert "--resume" in refused(folder, "train")
+
+
+# ---------------------------------------------------------------- real runs that fail
+
+
+def short(folder: Path, name: str, *terms: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Three steps on one rank, with nothing beside them."""
+    values = config(folder, "grpo", name=name, steps=3, evaluation=None, checkpoint={"every": 0, "export": False})
+    values["trainer"]["ranks"] = 1
+    return {**values, "reward": {"terms": list(terms)}, **changes}
+
+
+MODES = """
+import time
+from pathlib import Path
+
+
+def score(prompts, completions, trainer_state, **columns):
+    mode = (Path(__file__).parent / "mode").read_text()
+    rewards = [float(len(completion) % 3) for completion in completions]
+    if trainer_state.global_step == 1 and mode == "raise":
+        return divide(rewards)
+    if trainer_state.global_step == 1 and mode == "short":
+        return rewards[1:]
+    if trainer_state.global_step == 1 and mode == "nan":
+        rewards[-1] = float("nan")
+    if trainer_state.global_step == 1 and mode == "hang":
+        never_return()
+    return rewards
+
+
+def divide(rewards):
+    return [reward / 0 for reward in rewards]
+
+
+def never_return():
+    while True:
+        time.sleep(0.1)
+"""
+EXPECTED = {
+    "raise": ["raised ZeroDivisionError", "in divide", "return [reward / 0 for reward in rewards]", "(row ", "sample"],
+    "short": ["returned 15 values for 16 samples", "returned"],
+    "nan": ["returned NaN as a reward", "(row ", "completion"],
+    "hang": ["did not finish a sample for 1 s (reward.timeout_s)", "in never_return", "(row "],
+}
+
+
+@pytest.mark.parametrize(
+    "modes", [("raise", "hang"), pytest.param(("short", "nan"), marks=pytest.mark.slow)], ids=" and ".join
+)
+def test_a_reward_function_that_fails_is_named_and_the_run_goes_on_once_it_is_mended(
+    folder: Path, modes: tuple[str, ...]
+) -> None:
+    place = folder / "-".join(modes)
+    place.mkdir()
+    (place / "functions.py").write_text(MODES)
+    path = f"{place}/functions.py:score"
+    values = short(folder, place.name, {"kind": "function", "path": path})
+    arguments = [str(write(folder, values))]
+    run = Path(values["folder"]) / place.name
+    for mode in modes:
+        (place / "mode").write_text(mode)
+        launched = Launched.start(run, *arguments, *(["reward.timeout_s=1"] if mode == "hang" else []))
+        assert launched.finish() == 1, launched.text()
+        said = launched.said()
+        assert all(word in said for word in (f"error reward {path}: ", *EXPECTED[mode])), said
+        assert said.rstrip().endswith(f"{run}/logs") and f"lockstep train --resume {run}" in said
+        assert "lockstep/rewards" not in said, "only the user's own lines are shown"
+        assert path in (run / "logs" / "controller.log").read_text()
+        assert launched.gone(10)
+        with Ledger.reader(run) as ledger:
+            assert (ledger.committed(), ledger.collected_steps()) == (0, [0]), "no zero in place of a reward"
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["exit_reason"].startswith("failed: RewardError: ") and summary["steps"]["done"] == 1
+        arguments = ["--resume", str(run)]
+    (place / "mode").write_text("mended")
+    launched = Launched.start(run, *arguments, "reward.timeout_s=60")
+    assert launched.finish() == 0, launched.text()
+    assert sorted(prompts_used(run).values()) == sorted([0, 1, 2] * 4)
+
+
+def test_a_run_that_cannot_start_frees_its_name(folder: Path) -> None:
+    """The function's module can only be tried by running it, which happens in a scorer process."""
+    file = folder / "needs.py"
+    file.write_text("import a_package_nobody_has\n\n\ndef score(prompts, completions):\n    return [0.0]\n")
+    values = short(folder, "needs", {"kind": "function", "path": f"{file}:score"})
+    run = Path(values["folder"]) / "needs"
+    launched = Launched.start(run, str(write(folder, values)))
+    assert launched.finish() == 1
+    said = launched.said()
+    assert f"error reward {file}:score: importing it raised ModuleNotFoundError" in said
+    assert f'File "{file}", line 1' in said and "importlib" not in said
+    assert launched.gone(10)
+    assert not run.exists()
+    (kept,) = run.parent.glob("needs.failed-*")
+    assert f"{run} is kept as {kept}" in said
+    log = (kept / "logs" / "controller.log").read_text()
+    assert "a_package_nobody_has" in log and "rewards/scorer.py" in log, "all of it is in the log"
+
+
+def test_a_model_that_passes_over_the_layout_is_packed_singly_and_that_is_said(folder: Path) -> None:
+    model = changed(folder, "no-length", mamba)
+    values = short(folder, "mamba", {"kind": "regex", "pattern": "[0-4].*"})
+    values |= {"model": {"path": str(model), "max_length": 32}, "steps": 2}
+    run = Path(values["folder"]) / "mamba"
+    launched = Launched.start(run, str(write(folder, values)))
+    assert launched.finish() == 0, launched.text()
+    said = launched.said()
+    assert "packing single: one sample per row, which is slower (MambaForCausalLM" in said
+    assert "packing single" in (run / "logs" / "controller.log").read_text()
+    assert "MambaForCausalLM decodes without our KV cache" in (run / "logs" / "engine-0.log").read_text()
+    with Ledger.reader(run) as ledger:
+        gaps = [row.values["policy/engine_gap_max"] for row in ledger.metrics_rows()]
+    assert max(gaps) < 1e-4, "engine and trainer agree on what the model computes"
+
+
+# ---------------------------------------------------------------- full disks
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """Takes all room but `leave` bytes."""
+    facts = os.statvfs(disk)
+    filler = disk / "filler"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, facts.f_bavail * facts.f_frsize - leave)
+    return filler
+
+
+def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(folder: Path, small_disk: Path) -> None:
+    """First while a step file is written, then while a checkpoint is."""
+    gate = Gate(small_disk.parent / "gate", 1, 2)
+    values = short(folder, "full", {"kind": "regex", "pattern": "[0-4].*"}, gate.term)
+    values |= {"folder": str(small_disk), "steps": 4, "checkpoint": {"every": 3, "export": False}}
+    run = small_disk / "full"
+    file = small_disk.parent / "full.yaml"
+    file.write_text(yaml.safe_dump(values))
+
+    launched = Launched.start(run, str(file))
+    gate.wait(1)
+    filler = fill(small_disk, leave=0)
+    gate.open(1)
+    assert launched.finish() == 1, launched.text()
+    said = launched.said()
+    assert f"error cannot write {run}/steps/00000001.arrow: " in said and "0 bytes free: make room" in said
+    assert f"lockstep train --resume {run}" in said and "Traceback" not in said
+    assert launched.gone(10)
+    assert sorted(path.name for path in (run / "steps").iterdir()) == ["00000000.arrow"]
+
+    filler.unlink()
+    launched = Launched.resume(run)
+    gate.wait(2)
+    filler = fill(small_disk, leave=160_000)
+    gate.open(2)
+    assert launched.finish() == 1, launched.text()
+    said = launched.said()
+    assert f"error policy-0: CheckpointError: checkpoint {run}/checkpoints/00000003" in said, said
+    assert "No space left on device; " in said and "bytes are free there" in said and "Traceback" not in said
+    assert launched.gone(10)
+    with Ledger.reader(run) as ledger:
+        assert ledger.committed() in (2, 3), "it is written beside the next step"
+        assert ledger.checkpoints() == []
+    assert list((run / "checkpoints").iterdir()) == []
+
+    filler.unlink()
+    launched = Launched.resume(run)
+    assert launched.finish() == 0, launched.text()
+    assert sorted(prompts_used(run).values()) == sorted([0, 1, 2, 3] * 4)

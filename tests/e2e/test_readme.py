@@ -1,0 +1,317 @@
+"""What the documentation says is so: its commands run, its YAML loads, its Python is that of the examples, its links
+lead somewhere."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.config.load import apply_overrides, check_config, load_config
+from lockstep.models.tiny import TinyModel
+
+pytestmark = [pytest.mark.xdist_group("readme"), pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            found.append(Block(page, text[: match.start()].count("\n") + 1, match[1], match[2]))
+    return [block for block in found if block.language == language]
+
+
+def commands(block: Block) -> list[str]:
+    """Lines of a bash block, without comments."""
+    words = [shlex.split(line, comments=True) for line in block.text.splitlines()]
+    return [shlex.join(each) for each in words if each]
+
+
+def test_every_fenced_block_is_of_a_kind_that_is_tested_here() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)
+        assert set(fences[::2]) <= {"bash", "yaml", "python"} and set(fences[1::2]) <= {""}, page
+
+
+# ---------------------------------------------------------------- YAML and Python
+
+BASE: dict[str, Any] = {
+    "recipe": "grpo",
+    "name": "x",
+    "steps": 1,
+    "model": {"path": "m"},
+    "data": {"path": "d.jsonl"},
+    "reward": {"terms": [{"kind": "exact_match"}]},
+}
+"""Around blocks that show a section only."""
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_yaml_loads(block: Block) -> None:
+    values = yaml.safe_load(block.text)
+    check_config(values if "recipe" in values else BASE | values, str(block))
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_is_that_of_the_examples(block: Block) -> None:
+    examples = {
+        ast.unparse(node)
+        for file in (ROOT / "examples").glob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    shown = ast.parse(block.text).body
+    assert shown and all(ast.unparse(node) in examples for node in shown)
+
+
+def test_the_yaml_in_the_examples_docstring_loads() -> None:
+    text = ast.get_docstring(ast.parse((ROOT / "examples" / "rewards.py").read_text()))
+    assert text is not None
+    check_config(BASE | yaml.safe_load(text[text.index("reward:") :]), "rewards.py")
+
+
+# ---------------------------------------------------------------- commands
+
+SHORT = ["steps=2", "trainer.threads=1", "rollout.engine.threads=1", "data.limit=64", "evaluation.prompts=8"]
+OVERRIDES = {
+    "lockstep train examples/sft_sort.yaml": [*SHORT, "batch_size=16"],
+    "lockstep train examples/grpo_sort.yaml": [*SHORT, "prompts_per_step=4", "trainer.schedule.warmup_steps=1"],
+}
+"""What is appended to documented commands that take minutes."""
+NOT_RUN = {
+    "script/bootstrap": "makes a virtual environment; everything here runs in the one it made",
+    "script/demo": "takes minutes; it is compared with what is documented",
+    "script/test": "runs this test",
+    ".venv/bin/pre-commit install": "changes the git hooks",
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout as a user sees it, without what is built."""
+    copy = tmp_path_factory.mktemp("readme") / "lockstep"
+    copy.mkdir()
+    for name in ("examples", "script", "README.md", "pyproject.toml"):
+        source = ROOT / name
+        shutil.copytree(source, copy / name) if source.is_dir() else shutil.copy(source, copy / name)
+    (copy / ".venv").symlink_to(Path(sys.executable).parents[1])
+    return copy
+
+
+def environment() -> dict[str, str]:
+    """Of a user's shell: the command is only found once the documented `source` has been done."""
+    bin = str(Path(sys.executable).parent)
+    path = os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if folder != bin)
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+
+
+def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
+    sourced, ran = "", []
+    for block in blocks("bash"):
+        if block.page.name == "CONTRIBUTING.md":
+            continue  # all of it is about the checkout itself: NOT_RUN
+        for command in commands(block):
+            if command.startswith("source "):
+                sourced += f"{command}; "
+                continue
+            if command.split()[0] in NOT_RUN:
+                continue
+            extra = OVERRIDES.get(command.removesuffix(" --dry-run"), [])
+            done = subprocess.run(
+                ["bash", "-c", f"set -eu; {sourced}{shlex.join([*shlex.split(command), *extra])}"],
+                cwd=copy, env=environment(), capture_output=True, text=True, timeout=300,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{block}: {command}\n{done.stdout}\n{done.stderr}"
+            assert "Traceback" not in done.stderr and "it/s]" not in done.stderr, done.stderr
+            ran.append(command)
+    assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
+        *("tiny", "train", "train", "train", "top", "train")
+    ]
+    assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
+    assert "finished after 2 of 2" not in done.stderr and "is finished: 2 of 2 steps" in done.stderr, "--resume of it"
+
+
+@pytest.mark.parametrize("command", sorted({c for block in blocks("bash") for c in commands(block)}))
+def test_what_commands_name_is_there(command: str) -> None:
+    """Files, subcommands and options."""
+    program, *arguments = shlex.split(command)
+    if program in ("lockstep", "source"):
+        return  # run above
+    if program == "python":
+        program = arguments[0]
+    if program == ".venv/bin/pre-commit":
+        assert (ROOT / ".pre-commit-config.yaml").is_file()
+        return
+    assert (ROOT / program).is_file()
+    for argument in arguments:
+        if program == "script/test":
+            known = argument in (ROOT / program).read_text() if argument.startswith("-") else (ROOT / argument).exists()
+            assert known, argument
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "script").iterdir()), ids=lambda path: path.name)
+def test_scripts_are_executable_and_valid(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    assert script.read_text().startswith("#!/usr/bin/env bash\n")
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def inline() -> list[tuple[str, str]]:
+    """(page, command) of every `lockstep ...` within a sentence."""
+    found = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for code in re.findall(r"`([^`]+)`", text):
+            words = " ".join(code.split())
+            if re.match(r"lockstep [a-z]", words):
+                found.append((page.name, words))
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), inline())
+def test_commands_within_sentences_exist(page: str, command: str) -> None:
+    _, name, *arguments = shlex.split(command)
+    known = get_command(app).commands[name]  # type: ignore[attr-defined]
+    options = {option for parameter in known.params for option in parameter.opts}
+    assert {argument for argument in arguments if argument.startswith("-")} <= options
+    files = [argument for argument in arguments if argument.endswith(".yaml") and argument.islower()]
+    overrides = [argument for argument in arguments if "=" in argument]
+    for file in files:
+        load_config(ROOT / file, overrides)
+    if overrides and not files:
+        check_config(apply_overrides(BASE, overrides), page)
+
+
+STUB = """#!/usr/bin/env python3
+import json, pathlib, sys
+with (pathlib.Path(__file__).parents[2] / "called").open("a") as file:
+    file.write(json.dumps([pathlib.Path(__file__).name, *sys.argv[1:]]) + "\\n")
+"""
+
+
+def demo(copy: Path) -> list[list[str]]:
+    """What script/demo calls, told by programs that only write down how they are called."""
+    (copy / ".venv" / "bin").mkdir(parents=True)
+    shutil.copytree(ROOT / "script", copy / "script")
+    for name in (".venv/bin/lockstep", ".venv/bin/python", "script/bootstrap"):
+        (copy / name).write_text(STUB)
+        (copy / name).chmod(0o755)
+    subprocess.run([copy / "script" / "demo"], check=True, capture_output=True, timeout=60)
+    called = [json.loads(line) for line in (copy / "called").read_text().splitlines()]
+    return [words for words in called if words[0] == "lockstep" or words[1:2] == ["examples/sort_data.py"]]
+
+
+def options(words: list[str]) -> dict[str, Any]:
+    """Of `lockstep tiny`."""
+    given = dict(zip(words[3::2], words[4::2], strict=True))
+    fields = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
+    return {name: int(value) if name != "alphabet" else value for name, value in fields.items()}
+
+
+def test_the_demo_does_what_is_documented(tmp_path: Path) -> None:
+    """The same programs and files in the same order; only places and the seed of the first weights differ."""
+    documented = [shlex.split(c) for block in blocks("bash") if block.page.name == "README.md" for c in commands(block)]
+    tiny, data, *trained = demo(tmp_path)
+    (shown,) = (words for words in documented if words[:2] == ["lockstep", "tiny"])
+    assert TinyModel(**options(tiny) | {"seed": 0}) == TinyModel(**options(shown))
+    assert data[:2] in [words[:2] for words in documented]
+    whole = [words for words in documented if words[:2] == ["lockstep", "train"] and len(words) == 3]
+    assert [words[:3] for words in trained] == whole
+    for words in trained:
+        changed = {word.partition("=")[0] for word in words[3:]}
+        assert changed <= {"folder", "model.path", "data.path", "evaluation.data.path"}
+
+
+# ---------------------------------------------------------------- links, paths, names
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        assert "://" not in target, f"{target}: these pages stand by themselves"
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.is_file() and found.is_relative_to(ROOT), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text()))
+    assert {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"} <= linked
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "examples").iterdir())], ids=lambda page: page.name)
+def test_paths_are_those_of_the_checkout_and_of_no_machine(page: Path) -> None:
+    text = page.read_text()
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|mnt|data|opt)\b", text)
+    assert not re.search(r"\b(\d{1,3}\.){3}\d{1,3}\b|@[a-z]+\.[a-z]{2,}", text), "an address"
+    for path in re.findall(r"`((?:src|tests|examples|script|docs|benchmarks)(?:/[\w.-]+)+/?)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_modules_that_are_named_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"`(lockstep(?:\.\w+)+)`", page.read_text()):
+            base = ROOT / "src" / Path(*name.split("."))
+            assert base.is_dir() or base.with_suffix(".py").is_file(), f"{page.name}: {name}"
+
+
+def test_fields_that_are_named_exist() -> None:
+    """`section.key` in the pages is a field of the config."""
+    from lockstep.config.recipes import GRPOConfig, SFTConfig
+    from lockstep.config.spelling import leaves
+
+    known = {*leaves(GRPOConfig), *leaves(SFTConfig)}
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    for page in PAGES:
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*|: [a-z]+)?`", page.read_text()):
+            head, tail = name.partition(".")[0], name.rpartition(".")[2]
+            if head in sections and tail not in ("py", "yaml", "jsonl", "md", "html", "json", "toml", "ground_truth"):
+                assert name in known, f"{page.name}: {name}"
+
+
+def test_exit_codes_are_documented() -> None:
+    from lockstep.cli import errors
+
+    text = (ROOT / "docs" / "run-folder.md").read_text()
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
+    assert codes == {0, errors.FAILED, errors.REFUSED, errors.INTERRUPTED}
+
+
+def test_the_readmes_own_claim_about_a_misspelt_key() -> None:
+    result = CliRunner().invoke(app, ["train", str(ROOT / "examples" / "grpo_sort.yaml"), "stepps=3"])
+    assert result.exit_code == 2 and "did you mean 'steps'?" in result.stderr
