@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+METRICS_BYTES = 8 * 20
+"""Of the one vector per optimizer step: `2 + len(lockstep.train.losses.NAMES)` float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +159,29 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
     """The collectives every rank enters in a step; none of it depends on the data of a rank (rule 3)."""
     if config.trainer.ranks == 1:
         return []
-    width = BYTES[model.dtype]
-    units = model.layers + 1
-    largest = max(model.parameters // units, model.hidden * model.vocabulary) * width
-    gathers = 2 * units if config.trainer.reshard_after_forward else units
-    updates = 1
+    layers, units, updates, models = model.layers, model.layers + 1, 1, 0
     if config.recipe == "grpo":
+        loss = config.loss
         updates = config.epochs * (
             config.completions_per_step // (config.minibatch_size or config.completions_per_step)
         )
+        models = int(loss.old_logprobs == "trainer") + int(loss.kl.coefficient > 0)
+    if config.trainer.reshard_after_forward:
+        # A layer is gathered again for its backward; the root (embedding, last norm, head) is kept until then.
+        before = f"{models * layers} per micro-batch, and {models}"
+        gathers = f"{2 * layers + 1} per micro-batch"
+    else:
+        before = f"{models * units}"
+        gathers = f"{units * updates} ({units} per optimizer step)"
+    embedding = model.hidden * model.vocabulary
+    largest = max((model.parameters - embedding) // max(layers, 1), embedding)
+    width = BYTES[model.dtype]
+    found = [Collective("all_gather", "fsdp", f"{before} (log-probabilities before training)", largest * width)]
     return [
-        Collective("all_gather", "fsdp", f"{gathers} per micro-batch", largest),
-        Collective("reduce_scatter", "fsdp", f"{units * updates} ({units} per optimizer step)", largest),
-        Collective("all_reduce", "fsdp", f"{updates} (gradient norm)", 4),
-        Collective("all_reduce", "fsdp", f"{updates} (metrics, one vector)", 4 * 32),
+        *(found if models else []),
+        Collective("all_gather", "fsdp", gathers, largest * width),
+        Collective("reduce_scatter", "fsdp", f"{units * updates} ({units} per optimizer step)", largest * 4),
+        Collective("all_gather", "trainer", f"{updates} (gradient norm and metrics, one vector)", METRICS_BYTES),
     ]
 
 

@@ -1,0 +1,69 @@
+"""The plan that `--dry-run` shows lists the collectives that a trainer rank really enters."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trainer_ranks as tr
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lockstep.run.facts import model_facts
+from lockstep.run.plan import METRICS_BYTES, trainer_collectives
+from lockstep.train import losses
+from lockstep.train.distributed import Ranks
+from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.watch.waits import WaitTimeout
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Collectives by name, of one rank of two whose peer is a fake."""
+    found: Counter[str] = Counter()
+    for name, label in (("all_gather_single", "gather"), ("reduce_scatter_single", "scatter"), ("all_gather", "told")):
+        original = getattr(dist, name)
+
+        def counted(*args: Any, original: Any = original, label: str = label, **kwargs: Any) -> Any:
+            found[label] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(dist, name, counted)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield found
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_planned_collectives_are_those_of_a_step(tmp_path: Path, counts: Counter[str], reshard: bool) -> None:
+    tr.make_models(tmp_path)
+    config = tr.config(tmp_path, "qwen2", "grpo", ranks=2, reshard_after_forward=reshard)
+    planned = trainer_collectives(config, model_facts(config.model, "cpu"))
+    trainer = FSDP2Trainer(config, Ranks(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
+    batch = tr.batch_of(config, ranks=2, budget=40)
+    minibatch = batch.everything()
+    rows = minibatch.ranks[0]
+    assert len(rows) > 1
+
+    def expected(line: int) -> int:
+        times = planned[line].times.partition(" (")[0]
+        per, _, also = times.partition(", and ")
+        return int(re.match(r"\d+", per)[0]) * (len(rows) if "micro-batch" in per else 1) + int(also or 0)  # type: ignore[index]
+
+    counts.clear()
+    trainer.evaluate(rows, ["logprobs", "reference_logprobs"])
+    assert counts == {"gather": expected(0)}
+    for name in ("old_logprob", "reference_logprob"):
+        batch.set_field(name, minibatch, [[row.fields["engine_logprob"] for row in rank] for rank in minibatch.ranks])
+    counts.clear()
+    with pytest.raises(WaitTimeout):  # the fake peer tells nothing: the optimizer is not reached
+        trainer.step(batch.everything().ranks[0], config.loss)
+    assert counts == {"gather": expected(1), "scatter": expected(2), "told": expected(3)}
+
+
+def test_the_vector_of_metrics_is_as_long_as_planned() -> None:
+    vector = losses.Meter(torch.device("cpu")).vector(torch.zeros(()))
+    assert vector.numel() * vector.element_size() == METRICS_BYTES
