@@ -18,7 +18,7 @@ from lockstep.train import checkpoint, losses
 from lockstep.train.checkpoint import Rows
 from lockstep.train.distributed import Ranks
 from lockstep.train.export import export_model
-from lockstep.train.optimizer import ShardedAdamW, scale, square_norm
+from lockstep.train.optimizer import ShardedAdamW, norms_of, scale, square_norm
 from lockstep.train.protocol import StepStats, Want
 from lockstep.train.rows import Row
 from lockstep.train.schedule import learning_rate, optimizer_steps
@@ -78,7 +78,9 @@ class FSDP2Trainer:
         self.reference: Policy | None = None
         if isinstance(config.loss, PolicyLoss) and config.loss.kl.coefficient > 0:
             self.reference = self._load(self.compute).requires_grad_(False)
-        self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer)
+        norms = norms_of(self.policy)
+        undecayed = [name for name, parameter in self.names.items() if id(parameter) in norms]
+        self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer, undecayed)
         self.writer = checkpoint.Writer(ranks, generation)
         self.offloaded = False
 

@@ -4,10 +4,10 @@ AdamW is elementwise, so every rank updates its own rows: plain tensors, no DTen
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from lockstep.config.trainer import AdamW
@@ -16,9 +16,15 @@ _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)"
 
 
 def decays(name: str) -> bool:
-    """Whether weight decay applies to a parameter: to all but biases and norms, as transformers' Trainer (and so
-    TRL) has it."""
+    """Whether weight decay applies to a parameter by its name: to all but biases and norms. With `norms_of` that is
+    as transformers' Trainer (and so TRL) has it."""
     return _NOT_DECAYED.search(name.lower()) is None
+
+
+def norms_of(model: nn.Module) -> set[int]:
+    """Ids of the parameters of `nn.LayerNorm`s, whatever they are called (GPT-2: `ln_1`)."""
+    modules = (module for module in model.modules() if isinstance(module, nn.LayerNorm))
+    return {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
 
 
 class ShardedAdamW:
@@ -26,10 +32,12 @@ class ShardedAdamW:
 
     Args:
         parameters: this rank's rows by name; updated in place.
+        norms: names that are not decayed, beside those that `decays` tells.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: AdamW) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], config: AdamW, norms: Collection[str] = ()) -> None:
         self.config = config
+        self._decays = {name: decays(name) and name not in norms for name in parameters}
         self.steps = 0
         """Steps taken."""
         self.exp_avg = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
@@ -41,7 +49,7 @@ class ShardedAdamW:
         self.steps += 1
         names = [name for name in gradients if gradients[name].numel()]
         for decayed in (True, False):
-            chosen = [name for name in names if decays(name) is decayed]
+            chosen = [name for name in names if self._decays[name] is decayed]
             if not chosen:
                 continue
             adamw(

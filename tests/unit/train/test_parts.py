@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.trainer_pt_utils import get_parameter_names
 
 from lockstep.config.model import Model
 from lockstep.config.trainer import AdamW
@@ -14,7 +16,7 @@ from lockstep.data.layout import Layout
 from lockstep.models.load import load_policy
 from lockstep.models.tiny import make_tiny
 from lockstep.train.export import _files
-from lockstep.train.optimizer import ShardedAdamW, decays, scale, square_norm
+from lockstep.train.optimizer import ShardedAdamW, decays, norms_of, scale, square_norm
 from lockstep.train.retention import bytes_written, kept
 from lockstep.train.service import choose_device
 from lockstep.train.sharding import checkpoint_activations
@@ -40,6 +42,23 @@ def test_weight_decay_spares_biases_and_norms() -> None:
         "lm_head.weight": True,
     }
     assert {name: decays(name) for name in names} == names
+
+
+def test_norms_are_spared_whatever_they_are_called() -> None:
+    """As transformers' Trainer decides it, for a model whose norms do not say so in their names."""
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
+    model = GPT2LMHeadModel(config)
+    expected = set(get_parameter_names(model, [torch.nn.LayerNorm], ["bias"]))
+    norms = norms_of(model)
+    found = {name for name, parameter in model.named_parameters() if decays(name) and id(parameter) not in norms}
+    assert found == expected & dict(model.named_parameters()).keys()
+    assert "transformer.h.0.ln_1.weight" not in found
+
+    tensors = {"ln_1.weight": torch.ones(3), "c_attn.weight": torch.ones(3)}
+    optimizer = ShardedAdamW(tensors, AdamW(weight_decay=0.5), norms=["ln_1.weight"])
+    optimizer.step(tensors, {name: torch.zeros(3) for name in tensors}, lr=0.1)
+    assert tensors["ln_1.weight"].tolist() == [1.0] * 3
+    assert tensors["c_attn.weight"][0].item() == pytest.approx(0.95)
 
 
 def test_the_optimizer_is_torchs_adamw_and_takes_empty_rows() -> None:
