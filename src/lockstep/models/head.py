@@ -64,7 +64,8 @@ def target_logprobs(
     if targets.numel() * weight.shape[0] <= KEPT_ELEMENTS:
         logits = transform(linear(hidden, weight, bias).float()) / temperature
         every = torch.log_softmax(logits, dim=-1)
-        chosen = every.gather(-1, targets[:, None]).squeeze(-1)
+        # Not a view: FSDP2 hangs its backward hook on what the root returns, and warns of views in every run's log.
+        chosen = every.gather(-1, targets[:, None]).squeeze(-1).clone()
         return chosen, -(every.exp() * every).sum(-1) if entropy else None
     chosen, entropies = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, transform, temperature, chunk, entropy

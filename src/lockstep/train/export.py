@@ -44,6 +44,8 @@ def export_model(
     files = _files({name: _bytes(part.shape, dtype) for name, part in rows.items()}, file_bytes)
     buffers = {name: value for name, value in named_state(policy) if not isinstance(value, nn.Parameter)}
     error: OSError | SafetensorError | None = None
+    if ranks.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)  # of an export that was cut
     done = 0
     for file, names in files.items():
         tensors: dict[str, Tensor] = {} if done else {name: buffer.cpu() for name, buffer in buffers.items()}

@@ -267,9 +267,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def read_beacons(run: str) -> list[BeaconState]:
     """All readable beacons of a run, by name. Files that are no beacons, or not yet, are left out."""
     folder = run_dir(run)
-    if not folder.is_dir():
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".beacon")
+    except OSError:  # not there (yet), or just removed at the run's end
         return []
-    states = (read_beacon(path) for path in sorted(folder.glob("*.beacon")))
+    states = (read_beacon(path) for path in paths)
     return [state for state in states if state is not None]
 
 
