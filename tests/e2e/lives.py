@@ -77,7 +77,7 @@ class Life:
         self.places: set[str] = set()
         """Ids under which its processes had shared memory."""
         self.kept = False
-        """Whether completions of an unfinished step outlived a kill: the next engine batches the rest differently."""
+        """Whether some completions of an unfinished step outlived a kill: the engine batches the rest otherwise."""
         self.stops: list[Place | None] = []
         self.on_disk: set[int] = set()
         """Steps with a file at the last stop, those included that the index does not know yet."""
@@ -128,6 +128,7 @@ class Life:
         with Ledger.reader(self.run) as ledger:
             durable, used, rows = ledger.collected_steps(), ledger.prompts_used(), ledger.checkpoints()
             removed = {step for step in durable if ledger.stored(step) is None}
+            partial = len(ledger.kept(len(durable)))
         assert durable == list(range(len(durable)))
         if self.recipe == "grpo":
             assert used.items() <= prompts_used(self.reference.run).items()
@@ -137,7 +138,7 @@ class Life:
         for step in set(durable) - removed:
             digest = hashlib.sha256((self.run / "steps" / f"{step:08d}.arrow").read_bytes()).hexdigest()
             assert self.digests.setdefault(step, digest) == digest, f"step {step} was made anew"
-        self.kept |= any(path.stat().st_size > 0 for path in (self.run / "steps").glob("*.partial"))
+        self.kept |= 0 < partial < COMPLETIONS
         self._generated(launched, place, known)
 
     def _steps_on_disk(self) -> set[int]:

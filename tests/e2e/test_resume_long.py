@@ -5,8 +5,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import moment, pause, prompts_used
-from lives import GONE_S, RECIPES, STAGES, Life, References, assert_close, step_of
+from harness import moment, pause, prompts_used, weights
+from lives import GONE_S, RECIPES, STAGES, STEPS, Life, References, assert_close, metrics, step_of
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.watch.beacon import run_dir
@@ -131,6 +131,21 @@ def test_other_ranks(reference: References, tmp_path: Path, recipe: str, before:
     assert launched.finish() == 0, launched.text()
     assert prompts_used(life.run) == prompts_used(life.reference.run)
     assert_close(life.run, life.reference.run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_finished_run_is_made_longer(reference: References, tmp_path: Path, recipe: str) -> None:
+    """As if it had been that long from the beginning."""
+    life = Life(reference(recipe), tmp_path, recipe, steps=5)
+    assert life.launch().finish() == 0
+    launched = life.launch(f"steps={STEPS}")
+    assert launched.finish() == 0, launched.text()
+    assert weights(life.run) == weights(life.reference.run)
+    assert metrics(life.run) == metrics(life.reference.run)
+    with Ledger.reader(life.run) as ledger:
+        assert [row.step + 1 for row in ledger.evaluations()] == [0, 2, 4, 5, 6, 8]
 
 
 @pytest.mark.slow
