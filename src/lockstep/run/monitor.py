@@ -29,10 +29,12 @@ class Monitor:
         )
         self._sinks: Sinks | None = None
         self._tokens = 0.0
+        self._start = 0
 
     def begin(self, version: int) -> None:
         """The run begins with `version` steps done; later rows of an earlier attempt are superseded."""
         rows = self.ledger.metrics_rows()
+        self._start = version
         self._tokens = max((row.values.get("tokens/total", 0.0) for row in rows if row.step < version), default=0.0)
         self._sinks = open_sinks(
             self.folder, tensorboard=self.config.report.tensorboard, resume_after=version - 1 if rows else None
@@ -69,9 +71,10 @@ class Monitor:
         self.console.step(step, row)
 
     def boundary_ends(self, version: int) -> None:
-        """Adds what evaluation and checkpoint took to the step before them."""
+        """Adds what evaluation and checkpoint took to the step before them, which is not for a resumed run to say of
+        the step that it goes on from."""
         seconds = {f"time/{name}_s": value for name, value in self.stages.take().items()}
-        if version > 0 and seconds:
+        if version > self._start and seconds:
             self.ledger.metrics(version - 1, seconds)
 
     def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
