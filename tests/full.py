@@ -59,10 +59,17 @@ class Result:
 # --- inside of a pytest process
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _tell(node=nodeid, when="start", outcome="passed", seconds=0.0)
+
+
 def pytest_runtest_logreport(report: Any) -> None:
-    """Tells of each phase of each test."""
+    """Each phase of each test."""
+    _tell(node=report.nodeid, when=report.when, outcome=report.outcome, seconds=report.duration)
+
+
+def _tell(**line: Any) -> None:
     if REPORTS in os.environ:
-        line = {"node": report.nodeid, "when": report.when, "outcome": report.outcome, "seconds": report.duration}
         with Path(os.environ[REPORTS]).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -82,6 +89,7 @@ class Batch:
     read: int = 0
     outcomes: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    begun: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
 
     def start(self, folder: Path, number: int, seed: int) -> None:
@@ -112,6 +120,7 @@ class Batch:
             node = report["node"]
             self.seconds[node] = self.seconds.get(node, 0.0) + report["seconds"]
             self.outcomes[node] = worse(self.outcomes.get(node, "passed"), report["outcome"])
+            self.begun.add(node)
             if report["when"] == "teardown":
                 self.done.add(node)
                 over.append(node)
@@ -130,10 +139,17 @@ class Batch:
             self.process.wait(30)
 
     def lost(self) -> list[str]:
-        """Tests of an ended process that it did not come to the end of: they failed, whatever it was."""
-        lost = [node for node in self.nodes if node not in self.done]
+        """The test in which an ended process died, as failed; all, where it did not come to any."""
+        lost = [node for node in self.nodes if node in self.begun - self.done]
+        if not self.done and not lost:
+            lost = self.nodes
         self.outcomes.update((node, "failed") for node in lost)
+        self.done.update(lost)
         return lost
+
+    def rest(self) -> list[str]:
+        """What an ended process did not come to."""
+        return [node for node in self.nodes if node not in self.done]
 
 
 def worse(one: str, other: str) -> str:
@@ -253,7 +269,10 @@ class Suite:
                         running[-1].start(Path(folder), number, self.seed)
                         number += 1
                     time.sleep(0.2)
-                    running = [batch for batch in running if not self._look(batch)]
+                    for batch in [batch for batch in running if self._look(batch)]:
+                        running.remove(batch)
+                        if batch.rest():
+                            waiting.append(Batch(batch.rest()))
             finally:
                 for batch in running:
                     batch.kill()
@@ -265,8 +284,7 @@ class Suite:
             self._note(batch, node)
         if not ended:
             return False
-        lost = batch.lost()
-        for node in lost:
+        for node in batch.lost():
             self._note(batch, node)
         if "failed" in batch.outcomes.values():
             assert batch.process is not None
