@@ -22,7 +22,7 @@ from lockstep.run.monitor import Monitor
 from lockstep.run.place import take_place
 from lockstep.run.plan import engine_dtype
 from lockstep.run.policy import Policy
-from lockstep.run.prepare import Prepared
+from lockstep.run.prepare import START, Prepared
 from lockstep.run.publish import WeightSync
 from lockstep.run.run import Roles, Run
 from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER, PolicyAPI
@@ -54,6 +54,7 @@ def open_run(prepared: Prepared) -> Iterator[Run]:
     try:
         with ExitStack() as stack:
             stack.enter_context(ledger)
+            ledger.event(START, rows=prepared.rows)
             interrupt = Interrupt()
             stack.enter_context(interrupt.listening())
             name = take_place(prepared.folder, prepared.config.name)

@@ -22,6 +22,9 @@ from lockstep.run.facts import host_facts, model_facts
 from lockstep.run.place import release_place
 from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan
 
+START = "start"
+"""The ledger's event of every start of a run, with the number of rows it uses."""
+
 
 @dataclass(slots=True)
 class Prepared:
@@ -38,6 +41,12 @@ class Prepared:
     held_out: list[Prompt]
     notes: list[str]
     """What the user should know before it starts."""
+
+    @property
+    def rows(self) -> int:
+        """Of the data, those that are used: their number decides the order of all of them."""
+        source = self.prompts if self.prompts is not None else self.documents
+        return 0 if source is None else len(source)
 
 
 def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str] = ()) -> Prepared:
@@ -65,7 +74,10 @@ def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, override
     plan = make_plan(config, model, host)
     if config.reward is not None:
         check_terms(config.reward.terms)
-    return Prepared(config, folder, resume is not None, plan, model, host, *_sources(config, model), notes)
+    prepared = Prepared(config, folder, resume is not None, plan, model, host, *_sources(config, model), notes)
+    if prepared.resuming:
+        _must_be_the_same_data(prepared)
+    return prepared
 
 
 def _sources(
@@ -109,6 +121,17 @@ def _resumed(
             )
         _must_have_something_left(config, ledger)
     return config, _notes(changes)
+
+
+def _must_be_the_same_data(prepared: Prepared) -> None:
+    """Raises Refused where rows came or went since the run began: it would use some twice, and others never."""
+    with Ledger.reader(prepared.folder) as ledger:
+        begun = [int(event.fields["rows"]) for event in ledger.events() if event.kind == START]
+    if begun and begun[0] != prepared.rows:
+        raise Refused(
+            f"{prepared.config.data.path} had {begun[0]} rows to use when {prepared.folder} began, and has "
+            f"{prepared.rows} now, which come in another order: restore the data, or start a new run (name=...)"
+        )
 
 
 def _must_have_something_left(config: SFTConfig | GRPOConfig, ledger: Ledger) -> None:

@@ -1,0 +1,40 @@
+"""What is refused before a run goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.load import check_config
+from lockstep.ledger.ledger import Ledger
+from lockstep.models.tiny import make_tiny
+from lockstep.run.errors import Refused
+from lockstep.run.prepare import START, prepare
+
+
+def write(data: Path, rows: int) -> None:
+    lines = [json.dumps({"prompt": f"{n % 10}=", "completion": "1"}) for n in range(rows)]
+    data.write_text("\n".join(lines) + "\n")
+
+
+def test_a_run_does_not_go_on_with_more_or_fewer_rows(tmp_path: Path) -> None:
+    make_tiny(
+        tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
+    )
+    data = tmp_path / "data.jsonl"
+    write(data, 20)
+    values: dict[str, Any] = {
+        "recipe": "sft", "name": "x", "folder": str(tmp_path), "steps": 4, "batch_size": 4,
+        "model": {"path": str(tmp_path / "model")}, "data": {"path": str(data)}, "cluster": {"device": "cpu"},
+    }  # fmt: skip
+    config = check_config(values, "test")
+    fresh = prepare(config, None)
+    assert fresh.rows == 20
+    with Ledger.create(fresh.folder, config.model_dump(mode="json")) as ledger:
+        ledger.event(START, rows=fresh.rows)
+    assert prepare(None, fresh.folder).rows == 20
+    for rows in (19, 21):
+        write(data, rows)
+        with pytest.raises(Refused, match=rf"had 20 rows to use .* and has {rows} now"):
+            prepare(None, fresh.folder)
