@@ -1,0 +1,39 @@
+"""Steps as transactions, seen from the recipe."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from lockstep.config.load import check_config
+from lockstep.data.samples import Completion, Group, Prompt, Rollouts
+from lockstep.ledger.ledger import Ledger
+from lockstep.run.interrupt import Interrupt
+from lockstep.run.run import Roles, Run
+
+
+def rollouts(step: int) -> Rollouts:
+    tokens = np.array([1, 2], np.int32)
+    completion = Completion("r", tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", "ab")
+    prompt = Prompt(f"0:{step}", step, np.array([3], np.int32), "p")
+    return Rollouts(step, 0, [Group(prompt, [completion, completion], np.array([0, 1], np.float32))])
+
+
+def test_a_step_done_again_is_not_written_again(tmp_path: Path) -> None:
+    """After an upgrade of pyarrow, say, the same rollouts are other bytes; that must not end the run."""
+    values = {
+        "recipe": "grpo", "name": "x", "steps": 3, "model": {"path": "m"}, "data": {"path": "d"},
+        "reward": {"terms": [{"kind": "exact_match"}]},
+    }  # fmt: skip
+    with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
+        roles: Any = Roles(policy=None, engines=SimpleNamespace(generated=0))  # type: ignore[arg-type]
+        run = Run(check_config(values, "test"), ledger.folder, ledger, roles, None, Interrupt(), 0)  # type: ignore[arg-type]
+        ledger.collected(0, rollouts(0), {"written by": "an older version"})
+        before = ledger.step_path(0).read_bytes()
+        stored = ledger.rollouts(0)
+        assert stored is not None
+        run.collected(0, stored)
+        assert ledger.step_path(0).read_bytes() == before
+        run.collected(1, rollouts(1))
+        assert ledger.collected_steps() == [0, 1]
