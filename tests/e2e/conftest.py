@@ -1,10 +1,12 @@
 """What the end-to-end tests share."""
 
+from collections.abc import Iterator
+
 import pytest
 
 pytest.register_assert_rewrite("harness", "lives")
 
-from harness import once  # noqa: E402
+from harness import end_all, once  # noqa: E402
 from lives import Reference, References, make_reference  # noqa: E402
 
 
@@ -19,3 +21,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
         return Reference(home, home / "runs" / recipe)
 
     return find
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on() -> Iterator[None]:
+    yield
+    end_all()

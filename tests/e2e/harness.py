@@ -1,6 +1,5 @@
 """Starts real runs as a user would, looks at them from outside, and kills them."""
 
-import atexit
 import contextlib
 import fcntl
 import json
@@ -9,18 +8,17 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import yaml
+from forked import BOUND_S, ENVIRONMENT, Forked
 from safetensors.numpy import load_file
 
 from lockstep.ledger.ledger import Ledger
@@ -32,17 +30,8 @@ T = TypeVar("T")
 
 ALPHABET = "0123456789="
 LOCKSTEP = [str(Path(sys.executable).with_name("lockstep"))]
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 SEED = int(os.environ.get("LOCKSTEP_TEST_SEED", "0"))
 """Of everything random in these tests; `script/test --full --seed S` sets it."""
-BOUND_S = 150.0
-"""The most that any one thing here may take on a machine that is busy with other tests."""
 
 
 def moment(*names: object) -> random.Random:
@@ -101,59 +90,6 @@ def write(folder: Path, values: Mapping[str, Any]) -> Path:
     return file
 
 
-class Zygote:
-    """Forks controllers from a process that has imported what they need (`zygote.py`)."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        program = str(Path(__file__).with_name("zygote.py"))
-        self._process = subprocess.Popen(
-            [sys.executable, program, str(theirs.fileno())], env=ENVIRONMENT, pass_fds=[theirs.fileno()]
-        )
-        theirs.close()
-        ours.settimeout(BOUND_S)
-        self._socket, self._answers = ours, ours.makefile("r", encoding="utf-8")
-        atexit.register(self.close)
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
-        answer: dict[str, Any] = json.loads(self._answers.readline())
-        return answer
-
-    def close(self) -> None:
-        self._answers.close()
-        self._socket.close()
-        self._process.wait(30)
-
-
-zygote = cache(Zygote)
-
-
-class Forked:
-    """A process that the zygote forked; what is needed here of `subprocess.Popen`."""
-
-    def __init__(self, argv: list[str], output: Path, cwd: Path | None) -> None:
-        self.returncode: int | None = None
-        self.pid: int = zygote().ask(argv=argv, cwd=str(cwd or Path.cwd()), env=ENVIRONMENT, output=str(output))["pid"]
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = zygote().ask(poll=self.pid)["code"]
-        return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("lockstep", timeout)
-            time.sleep(0.02)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)  # nobody has waited for it since poll() saw it alive: the pid is its own
-
-
 class Ended(AssertionError):
     """The run came to its end before it was where it was waited for."""
 
@@ -210,14 +146,18 @@ class Launched:
         """`lockstep train ARGUMENTS`; `folder` is the run's. A cold start runs the installed command itself."""
         output = folder.parent.parent / f"{folder.name}-{time.monotonic_ns()}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
+        process: subprocess.Popen[bytes] | Forked
         if not cold:
-            return cls(Forked(["train", *arguments], output, cwd), folder, output)
-        with output.open("wb") as file:
-            process = subprocess.Popen(
-                [*LOCKSTEP, "train", *arguments], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=ENVIRONMENT, cwd=cwd, start_new_session=True,
-            )  # fmt: skip
-        return cls(process, folder, output)
+            process = Forked(["train", *arguments], output, cwd)
+        else:
+            with output.open("wb") as file:
+                process = subprocess.Popen(
+                    [*LOCKSTEP, "train", *arguments], stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                    env=ENVIRONMENT, cwd=cwd, start_new_session=True,
+                )  # fmt: skip
+        launched = cls(process, folder, output)
+        STARTED.append(launched)
+        return launched
 
     @classmethod
     def resume(cls, folder: Path, *arguments: str) -> "Launched":
@@ -349,6 +289,22 @@ class Launched:
             f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in (self.folder / "logs").glob("*.log")
         ]
         return "\n".join([self.said()[-6000:], *logs])
+
+
+STARTED: list[Launched] = []
+"""By this test; see `end_all`."""
+
+
+def end_all() -> None:
+    """After a test, however it ended: nothing of its runs goes on, and their shared memory is free."""
+    while STARTED:
+        launched = STARTED.pop()
+        launched.members()
+        if launched.process.poll() is None:
+            launched.kill()
+        file = launched.folder / "run-id"
+        if file.exists() and not launched.left():
+            shutil.rmtree(run_dir(file.read_text().strip()), ignore_errors=True)
 
 
 def _kill(process: psutil.Process) -> None:

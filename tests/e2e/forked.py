@@ -1,0 +1,75 @@
+"""Controllers forked from a process that has imported what they need (`zygote.py`)."""
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+BOUND_S = 150.0
+"""The most that any one thing here may take on a machine that is busy with other tests."""
+
+
+class Zygote:
+    """Forks controllers from a process that has imported what they need (`zygote.py`)."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        program = str(Path(__file__).with_name("zygote.py"))
+        self._process = subprocess.Popen(
+            [sys.executable, program, str(theirs.fileno())], env=ENVIRONMENT, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        ours.settimeout(BOUND_S)
+        self._socket, self._answers = ours, ours.makefile("r", encoding="utf-8")
+        atexit.register(self.close)
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        self._socket.sendall(json.dumps(request).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(self._answers.readline())
+        return answer
+
+    def close(self) -> None:
+        self._answers.close()
+        self._socket.close()
+        self._process.wait(30)
+
+
+zygote = cache(Zygote)
+
+
+class Forked:
+    """A process that the zygote forked; what is needed here of `subprocess.Popen`."""
+
+    def __init__(self, argv: list[str], output: Path, cwd: Path | None) -> None:
+        self.returncode: int | None = None
+        self.pid: int = zygote().ask(argv=argv, cwd=str(cwd or Path.cwd()), env=ENVIRONMENT, output=str(output))["pid"]
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = zygote().ask(poll=self.pid)["code"]
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("lockstep", timeout)
+            time.sleep(0.02)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)  # nobody has waited for it since poll() saw it alive: the pid is its own
