@@ -353,6 +353,15 @@ def test_a_worker_that_dies_while_it_starts(cluster: Any) -> None:
     assert "about to exit" in caught.value.log_tail
 
 
+def test_imports_may_take_longer_than_a_stall(tmp_path: Path) -> None:
+    slow = spec("slow")
+    slow.preload = ("slow_import",)
+    config = LocalConfig(stall_limit_s=1.5, notice_after_s=1.0)
+    with LocalCluster(config, f"slow-{secrets.token_hex(3)}", tmp_path, 1) as made:
+        (worker,) = made.start([slow])
+        assert worker.call(Plain.add, 1) == 1
+
+
 def test_names_are_unique(cluster: Any) -> None:
     with pytest.raises(ValueError, match="'twin' is taken"):
         cluster.start([spec("twin"), spec("twin")])

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 
 from lockstep.cluster.calls import gather
 from lockstep.cluster.hub import Hub
@@ -100,9 +101,10 @@ class LocalCluster:
                 workers.append(worker)
                 spawned.append(pid)
             for worker, pid in zip(workers, spawned, strict=True):
-                # The first of a kind waits for its template's imports, hence no short limit.
+                # The first of a kind waits for its template's imports, which take as long as they take.
                 waits.future(
-                    pid, whom="agent", why=f"start of {worker.name}", timeout_s=self._config.stall_limit_s,
+                    pid, whom="agent", why=f"start of {worker.name}", stall_s=self._config.stall_limit_s,
+                    progress=lambda: _cpu_seconds_below(agent.address.pid),
                     notice_after_s=self._config.notice_after_s,
                 )  # fmt: skip
             gather([worker.started for worker in workers], why="start")
@@ -286,6 +288,17 @@ def uses_cuda(device: str, environment: Mapping[str, str]) -> bool:
 def _set_pid(worker: RemoteWorker, done: "Future[int]") -> None:
     if done.exception() is None:
         worker.pid = done.result(timeout=0)
+
+
+def _cpu_seconds_below(pid: int) -> float:
+    """CPU time that all descendants of a process have used."""
+    found = 0.0
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                found += times.user + times.system
+    return found
 
 
 def _cpu_seconds(pid: int) -> Any:
