@@ -1,15 +1,18 @@
 """How weights are updated, sharded and kept."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lockstep.config.base import Section
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamW(Section):
     lr: float = Field(1e-6, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
 

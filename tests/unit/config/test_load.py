@@ -98,6 +98,7 @@ def test_an_empty_name_or_a_missing_field_is_named() -> None:
         ({"loss": {"importance": {"kind": "truncate"}}}, ["loss.old_logprobs=trainer"]),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, ["rollout.sampling.top_p 0.9", "loss.old_logprobs=trainer"]),
         ({"rollout": {"sampling": {"top_k": 20, "min_p": 0.1}}}, ["top_k 20 and", "min_p 0.1"]),
+        ({"trainer": {"optimizer": {"betas": [0.9, 1.0]}}}, ["1.0", "less than 1"]),
         ({"rollout": {"sampling": {"temperature": 0}}}, ["rollout.sampling.temperature 0", "above 0"]),
     ],
 )
