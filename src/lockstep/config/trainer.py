@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from lockstep.config.base import Section
 
-
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
