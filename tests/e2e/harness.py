@@ -85,6 +85,7 @@ def config(home: Path, recipe: str, **changes: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, values: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{values['name']}.yaml"
     file.write_text(yaml.safe_dump(dict(values)))
     return file

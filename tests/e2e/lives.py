@@ -70,7 +70,6 @@ class Life:
     def __init__(self, reference: Reference, folder: Path, recipe: str, **changes: Any) -> None:
         self.reference, self.recipe = reference, recipe
         values = config(reference.home, recipe, folder=str(folder / "runs"), **changes)
-        folder.mkdir(parents=True, exist_ok=True)
         self.file, self.run = write(folder, values), folder / "runs" / values["name"]
         self.digests: dict[int, str] = {}
         """sha256 of every step file that was ever durable."""
@@ -96,7 +95,8 @@ class Life:
             try:
                 _await(launched, stage, step)
             except Ended:
-                self.finish()  # this machine was too busy to look in time: a life without that kill, and another one
+                assert launched.process.returncode == 0, launched.text()
+                self.compare()  # this machine was too busy to look in time: a life without that kill, and another one
                 self.forget()
                 continue
             pause(fraction * self.reference.seconds(stage))

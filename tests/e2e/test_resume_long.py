@@ -3,10 +3,11 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import moment, pause, prompts_used, weights
-from lives import GONE_S, RECIPES, STAGES, STEPS, Life, References, assert_close, metrics, step_of
+from harness import config, moment, pause, prompts_used, train, weights
+from lives import GONE_S, RECIPES, STAGES, STEPS, Life, Reference, References, assert_close, metrics, step_of
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.watch.beacon import run_dir
@@ -131,6 +132,34 @@ def test_other_ranks(reference: References, tmp_path: Path, recipe: str, before:
     assert launched.finish() == 0, launched.text()
     assert prompts_used(life.run) == prompts_used(life.reference.run)
     assert_close(life.run, life.reference.run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_with_every_option_on(reference: References, tmp_path: Path) -> None:
+    """A reference model (which stays the model that the run began with), several updates a step, a schedule that
+    depends on their number, and the ratio from the engine's log-probabilities."""
+    home, chance = reference("grpo").home, moment("options")
+    changes: dict[str, Any] = {
+        "loss": {"kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01, "aggregation": "seq-mean-token-mean"},
+        "advantage": {"kind": "rloo"},
+        "epochs": 2,
+        "minibatch_size": 8,
+        "trainer": {
+            "ranks": 2,
+            "threads": 1,
+            "reshard_after_forward": False,
+            "activation_checkpointing": True,
+            "optimizer": {"lr": 3e-3, "weight_decay": 0.1},
+            "schedule": {"kind": "cosine", "warmup_steps": 4, "final": 0.1},
+        },
+    }
+    whole = train(tmp_path / "whole", config(home, "grpo", folder=str(tmp_path / "whole"), **changes))
+    life = Life(Reference(home, whole), tmp_path / "life", "grpo", **changes)
+    life.kill("train", 2, chance.random())
+    life.kill("logprobs", 4, chance.random())
+    life.kill("train", 6, chance.random())
+    life.finish()
 
 
 @pytest.mark.slow
