@@ -1,15 +1,21 @@
 """When to write a checkpoint, when it counts, and which to keep."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Protocol
 
+from lockstep.cluster.protocol import RemoteError
 from lockstep.config.trainer import Checkpoint as CheckpointConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.train.retention import bytes_written, kept, remove_checkpoint, sweep
 from lockstep.watch import waits
 
+log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"\d{8,}")
+_DAMAGED = "lockstep.train.checkpoint.CheckpointError"
+"""What a rank raises for a checkpoint that it cannot read."""
 
 
 class Saver(Protocol):
@@ -18,6 +24,39 @@ class Saver(Protocol):
     def save(self, folder: Path) -> None: ...
 
     def saved(self) -> bool: ...
+
+
+class Loader(Protocol):
+    """What reads: the policy."""
+
+    def load(self, folder: Path) -> None: ...
+
+
+def restore(loader: Loader, ledger: Ledger) -> int:
+    """Loads the newest checkpoint, or the one before where that is damaged (the step files since then are kept for
+    this); the number of steps behind it, 0 where there is none yet.
+
+    Raises:
+        RemoteError: neither can be loaded; about the newest.
+    """
+    newest = ledger.checkpoints()[-2:][::-1]
+    damage: list[RemoteError] = []
+    for row in newest:
+        try:
+            loader.load(row.path)
+        except RemoteError as error:
+            if error.kind != _DAMAGED:
+                raise
+            log.warning("%s", error.message)
+            damage.append(error)
+            continue
+        for damaged in newest[: len(damage)]:
+            log.warning("going on from %s instead; what came after it is done again", row.path)
+            ledger.forget_checkpoint(damaged.step)
+        return row.step + 1
+    if damage:
+        raise damage[0]
+    return 0
 
 
 class Checkpoints:

@@ -12,6 +12,7 @@ from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.rewards.pool import ScorerPool
+from lockstep.run.checkpoints import restore
 from lockstep.run.engines import Engines
 from lockstep.run.errors import NotStarted, Refused
 from lockstep.run.evaluate import Evaluator
@@ -148,15 +149,11 @@ def _specs(prepared: Prepared, cluster: LocalCluster, generation: int) -> list[W
 
 
 def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[Policy, int]:
-    """The trainer ranks, with the newest complete checkpoint loaded, and the version they are at."""
+    """The trainer ranks, with the newest checkpoint loaded, and the version they are at."""
     infos: list[TrainerInfo] = gather([worker.submit(PolicyAPI.setup) for worker in workers], why="load the model")
     policy = Policy(workers, infos)
     _tell_packing(prepared, policy.info)
-    newest = ledger.newest_checkpoint()
-    if newest is None:
-        return policy, 0
-    policy.load(newest.path)
-    return policy, newest.step + 1
+    return policy, restore(policy, ledger)
 
 
 def _tell_packing(prepared: Prepared, info: TrainerInfo) -> None:

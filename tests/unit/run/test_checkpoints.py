@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cluster.protocol import RemoteError
 from lockstep.config.trainer import Checkpoint
 from lockstep.ledger.ledger import Ledger
-from lockstep.run.checkpoints import Checkpoints
+from lockstep.run.checkpoints import Checkpoints, restore
+from lockstep.train.checkpoint import CheckpointError
 
 
 class SlowSaver:
@@ -104,3 +106,52 @@ def test_what_a_killed_run_left_is_cleared(ledger: Ledger) -> None:
     (folder / "notes.txt").write_text("mine")
     make(ledger)
     assert sorted(path.name for path in folder.iterdir()) == ["00000004", "00000004-good", "notes.txt"]
+
+
+class Ranks:
+    """Load what is not damaged."""
+
+    def __init__(self, *damaged: int, kind: str = f"{CheckpointError.__module__}.CheckpointError") -> None:
+        self.damaged, self.kind = [f"{version:08d}" for version in damaged], kind
+        self.loaded: list[str] = []
+
+    def load(self, folder: Path) -> None:
+        if folder.name in self.damaged:
+            raise RemoteError("policy-0", 0, self.kind, f"checkpoint {folder}: is torn", "")
+        self.loaded.append(folder.name)
+
+
+def saved_at(ledger: Ledger, *at: int) -> None:
+    checkpoints = make(ledger)
+    for version in at:
+        checkpoints.begin(version, None)
+        checkpoints.finish()
+
+
+def test_a_run_begins_or_goes_on_from_the_newest(ledger: Ledger) -> None:
+    assert restore(Ranks(), ledger) == 0
+    saved_at(ledger, 2, 4)
+    ranks = Ranks()
+    assert (restore(ranks, ledger), ranks.loaded) == (4, ["00000004"])
+
+
+def test_where_the_newest_is_damaged_the_one_before_serves(ledger: Ledger) -> None:
+    saved_at(ledger, 2, 4, 6)
+    ranks = Ranks(6)
+    assert (restore(ranks, ledger), ranks.loaded) == (4, ["00000004"])
+    assert versions(ledger) == [4], "so that it is written again when the run has come as far"
+    assert make(ledger, every=2).due(6, last=False, improved=False)
+
+
+def test_an_older_one_does_not_serve_as_its_step_files_are_gone(ledger: Ledger) -> None:
+    saved_at(ledger, 2, 4, 6)
+    with pytest.raises(RemoteError, match="00000006: is torn"):
+        restore(Ranks(4, 6), ledger)
+    assert versions(ledger) == [4, 6]
+
+
+def test_other_errors_are_no_damage(ledger: Ledger) -> None:
+    saved_at(ledger, 2, 4)
+    with pytest.raises(RemoteError):
+        restore(Ranks(4, kind="RuntimeError"), ledger)
+    assert versions(ledger) == [2, 4]
