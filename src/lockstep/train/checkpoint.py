@@ -6,6 +6,7 @@ rank 0 writes the manifest, syncs the folder, renames it, and tells the others. 
 that fits is complete; everything else is refused.
 """
 
+import errno
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointError(RuntimeError):
@@ -74,8 +76,7 @@ class _Files(FileSystemWriter):
                 cause = cause.__context__
             if cause is None:
                 raise
-            free = shutil.disk_usage(self.path).free
-            raise OSError(cause.errno, f"{cause.strerror}; {free} bytes are free there", str(self.path)) from error
+            raise OSError(cause.errno, cause.strerror, str(self.path)) from error
 
 
 class Writer:
@@ -136,7 +137,7 @@ class Writer:
             error = None
             beacon.current().add("checkpoints", 1)
         except (CheckpointException, OSError, RuntimeError, ValueError) as problem:
-            error = CheckpointError(folder, _cause(problem))
+            error = CheckpointError(folder, _cause(problem) + _room(problem, folder))
         finally:
             if error is None:
                 future.set_result(None)
@@ -284,6 +285,14 @@ def _distributed(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None)
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _room(problem: BaseException, folder: Path) -> str:
+    """How much there is and what helps, where a full disk was the cause; torch may have wrapped that twice."""
+    inner: list[BaseException] = [error for error, _ in getattr(problem, "failures", {}).values()] or [problem]
+    if not any(isinstance(error, OSError) and error.errno in _NO_ROOM for error in inner):
+        return ""
+    return f"; {shutil.disk_usage(folder.parent).free:,} bytes are free there: make room, then resume the run"
 
 
 def _cause(problem: BaseException) -> str:
