@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+from harness import BOUND_S, Launched
+
 _GATE = '''
 import time
 from pathlib import Path
@@ -34,12 +36,13 @@ class Gate:
     def term(self) -> dict[str, str]:
         return {"kind": "function", "path": f"{self.folder}/gate.py:gate"}
 
-    def wait(self, step: int, timeout_s: float = 150.0) -> None:
+    def wait(self, step: int, launched: Launched) -> None:
         """Returns when the run stands at the gate of this step."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + BOUND_S
         while not (self.folder / f"reached-{step}").exists():
-            assert time.monotonic() < deadline, f"the run did not come to step {step}"
-            time.sleep(0.01)
+            assert launched.process.poll() is None, launched.text()
+            assert time.monotonic() < deadline, f"it did not come to step {step}:\n{launched.text()}"
+            time.sleep(0.02)
 
     def open(self, step: int) -> None:
         (self.folder / f"closed-{step}").unlink()
