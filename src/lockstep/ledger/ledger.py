@@ -18,26 +18,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import yaml
-
 from lockstep.data.samples import Completion, Rollouts
 from lockstep.ledger import partial, stepfile, values
 from lockstep.ledger.changes import Change, compare_config
 from lockstep.ledger.errors import (
     ConfigChanged,
     FolderExists,
-    NotARun,
     OutOfOrder,
-    PromptUsedTwice,
     StepConflict,
     StepCorrupt,
 )
 from lockstep.ledger.files import fsync_folder, replace, room_for, sha256_of
-from lockstep.ledger.index import Index, Transaction
+from lockstep.ledger.index import Index
 from lockstep.ledger.lock import RunLock
 from lockstep.ledger.records import CheckpointRow, CommitRow, EvaluationRow, EventRow, MetricsRow, Sample, Stored
+from lockstep.ledger.rules import INDEX, add_step, as_yaml, check_is_run, last_commit
 
-INDEX = "ledger.sqlite"
 CONFIG = "config.yaml"
 
 
@@ -64,7 +60,7 @@ class Ledger:
                 shutil.rmtree(hidden, ignore_errors=True)
                 for name in ("steps", "checkpoints", "logs"):
                     (hidden / name).mkdir(parents=True)
-            replace(hidden / CONFIG, _yaml(config))
+            replace(hidden / CONFIG, as_yaml(config))
             Index.create(hidden / INDEX, values.dumps(dict(config), "config"))
             fsync_folder(hidden)
             try:
@@ -93,7 +89,7 @@ class Ledger:
         dotted fields in `accept`; otherwise it becomes the run's. RunIsActive while another process has the run,
         unless `takeover`: that process's writes are then refused as stale."""
         folder = folder.absolute()
-        _check_is_run(folder)
+        check_is_run(folder)
         lock = RunLock(folder / "lock", force=takeover)
         try:
             changes = _accepted(folder, config, accept)
@@ -114,7 +110,7 @@ class Ledger:
     def reader(cls, folder: Path) -> "Ledger":
         """Looks at a run without disturbing it, while it goes on or after."""
         folder = folder.absolute()
-        _check_is_run(folder)
+        check_is_run(folder)
         return cls(folder, Index.read(folder / INDEX), None)
 
     @property
@@ -171,7 +167,7 @@ class Ledger:
                 if stored and (stored[0][1] or (path.exists() and sha256_of(path) == digest)):
                     return
                 if not stored:
-                    _add_step(transaction, rollouts, digest, size)
+                    add_step(transaction, rollouts, digest, size)
                     fresh = True
                 hidden.rename(path)
                 fsync_folder(path.parent)
@@ -218,7 +214,7 @@ class Ledger:
         """Records that a step is trained. A step that is trained again after a restart is committed again.
         OutOfOrder when a step was skipped."""
         with self._index.transaction() as transaction:
-            last = _last(transaction)
+            last = last_commit(transaction)
             if last >= 0 and step > last + 1:
                 raise OutOfOrder("commit of step", step, last + 1)
             transaction.put("commits", step=step, stats=values.dumps(dict(stats), "stats"))
@@ -234,7 +230,7 @@ class Ledger:
     def published(self, version: int) -> None:
         """Records that engines were given this version of the weights. OutOfOrder before the commit it comes from."""
         with self._index.transaction() as transaction:
-            newest = max(_last(transaction), 0) + 1
+            newest = max(last_commit(transaction), 0) + 1
             if version > newest:
                 raise OutOfOrder("publish of version", version, newest)
             transaction.set_meta("published", str(version))
@@ -356,7 +352,7 @@ class Ledger:
                 self._adopt(step, path)
             elif step is not None and ((path.suffix == ".arrow" and known[step]) or self._superseded(path, step)):
                 path.unlink(missing_ok=True)
-        readable, config = self.folder / CONFIG, _yaml(self.config())
+        readable, config = self.folder / CONFIG, as_yaml(self.config())
         if not readable.exists() or readable.read_bytes() != config:
             replace(readable, config)
 
@@ -371,23 +367,15 @@ class Ledger:
             self.event("step_rejected", step=step, path=str(path))
             return
         with self._index.transaction() as transaction:
-            _add_step(transaction, stored.rollouts, sha256_of(path), path.stat().st_size)
+            add_step(transaction, stored.rollouts, sha256_of(path), path.stat().st_size)
 
     def _change_config(self, config: Mapping[str, Any], changes: tuple[Change, ...]) -> None:
         with self._index.transaction() as transaction:
             transaction.set_meta("config", values.dumps(dict(config), "config"))
             fields = {"changes": [str(change) for change in changes]}
             transaction.put("events", kind="config_changed", fields=values.dumps(fields))
-        replace(self.folder / CONFIG, _yaml(config))
+        replace(self.folder / CONFIG, as_yaml(config))
         self.changes = changes
-
-
-def _check_is_run(folder: Path) -> None:
-    if (folder / INDEX).is_file():
-        return
-    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-    runs = tuple(sorted(path.name for path in beside if (path / INDEX).is_file())[:8])
-    raise NotARun(folder, f"it has no {INDEX}" if folder.is_dir() else "there is no such folder", runs)
 
 
 def _accepted(folder: Path, config: Mapping[str, Any] | None, accept: Collection[str]) -> tuple[Change, ...]:
@@ -400,29 +388,3 @@ def _accepted(folder: Path, config: Mapping[str, Any] | None, accept: Collection
     if refused:
         raise ConfigChanged(folder, refused)
     return changes
-
-
-def _add_step(transaction: Transaction, rollouts: Rollouts, digest: str, size: int) -> None:
-    for group in rollouts.groups:
-        uid = group.prompt.uid
-        earlier = transaction.execute("SELECT step FROM prompts WHERE uid = ?", uid)
-        if earlier:
-            raise PromptUsedTwice(uid, rollouts.step, earlier[0][0])
-        transaction.execute("INSERT INTO prompts VALUES (?, ?)", uid, rollouts.step)
-    transaction.put(
-        "steps",
-        step=rollouts.step,
-        version=rollouts.version,
-        sha256=digest,
-        bytes=size,
-        groups=len(rollouts.groups),
-        completions=sum(len(group.completions) for group in rollouts.groups),
-    )
-
-
-def _last(transaction: Transaction) -> int:
-    return int(transaction.execute("SELECT coalesce(max(step), -1) FROM commits")[0][0])
-
-
-def _yaml(config: Mapping[str, Any]) -> bytes:
-    return yaml.safe_dump(values.plain(dict(config), "config"), sort_keys=False, allow_unicode=True).encode()

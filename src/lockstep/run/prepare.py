@@ -14,7 +14,8 @@ from lockstep.data.prompts import PromptSource
 from lockstep.data.samples import Prompt
 from lockstep.ledger.changes import Change, compare_config
 from lockstep.ledger.errors import FolderExists
-from lockstep.ledger.ledger import INDEX, Ledger
+from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.rules import INDEX
 from lockstep.models.load import load_tokenizer
 from lockstep.rewards.static import check_terms, compares_answers
 from lockstep.run.errors import Finished, Refused
