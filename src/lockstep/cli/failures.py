@@ -16,6 +16,7 @@ import lockstep
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.errors import ConfigError
 from lockstep.ledger.errors import LedgerError
+from lockstep.ledger.ledger import INDEX
 from lockstep.rewards.api import RewardError
 from lockstep.run.errors import NotStarted
 from lockstep.watch.waits import WaitTimeout
@@ -54,9 +55,10 @@ def show_failure(error: BaseException, folder: Path) -> None:
     if isinstance(error, NotStarted) and error.kept is not None:
         console.print(f"nothing was trained; {escape(str(folder))} is kept as {escape(str(error.kept))}")
         folder = error.kept
-    else:
+    elif (folder / INDEX).is_file():
         console.print(f"go on with: lockstep train --resume {escape(str(folder))}")
-    console.print(f"[dim]everything that is known: {escape(str(folder))}/logs[/]")
+    if folder.is_dir():
+        console.print(f"[dim]everything that is known: {escape(str(folder))}/logs[/]")
 
 
 def show_interruption(folder: Path) -> None:

@@ -11,6 +11,7 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.cluster.service import failure
 from lockstep.config.errors import ConfigError, Problem
 from lockstep.ledger.errors import LedgerFull
+from lockstep.ledger.ledger import Ledger
 from lockstep.models.errors import ModelError
 from lockstep.rewards.api import RewardError
 from lockstep.run.errors import NotStarted
@@ -105,6 +106,7 @@ def test_other_errors(error: Exception, what: str) -> None:
 
 def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = RewardError("f.py:score", "raised [bold]", "0:1#2", 1, "\x1b[31m[red]", traceback="Traceback\n  [x]\n")
+    Ledger.create(tmp_path / "run", {}).close()
     show_failure(error, tmp_path / "run")
     out, err = capsys.readouterr()
     assert out == ""
@@ -127,5 +129,7 @@ def test_a_run_that_never_began_is_not_offered_for_resuming(tmp_path: Path, caps
     except NotStarted as error:
         show_failure(error, tmp_path / "run")
     err = capsys.readouterr().err
-    assert err.startswith("error ValueError: no\n") and "--resume" not in err
-    assert f"{tmp_path}/run is kept as {tmp_path}/run.failed-1" in err and f"{tmp_path}/run.failed-1/logs" in err
+    assert err.startswith("error ValueError: no\n") and "--resume" not in err and "/logs" not in err
+    assert f"{tmp_path}/run is kept as {tmp_path}/run.failed-1" in err
+    show_failure(KeyError("a bug"), tmp_path / "run")
+    assert capsys.readouterr().err == "error KeyError: 'a bug'\n", "there is no run to go on with"
