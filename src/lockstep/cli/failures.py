@@ -16,7 +16,7 @@ import lockstep
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.errors import ConfigError
 from lockstep.ledger.errors import LedgerError
-from lockstep.ledger.ledger import INDEX
+from lockstep.ledger.rules import INDEX
 from lockstep.rewards.api import RewardError
 from lockstep.run.errors import NotStarted
 from lockstep.watch.waits import WaitTimeout

@@ -36,7 +36,7 @@ def _ended(run: Path) -> str:
     from lockstep.ledger.ledger import Ledger
 
     with Ledger.reader(run) as ledger:
-        done, wanted = ledger.committed() + 1, ledger.config()["steps"]
+        done, wanted = ledger.done(), ledger.config()["steps"]
         ends = [str(event.fields["reason"]) for event in ledger.events() if event.kind == "end"]
     how = ends[-1] if ends else "killed before it began"
     return f"{run} has no process on this host; after {done} of {wanted} steps: {how}"

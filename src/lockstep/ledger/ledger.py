@@ -223,6 +223,13 @@ class Ledger:
         """The last committed step, -1 when there is none."""
         return int(self._index.rows("SELECT coalesce(max(step), -1) FROM commits")[0][0])
 
+    def done(self) -> int:
+        """Steps behind the weights of the newest attempt. `committed` may be further, where an earlier attempt was
+        killed after its last checkpoint."""
+        sql = "SELECT max(step) FROM commits WHERE generation = (SELECT value FROM meta WHERE key = 'generation')"
+        last, newest = self._index.rows(sql)[0][0], self.newest_checkpoint()
+        return int(last if last is not None else -1 if newest is None else newest.step) + 1
+
     def commits(self) -> list[CommitRow]:
         rows = self._index.rows("SELECT step, at, generation, stats FROM commits ORDER BY step")
         return [CommitRow(step, at, generation, values.loads(stats)) for step, at, generation, stats in rows]

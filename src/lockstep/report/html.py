@@ -14,7 +14,7 @@ from lockstep.ledger import EvaluationRow, Ledger, MetricsRow, Sample
 from lockstep.ledger.files import replace
 from lockstep.report.charts import Chart, Drawn, draw
 from lockstep.report.console import number
-from lockstep.report.summary import METRIC, stage_seconds, total_tokens, versions
+from lockstep.report.summary import METRIC, stage_seconds, total_tokens, versions, what_was_done
 from lockstep.report.top import duration
 
 CHARTS = (
@@ -84,7 +84,8 @@ def write_report(ledger: Ledger, exit_reason: str = "") -> Path:
 
 def render(ledger: Ledger, exit_reason: str = "") -> str:
     """The page. Whatever comes from data or models is escaped."""
-    config, rows, evaluations = ledger.config(), ledger.metrics_rows(), ledger.evaluations()
+    config = ledger.config()
+    rows, evaluations = what_was_done(ledger)
     reason = exit_reason or _reason(ledger)
     curves = curves_of(rows, evaluations)
     return _environment().get_template("report.html.j2").render(
@@ -151,7 +152,7 @@ def _tiles(ledger: Ledger, rows: list[MetricsRow], evaluations: list[EvaluationR
     if losses and not rewards:
         tiles.append(Tile("loss", number(losses[-1]), f"from {number(losses[0])}"))
     wanted = ledger.config().get("steps")
-    tiles.append(Tile("steps", f"{ledger.committed() + 1:,}", f"of {wanted:,}" if wanted else ""))
+    tiles.append(Tile("steps", f"{ledger.done():,}", f"of {wanted:,}" if wanted else ""))
     if tokens := total_tokens(rows):
         tiles.append(Tile("tokens", _short(tokens)))
     if seconds := sum(stage_seconds(rows).values()):

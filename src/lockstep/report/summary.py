@@ -15,13 +15,13 @@ _PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "pyarrow", "ray", 
 
 def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
     """What the ledger says about a run that ends now. `exit_reason`: `finished`, `interrupted`, or an error."""
-    config, rows, evaluations = ledger.config(), ledger.metrics_rows(), ledger.evaluations()
-    checkpoint = ledger.newest_checkpoint()
+    config, checkpoint = ledger.config(), ledger.newest_checkpoint()
+    rows, evaluations = what_was_done(ledger)
     return {
         "name": config.get("name", ledger.folder.name),
         "recipe": config.get("recipe"),
         "exit_reason": exit_reason,
-        "steps": {"done": ledger.committed() + 1, "wanted": config.get("steps")},
+        "steps": {"done": ledger.done(), "wanted": config.get("steps")},
         **_evaluated(evaluations),
         "last": rows[-1].values if rows else {},
         "tokens": total_tokens(rows),
@@ -30,6 +30,14 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
         "generation": ledger.generation,
         "versions": versions(),
     }
+
+
+def what_was_done(ledger: Ledger) -> tuple[list[MetricsRow], list[EvaluationRow]]:
+    """Metrics and evaluations of the steps behind the newest attempt's weights, without what an earlier attempt has
+    left of steps that this one has not come to again."""
+    done = ledger.done()
+    rows = [row for row in ledger.metrics_rows() if row.step < done]
+    return rows, [row for row in ledger.evaluations() if row.step < done]
 
 
 def write_summary(ledger: Ledger, exit_reason: str) -> Path:

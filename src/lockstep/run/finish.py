@@ -30,7 +30,7 @@ def finished(run: Run) -> Iterator[None]:
 
 def _tell(run: Run, reason: str) -> None:
     try:
-        run.ledger.event("end", reason=reason, steps=run.ledger.committed() + 1)
+        run.ledger.event("end", reason=reason, steps=run.ledger.done())
         run.monitor.finish(reason)
     except (LedgerError, OSError) as error:
         # The disk may be what ended the run: the first error is the one to raise, not this one.

@@ -6,6 +6,7 @@ import pytest
 from report_helpers import make_run
 from rich.console import Console as RichConsole
 
+from lockstep.ledger import Ledger
 from lockstep.report.console import Activity, Console, number, sparkline
 from lockstep.report.summary import build_summary, write_summary
 from lockstep.report.top import duration, follow, render
@@ -150,6 +151,25 @@ def test_summary(tmp_path):
     assert exact["first"] == 0.531 and exact["best"] == exact["final"] > 0.7 and exact["best_step"] == 40
     assert summary["seconds"]["reward"] == pytest.approx(40 * 0.012) and "step" not in summary["seconds"]
     assert summary["tokens"] > 40 * 256 * 9 and summary["versions"]["torch"]
+
+
+def test_the_summary_of_a_resumed_run_tells_of_this_attempt(tmp_path):
+    """An attempt that was killed after step 5 leaves metrics of steps that the next one has not come to again."""
+    folder = tmp_path / "run"
+    with Ledger.create(folder, {"name": "x", "steps": 9}) as ledger:
+        for step in range(5):
+            ledger.commit(step, {})
+            ledger.metrics(step, {"tokens/total": 10.0 * (step + 1)})
+        ledger.checkpoint(1, folder / "checkpoints" / "00000002")
+        for version, exact in ((0, 0.1), (2, 0.2), (4, 0.9)):
+            ledger.evaluation(version - 1, {"eval/exact_match": exact})
+        assert build_summary(ledger, "")["steps"]["done"] == 5
+    with Ledger.resume(folder) as ledger:
+        assert build_summary(ledger, "")["steps"]["done"] == 2, "nothing is done again yet"
+        ledger.commit(2, {})
+        found = build_summary(ledger, "interrupted")
+    assert (found["steps"]["done"], found["tokens"]) == (3, 30)
+    assert (found["eval/exact_match"]["final"], found["eval/exact_match"]["best_step"]) == (0.2, 2)
 
 
 def test_summary_of_a_run_that_did_nothing(tmp_path):
