@@ -53,9 +53,10 @@ zygote = cache(Zygote)
 class Forked:
     """A process that the zygote forked; what is needed here of `subprocess.Popen`."""
 
-    def __init__(self, argv: list[str], output: Path, cwd: Path | None) -> None:
+    def __init__(self, argv: list[str], output: Path, cwd: Path | None, hold: dict[str, Any] | None = None) -> None:
         self.returncode: int | None = None
-        self.pid: int = zygote().ask(argv=argv, cwd=str(cwd or Path.cwd()), env=ENVIRONMENT, output=str(output))["pid"]
+        asked = {"argv": argv, "cwd": str(cwd or Path.cwd()), "env": ENVIRONMENT, "output": str(output), "hold": hold}
+        self.pid: int = zygote().ask(**asked)["pid"]
 
     def poll(self) -> int | None:
         if self.returncode is None:

@@ -143,13 +143,17 @@ class Launched:
     _eye: "Eye | None" = None
 
     @classmethod
-    def start(cls, folder: Path, *arguments: str, cwd: Path | None = None, cold: bool = False) -> "Launched":
-        """`lockstep train ARGUMENTS`; `folder` is the run's. A cold start runs the installed command itself."""
+    def start(
+        cls, folder: Path, *arguments: str, cwd: Path | None = None, cold: bool = False,
+        hold: dict[str, Any] | None = None,
+    ) -> "Launched":  # fmt: skip
+        """`lockstep train ARGUMENTS`; `folder` is the run's. A cold start runs the installed command itself; other
+        ones may hold a stage, as `zygote.hold` says."""
         output = folder.parent.parent / f"{folder.name}-{time.monotonic_ns()}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         process: subprocess.Popen[bytes] | Forked
         if not cold:
-            process = Forked(["train", *arguments], output, cwd)
+            process = Forked(["train", *arguments], output, cwd, hold)
         else:
             with output.open("wb") as file:
                 process = subprocess.Popen(
@@ -161,8 +165,8 @@ class Launched:
         return launched
 
     @classmethod
-    def resume(cls, folder: Path, *arguments: str) -> "Launched":
-        return cls.start(folder, "--resume", str(folder), *arguments)
+    def resume(cls, folder: Path, *arguments: str, hold: dict[str, Any] | None = None) -> "Launched":
+        return cls.start(folder, "--resume", str(folder), *arguments, hold=hold)
 
     def beacon(self, name: str) -> BeaconState | None:
         """What a process of the run says, or said last before it was killed."""

@@ -30,6 +30,9 @@ STAGES = {
     "sft": ("start", "pack", "train", COMMIT, "evaluate", "checkpoint", "export"),
 }  # fmt: skip
 RECIPES = tuple(STAGES)
+HOLD_S = 0.02
+"""A stage that is quicker is held for so long, half of the times at its begin and half at its end: on a busy machine
+nobody looks in time."""
 GONE_S = 10.0
 """Within which nothing of a run lives any more whose controller was killed."""
 
@@ -81,17 +84,19 @@ class Life:
         self.on_disk: set[int] = set()
         """Steps with a file at the last stop, those included that the index does not know yet."""
 
-    def launch(self, *arguments: str) -> Launched:
+    def launch(self, *arguments: str, hold: dict[str, Any] | None = None) -> Launched:
         if self.run.exists():
-            return Launched.resume(self.run, *arguments)
-        return Launched.start(self.run, str(self.file), *arguments)
+            return Launched.resume(self.run, *arguments, hold=hold)
+        return Launched.start(self.run, str(self.file), *arguments, hold=hold)
 
     def kill(self, stage: str, step: int | None, fraction: float) -> None:
         """Kills everything a fraction of the stage's time into it. Where the stage was over by then, once more: the
-        next one, and earlier."""
+        next one, and earlier. All places where it died are looked at."""
         missed = []
+        held, seconds = {"stage": stage, "seconds": HOLD_S, "at_end": fraction > 0.5}, self.reference.seconds(stage)
+        brief = stage != COMMIT and seconds < HOLD_S
         for _ in range(4):
-            launched = self.launch()
+            launched = self.launch(hold=held if brief else None)
             try:
                 _await(launched, stage, step)
             except Ended:
@@ -99,7 +104,7 @@ class Life:
                 self.compare()  # this machine was too busy to look in time: a life without that kill, and another one
                 self.forget()
                 continue
-            pause(fraction * self.reference.seconds(stage))
+            pause(fraction * max(seconds, HOLD_S if brief else 0.0))
             place = self.stopped(launched)
             if place is not None and place.stage == ("" if stage == COMMIT else stage):
                 return

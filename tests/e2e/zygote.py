@@ -2,7 +2,7 @@
 without the seven CPU seconds of importing torch that each of the many runs here would pay.
 
 `python zygote.py FD`: one JSON request per line on the socket FD, one JSON answer each:
-    {"argv", "cwd", "env", "output"} -> {"pid"}        {"poll": pid} -> {"code": exit code, or null while it runs}
+    {"argv", "cwd", "env", "output", "hold"} -> {"pid"}     {"poll": pid} -> {"code": exit code, null while it runs}
 """
 
 import atexit
@@ -13,6 +13,9 @@ import os
 import signal
 import socket
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PRELOAD = ("torch", "transformers", "pandas", "matplotlib.figure", "lockstep.cli.training", "lockstep.cli.top")
@@ -57,6 +60,8 @@ def become(request: dict, control: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = ["lockstep", *request["argv"]]
+    if request["hold"]:
+        hold(**request["hold"])
     from lockstep.cli import app
 
     try:
@@ -66,6 +71,24 @@ def become(request: dict, control: socket.socket) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(end.code if isinstance(end.code, int) else int(bool(end.code)))
+
+
+def hold(stage: str, seconds: float, at_end: bool) -> None:
+    """Makes a stage last longer that is over before anybody could look."""
+    from lockstep.run.stages import Stages
+
+    original = Stages.__call__
+
+    @contextmanager
+    def held(self: Stages, name: str) -> Iterator[None]:
+        with original(self, name):
+            if name == stage and not at_end:
+                time.sleep(seconds)
+            yield
+            if name == stage and at_end:
+                time.sleep(seconds)
+
+    Stages.__call__ = held  # type: ignore[method-assign]
 
 
 def main() -> None:
