@@ -124,7 +124,7 @@ class Console:
         if self._evaluated:
             first = f"{number(self._evaluated[0][1])} → " if len(self._evaluated) > 1 else ""
             exact = f", exact match {first}{number(self._evaluated[-1][1])}"
-        colour = "green" if reason == "finished" else "yellow"
+        colour = {"finished": "green", "failed": "red"}.get(reason, "yellow")
         told = f", report: {report}" if report is not None else ""
         self._print(
             f"[bold {colour}]{escape(reason)}[/] after {self._done} of {self._steps} steps in "

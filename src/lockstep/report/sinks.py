@@ -3,6 +3,7 @@
 A resumed run does its steps after the newest checkpoint again; a sink opened with `resume_after` drops or supersedes
 the rows past that step, so that every reader sees one row per step."""
 
+import contextlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -47,7 +48,7 @@ class JsonlSink:
             self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        _close(self._file)
 
 
 class TensorBoardSink:
@@ -76,7 +77,7 @@ class TensorBoardSink:
         self._event(event_pb2.Event(wall_time=time.time() if at is None else at, step=step, summary=summary))
 
     def close(self) -> None:
-        self._file.close()
+        _close(self._file)
 
     def _event(self, event: event_pb2.Event) -> None:
         data = event.SerializeToString()
@@ -106,6 +107,13 @@ def open_sinks(folder: Path, *, tensorboard: bool = True, resume_after: int | No
     if tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", resume_after))
     return Sinks(sinks)
+
+
+def _close(file: IO[Any]) -> None:
+    """Every row was flushed as it was written. What is left is one that found no room, which `write` has told; that
+    there still is none must not take the place of that error."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _trim(path: Path, resume_after: int | None) -> None:

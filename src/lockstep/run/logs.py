@@ -1,5 +1,6 @@
 """The controller's log: everything in `logs/controller.log`, and on the console what a person must know."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,14 @@ log = logging.getLogger(__name__)
 
 
 class _File(logging.FileHandler):
+    """A log that cannot be written (a full disk, say) must not end the run, nor hide why it ends."""
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """A log that cannot be written (a full disk, say) must not end the run, nor hide why it ends."""
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it writes what is left, or tries to
+            super().close()
 
 
 class _Console(logging.Handler):

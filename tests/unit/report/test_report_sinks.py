@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lockstep.ledger.errors import LedgerFull
 from lockstep.report.sinks import JsonlSink, TensorBoardSink, open_sinks
 
 
@@ -93,3 +95,16 @@ def test_the_report_imports_no_torch():
     modules = ["sinks", "console", "summary", "html", "top", "charts", "activity"]
     code = f"import sys; from lockstep.report import {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("make", [lambda folder: JsonlSink(folder / "m.jsonl"), TensorBoardSink], ids=["jsonl", "tb"])
+def test_closing_without_room_does_not_take_the_place_of_the_error(tmp_path, make):
+    """A row that found no room waits in the file's buffer, and closing tries to write it again."""
+    sink = make(tmp_path)
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(descriptor, sink._file.fileno())
+    os.close(descriptor)
+    with pytest.raises(LedgerFull):
+        sink.write(0, {"x": 1.0})
+    sink.close()
+    assert sink._file.closed
