@@ -228,3 +228,10 @@ def test_conversation_that_the_template_refuses(source) -> None:
 
 def test_generation_blocks_do_not_disturb_prompts(source) -> None:
     assert source([{"messages": user("a")}], characters(BLOCKS)).prompt(0).text == "<|user|>a<eos><|assistant|>"
+
+
+def test_a_row_without_the_answer_that_the_reward_compares_with_is_refused(rows_of) -> None:
+    rows, cfg = rows_of([{"prompt": "1", "answer": "1"}, {"prompt": "2", "answer": None}])
+    assert PromptSource(rows, cfg, characters(TURNS), 0, 9).prompt(1).answer is None
+    with pytest.raises(DataError, match=r"line 2: there is no answer\. .* set data\.answer_column"):
+        PromptSource(rows, cfg, characters(TURNS), 0, 9, answers=True)
