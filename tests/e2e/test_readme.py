@@ -274,7 +274,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"} <= linked
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "examples").iterdir())], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "examples").glob("*.*"))], ids=lambda page: page.name)
 def test_paths_are_those_of_the_checkout_and_of_no_machine(page: Path) -> None:
     text = page.read_text()
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|mnt|data|opt)\b", text)

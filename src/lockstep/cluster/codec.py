@@ -228,7 +228,7 @@ def _read_array(data: memoryview, payload: memoryview, start: int) -> np.ndarray
             return np.frombuffer(data, dtype, count, at).reshape(shape).copy()
         (offset,) = struct.unpack_from("<Q", data, at)
         return np.frombuffer(payload, dtype, count, start + offset).reshape(shape)
-    except (struct.error, TypeError) as error:
+    except (OverflowError, struct.error, TypeError) as error:
         raise ValueError(f"an array cannot be read: {error}") from None
 
 
