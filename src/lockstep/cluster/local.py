@@ -288,6 +288,7 @@ def uses_cuda(device: str, environment: Mapping[str, str]) -> bool:
 def _set_pid(worker: RemoteWorker, done: "Future[int]") -> None:
     if done.exception() is None:
         worker.pid = done.result(timeout=0)
+        worker.moved()  # its stall clock starts with its life, not with the order for it
 
 
 def _cpu_seconds_below(pid: int) -> float:
