@@ -203,8 +203,13 @@ class Launched:
         return self.wait_until(there, f"in {stage} of step {step}", near, timeout_s)
 
     def wait_for_file(self, path: Path, timeout_s: float = BOUND_S) -> None:
-        """Returns in the moment in which a file (or folder) appears."""
-        self.wait_until(lambda: True if path.exists() else None, str(path), path.parent.exists, timeout_s)
+        """Returns in the moment in which a file (or folder) appears, however soon it vanishes again."""
+
+        def near() -> bool:
+            place = self.place()  # what vanishes soon may come with its folder, so that alone would be too late
+            return path.parent.exists() or (place is not None and place.stage != "start")
+
+        self.wait_until(lambda: True if path.exists() else None, str(path), near, timeout_s)
 
     def wait_until(
         self, there: Callable[[], T | None], what: str, near: Callable[[], bool], timeout_s: float = BOUND_S

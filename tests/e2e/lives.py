@@ -100,9 +100,7 @@ class Life:
             try:
                 _await(launched, stage, step)
             except Ended:
-                assert launched.process.returncode == 0, launched.text()
-                self.compare()  # this machine was too busy to look in time: a life without that kill, and another one
-                self.forget()
+                self.missed(launched)
                 continue
             pause(fraction * max(seconds, HOLD_S if brief else 0.0))
             place = self.stopped(launched)
@@ -116,9 +114,21 @@ class Life:
 
     def kill_at(self, file: str) -> Place | None:
         """Kills everything in the moment in which a file of the run appears."""
-        launched = self.launch()
-        launched.wait_for_file(self.run / file)
-        return self.stopped(launched)
+        for _ in range(4):
+            launched = self.launch()
+            try:
+                launched.wait_for_file(self.run / file)
+            except Ended:
+                self.missed(launched)
+                continue
+            return self.stopped(launched)
+        pytest.fail(f"never saw {file}")
+
+    def missed(self, launched: Launched) -> None:
+        """This machine was too busy to look in time: that was a life without a kill, and another one begins."""
+        assert launched.process.returncode == 0, launched.text()
+        self.compare()
+        self.forget()
 
     def stopped(self, launched: Launched) -> Place | None:
         place = launched.kill()

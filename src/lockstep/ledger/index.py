@@ -91,7 +91,10 @@ class Index:
         with _errors(path):
             try:
                 connection = _reading(path, "mode=ro")
-            except sqlite3.OperationalError:
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK and os.access(path, os.W_OK):
+                    _roll_back(path)
+                    return cls.read(path)
                 # SQLite cannot make its log in a folder that may not be written; without a log nobody writes there.
                 log = path.with_name(path.name + "-wal")
                 if os.access(path.parent, os.W_OK) or (log.exists() and log.stat().st_size > 0):
@@ -183,6 +186,15 @@ def _reading(path: Path, options: str) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _roll_back(path: Path) -> None:
+    """Undoes the transaction that a killed writer left half-written, which a connection that only reads may not."""
+    connection = sqlite3.connect(f"{_uri(path)}?mode=rw", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    try:
+        _meta(connection, "generation")
+    finally:
+        connection.close()
 
 
 def _check_schema(path: Path, connection: sqlite3.Connection) -> None:

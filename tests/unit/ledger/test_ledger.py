@@ -345,6 +345,29 @@ def test_a_reader_beside_the_writer(folder, journal, monkeypatch):
         assert process.exitcode == 0 and results.get(timeout=5) > 0
 
 
+_KILLED_IN_A_WRITE = """
+import os, signal, sqlite3, sys
+index = sqlite3.connect(sys.argv[1], isolation_level=None)
+index.execute("PRAGMA journal_mode = TRUNCATE")  # as on a network file system, and while a run is made
+index.execute("PRAGMA cache_size = 1")  # so that pages are written before the end of the transaction
+index.execute("BEGIN IMMEDIATE")
+index.execute("UPDATE meta SET value = '7' WHERE key = 'generation'")
+for number in range(200):
+    index.execute("INSERT INTO events VALUES (?, 'half', ?, 1, 0)", (1000 + number, "x" * 4000))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_reader_undoes_what_a_killed_writer_left_half_written(folder):
+    with Ledger.create(folder, CONFIG) as writer:
+        writer.collected(0, make_rollouts(0))
+    killed = subprocess.run([sys.executable, "-c", _KILLED_IN_A_WRITE, str(folder / "ledger.sqlite")], check=False)
+    assert killed.returncode == -9 and (folder / "ledger.sqlite-journal").stat().st_size > 0
+    with Ledger.reader(folder) as reader:
+        assert reader.generation == 1 and reader.collected_steps() == [0]
+        assert not [event for event in reader.events() if event.kind == "half"]
+
+
 def test_a_reader_cannot_write(ledger, folder):
     with Ledger.reader(folder) as reader, pytest.raises(Exception, match="readonly"):
         reader.event("x")
