@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from lockstep.cluster.calls import gather
 from lockstep.cluster.protocol import Worker
@@ -13,6 +14,8 @@ from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.seeds import request_seed
 from lockstep.run.services import EngineAPI
 from lockstep.watch import beacon, waits
+
+T = TypeVar("T")
 
 KEEP_EVERY_S = 1.0
 """Finished completions of a step under way are made durable this often, and when all are there."""
@@ -37,6 +40,10 @@ class Engines:
         self, workers: Sequence[Worker], ledger: Ledger, sampling: Sampling, seed: int, stall_s: float = 900.0
     ) -> None:
         self._engines = [_Engine(worker) for worker in workers]
+        self._queue_of: dict[str, str] = {}
+        """Of every request that an engine works on, the queue that its completion goes to."""
+        self._arrived: dict[str, list[Completion]] = {}
+        """By queue: what finished and was not collected yet."""
         self.ledger, self.sampling, self.seed = ledger, sampling, seed
         self.stall_s = stall_s
         self.version = 0
@@ -99,27 +106,67 @@ class Engines:
         finished: Callable[[list[Completion]], None] | None = None,
     ) -> dict[str, Completion]:
         """Sends requests to the engines and collects completions until all are there, as long as tokens move."""
-        self._dispatch(requests)
+        self.submit(requests, queue=why)
         done: dict[str, Completion] = {}
         counter = beacon.current()
 
-        def collect() -> dict[str, Completion] | None:
-            for engine in self._engines:
-                if engine.open:
-                    found = self._collect(engine)
-                    done.update((completion.request, completion) for completion in found)
-                    if finished is not None and found:
-                        finished(found)
+        def look() -> dict[str, Completion] | None:
+            found = self.collect(queue=why)
+            done.update((completion.request, completion) for completion in found)
+            if finished is not None and found:
+                finished(found)
             counter.progress("completions", len(done), len(requests))
             return done if len(done) == len(requests) else None
 
+        return self.until(look, why)
+
+    def submit(self, requests: Sequence[Request], queue: str = "") -> None:
+        """Hands requests to the engines, whole groups to the one that owes least, and returns; they decode on by
+        themselves. Their completions come with `collect` of the same queue.
+
+        Raises:
+            RemoteError: BadRequest, for a request that cannot be served or an id that is under way already.
+        """
+        groups: dict[str, list[Request]] = {}
+        for request in requests:
+            groups.setdefault(request.group, []).append(request)
+        batches: list[list[Request]] = [[] for _ in self._engines]
+        for group in groups.values():
+            owed = [len(engine.open) + len(batch) for engine, batch in zip(self._engines, batches, strict=True)]
+            batches[owed.index(min(owed))].extend(group)
+        pendings = []
+        for engine, batch in zip(self._engines, batches, strict=True):
+            if batch:
+                engine.open.update(request.id for request in batch)
+                self._queue_of.update((request.id, queue) for request in batch)
+                pendings.append(engine.worker.submit(EngineAPI.submit, batch))
+        gather(pendings, why="hand over requests")
+
+    def collect(self, queue: str = "") -> list[Completion]:
+        """What finished of a queue since the last call; returns at once. What finished of others waits for theirs.
+
+        Raises:
+            RemoteError, WorkerDied: what stopped an engine, if something did.
+        """
+        for engine in self._engines:
+            if engine.open:
+                for completion in self._fetch(engine):
+                    self._arrived.setdefault(self._queue_of.pop(completion.request), []).append(completion)
+        return self._arrived.pop(queue, [])
+
+    def until(self, look: Callable[[], T | None], why: str) -> T:
+        """The first answer of `look` that is not None, asked again and again as long as tokens or completions move.
+
+        Raises:
+            Stalled: none did for `stall_s`.
+        """
         return waits.poll(
-            collect,
+            look,
             kind="queue",
             whom="rollout engines",
             why=why,
             stall_s=self.stall_s,
-            progress=lambda: (len(done), self._tokens_made()),
+            progress=lambda: (len(self._queue_of), self._tokens_made()),
             every_s=POLL_S,
         )
 
@@ -142,22 +189,7 @@ class Engines:
     def progress(self) -> list[EngineProgress]:
         return [worker.call(EngineAPI.progress) for worker in self.workers]
 
-    def _dispatch(self, requests: Sequence[Request]) -> None:
-        groups: dict[str, list[Request]] = {}
-        for request in requests:
-            groups.setdefault(request.group, []).append(request)
-        batches: list[list[Request]] = [[] for _ in self._engines]
-        for group in groups.values():
-            least = min(range(len(batches)), key=lambda index: len(batches[index]))
-            batches[least].extend(group)
-        pendings = []
-        for engine, batch in zip(self._engines, batches, strict=True):
-            if batch:
-                engine.open.update(request.id for request in batch)
-                pendings.append(engine.worker.submit(EngineAPI.submit, batch))
-        gather(pendings, why="hand over requests")
-
-    def _collect(self, engine: _Engine) -> list[Completion]:
+    def _fetch(self, engine: _Engine) -> list[Completion]:
         collected = engine.worker.call(EngineAPI.collect, engine.acknowledged)
         engine.acknowledged = collected.sequence
         found = [completion for completion in collected.completions if completion.request in engine.open]

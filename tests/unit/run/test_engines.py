@@ -12,7 +12,7 @@ from lockstep.config.rollout import Sampling
 from lockstep.data.samples import Completion, Prompt
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.api import Collected
-from lockstep.rollout.protocol import EngineProgress
+from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.run import engines as room
 from lockstep.run.engines import Engines
 
@@ -72,3 +72,38 @@ def test_what_took_long_is_durable_before_it_is_scored(ledger: Ledger, monkeypat
     rollouts = engines.generate(1, prompts(2), n=2)
     assert (again.asked, engines.generated) == ([], 0)
     assert [c.request for group in rollouts.groups for c in group.completions] == slow.asked
+
+
+def request(id: str, group: str) -> Request:
+    return Request(id, group, np.array([3], np.int32), seed=0)
+
+
+def test_each_queue_collects_its_own_completions_once(ledger: Ledger) -> None:
+    engine = Engine(all_s=0.0)
+    engines = Engines([engine], ledger, Sampling(), 0)  # type: ignore[list-item]
+    engines.submit([request("a/0", "a"), request("a/1", "a")], queue="step 4")
+    engines.submit([request("b/0", "b")], queue="step 5")
+    assert [found.request for found in engines.collect(queue="step 5")] == ["b/0"]
+    assert engines.collect(queue="step 5") == [], "each comes once"
+    assert {found.request for found in engines.sample(prompts(2), Sampling(), "evaluation")} == {
+        "evaluation/0:0",
+        "evaluation/0:1",
+    }
+    assert [found.request for found in engines.collect(queue="step 4")] == ["a/0", "a/1"], "kept while others asked"
+
+
+def test_groups_stay_whole_and_go_to_the_engine_that_owes_least(ledger: Ledger) -> None:
+    busy, idle = Engine(half_s=9, all_s=9), Engine(half_s=9, all_s=9)
+    engines = Engines([busy, idle], ledger, Sampling(), 0)  # type: ignore[list-item]
+    engines.submit([request(f"a/{k}", "a") for k in range(4)])
+    engines.submit([request("b/0", "b"), request("b/1", "b"), request("c/0", "c")])
+    assert (len(busy.asked), idle.asked) == (4, ["b/0", "b/1", "c/0"])
+
+
+def test_collect_returns_at_once(ledger: Ledger) -> None:
+    engines = Engines([Engine(half_s=9, all_s=9)], ledger, Sampling(), 0)  # type: ignore[list-item]
+    began = time.monotonic()
+    assert engines.collect() == []
+    engines.submit([request("a/0", "a")])
+    assert engines.collect() == []
+    assert time.monotonic() - began < 1
