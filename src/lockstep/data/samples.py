@@ -10,6 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+Ended = Literal["answer", "environment", "turns", "tokens", "error", "abort"]
+"""Why a conversation with an environment ended: the model's turn called for nothing more, the environment said so,
+a limit of turns or of tokens, a failure of the environment, or the run."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,24 @@ class Prompt:
 
 
 @dataclass(slots=True)
+class Episode:
+    """What passed between the model and an environment, turn by turn, beside the tokens."""
+
+    messages: list[dict[str, Any]]
+    """Those after the prompt, with `role` and `content`: the model's and the environment's."""
+    rewards: list[float]
+    """What the environment gave for each of the model's turns it answered."""
+    ended: Ended
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Counts of what happened, such as `calls` of tools and their `errors`."""
+
+    @property
+    def turns(self) -> int:
+        """Turns of the model."""
+        return sum(message.get("role") == "assistant" for message in self.messages)
+
+
+@dataclass(slots=True)
 class Completion:
     """One completion of a prompt, with what is needed to learn from it."""
 
@@ -41,12 +62,26 @@ class Completion:
     tokens: np.ndarray
     """int32 `[tokens]`, the end-of-sequence token included where it was generated."""
     logprobs: np.ndarray
-    """float32 `[tokens]`, under the distribution that was sampled from."""
+    """float32 `[tokens]`, under the distribution that was sampled from; 0 where an environment wrote the token."""
     versions: np.ndarray
-    """int32 `[tokens]`: the weights version that made each token."""
+    """int32 `[tokens]`: the weights version that made each token; -1 where an environment wrote it."""
     finish: FinishReason
     text: str
-    """Decoded without special tokens."""
+    """Decoded without special tokens. Of a conversation with an environment the model's last turn, which has the
+    answer; all of it is in `episode`."""
+    mask: np.ndarray | None = None
+    """bool `[tokens]`: False where an environment wrote the token, which is not learned; None: the model wrote all."""
+    episode: Episode | None = None
+    """Where there was an environment."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens that the model wrote: what lengths, limits and denominators count."""
+        return len(self.tokens) if self.mask is None else int(np.count_nonzero(self.mask))
+
+    def own(self, values: np.ndarray) -> np.ndarray:
+        """Of per-token values `[tokens]` those of the tokens that the model wrote."""
+        return values if self.mask is None else values[self.mask]
 
 
 @dataclass(slots=True)

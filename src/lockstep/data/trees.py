@@ -90,10 +90,12 @@ class Tree:
 
 
 def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike | None = None) -> list[Tree]:
-    """One tree per group: the prompt, and each completion as its child.
+    """One tree per group: the prompt, and each completion as its child, or, where completions of several turns begin
+    with the same ones, those once and what follows as their children.
 
-    Sequence `g * G + k` is completion k of group g. A completion without tokens has nothing to learn from and
-    gets no segment.
+    Sequence `g * G + k` is completion k of group g. A turn that several completions share carries one loss term for
+    each of them; tokens that an environment wrote carry none. A completion without tokens has nothing to learn from
+    and gets no segment.
 
     Args:
         rollouts: groups of equal size G.
@@ -118,26 +120,85 @@ def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike | None = Non
             )
         if values is not None and not np.isfinite(values[g]).all():
             raise ValueError(f"the advantages of group {uid!r} are not finite: {values[g].tolist()}")
+        terms = [
+            _Term(g * size + k, completion, None if values is None else values[g, k])
+            for k, completion in enumerate(group.completions)
+        ]
         segments = [Segment(np.asarray(group.prompt.tokens, np.int32))]
-        for k, completion in enumerate(group.completions):
-            if len(completion.tokens):
-                segments.append(_completion_segment(completion, None if values is None else values[g, k], g * size + k))
+        _grow(segments, 0, 0, [term for term in terms if term.tokens.size])
         trees.append(Tree(segments, uid, size))
     return trees
 
 
-def _completion_segment(completion: Completion, advantage: np.ndarray | None, sequence: int) -> Segment:
-    tokens = np.asarray(completion.tokens, np.int32)
-    if len(completion.logprobs) != len(tokens):
-        raise ValueError(
-            f"completion {completion.request!r} has {len(completion.logprobs)} log-probabilities "
-            f"for {len(tokens)} tokens"
+class _Term:
+    """A completion on its way into a tree: its numbers, and where its turns end."""
+
+    def __init__(self, sequence: int, completion: Completion, advantage: np.ndarray | None) -> None:
+        self.sequence = sequence
+        self.tokens = np.asarray(completion.tokens, np.int32)
+        size = self.tokens.size
+        if len(completion.logprobs) != size:
+            raise ValueError(
+                f"completion {completion.request!r} has {len(completion.logprobs)} log-probabilities for {size} tokens"
+            )
+        if completion.mask is not None and completion.mask.shape != (size,):
+            raise ValueError(
+                f"completion {completion.request!r} has a mask of shape {completion.mask.shape} for {size} tokens"
+            )
+        self.shares = completion.mask is not None
+        self.mask = np.ones(size, np.bool_) if completion.mask is None else completion.mask
+        self.fields = {"engine_logprob": np.asarray(completion.logprobs, np.float32)}
+        if advantage is not None:
+            one = advantage.ndim == 0
+            self.fields["advantage"] = np.full(size, advantage, np.float32) if one else advantage[:size]
+        self.ends = [*(np.flatnonzero(np.diff(self.mask)) + 1).tolist(), size]
+
+    def piece(self, start: int) -> tuple[bytes, bytes, int]:
+        """The tokens from `start` to the next change of who writes, to be compared with others'."""
+        end = next(end for end in self.ends if end > start)
+        return self.tokens[start:end].tobytes(), self.mask[start:end].tobytes(), end
+
+
+def _grow(segments: list[Segment], parent: int, start: int, terms: Sequence[_Term]) -> None:
+    """Adds what follows `start` in the given completions, which are alike before it, below `parent`.
+
+    Only completions with a mask are compared: those of one turn differ within a few tokens, and cutting them there
+    would cost more than it saves.
+    """
+    alike: dict[object, list[_Term]] = {}
+    for term in terms:
+        key = term.piece(start)[:2] if term.shares else term.sequence
+        alike.setdefault(key, []).append(term)
+    for members in alike.values():
+        end = _common_end(members, start)
+        one = members[0]
+        fields = {name: np.stack([each.fields[name][start:end] for each in members]) for name in one.fields}
+        if len(members) == 1:
+            fields = {name: values[0] for name, values in fields.items()}
+        numbers = tuple(each.sequence for each in members)
+        segments.append(
+            Segment(
+                one.tokens[start:end],
+                parent,
+                one.mask[start:end],
+                fields,
+                numbers[0] if len(numbers) == 1 else numbers,
+            )
         )
-    fields = {"engine_logprob": np.asarray(completion.logprobs, np.float32)}
-    if advantage is not None:
-        one = advantage.ndim == 0
-        fields["advantage"] = np.full(tokens.size, advantage, np.float32) if one else advantage[: tokens.size]
-    return Segment(tokens, 0, np.ones(tokens.size, np.bool_), fields, sequence)
+        _grow(segments, len(segments) - 1, end, [each for each in members if each.tokens.size > end])
+
+
+def _common_end(members: Sequence[_Term], start: int) -> int:
+    """Where the members stop being alike: at the end of a piece, or of all of them."""
+    if len(members) == 1:
+        return int(members[0].tokens.size)
+    end = start
+    while all(each.tokens.size > end for each in members):
+        pieces = {each.piece(end) for each in members}
+        if len(pieces) > 1:
+            break
+        end = pieces.pop()[2]
+    return end
 
 
 def trees_of_documents(documents: Sequence[Document]) -> list[Tree]:

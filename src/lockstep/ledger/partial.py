@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from lockstep.data.samples import Completion, FinishReason
+from lockstep.ledger.episodes import dumped, loaded
 from lockstep.ledger.files import fsync_folder, room_for
 
 _MAGIC = b"LKP1"
@@ -27,6 +28,9 @@ class _Record(msgspec.Struct, array_like=True):
     versions: bytes
     finish: str
     text: bytes
+    mask: bytes | None = None
+    episode: str | None = None
+    """As JSON."""
 
 
 class PartialLog:
@@ -95,9 +99,22 @@ def _frame(completion: Completion) -> bytes:
             completion.versions.tobytes(),
             completion.finish,
             completion.text.encode("utf-8", "surrogatepass"),
+            None if completion.mask is None else _mask_bytes(completion),
+            dumped(completion.episode, completion.request),
         )
     )
     return _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
+
+
+def _mask_bytes(completion: Completion) -> bytes:
+    mask = completion.mask
+    assert mask is not None
+    if mask.dtype != np.bool_ or mask.shape != completion.tokens.shape:
+        raise ValueError(
+            f"mask of completion {completion.request} must be bool {completion.tokens.shape}, "
+            f"got {mask.dtype} {mask.shape}"
+        )
+    return mask.tobytes()
 
 
 def _whole(file: IO[bytes]) -> tuple[list[bytes], int]:
@@ -123,4 +140,6 @@ def _completion(payload: bytes) -> Completion:
         versions=np.frombuffer(record.versions, np.int32).copy(),
         finish=cast(FinishReason, record.finish),
         text=record.text.decode("utf-8", "surrogatepass"),
+        mask=None if record.mask is None else np.frombuffer(record.mask, np.bool_).copy(),
+        episode=loaded(record.episode),
     )

@@ -55,6 +55,8 @@ class Sample:
     uid: str = ""
     """Of the prompt: the same prompt in two evaluations can be put side by side."""
     finish: str = "stop"
+    messages: list[dict[str, Any]] | None = None
+    """All turns after the prompt, where there was an environment."""
 
 
 @dataclass(frozen=True, slots=True)

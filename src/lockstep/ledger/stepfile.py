@@ -13,6 +13,7 @@ import pyarrow as pa
 from lockstep.data.samples import Completion, FinishReason, Group, Prompt, Rollouts
 from lockstep.ledger import values
 from lockstep.ledger.columns import arrays_column, arrays_of, list_column, spans_of, text_column, texts_of
+from lockstep.ledger.episodes import dumped, loaded
 from lockstep.ledger.errors import StepCorrupt
 from lockstep.ledger.files import prepare
 from lockstep.ledger.records import Stored
@@ -123,9 +124,33 @@ def _completions_column(groups: list[Group]) -> Any:
         "versions": arrays_column([one.versions for one in flat], np.int32, "versions"),
         "finish": text_column([one.finish for one in flat]),
         "text": text_column([one.text for one in flat]),
+        **_turns_columns(flat),
     }
     inner = pa.StructArray.from_arrays(list(parts.values()), names=list(parts))
     return list_column([len(group.completions) for group in groups], inner)
+
+
+def _turns_columns(flat: list[Completion]) -> dict[str, Any]:
+    """What only completions with an environment have; a step without any has no such columns."""
+    found: dict[str, Any] = {}
+    if any(one.mask is not None for one in flat):
+        found["mask"] = arrays_column([_mask_bytes(one) for one in flat], np.uint8, "masks")
+    if any(one.episode is not None for one in flat):
+        found["episode"] = text_column([dumped(one.episode, one.request) for one in flat])
+    return found
+
+
+def _mask_bytes(one: Completion) -> np.ndarray:
+    """uint8, since Arrow keeps bools as bits, which numpy cannot view; one item more than tokens says that it is
+    there."""
+    if one.mask is None:
+        return np.zeros(0, np.uint8)
+    if one.mask.dtype != np.bool_ or one.mask.shape != one.tokens.shape:
+        raise ValueError(
+            f"completion {one.request} has a mask of {one.mask.dtype} {one.mask.shape} for {len(one.tokens)} tokens: "
+            "one bool per token is needed"
+        )
+    return np.append(one.mask, True).view(np.uint8)
 
 
 def _rewards_column(groups: list[Group]) -> Any:
@@ -196,6 +221,10 @@ def _prompts(columns: dict[str, Any]) -> list[Prompt]:
 def _completions(struct: Any) -> list[Completion]:
     texts = {name: texts_of(struct.field(name)) for name in ("request", "finish", "text")}
     arrays = {name: arrays_of(struct.field(name)) for name in ("tokens", "logprobs", "versions")}
+    there = {field.name for field in struct.type}
+    none: list[Any] = [None] * len(struct)
+    masks: list[Any] = arrays_of(struct.field("mask")) if "mask" in there else none
+    episodes = texts_of(struct.field("episode")) if "episode" in there else none
     return [
         Completion(
             request=str(texts["request"][index]),
@@ -204,6 +233,8 @@ def _completions(struct: Any) -> list[Completion]:
             versions=arrays["versions"][index],
             finish=cast(FinishReason, texts["finish"][index]),
             text=str(texts["text"][index]),
+            mask=None if masks[index] is None or not len(masks[index]) else masks[index][:-1].view(np.bool_),
+            episode=loaded(episodes[index]),
         )
         for index in range(len(struct))
     ]

@@ -1,12 +1,12 @@
 """What travels between the scorer pool and its processes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
-from lockstep.data.samples import Prompt
+from lockstep.data.samples import Episode, Prompt
 
 Signature = Literal["trl", "verl", "openrlhf"]
 
@@ -21,7 +21,11 @@ class Sample:
     """Which completion of its group."""
     text: str
     tokens: np.ndarray
-    """int32 `[tokens]`."""
+    """int32 `[tokens]`; with those that an environment wrote."""
+    generated: int
+    """How many of them the model wrote."""
+    episode: Episode | None = None
+    """The conversation, where there was an environment; `text` is its last turn."""
 
 
 @dataclass(slots=True)
@@ -47,8 +51,7 @@ class Batch:
     def alone(self, position: int) -> "Batch":
         """A batch of the sample at this position only."""
         sample = self.samples[position]
-        only = Sample(0, sample.index, sample.text, sample.tokens)
-        return Batch(self.step, [self.prompts[sample.prompt]], [only])
+        return Batch(self.step, [self.prompts[sample.prompt]], [replace(sample, prompt=0)])
 
 
 @dataclass(slots=True)

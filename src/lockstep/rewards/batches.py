@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.data.samples import Group, Rollouts
+from lockstep.data.samples import Completion, Group, Rollouts
 from lockstep.rewards.api import Batch, Sample, Scores
 
 
@@ -26,8 +26,12 @@ def batches(groups: Sequence[Group], step: int, size: int) -> list[Batch]:
             last = found[-1]
             if index == 0 or not last.prompts:
                 last.prompts.append(group.prompt)
-            last.samples.append(Sample(len(last.prompts) - 1, index, completion.text, completion.tokens))
+            last.samples.append(_sample(completion, len(last.prompts) - 1, index))
     return [batch for batch in found if len(batch)]
+
+
+def _sample(completion: Completion, prompt: int, index: int) -> Sample:
+    return Sample(prompt, index, completion.text, completion.tokens, completion.generated, completion.episode)
 
 
 def columns(name: str, scores: Sequence[Scores], sizes: Sequence[int]) -> dict[str, np.ndarray]:

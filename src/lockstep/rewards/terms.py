@@ -74,7 +74,7 @@ def _verifier(term: config.ExactMatch | config.Math | config.Regex | config.Leng
         case config.Regex(pattern=pattern, mode=mode):
             return lambda prompt, sample: verifiers.regex_match(sample.text, pattern, mode)
         case config.Length(soft=soft, hard=hard):
-            return lambda prompt, sample: verifiers.overlong_penalty(len(sample.tokens), soft, hard)
+            return lambda prompt, sample: verifiers.overlong_penalty(sample.generated, soft, hard)
 
 
 def _each(verifier: Verifier, may_be_undecided: bool, batch: Batch, advance: Advance) -> Scores:

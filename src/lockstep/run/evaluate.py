@@ -80,6 +80,7 @@ class Evaluator:
                 answer=group.prompt.answer,
                 scores=_scores(group),
                 finish=group.completions[0].finish,
+                messages=None if (episode := group.completions[0].episode) is None else episode.messages,
             )
             for group in groups[: self.config.samples_shown]
         ]
@@ -88,7 +89,7 @@ class Evaluator:
 def _metrics(groups: Sequence[Group]) -> dict[str, float]:
     completions: list[Completion] = [group.completions[0] for group in groups]
     metrics = {
-        "eval/length_mean": float(np.mean([len(completion.tokens) for completion in completions])),
+        "eval/length_mean": float(np.mean([completion.generated for completion in completions])),
         "eval/truncated": float(np.mean([completion.finish == "length" for completion in completions])),
     }
     answered = [group for group in groups if group.prompt.answer is not None]

@@ -15,10 +15,12 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     nothing. `reward/std` is over all completions, as in TRL and verl.
     """
     completions = [completion for group in rollouts.groups for completion in group.completions]
-    lengths = np.array([len(completion.tokens) for completion in completions], dtype=np.float64)
+    lengths = np.array([completion.generated for completion in completions], dtype=np.float64)
     prompts = np.array([len(group.prompt.tokens) for group in rollouts.groups], dtype=np.float64)
     truncated = np.mean([completion.finish == "length" for completion in completions])
-    staleness = np.mean([float(rollouts.version - completion.versions.min()) for completion in completions])
+    staleness = np.mean(
+        [float(rollouts.version - completion.own(completion.versions).min()) for completion in completions]
+    )
     return {
         **reward_metrics(rollouts),
         "rollout/length_mean": float(lengths.mean()),
@@ -26,7 +28,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
         "rollout/prompt_length_mean": float(prompts.mean()),
         "rollout/truncated": float(truncated),
         "rollout/staleness_mean": float(staleness),
-        "rollout/logprob_mean": float(np.concatenate([completion.logprobs for completion in completions]).mean()),
+        "rollout/logprob_mean": float(np.concatenate([each.own(each.logprobs) for each in completions]).mean()),
         "rollout/tokens": float(lengths.sum()),
     }
 

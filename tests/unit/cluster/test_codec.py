@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from lockstep.cluster.codec import INLINE, CodecError, Signature, decode, encode
+from lockstep.data.samples import Completion, Episode
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -147,6 +148,23 @@ def test_dataclasses_and_models_arrive_as_themselves() -> None:
     got = there(Service.one, Clip(low=1), Path("a"), None)
     assert got == {"model": Clip(low=1), "path": Path("a"), "maybe": None}
     assert there(Service.untyped, 1) == {"x": 1}
+
+
+def test_completions_travel_with_their_conversation() -> None:
+    class Service:
+        def collect(self) -> list[Completion]:
+            raise NotImplementedError
+
+    tokens, mask = np.arange(3, dtype=np.int32), np.array([True, False, True])
+    episode = Episode([{"role": "tool", "content": "4"}], [0.5], "answer", {"calls": 1.0})
+    sent = [
+        Completion("a", tokens, np.zeros(3, np.float32), tokens, "stop", "x", mask, episode),
+        Completion("b", tokens, np.zeros(3, np.float32), tokens, "stop", "x"),
+    ]
+    signature = Signature(Service.collect)
+    one, other = signature.decode_result(signature.encode_result(sent))
+    assert same(one.mask, mask) and one.episode == episode
+    assert other.mask is None and other.episode is None
 
 
 def test_results_are_typed() -> None:

@@ -3,15 +3,19 @@ import json
 import multiprocessing
 import os
 import sqlite3
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
 from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
 
+from lockstep.data.samples import Episode
 from lockstep.ledger import (
     ConfigChanged,
     FolderExists,
@@ -171,6 +175,27 @@ def test_partial_results(ledger, folder):
         assert again.kept(0) == [] and not list((folder / "steps").glob("*.partial"))
         with pytest.raises(OutOfOrder):
             again.keep(0, ones)
+
+
+def test_conversations_are_kept_with_mask_and_messages(ledger):
+    one = make_completion("r0")
+    one.mask = np.array([True, False, False, True])
+    one.episode = Episode([{"role": "tool", "content": "4"}], [0.5, 1.0], "answer", {"calls": 1.0})
+    plain = make_completion("r1")
+    ledger.keep(0, [one, plain])
+    assert_same(ledger.kept(0), [one, plain])
+
+
+def test_partial_records_from_before_there_were_conversations_are_read(ledger, folder):
+    """Records are arrays: an old one ends after its text."""
+    one = make_completion("r0")
+    ledger.keep(0, [one])
+    path = folder / "steps" / "00000000.partial"
+    record = msgspec.msgpack.decode(path.read_bytes()[12:])
+    assert record[6:] == [None, None]
+    payload = msgspec.msgpack.encode(record[:6])
+    path.write_bytes(struct.pack("<4sII", b"LKP1", len(payload), zlib.crc32(payload)) + payload)
+    assert_same(ledger.kept(0), [one])
 
 
 def test_a_torn_tail_of_partial_results_is_dropped_at_every_length(ledger, folder):

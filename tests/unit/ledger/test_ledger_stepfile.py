@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from ledger_helpers import assert_same, make_rollouts
 
-from lockstep.data.samples import Completion, Group, Prompt, Rollouts
+from lockstep.data.samples import Completion, Episode, Group, Prompt, Rollouts
 from lockstep.ledger import StepCorrupt, stepfile, values
 
 TEXT = st.text(st.characters(), max_size=12)  # every code point, lone surrogates included
@@ -38,6 +38,18 @@ def completions(draw):
         versions=draw(ints(length)),
         finish=draw(st.sampled_from(["stop", "length", "abort"])),
         text=draw(TEXT),
+        mask=draw(st.none() | hnp.arrays(np.bool_, length)),
+        episode=draw(st.none() | episodes()),
+    )
+
+
+@st.composite
+def episodes(draw):
+    return Episode(
+        messages=draw(st.lists(st.dictionaries(TEXT, JSON, max_size=2), max_size=2)),
+        rewards=draw(st.lists(st.floats(), max_size=2)),
+        ended=draw(st.sampled_from(["answer", "tokens"])),
+        metrics=draw(st.dictionaries(TEXT, st.floats(), max_size=2)),
     )
 
 
@@ -77,6 +89,20 @@ def test_roundtrip_is_exact(tmp_path_factory, given_rollouts, extra):
     assert_same(stored.extra, extra)
     again = stepfile.prepare_file(path, stepfile.table_of(stored.rollouts, stored.extra), 1)
     assert again[1] == digest  # what was read is written as the same bytes
+
+
+def test_a_step_without_conversations_is_stored_as_before(tmp_path):
+    """So that step files from before there were any are read: they have the same columns."""
+    table = stepfile.table_of(make_rollouts(3), {})
+    fields = {field.name for field in table.schema.field("completions").type.value_type}
+    assert fields == {"request", "tokens", "logprobs", "versions", "finish", "text"}
+
+
+def test_a_mask_must_fit_its_tokens(tmp_path):
+    made = make_rollouts(3)
+    made.groups[0].completions[1].mask = np.ones(3, np.bool_)
+    with pytest.raises(ValueError, match=r"completion 0:9/1 has a mask of bool \(3,\) for 4 tokens"):
+        stepfile.table_of(made, {})
 
 
 def test_arrays_read_back_can_be_written_to(tmp_path):

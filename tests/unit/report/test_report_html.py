@@ -138,3 +138,15 @@ def test_long_runs_stay_small():
     assert len(thin) == 1000 and thin[0] == (99.5, 0.5) and thin[-1] == (199_899.5, 0.5)
     drawn = draw(Chart("x", ("a",)), {"a": points})
     assert drawn is not None and len(drawn.svg) < 60_000
+
+
+def test_conversations_are_shown_turn_by_turn(tmp_path):
+    said = [
+        {"role": "assistant", "content": "<calc>1+1</calc>"},
+        {"role": "tool", "name": "calculator", "content": "two"},
+        {"role": "assistant", "content": "so 2"},
+    ]
+    with make_run(tmp_path / "run", steps=1) as ledger:
+        ledger.evaluation(0, {}, [Sample("1+1", "so 2", messages=said)])
+        text = " ".join(Page(render(ledger)).text)
+    assert "<calc>1+1</calc>" in text and "tool calculator" in text and "two" in text

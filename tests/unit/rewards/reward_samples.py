@@ -16,7 +16,7 @@ def prompt(row: int = 0, answer: Any = None, messages: bool = False, text: str =
 def batch(prompts: list[Prompt], texts: list[list[str]], step: int = 0) -> Batch:
     """One list of completions per prompt; a completion has as many tokens as characters."""
     samples = [
-        Sample(position, index, text, np.arange(len(text), dtype=np.int32))
+        Sample(position, index, text, np.arange(len(text), dtype=np.int32), len(text))
         for position, group in enumerate(texts)
         for index, text in enumerate(group)
     ]
