@@ -4,18 +4,16 @@ Calls run in the process's main thread, so that functions may use signals (math-
 print goes to the worker's log. Imports no torch: such a process is small, and quick to replace.
 """
 
-import faulthandler
 import logging
 import os
 import resource
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 from pydantic import TypeAdapter
 
+from lockstep.cluster.user_code import Watchdog
 from lockstep.config import reward as config
 from lockstep.rewards.api import Batch, Failure, Prepared, Scores, TermInfo
 from lockstep.rewards.functions import FunctionError
@@ -36,7 +34,7 @@ class ScorerService:
         adapter: TypeAdapter[tuple[config.Term, ...]] = TypeAdapter(tuple[config.Term, ...])
         self._configs = adapter.validate_python(terms)
         self._base, self._memory_mb = Path(base), memory_mb
-        self._watchdog = _Watchdog(0.8 * timeout_s)
+        self._watchdog = Watchdog(0.8 * timeout_s)
         self._terms: list[Term] = []
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(NICENESS)
@@ -90,23 +88,3 @@ class ScorerService:
         limit = self._memory_mb * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         return None
-
-
-class _Watchdog:
-    """Writes the stacks of all threads to the log when nothing was finished for a while, shortly before the pool
-    kills the process. Its thread is C's: a function that never lets go of the interpreter cannot silence it."""
-
-    def __init__(self, after_s: float) -> None:
-        self._after_s, self._since = after_s, 0.0
-
-    def start(self) -> None:
-        self._since = time.monotonic()
-        faulthandler.dump_traceback_later(self._after_s, repeat=False, file=sys.__stderr__ or sys.stderr)
-
-    def pat(self) -> None:
-        """Starting costs a thread: done again only when a tenth of the time has passed."""
-        if time.monotonic() - self._since > self._after_s / 10:
-            self.start()
-
-    def stop(self) -> None:
-        faulthandler.cancel_dump_traceback_later()

@@ -12,9 +12,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from lockstep.cluster.user_code import user_traceback
 from lockstep.data.samples import Prompt
 from lockstep.rewards.api import Batch, Scores, Signature
-from lockstep.rewards.functions import UserFunction, user_traceback
+from lockstep.rewards.functions import UserFunction
 from lockstep.rewards.values import BadReward, extra, extra_column, reward, rewards
 from lockstep.watch import waits
 

@@ -1,0 +1,205 @@
+"""Users' Python: finding it, importing it, and the limits it runs under in a worker process.
+
+The controller looks at the text of a module only; its code runs in workers, which can be ended.
+"""
+
+import ast
+import difflib
+import faulthandler
+import importlib
+import importlib.util
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PACKAGE = str(Path(__file__).parents[1])
+
+
+class UserCodeError(ValueError):
+    """Something of the user's that cannot be used: which, what is wrong, what would help."""
+
+    noun = "user code"
+    wanted = "function"
+
+    def __init__(self, path: str, problem: str, remedy: str = "", trace: str | None = None) -> None:
+        super().__init__(f"{self.noun} {path}: {problem}" + (f"; {remedy}" if remedy else ""))
+        self.path, self.problem, self.remedy, self.traceback = path, problem, remedy, trace
+
+
+Refusal = type[UserCodeError]
+
+
+def load_object(path: str, base: Path = Path(), refusal: Refusal = UserCodeError) -> Any:
+    """What is at `file.py:name` (relative to `base`) or `package.module:name`. Raises `refusal`."""
+    source, name = split_path(path, refusal)
+    module = (
+        _from_file(path, base / source, refusal) if source.endswith(".py") else _package(path, source, base, refusal)
+    )
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            candidates = [each for each, value in vars(found).items() if callable(value)]
+            raise refusal(path, f"{module.__file__} has no {part!r}", nearest(part, candidates))
+        found = getattr(found, part)
+    return found
+
+
+def split_path(path: str, refusal: Refusal = UserCodeError) -> tuple[str, str]:
+    """Module or file, and name. Raises `refusal`."""
+    source, _, name = path.rpartition(":")
+    if not source or not name:
+        raise refusal(path, f"names no {refusal.wanted}", "write `file.py:name` or `package.module:name`")
+    return source, name
+
+
+def source_file(path: str, base: Path = Path(), refusal: Refusal = UserCodeError) -> Path | None:
+    """The file that the name is looked up in, found without running anything; None where only an import could tell.
+
+    Raises:
+        refusal: no such file or package.
+    """
+    source, _ = split_path(path, refusal)
+    if source.endswith(".py"):
+        file = (base / source).expanduser()
+        if not file.is_file():
+            raise refusal(path, f"there is no file {file}", "paths are relative to the current folder")
+        return file
+    # Only the top package is looked up: finding a submodule would import its parents.
+    top, *inner = source.split(".")
+    here = [base, *(Path(each) for each in _locations(top))]
+    for folder in here:
+        stem = folder.joinpath(*([top] if folder == base else []), *inner)
+        for file in (stem.with_suffix(".py"), stem / "__init__.py"):
+            if file.is_file():
+                return file
+    if not (base / top).exists() and not (base / f"{top}.py").exists() and importlib.util.find_spec(top) is None:
+        raise refusal(path, f"there is no package {top!r}", "install it, or give a path to a file.py")
+    return None
+
+
+def _locations(top: str) -> list[str]:
+    spec = importlib.util.find_spec(top)
+    return [] if spec is None else list(spec.submodule_search_locations or [])
+
+
+def check_source(path: str, base: Path = Path(), refusal: Refusal = UserCodeError) -> ast.Module | None:
+    """Looks the name up in the text of its module, and returns the text's tree where there is one.
+
+    Raises:
+        refusal: no such file or package, text that is no Python, or no such name in it.
+    """
+    file = source_file(path, base, refusal)
+    if file is None:
+        return None
+    try:
+        module = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise refusal(path, f"{file} is not valid Python: {error}") from error
+    names = defined(module)
+    source, name = split_path(path, refusal)
+    top = name.partition(".")[0]
+    if source.endswith(".py") and "*" not in names and top not in names:  # a package may make its names as it likes
+        raise refusal(path, f"{file} defines no {top!r}", f"it defines {', '.join(sorted(names)) or 'nothing'}")
+    return module
+
+
+def defined(module: ast.Module) -> set[str]:
+    """Names a module's top level binds; `*` where an import makes them unknowable."""
+    found: set[str] = set()
+    for node in ast.walk(module):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                found.add(node.name)
+            case ast.Import() | ast.ImportFrom():
+                found.update(alias.asname or alias.name for alias in node.names)
+            case ast.Name(ctx=ast.Store()):
+                found.add(node.id)
+    return found
+
+
+def _from_file(path: str, file: Path, refusal: Refusal) -> ModuleType:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        siblings = [each.name for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise refusal(path, f"there is no file {file}", nearest(file.name, siblings))
+    name = f"lockstep_user_{zlib.crc32(str(file).encode()):08x}_{file.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise refusal(path, f"{file} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickles inside look themselves up
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))  # as `python file.py` would: the file may import its neighbours
+    loader = spec.loader
+    try:
+        _imported(path, lambda: loader.exec_module(module), refusal)
+    except refusal:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _package(path: str, source: str, base: Path, refusal: Refusal) -> ModuleType:
+    if str(base.resolve()) not in sys.path:
+        sys.path.insert(0, str(base.resolve()))
+    module = _imported(path, lambda: importlib.import_module(source), refusal)
+    assert isinstance(module, ModuleType)
+    return module
+
+
+def _imported(path: str, run: Callable[[], object], refusal: Refusal) -> object:
+    """Runs a user's module, in which anything may happen."""
+    try:
+        return run()
+    except (Exception, SystemExit) as error:  # whatever it is, it is told with the traceback
+        trace = user_traceback(error)
+        raise refusal(path, f"importing it raised {type(error).__name__}: {error}", trace=trace) from error
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback from the user's first frame on: Lockstep's own and the import machinery's say nothing to them."""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if (
+            not file.startswith((PACKAGE, "<frozen importlib"))
+            and "/importlib/" not in file
+            and "/asyncio/" not in file
+        ):
+            break
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def nearest(name: str, candidates: list[str]) -> str:
+    close = difflib.get_close_matches(name, candidates, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"there are: {', '.join(sorted(candidates)[:20])}" if candidates else ""
+
+
+class Watchdog:
+    """Writes the stacks of all threads to the log when nothing was finished for a while, shortly before the process
+    is killed. Its thread is C's: a function that never lets go of the interpreter cannot silence it."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s, self._since = after_s, 0.0
+
+    def start(self) -> None:
+        self._since = time.monotonic()
+        faulthandler.dump_traceback_later(self._after_s, repeat=False, file=sys.__stderr__ or sys.stderr)
+
+    def pat(self) -> None:
+        """Starting costs a thread: done again only when a tenth of the time has passed."""
+        if time.monotonic() - self._since > self._after_s / 10:
+            self.start()
+
+    def stop(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
