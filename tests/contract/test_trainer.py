@@ -10,6 +10,7 @@ import trainer_ranks as tr
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lockstep.config.algorithm import KL
 from lockstep.train.checkpoint import CheckpointError, read_manifest
 from lockstep.train.distributed import Ranks
 from lockstep.train.fsdp import FSDP2Trainer
@@ -134,7 +135,7 @@ def test_an_empty_microbatch_changes_nothing(folder: Path, pair: dict[str, list[
 
 def test_without_advantages_the_weights_stay(folder: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo", optimizer={"lr": 0.1, "weight_decay": 0.0})
-    loss = cfg.loss.model_copy(update={"entropy_coefficient": 0.0, "kl": tr.PolicyLoss().kl})
+    loss = cfg.loss.model_copy(update={"entropy_coefficient": 0.0, "kl": KL()})
     trainer = FSDP2Trainer(cfg.model_copy(update={"loss": loss}), Ranks())
     rolled, advantages = tr.rollouts()
     batch = tr.pack(tr.trees_of_rollouts(rolled, 0 * advantages), 1, 100)

@@ -1,7 +1,8 @@
-"""Advantages of a group's completions, from their rewards alone.
+"""Advantages without a critic, from rewards alone.
 
-All take rewards `[groups, group size]` and return advantages of that shape. A group whose rewards are all equal has
-no signal: its advantages are exactly zero, whatever rounding would make of it.
+Those that compare within a group take rewards `[groups, group size]` and return advantages of that shape. A group
+whose rewards are all equal has no signal: its advantages are exactly zero, whatever rounding would make of it. Those
+of REINFORCE++ compare with the whole batch and are made per token.
 """
 
 import torch
@@ -49,6 +50,58 @@ def rloo(rewards: Tensor) -> Tensor:
     return _without_signal_zero(rewards, rewards - others)
 
 
+def reinforce_plus_plus(
+    rewards: Tensor, sequences: Tensor, penalties: Tensor | None = None, epsilon: float = 1e-8
+) -> Tensor:
+    """Returns, normalised over all tokens of the batch: (R_t - mean) / (std + epsilon), `[targets]`.
+
+    Hu 2025, "REINFORCE++": a token's return is the reward of its sequence less the KL penalties from
+    it on, R_t = r - sum_{u >= t} penalty_u. Mean and deviation are over tokens, as in OpenRLHF and verl.
+
+    Args:
+        rewards: float `[groups, group size]`; sequence `g * group size + k` is completion k of group g.
+        sequences: int64 `[targets]`: the sequence of each target; targets of one sequence in the order of its tokens.
+        penalties: `[targets]`, coefficient times the estimated KL of the token.
+
+    Raises:
+        ValueError: rewards that are no matrix of finite numbers.
+    """
+    _check(rewards, smallest=1)
+    return normalised(returns_to_go(rewards.flatten(), sequences, penalties), epsilon)
+
+
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, sequences: Tensor, penalties: Tensor | None = None, epsilon: float = 1e-8
+) -> Tensor:
+    """`reinforce_plus_plus` of rewards minus their group's mean: a group that is always or never right no longer
+    pulls in one direction (Hu 2025, "REINFORCE++", its baseline variant)."""
+    return normalised(returns_to_go(dr_grpo(rewards).flatten(), sequences, penalties), epsilon)
+
+
+def returns_to_go(rewards: Tensor, sequences: Tensor, penalties: Tensor | None = None) -> Tensor:
+    """The reward of each target's sequence, less the penalties of this target and those after it: `[targets]`."""
+    returns = rewards[sequences]
+    if penalties is None:
+        return returns
+    order = torch.argsort(sequences, stable=True).flip(0)  # sequence by sequence, each from its end
+    own, owners = penalties.double()[order], sequences[order]
+    first = torch.ones_like(owners, dtype=torch.bool)
+    first[1:] = owners[1:] != owners[:-1]
+    start = torch.where(first, torch.arange(owners.numel()), torch.zeros_like(owners)).cummax(0).values
+    summed = own.cumsum(0)
+    ahead = torch.empty_like(summed)
+    ahead[order] = summed - (summed - own)[start]
+    return (returns.double() - ahead).to(returns.dtype)
+
+
+def normalised(values: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """(x - mean) / (std + epsilon) over all of them, with the sample's deviation; zeros where all are equal."""
+    if values.numel() < 2 or not bool(values.amax() > values.amin()):
+        return torch.zeros_like(values)
+    wide = values.double()
+    return ((wide - wide.mean()) / (wide.std() + epsilon)).to(values.dtype)
+
+
 def groups_with_signal(rewards: Tensor) -> Tensor:
     """bool `[groups]`: whether not all rewards of the group are equal."""
     return rewards.amax(dim=1) > rewards.amin(dim=1)
@@ -58,10 +111,11 @@ def _without_signal_zero(rewards: Tensor, advantages: Tensor) -> Tensor:
     return torch.where(groups_with_signal(rewards)[:, None], advantages, torch.zeros_like(advantages))
 
 
-def _check(rewards: Tensor) -> None:
-    if rewards.dim() != 2 or rewards.shape[1] < 2 or not rewards.is_floating_point():
+def _check(rewards: Tensor, smallest: int = 2) -> None:
+    if rewards.dim() != 2 or rewards.shape[1] < smallest or not rewards.is_floating_point():
         raise ValueError(
-            f"rewards: expected floats [groups, group size of at least 2], got {rewards.dtype} {list(rewards.shape)}"
+            f"rewards: expected floats [groups, group size of at least {smallest}], "
+            f"got {rewards.dtype} {list(rewards.shape)}"
         )
     if not torch.isfinite(rewards).all():
         group, place = (~torch.isfinite(rewards)).nonzero()[0].tolist()

@@ -1,11 +1,12 @@
-"""PPO's clipped policy objective, per token."""
+"""Policy losses, per token: PPO's clipped objective, GSPO, CISPO."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lockstep.algos.ratios import log_ratio
+from lockstep.algos.ratios import LOG_RATIO_BOUND, log_ratio
+from lockstep.algos.sequences import sequence_means
 
 STATS = ("ratio", "clip_low", "clip_high", "clip_dual", "kl_k1", "kl_k3")
 """Names of `PolicyTerms.sums`, in order."""
@@ -13,16 +14,18 @@ STATS = ("ratio", "clip_low", "clip_high", "clip_dual", "kl_k1", "kl_k3")
 
 @dataclass(frozen=True, slots=True)
 class PolicyTerms:
-    """What the clipped objective says of each token; all but `loss` are without gradient."""
+    """What a policy loss says of each token; all but `loss` are without gradient."""
 
     loss: Tensor
     """`[targets]`, not yet weighted."""
+    ratio: Tensor
+    """`[targets]`: new / old, of the token or (GSPO) of its sequence."""
     log_ratio: Tensor
-    """`[targets]`: log(new / old), cut at `ratios.LOG_RATIO_BOUND`."""
+    """`[targets]`: log(new / old) of the token, cut at `ratios.LOG_RATIO_BOUND`."""
     clip_low: Tensor
-    """bool `[targets]`: negative advantage, ratio below 1 - clip_low: no gradient."""
+    """bool `[targets]`: the lower bound acts. The clipped objectives have no gradient there."""
     clip_high: Tensor
-    """bool `[targets]`: positive advantage, ratio above 1 + clip_high: no gradient."""
+    """bool `[targets]`: the upper bound acts."""
     clip_dual: Tensor
     """bool `[targets]`: negative advantage, ratio above the dual clip: no gradient."""
 
@@ -34,11 +37,10 @@ class PolicyTerms:
         policy.
         """
         counted = weights != 0
-        ratio = self.log_ratio.exp()
         k3 = (torch.expm1(self.log_ratio) - self.log_ratio).clamp_min(0)
-        columns = (ratio, self.clip_low, self.clip_high, self.clip_dual, -self.log_ratio, k3)
-        zero = torch.zeros_like(ratio)
-        return torch.stack([torch.where(counted, column.to(ratio.dtype), zero).sum() for column in columns]).float()
+        columns = (self.ratio, self.clip_low, self.clip_high, self.clip_dual, -self.log_ratio, k3)
+        zero = torch.zeros_like(k3)
+        return torch.stack([torch.where(counted, column.to(k3.dtype), zero).sum() for column in columns]).float()
 
 
 def ppo_clip(
@@ -61,19 +63,78 @@ def ppo_clip(
         advantages: `[targets]`.
     """
     change = log_ratio(logprobs, old_logprobs.detach())
+    return _clipped(change, change.detach(), advantages, clip_low, clip_high, dual_clip)
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Tensor,
+    live: Tensor,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> PolicyTerms:
+    """PPO's clipped objective with the sequence's ratio in place of the token's:
+
+        s_i = exp(mean over the tokens t of sequence i of (new_t - old_t))
+
+    Zheng et al. 2025, "Group Sequence Policy Optimization", equations 5 to 7, in the form of its GSPO-token (eq. 13,
+    14): each token t has the ratio sg[s_i] * new_t / sg[new_t], whose value is s_i and whose gradient is the token's
+    own part of it. So every token needs of the others only a number without gradient, and advantages may differ
+    within a sequence. Aggregated by `seq-mean-token-mean` it is the paper's objective.
+
+    Args:
+        sequences: int64 `[targets]`, as in `sequences.sequence_sums`; all targets of a sequence must be here.
+        live: bool `[targets]`: the tokens that count.
+    """
+    change = log_ratio(logprobs, old_logprobs.detach())
+    mean = sequence_means(change, sequences, live).to(change.dtype)
+    own = (logprobs - logprobs.detach()).to(change.dtype)
+    return _clipped((mean + own).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), change.detach(), advantages, clip_low,
+                    clip_high, None)  # fmt: skip
+
+
+def cispo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float = 1.0, clip_high: float = 4.0
+) -> PolicyTerms:
+    """REINFORCE with the clipped ratio as a weight: -sg[clip(r, 1 - clip_low, 1 + clip_high)] A new.
+
+    MiniMax 2025, "MiniMax-M1", equations 4 and 5. A bound cuts a token's weight and never its gradient, so that rare
+    tokens (the turns of an argument) go on being learned. The paper sets no lower bound: clip_low = 1.
+    """
+    change = log_ratio(logprobs.detach(), old_logprobs.detach())
+    ratio = change.exp()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    advantages = advantages.detach().to(change.dtype)
+    return PolicyTerms(
+        loss=-weight * advantages * logprobs.to(change.dtype),
+        ratio=ratio,
+        log_ratio=change,
+        clip_low=ratio < 1 - clip_low,
+        clip_high=ratio > 1 + clip_high,
+        clip_dual=torch.zeros_like(ratio, dtype=torch.bool),
+    )
+
+
+def _clipped(
+    change: Tensor, token_change: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
+) -> PolicyTerms:
+    """The clipped objective of the ratio exp(change)."""
     advantages = advantages.detach().to(change.dtype)
     ratio = change.exp()
-    inside = ratio.clamp(1 - clip_low, 1 + clip_high)
+    inside = ratio.clamp(1 - low, 1 + high)
     loss = torch.maximum(-ratio * advantages, -inside * advantages)
     negative, seen = advantages < 0, ratio.detach()
     clip_dual = torch.zeros_like(negative)
-    if dual_clip is not None:
-        loss = torch.where(negative, torch.minimum(loss, -dual_clip * advantages), loss)
-        clip_dual = negative & (seen > dual_clip)
+    if dual is not None:
+        loss = torch.where(negative, torch.minimum(loss, -dual * advantages), loss)
+        clip_dual = negative & (seen > dual)
     return PolicyTerms(
         loss=loss,
-        log_ratio=change.detach(),
-        clip_low=negative & (seen < 1 - clip_low),
-        clip_high=(advantages > 0) & (seen > 1 + clip_high),
+        ratio=seen,
+        log_ratio=token_change,
+        clip_low=negative & (seen < 1 - low),
+        clip_high=(advantages > 0) & (seen > 1 + high),
         clip_dual=clip_dual,
     )

@@ -3,9 +3,10 @@
 The formulas behind the names are in `lockstep.algos`.
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.config.base import Section
 
@@ -33,7 +34,33 @@ class RLOOAdvantage(Section):
     kind: Literal["rloo"] = "rloo"
 
 
-Advantage = Annotated[GRPOAdvantage | DrGRPOAdvantage | RLOOAdvantage, Field(discriminator="kind")]
+class ReinforcePlusPlusAdvantage(Section):
+    """REINFORCE++ (Hu 2025): each token's return, normalised over all tokens of the step. Allows `group_size: 1`."""
+
+    kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    epsilon: float = Field(1e-8, ge=0)
+    """Added to the standard deviation."""
+
+
+class ReinforcePlusPlusBaselineAdvantage(Section):
+    """REINFORCE++ with the group's mean subtracted from the reward first (Hu 2025)."""
+
+    kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    epsilon: float = Field(1e-8, ge=0)
+    """Added to the standard deviation."""
+
+
+def _without_critic(value: Any) -> Any:
+    if isinstance(value, Mapping) and value.get("kind") == "gae":
+        raise ValueError("gae needs the values of a critic, which this recipe does not train; grpo or rloo need none")
+    return value
+
+
+Advantage = Annotated[
+    GRPOAdvantage | DrGRPOAdvantage | RLOOAdvantage | ReinforcePlusPlusAdvantage | ReinforcePlusPlusBaselineAdvantage,
+    Field(discriminator="kind"),
+    BeforeValidator(_without_critic),
+]
 
 
 class KL(Section):
@@ -48,24 +75,36 @@ class KL(Section):
 
 
 class ImportanceCorrection(Section):
-    """Truncated importance sampling between the engine's and the trainer's log-probabilities."""
+    """Importance weights from the engine's to the trainer's log-probabilities, which multiply a token's loss."""
 
-    kind: Literal["off", "truncate"] = "off"
+    kind: Literal["off", "truncate", "mask"] = "off"
+    """`truncate` cuts weights at `cap` (TIS); `mask` drops what is above it, or below `floor` (MIS)."""
+    level: Literal["token", "sequence"] = "token"
+    """A weight per token, or one per completion: the product of its tokens'."""
     cap: float = Field(2.0, gt=0)
-    """Weights `exp(trainer - engine)` are cut at this value, per token."""
+    """Largest weight `exp(trainer - engine)`."""
+    floor: float = Field(0.0, ge=0)
+    """With `mask`, weights below it are dropped as well."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.floor and self.kind != "mask":
+            raise ValueError(f"floor {self.floor} is for kind mask; {self.kind} has no lower bound")
+        if self.floor >= self.cap:
+            raise ValueError(f"floor {self.floor} must be less than cap {self.cap}")
+        return self
 
 
 class PolicyLoss(Section):
-    """PPO's clipped objective with separate bounds and dual clip."""
+    """What all policy losses have in common."""
 
-    kind: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.2, ge=0)
-    dual_clip: float | None = Field(None, gt=1)
-    """Lower bound `c` on the objective for negative advantages (Ye et al. 2020); off by default."""
+    kind: str
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = Field(None, gt=0)
     """Divisor of `seq-mean-token-sum-norm`; the maximum of new tokens when absent."""
+    mask_truncated: bool = False
+    """Completions that were cut at `max_tokens` are not learned from (DAPO's overlong filtering). Their rewards still
+    count in the advantages of the others."""
     entropy_coefficient: float = 0.0
     kl: KL = KL()
     importance: ImportanceCorrection = ImportanceCorrection()
@@ -82,6 +121,47 @@ class PolicyLoss(Section):
         return self
 
 
+class PPOClip(PolicyLoss):
+    """PPO's clipped objective (Schulman et al. 2017) with separate bounds and dual clip."""
+
+    kind: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.2, ge=0)
+    """Higher than `clip_low` is DAPO's clip-higher."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Lower bound `c` on the objective for negative advantages (Ye et al. 2020); off by default."""
+
+
+class GSPO(PolicyLoss):
+    """Clipped objective whose ratio is that of the whole completion, the geometric mean of its tokens' (Zheng et al.
+    2025)."""
+
+    kind: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, ge=0, lt=1)
+    clip_high: float = Field(4e-4, ge=0)
+    """The paper's bounds: a mean over a completion moves far less than a token's ratio."""
+    aggregation: Aggregation = "seq-mean-token-mean"
+
+
+class CISPO(PolicyLoss):
+    """The clipped ratio as a weight without gradient on the log-probability, so that no token loses its gradient
+    (MiniMax-M1, 2025)."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: float = Field(1.0, ge=0, le=1)
+    """The weight is at least `1 - clip_low`; 1 is no lower bound, as in the paper."""
+    clip_high: float = Field(4.0, ge=0)
+    """The weight is at most `1 + clip_high`."""
+
+
+def _usual(value: Any) -> Any:
+    """A policy loss without a kind is PPO's."""
+    return {"kind": "ppo_clip", **value} if isinstance(value, Mapping) and "kind" not in value else value
+
+
+AnyPolicyLoss = Annotated[PPOClip | GSPO | CISPO, Field(discriminator="kind"), BeforeValidator(_usual)]
+
+
 class CrossEntropy(Section):
     """Mean negative log-likelihood of the target tokens (SFT)."""
 
@@ -90,4 +170,4 @@ class CrossEntropy(Section):
     norm_length: int | None = Field(None, gt=0)
 
 
-Loss = Annotated[PolicyLoss | CrossEntropy, Field(discriminator="kind")]
+Loss = Annotated[PPOClip | GSPO | CISPO | CrossEntropy, Field(discriminator="kind")]

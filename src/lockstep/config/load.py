@@ -115,7 +115,7 @@ def _problem(item: Any, root: type[BaseModel]) -> Problem:
     if kind == "extra_forbidden":
         here, _ = resolve([root], location[:-1])
         _, path = resolve([root], location)
-        return Problem(path, "unknown key", suggestion(str(location[-1]), here, root))
+        return Problem(path, "unknown key", suggestion(str(location[-1]), here, root, path))
     _, path = resolve([root], location)
     if kind == "missing":
         return Problem(path, "is required")

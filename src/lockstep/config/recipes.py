@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.config.algorithm import Advantage, CrossEntropy, GRPOAdvantage, PolicyLoss
+from lockstep.config.algorithm import Advantage, AnyPolicyLoss, CrossEntropy, GRPOAdvantage, PolicyLoss, PPOClip
 from lockstep.config.reward import Reward
 from lockstep.config.rollout import Sampling
 from lockstep.config.run import RunConfig
@@ -31,13 +31,14 @@ class GRPOConfig(RunConfig):
 
     recipe: Literal["grpo"]
     prompts_per_step: int = Field(32, gt=0)
-    group_size: int = Field(8, gt=1)
+    group_size: int = Field(8, gt=0)
+    """Completions per prompt; 1 only with the advantage `reinforce_plus_plus`, which compares with the whole step."""
     epochs: int = Field(1, gt=0)
     """Passes over a step's rollouts."""
     minibatch_size: int | None = Field(None, gt=0)
     """Completions per optimizer step; all of the step's when absent. A multiple of `group_size`."""
     advantage: Advantage = GRPOAdvantage()
-    loss: PolicyLoss = PolicyLoss()
+    loss: AnyPolicyLoss = PPOClip()
     reward: Reward
 
     @property
@@ -62,6 +63,11 @@ class GRPOConfig(RunConfig):
             raise ValueError(
                 f"model.max_length {self.model.max_length} leaves no room for a prompt beside "
                 f"rollout.sampling.max_tokens {longest - 1}"
+            )
+        if self.group_size == 1 and self.advantage.kind != "reinforce_plus_plus":
+            raise ValueError(
+                f"group_size 1 leaves nothing to compare with for the advantage {self.advantage.kind}: set it to 2 or "
+                "more, or advantage.kind=reinforce_plus_plus"
             )
         _must_compare(self.rollout.sampling, self.loss)
         return self

@@ -41,6 +41,16 @@ FOREIGN_NAMES = {
     "clip_ratio_high": "loss.clip_high",
     "entropy_coeff": "loss.entropy_coefficient",
     "loss_agg_mode": "loss.aggregation",
+    "loss_type": "loss.kind and loss.aggregation",
+    "loss_mode": "loss.kind",
+    "importance_sampling_level": "loss.kind (gspo is the sequence's ratio)",
+    "mask_truncated_completions": "loss.mask_truncated",
+    "vllm_importance_sampling_mode": "loss.importance.kind and loss.importance.level",
+    "vllm_importance_sampling_cap": "loss.importance.cap",
+    "rollout_is": "loss.importance.level",
+    "rollout_is_threshold": "loss.importance.cap",
+    "adv_estimator": "advantage.kind",
+    "advantage_estimator": "advantage.kind",
     "reward_funcs": "reward.terms",
     "max_grad_norm": "trainer.max_grad_norm",
     "gradient_checkpointing": "trainer.activation_checkpointing",
@@ -99,9 +109,16 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from leaves(inner, f"{prefix}{name}.")
 
 
-def suggestion(key: str, here: list[type[BaseModel]], root: type[BaseModel]) -> str:
-    """What to write instead of the unknown `key`, or an empty string."""
+def suggestion(key: str, here: list[type[BaseModel]], root: type[BaseModel], path: str = "") -> str:
+    """What to write instead of the unknown `key`, or an empty string.
+
+    Args:
+        here: the models it was given to.
+        path: where it was given, dotted.
+    """
     names = sorted({name for model in here for name in model.model_fields})
+    if path in leaves(root):
+        return f"another kind has it; valid keys here: {', '.join(names)}"
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"

@@ -64,8 +64,9 @@ def cut(tree: Tree, index: int, limit: int) -> list[Piece]:
     """The tree in pieces of at most `limit` tokens, or of one path where that is longer.
 
     Each leaf goes where it needs the fewest new tokens, longest path first; ancestors are repeated in every
-    piece that needs them, and the first piece that has a segment owns its losses. Leaves that nothing is to be
-    learned from are left out.
+    piece that needs them. All losses of a sequence belong to the first piece that has its last segment: a sequence is
+    never cut, so that what depends on all of it (its ratio, say) is known where it is computed. Leaves that nothing is
+    to be learned from are left out.
     """
     wanted = [position for position, segment in enumerate(tree.segments) if segment.wanted.size]
     ancestors = {above for position in wanted for above in tree.path(position)[:-1]}
@@ -86,11 +87,17 @@ def cut(tree: Tree, index: int, limit: int) -> list[Piece]:
         else:
             groups.append(set(path))
             sizes.append(sum(length[position] for position in path))
-    free, pieces = set(wanted), []
+    last = {sequence: position for position in wanted for sequence in tree.segments[position].sequences}
+    pieces = []
     for group in groups:
-        owned = sorted(free & group)
-        free -= group
-        terms = [(position, term) for position in owned for term in range(len(tree.segments[position].sequences))]
+        whole = {sequence for sequence, position in last.items() if position in group}
+        terms = [
+            (position, term)
+            for position in wanted
+            for term, sequence in enumerate(tree.segments[position].sequences)
+            if sequence in whole
+        ]
+        last = {sequence: position for sequence, position in last.items() if sequence not in whole}
         pieces.append(_piece(tree, index, sorted(group), terms, False))
     return pieces
 

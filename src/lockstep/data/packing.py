@@ -150,24 +150,26 @@ class Batch:
                 field[row.index[real]] = array[real]
                 have[row.index[real]] = True
 
-    def set_per_sequence(self, name: str, values: np.ndarray) -> None:
-        """Gives every target the value of its sequence, as with the advantages of GRPO.
+    def set_per_target(self, name: str, values: np.ndarray) -> None:
+        """Gives every target its own value.
 
         Args:
-            values: float `[sequences]`, by the sequences' numbers.
+            values: float `[targets]`, in the order of `sequences`: of one sequence, as it was written.
 
         Raises:
-            ValueError: too few values, or one that is not finite.
+            ValueError: a wrong shape, or a value that is not finite.
         """
         if name == "weight":
             raise ValueError("the weights of targets follow from the aggregation and cannot be set")
         flat = np.asarray(values, np.float32)
-        needed = int(self.sequences.max()) + 1 if self.targets else 0
-        if flat.ndim != 1 or flat.size < needed:
-            raise ValueError(f"{name!r} has values of shape {flat.shape}, expected one for each of {needed} sequences")
+        if flat.shape != (self.targets,):
+            raise ValueError(
+                f"{name!r} has values of shape {flat.shape}, expected one for each of {self.targets} targets"
+            )
         if not np.isfinite(flat).all():
-            raise ValueError(f"{name!r} is not finite for sequence {int(np.flatnonzero(~np.isfinite(flat))[0])}")
-        self.fields[name] = flat[self.sequences]
+            sequence = int(self.sequences[np.flatnonzero(~np.isfinite(flat))[0]])
+            raise ValueError(f"{name!r} is not finite for sequence {sequence}")
+        self.fields[name] = flat
 
     def _split(self, order: np.ndarray, size: int | None) -> list[np.ndarray]:
         if size is None:

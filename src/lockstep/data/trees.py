@@ -89,7 +89,9 @@ class Tree:
                     raise ValueError(f"{where} has field {name!r} of shape {values.shape}, expected {shapes[-1]}")
 
 
-def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike | None = None) -> list[Tree]:
+def trees_of_rollouts(
+    rollouts: Rollouts, advantages: npt.ArrayLike | None = None, mask_truncated: bool = False
+) -> list[Tree]:
     """One tree per group: the prompt, and each completion as its child, or, where completions of several turns begin
     with the same ones, those once and what follows as their children.
 
@@ -100,7 +102,8 @@ def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike | None = Non
     Args:
         rollouts: groups of equal size G.
         advantages: float `[groups, G]`, or `[groups, G, longest completion]` for one value per token; None where they
-            are only known later (`Batch.set_per_sequence`).
+            are only known later (`Batch.set_per_target`).
+        mask_truncated: leave out completions that a limit of tokens cut.
 
     Raises:
         ValueError: shapes that do not match, or an advantage that is not finite.
@@ -123,6 +126,7 @@ def trees_of_rollouts(rollouts: Rollouts, advantages: npt.ArrayLike | None = Non
         terms = [
             _Term(g * size + k, completion, None if values is None else values[g, k])
             for k, completion in enumerate(group.completions)
+            if not (mask_truncated and completion.finish == "length")
         ]
         segments = [Segment(np.asarray(group.prompt.tokens, np.int32))]
         _grow(segments, 0, 0, [term for term in terms if term.tokens.size])

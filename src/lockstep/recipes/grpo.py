@@ -3,7 +3,7 @@
 from lockstep.config.recipes import GRPOConfig
 from lockstep.data.packing import pack
 from lockstep.data.trees import trees_of_rollouts
-from lockstep.run.advantages import group_advantages, penalised
+from lockstep.run.advantages import advantages
 from lockstep.run.run import Run
 
 
@@ -18,11 +18,11 @@ def grpo(run: Run, cfg: GRPOConfig) -> None:
         with run.stage("ledger"):
             run.collected(step, rollouts)  # durable: from here on this step is never generated again
         with run.stage("pack"):
-            batch = pack(trees_of_rollouts(rollouts), run.policy.ranks, cfg.token_budget, run.policy.info.packing)
+            trees = trees_of_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
+            batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
         with run.stage("logprobs"):
             run.policy.annotate(batch, cfg.loss)
-        advantages = group_advantages(penalised(rollouts.rewards, batch, cfg.loss.kl), cfg.advantage)
-        batch.set_per_sequence("advantage", advantages.ravel())
+        batch.set_per_target("advantage", advantages(rollouts.rewards, batch, cfg.advantage, cfg.loss.kl))
         minibatches = batch.minibatches(
             cfg.epochs, cfg.minibatch_size, cfg.loss, seed=run.seed(step), max_tokens=cfg.rollout.sampling.max_tokens
         )

@@ -9,28 +9,48 @@ from lockstep.config.algorithm import KL, Advantage
 from lockstep.data.packing import Batch
 
 
-def group_advantages(rewards: np.ndarray, config: Advantage) -> np.ndarray:
-    """float32 `[groups, group size]` of the same shape as the rewards; all zero in a group without signal."""
-    values = torch.from_numpy(np.ascontiguousarray(rewards, dtype=np.float32))
+def advantages(rewards: np.ndarray, batch: Batch, config: Advantage, kl: KL) -> np.ndarray:
+    """The advantage of every target of the batch, float32 `[targets]`.
+
+    Where the config puts the KL penalty into the reward, advantages of groups see each completion's reward less its
+    whole penalty (Ouyang et al. 2022, eq. 2), those of REINFORCE++ take it off token by token.
+
+    Args:
+        rewards: float `[groups, group size]`; completion k of group g is the batch's sequence `g * group size + k`.
+        batch: with `engine_logprob` or `old_logprob`, and `reference_logprob` for a penalty (`Policy.annotate`).
+    """
+    penalties = kl_penalties(batch, kl)
+    if config.kind == "reinforce_plus_plus" or config.kind == "reinforce_plus_plus_baseline":
+        formula = {
+            "reinforce_plus_plus": formulas.reinforce_plus_plus,
+            "reinforce_plus_plus_baseline": formulas.reinforce_plus_plus_baseline,
+        }[config.kind]
+        sequences = torch.from_numpy(batch.sequences.astype(np.int64))
+        given = None if penalties is None else torch.from_numpy(penalties)
+        return formula(_floats(rewards), sequences, given, config.epsilon).numpy()
+    if penalties is not None:
+        per_sequence = np.bincount(batch.sequences, weights=penalties, minlength=rewards.size)
+        rewards = np.asarray(rewards - per_sequence.reshape(rewards.shape), np.float32)
+    values = _floats(rewards)
     match config.kind:
         case "grpo":
-            return formulas.grpo(values, config.epsilon).numpy()
+            found = formulas.grpo(values, config.epsilon)
         case "dr_grpo":
-            return formulas.dr_grpo(values).numpy()
+            found = formulas.dr_grpo(values)
         case "rloo":
-            return formulas.rloo(values).numpy()
+            found = formulas.rloo(values)
+    return np.asarray(found.numpy().ravel()[batch.sequences])
 
 
-def penalised(rewards: np.ndarray, batch: Batch, kl: KL) -> np.ndarray:
-    """Rewards minus `coefficient` times each completion's estimated KL to the reference, where the config puts the
-    penalty into the reward (Ouyang et al. 2022, eq. 2); unchanged otherwise.
-
-    The batch must have `engine_logprob` or `old_logprob` and `reference_logprob` (`Policy.annotate`).
-    """
+def kl_penalties(batch: Batch, kl: KL) -> np.ndarray | None:
+    """`coefficient` times each token's estimated KL to the reference, float32 `[targets]`, where it is taken off the
+    reward; None otherwise."""
     if kl.where != "reward" or kl.coefficient == 0:
-        return rewards
+        return None
     policy = torch.from_numpy(batch.fields.get("old_logprob", batch.fields["engine_logprob"]))
     reference = torch.from_numpy(batch.fields["reference_logprob"])
-    per_token = kl_divergence(policy, reference, kl.estimator).numpy()
-    per_sequence = np.bincount(batch.sequences, weights=per_token, minlength=rewards.size)
-    return np.asarray(rewards - kl.coefficient * per_sequence.reshape(rewards.shape), np.float32)
+    return (kl.coefficient * kl_divergence(policy, reference, kl.estimator)).numpy()
+
+
+def _floats(rewards: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(rewards, dtype=np.float32))

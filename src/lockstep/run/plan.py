@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-METRICS_BYTES = 8 * 20
+METRICS_BYTES = 8 * 21
 """Of the one vector per optimizer step: `2 + len(lockstep.train.losses.NAMES)` float64."""
 
 

@@ -216,7 +216,7 @@ class FSDP2Trainer:
 
     def _backward(self, row: Row, loss: PolicyLoss | CrossEntropy, meter: losses.Meter) -> None:
         logprobs, entropy = self._forward(self.policy, row, entropy=isinstance(loss, PolicyLoss))
-        outcome = losses.compute(loss, row.fields, logprobs, entropy)
+        outcome = losses.compute(loss, row.fields, logprobs, entropy, row.sequences)
         outcome.loss.backward()  # type: ignore[no-untyped-call]
         meter.add(outcome)
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.algos import policy_loss
+from lockstep.algos import importance, policy_loss
 from lockstep.algos.aggregation import weighted_sum
 from lockstep.algos.cross_entropy import cross_entropy
 from lockstep.algos.entropy import entropy_loss
-from lockstep.algos.importance import logprob_gap, truncated_weights
+from lockstep.algos.importance import Correction, logprob_gap
 from lockstep.algos.kl import kl_divergence
-from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.algos.policy_loss import PolicyTerms
+from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, PolicyLoss, PPOClip
 from lockstep.data.batch import Packed
 
 TOTALS = ("tokens", "loss", "policy_loss", "kl_loss", "entropy_loss")
@@ -24,7 +25,7 @@ TOTALS = ("tokens", "loss", "policy_loss", "kl_loss", "entropy_loss")
 MEANS = ("logprob", "entropy", *policy_loss.STATS, "kl", "engine_gap_mean", "importance_weight", "importance_cut")
 """Summed likewise, unweighted, and divided by `tokens` at the end."""
 
-MAXIMA = ("engine_gap_max",)
+MAXIMA = ("engine_gap_max", "importance_weight_max")
 """Reduced by maximum."""
 
 NAMES = (*TOTALS, *MEANS, *MAXIMA)
@@ -43,7 +44,7 @@ def needed_fields(loss: PolicyLoss | CrossEntropy) -> tuple[str, ...]:
     if isinstance(loss, CrossEntropy):
         return ("weight",)
     fields = ["weight", "advantage", "engine_logprob"]
-    if loss.old_logprobs == "trainer" or loss.importance.kind == "truncate":
+    if loss.old_logprobs == "trainer" or loss.importance.kind != "off":
         fields.append("old_logprob")
     if has_kl_loss(loss):
         fields.append("reference_logprob")
@@ -53,6 +54,11 @@ def needed_fields(loss: PolicyLoss | CrossEntropy) -> tuple[str, ...]:
 def has_kl_loss(loss: PolicyLoss) -> bool:
     """Whether the KL to the reference is a term of the loss (and not of the reward, or absent)."""
     return loss.kl.coefficient > 0 and loss.kl.where == "loss"
+
+
+def needs_sequences(loss: PolicyLoss | CrossEntropy) -> bool:
+    """Whether a target's loss depends on the other targets of its sequence, which must then be in the same row."""
+    return isinstance(loss, GSPO) or (isinstance(loss, PolicyLoss) and loss.importance.level == "sequence")
 
 
 def check_fields(microbatches: Sequence[Packed], loss: PolicyLoss | CrossEntropy) -> None:
@@ -66,10 +72,16 @@ def check_fields(microbatches: Sequence[Packed], loss: PolicyLoss | CrossEntropy
                 f"micro-batch {number} has no field {lost[0]!r}, which the loss {loss.kind} needs as it is configured "
                 f"(it has {', '.join(sorted(packed.fields))}); set it with Batch.set_field"
             )
+        if needs_sequences(loss) and packed.sequences.size != packed.targets.size:
+            raise ValueError(f"micro-batch {number} does not say which sequence its targets belong to: pack it")
 
 
 def compute(
-    loss: PolicyLoss | CrossEntropy, fields: dict[str, Tensor], logprobs: Tensor, entropies: Tensor | None
+    loss: PolicyLoss | CrossEntropy,
+    fields: dict[str, Tensor],
+    logprobs: Tensor,
+    entropies: Tensor | None,
+    sequences: Tensor | None = None,
 ) -> Outcome:
     """The loss of a micro-batch: a plain sum over its targets, as the weights hold the denominators.
 
@@ -77,6 +89,7 @@ def compute(
         fields: as in `Packed`, float32 `[targets]`.
         logprobs: `[targets]`, with gradient.
         entropies: `[targets]`, for a policy loss.
+        sequences: int64 `[targets]`, as in `Row`; where `needs_sequences`.
     """
     weights = fields["weight"]
     live = weights != 0
@@ -86,22 +99,29 @@ def compute(
         return Outcome(total, told | {"loss": total.detach()})
     if entropies is None:
         raise ValueError("a policy loss needs entropies, got None")
-    return _policy_outcome(loss, fields, logprobs, entropies, told)
+    if sequences is None and needs_sequences(loss):
+        raise ValueError(f"the loss {loss.kind} needs the sequences of the targets as it is configured, got None")
+    return _policy_outcome(loss, fields, logprobs, entropies, sequences, told)
 
 
 def _policy_outcome(
-    loss: PolicyLoss, fields: dict[str, Tensor], logprobs: Tensor, entropies: Tensor, told: dict[str, Tensor]
+    loss: PolicyLoss,
+    fields: dict[str, Tensor],
+    logprobs: Tensor,
+    entropies: Tensor,
+    sequences: Tensor | None,
+    told: dict[str, Tensor],
 ) -> Outcome:
     weights, engine = fields["weight"], fields["engine_logprob"]
     live = weights != 0
-    old = fields["old_logprob"] if loss.old_logprobs == "trainer" else engine
-    terms = policy_loss.ppo_clip(logprobs, old, fields["advantage"], loss.clip_low, loss.clip_high, loss.dual_clip)
+    terms = _terms(loss, fields, logprobs, sequences, live)
     per_token = terms.loss
-    if loss.importance.kind == "truncate":
-        correction = truncated_weights(fields["old_logprob"], engine, loss.importance.cap)
-        per_token = per_token * correction
-        told["importance_weight"] = _sum(correction, live)
-        told["importance_cut"] = _sum(correction >= loss.importance.cap, live)
+    correction = _correction(loss, fields, sequences, live)
+    if correction is not None:
+        per_token = per_token * correction.weights
+        told["importance_weight"] = _sum(correction.weights, live)
+        told["importance_cut"] = _sum(correction.cut, live)
+        told["importance_weight_max"] = torch.where(live, correction.raw, torch.zeros_like(correction.raw)).amax()
     total = parts = weighted_sum(per_token, weights)
     told["policy_loss"] = parts.detach()
     if "reference_logprob" in fields and loss.kl.coefficient > 0:
@@ -118,6 +138,38 @@ def _policy_outcome(
     told |= {"loss": total.detach(), "entropy": _sum(entropies, live)}
     told |= dict(zip(policy_loss.STATS, terms.sums(weights).unbind(), strict=True))
     return Outcome(total, told)
+
+
+def _terms(
+    loss: PolicyLoss, fields: dict[str, Tensor], logprobs: Tensor, sequences: Tensor | None, live: Tensor
+) -> PolicyTerms:
+    """The policy loss per token, as its kind has it."""
+    old = fields["old_logprob" if loss.old_logprobs == "trainer" else "engine_logprob"]
+    advantages = fields["advantage"]
+    if isinstance(loss, PPOClip):
+        return policy_loss.ppo_clip(logprobs, old, advantages, loss.clip_low, loss.clip_high, loss.dual_clip)
+    if isinstance(loss, CISPO):
+        return policy_loss.cispo(logprobs, old, advantages, loss.clip_low, loss.clip_high)
+    if isinstance(loss, GSPO) and sequences is not None:
+        return policy_loss.gspo(logprobs, old, advantages, sequences, live, loss.clip_low, loss.clip_high)
+    raise TypeError(f"there is no policy loss {type(loss).__name__}")
+
+
+def _correction(
+    loss: PolicyLoss, fields: dict[str, Tensor], sequences: Tensor | None, live: Tensor
+) -> Correction | None:
+    """Importance weights from the engine's to the trainer's log-probabilities; None where they are off."""
+    config = loss.importance
+    if config.kind == "off":
+        return None
+    trainer, engine = fields["old_logprob"], fields["engine_logprob"]
+    if config.level == "sequence" and sequences is not None:
+        ratios = importance.sequence_ratios(trainer, engine, sequences, live)
+    else:
+        ratios = importance.token_ratios(trainer, engine)
+    if config.kind == "truncate":
+        return importance.truncated(ratios, config.cap)
+    return importance.masked(ratios, config.cap, config.floor)
 
 
 class Meter:
@@ -186,8 +238,8 @@ def _silent(loss: PolicyLoss) -> set[str]:
     if not loss.entropy_coefficient:
         silent |= {"entropy_loss"}
     if loss.importance.kind == "off":
-        silent |= {"importance_weight", "importance_cut"}
-    if loss.dual_clip is None:
+        silent |= {"importance_weight", "importance_cut", "importance_weight_max"}
+    if not isinstance(loss, PPOClip) or loss.dual_clip is None:
         silent |= {"clip_dual"}
     return silent
 

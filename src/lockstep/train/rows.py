@@ -24,6 +24,9 @@ class Row:
     """int64 `[targets]`."""
     fields: dict[str, Tensor]
     """float32 `[targets]` each."""
+    sequences: Tensor | None = None
+    """int64 `[targets]`: equal for targets of the same sequence, numbered from 0 in this row; None where the packed
+    row does not say."""
 
     @classmethod
     def of(cls, packed: Packed, device: torch.device) -> Self:
@@ -39,4 +42,5 @@ class Row:
                 name: torch.from_numpy(values.astype(np.float32)).to(device, non_blocking=True)
                 for name, values in packed.fields.items()
             },
+            sequences=whole(np.unique(packed.sequences, return_inverse=True)[1]) if packed.sequences.size else None,
         )

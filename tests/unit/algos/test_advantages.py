@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from lockstep.algos.advantages import dr_grpo, groups_with_signal, grpo, rloo
+from lockstep.algos.advantages import (
+    dr_grpo,
+    groups_with_signal,
+    grpo,
+    normalised,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    returns_to_go,
+    rloo,
+)
 
 matrices = hnp.arrays(
     np.float64,
@@ -73,3 +82,56 @@ def test_bad_rewards_are_refused(rewards: torch.Tensor) -> None:
     for function in (grpo, dr_grpo, rloo):
         with pytest.raises(ValueError, match="rewards"):
             function(rewards)
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    """Two prompts of two completions with 1, 2, 1 and 2 tokens; the token's return is the reward of its completion."""
+    rewards = torch.tensor([[1.0, 0.0], [3.0, 3.0]])
+    sequences = torch.tensor([0, 1, 1, 2, 3, 3])
+    returns = np.array([1, 0, 0, 3, 3, 3])
+    expected = (returns - 10 / 6) / returns.std(ddof=1)
+    assert reinforce_plus_plus(rewards, sequences).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    # With the baseline, the second group has none: 1/2, -1/2, -1/2, 0, 0, 0.
+    returns = np.array([0.5, -0.5, -0.5, 0, 0, 0])
+    expected = (returns + 0.5 / 6) / returns.std(ddof=1)
+    assert reinforce_plus_plus_baseline(rewards, sequences).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+def test_a_penalty_counts_for_its_token_and_those_before_it() -> None:
+    sequences = torch.tensor([0, 0, 0, 1, 1])
+    penalties = torch.tensor([0.1, 0.2, 0.4, 1.0, 2.0])
+    returns = returns_to_go(torch.tensor([1.0, 5.0]), sequences, penalties)
+    assert returns.tolist() == pytest.approx([1 - 0.7, 1 - 0.6, 1 - 0.4, 5 - 3.0, 5 - 2.0])
+    rewards = torch.tensor([[1.0, 5.0]])
+    torch.testing.assert_close(reinforce_plus_plus(rewards, sequences, penalties), normalised(returns))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(0, 2**31))
+def test_returns_are_those_of_a_loop_over_tokens(owners: list[int], seed: int) -> None:
+    """Sequences may be mixed, as in a tree with shared turns."""
+    random = np.random.default_rng(seed)
+    rewards, penalties = random.normal(size=6), random.normal(size=len(owners))
+    expected = [
+        rewards[owner] - sum(penalties[u] for u in range(t, len(owners)) if owners[u] == owner)
+        for t, owner in enumerate(owners)
+    ]
+    found = returns_to_go(torch.tensor(rewards), torch.tensor(owners), torch.tensor(penalties))
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-9)
+
+
+@given(matrices, st.integers(1, 4))
+def test_normalised_advantages_have_mean_zero_and_deviation_one(rewards: np.ndarray, length: int) -> None:
+    values = torch.tensor(rewards).flatten().repeat_interleave(length)
+    found = normalised(values)
+    if values.max() == values.min():
+        assert torch.equal(found, torch.zeros_like(found))
+    elif values.std() > 1e-3:
+        assert abs(found.mean()) < 1e-5 and found.std().item() == pytest.approx(1.0, rel=1e-4)
+    assert normalised(torch.tensor([3.0])).tolist() == [0.0]
+
+
+def test_reinforce_plus_plus_takes_one_completion_per_prompt() -> None:
+    found = reinforce_plus_plus(torch.tensor([[1.0], [0.0]]), torch.tensor([0, 1]))
+    assert found.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+    with pytest.raises(ValueError, match="at least 2"):
+        reinforce_plus_plus_baseline(torch.tensor([[1.0], [0.0]]), torch.tensor([0, 1]))

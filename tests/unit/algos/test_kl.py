@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.algos.importance import logprob_gap, truncated_weights
 from lockstep.algos.kl import ESTIMATORS, k1, k2, k3, kl_divergence
 
 logprob = st.floats(-30, 0)
@@ -81,20 +80,3 @@ def test_names_and_extremes() -> None:
         assert torch.isfinite(torch.autograd.grad(value.sum(), policy)[0]).all()
     with pytest.raises(ValueError, match="k1, k2, k3"):
         kl_divergence(policy, reference, "k4")
-
-
-def test_truncated_weights() -> None:
-    engine = torch.log(torch.tensor([0.5, 0.5, 0.5, 1e-9]))
-    trainer = torch.log(torch.tensor([0.5, 0.25, 0.9, 0.9])).requires_grad_()
-    weights = truncated_weights(trainer, engine, cap=1.5)
-    torch.testing.assert_close(weights, torch.tensor([1.0, 0.5, 1.5, 1.5]))
-    assert not weights.requires_grad
-
-
-def test_gap_counts_only_weighted_targets() -> None:
-    total, largest = logprob_gap(
-        torch.tensor([-1.0, -2.0, torch.nan]), torch.tensor([-1.5, -2.25, 0.0]), torch.tensor([1.0, 0.5, 0.0])
-    )
-    assert (total.item(), largest.item()) == (0.75, 0.5)
-    empty = torch.zeros(0)
-    assert [value.item() for value in logprob_gap(empty, empty, empty)] == [0, 0]

@@ -75,7 +75,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(values: dict[str, Any], 
 
 
 def test_everything_wrong_is_reported_at_once() -> None:
-    found = problems(grpo(steps="many", loss={"kl": {"coefficient": -1}}, recipes=1, group_size=1))
+    found = problems(grpo(steps="many", loss={"kl": {"coefficient": -1}}, recipes=1, group_size=0))
     assert set(found) == {"steps", "loss.kl.coefficient", "recipes", "group_size"}
     assert "'many'" in found["steps"]
 
@@ -96,6 +96,13 @@ def test_an_empty_name_or_a_missing_field_is_named() -> None:
         ({"token_budget": 100, "rollout": {"sampling": {"max_tokens": 100}}}, ["token_budget 100", "101"]),
         ({"model": {"path": "m", "max_length": 64}}, ["max_length 64", "256"]),
         ({"loss": {"importance": {"kind": "truncate"}}}, ["loss.old_logprobs=trainer"]),
+        ({"loss": {"kind": "gspo", "importance": {"kind": "mask"}}}, ["loss.old_logprobs=trainer"]),
+        ({"loss": {"kind": "gspo", "dual_clip": 3}}, ["another kind has it", "clip_low"]),
+        ({"loss": {"kind": "gspoo"}}, ["'gspoo'", "'ppo_clip', 'gspo', 'cispo'"]),
+        ({"loss": {"importance": {"kind": "truncate", "floor": 0.5}, "old_logprobs": "trainer"}}, ["kind mask"]),
+        ({"loss": {"importance": {"kind": "mask", "floor": 3}, "old_logprobs": "trainer"}}, ["less than cap 2"]),
+        ({"advantage": {"kind": "gae"}}, ["needs the values of a critic"]),
+        ({"group_size": 1}, ["group_size 1", "advantage.kind=reinforce_plus_plus"]),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, ["rollout.sampling.top_p 0.9", "loss.old_logprobs=trainer"]),
         ({"rollout": {"sampling": {"top_k": 20, "min_p": 0.1}}}, ["top_k 20 and", "min_p 0.1"]),
         ({"trainer": {"optimizer": {"betas": [0.9, 1.0]}}}, ["1.0", "less than 1"]),
@@ -106,6 +113,14 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], 
     text = " ".join(problems(grpo(**changes)).values())
     for word in words:
         assert word in text
+
+
+def test_a_policy_loss_is_ppos_where_no_kind_is_given() -> None:
+    found = check_config(grpo(loss={"clip_high": 0.28}), "test").loss
+    assert (found.kind, found.clip_high) == ("ppo_clip", 0.28)
+    gspo = check_config(apply_overrides(grpo(), ["loss.kind=gspo", "loss.clip_low=1e-3"]), "test").loss
+    assert (gspo.kind, gspo.clip_low, gspo.aggregation) == ("gspo", 1e-3, "seq-mean-token-mean")
+    assert check_config(grpo(group_size=1, advantage={"kind": "reinforce_plus_plus"}), "test").group_size == 1
 
 
 def test_an_invalid_term_is_the_only_thing_reported() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.config.algorithm import CrossEntropy, PPOClip
 from lockstep.data.batch import Minibatch, Packed
 from lockstep.data.packing import (
     Batch,
@@ -145,7 +145,7 @@ def test_modes_differ_in_layout_only(trees, ranks, slack) -> None:
 @given(random_trees(), st.integers(1, 3), st.sampled_from(AGGREGATIONS), st.sampled_from(MODES))
 def test_weighted_sum_is_the_aggregated_loss(trees, ranks, aggregation, mode) -> None:
     batch = pack(trees, ranks, longest(trees) + 9, mode)
-    loss = PolicyLoss(aggregation=aggregation, norm_length=11)
+    loss = PPOClip(aggregation=aggregation, norm_length=11)
     (minibatch,) = batch.minibatches(1, None, loss)
     per_target = np.random.default_rng(0).normal(size=max(1, batch.targets))
     total = sum(float(per_target[row.index] @ row.fields["weight"]) for row in rows(minibatch) if row.index[0] >= 0)
@@ -182,7 +182,7 @@ def test_mask_of_a_row_is_what_the_paths_say(trees, ranks, mode) -> None:
 def test_packing_is_deterministic(trees, ranks, seed) -> None:
     def flat() -> list[list[object]]:
         size = max(tree.samples for tree in trees)
-        loss = PolicyLoss(aggregation="seq-mean-token-mean")
+        loss = PPOClip(aggregation="seq-mean-token-mean")
         try:
             made = list(pack(trees, ranks, longest(trees) + 5).minibatches(2, 2 * size, loss, seed=seed))
         except ValueError:
@@ -328,7 +328,7 @@ def test_field_set_for_a_part_of_the_targets_only_is_refused() -> None:
 
 def test_norm_length_falls_back_to_max_tokens_and_is_never_guessed() -> None:
     batch = pack(trees_of_rollouts(rollouts([[3, 1]], [5]), np.ones((1, 2))), 1, 64)
-    loss = PolicyLoss(aggregation="seq-mean-token-sum-norm")
+    loss = PPOClip(aggregation="seq-mean-token-sum-norm")
     (minibatch,) = batch.minibatches(1, None, loss, max_tokens=10)
     assert rows(minibatch)[0].fields["weight"] == pytest.approx(np.full(4, 1 / 20))
     with pytest.raises(ValueError, match="norm_length"):
@@ -344,7 +344,7 @@ def test_weights_by_hand() -> None:
         "seq-mean-token-sum-norm": [0.1] * 4,
     }
     for aggregation, weights in expected.items():
-        (minibatch,) = batch.minibatches(1, None, PolicyLoss(aggregation=aggregation, norm_length=5))
+        (minibatch,) = batch.minibatches(1, None, PPOClip(aggregation=aggregation, norm_length=5))
         row = rows(minibatch)[0]
         assert row.fields["weight"][np.argsort(row.index)] == pytest.approx(weights)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from test_packing import observed
 from turn_samples import TURNS, conversation, conversations
 
-from lockstep.config.algorithm import PolicyLoss
+from lockstep.config.algorithm import PPOClip
 from lockstep.data.packing import pack, trees_of_rollouts
 from lockstep.data.samples import Group, Prompt, Rollouts
 
@@ -49,7 +49,7 @@ def test_weights_count_what_the_model_wrote(rollouts) -> None:
         "token-mean": np.repeat(1 / lengths.sum(), lengths.size),
         "seq-mean-token-mean": 1 / lengths / lengths.size,
     }.items():
-        (minibatch,) = batch.minibatches(loss=PolicyLoss(aggregation=aggregation))
+        (minibatch,) = batch.minibatches(loss=PPOClip(aggregation=aggregation))
         for row in (row for rank in minibatch.ranks for row in rank):
             np.testing.assert_allclose(row.fields["weight"], wanted[row.sequences], rtol=1e-5)
 
@@ -88,3 +88,14 @@ def test_a_mask_that_does_not_fit_is_refused() -> None:
     rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([9], np.int32), ""), [completion])])
     with pytest.raises(ValueError, match=r"r7.*mask"):
         trees_of_rollouts(rollouts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(conversations(), st.sampled_from(MODES), st.integers(1, 3), st.integers(0, 30))
+def test_no_sequence_is_cut(rollouts, mode, ranks, slack) -> None:
+    """What depends on all tokens of a completion (GSPO's ratio) is known in its row, without asking other ranks."""
+    longest = max(3 + len(each.tokens) for group in rollouts.groups for each in group.completions)
+    batch = pack(trees_of_rollouts(rollouts), ranks, longest + slack, mode)
+    rows = [row for rank in batch.everything().ranks for row in rank]
+    owners = [set(row.sequences[row.index >= 0].tolist()) for row in rows]
+    assert sum(map(len, owners)) == len(set().union(*owners)) == 8

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.config.algorithm import KL, CrossEntropy, ImportanceCorrection, PolicyLoss
+from lockstep.config.algorithm import CISPO, GSPO, KL, CrossEntropy, ImportanceCorrection, PolicyLoss, PPOClip
 from lockstep.data.batch import Packed
 from lockstep.train.losses import NAMES, Meter, Outcome, Totals, check_fields, compute, needed_fields
 
@@ -31,7 +31,7 @@ def test_cross_entropy_is_the_weighted_sum_of_negative_log_probabilities() -> No
 
 
 def test_a_policy_loss_by_hand() -> None:
-    loss = PolicyLoss(
+    loss = PPOClip(
         clip_low=0.2,
         clip_high=0.3,
         dual_clip=3.0,
@@ -79,7 +79,7 @@ def test_a_policy_loss_by_hand() -> None:
 
 
 def test_targets_without_weight_add_nothing_whatever_they_hold() -> None:
-    loss = PolicyLoss(kl=KL(coefficient=0.1), entropy_coefficient=0.1)
+    loss = PPOClip(kl=KL(coefficient=0.1), entropy_coefficient=0.1)
     logprobs = values(-1.0, -torch.inf).requires_grad_()
     fields = {name: values(-1.0, torch.nan) for name in ("advantage", "engine_logprob", "reference_logprob")}
     outcome = compute(loss, fields | {"weight": values(1.0, 0.0)}, logprobs, values(1.0, torch.nan))
@@ -90,7 +90,7 @@ def test_targets_without_weight_add_nothing_whatever_they_hold() -> None:
 
 
 def test_a_step_of_empty_microbatches_has_finite_metrics() -> None:
-    loss = PolicyLoss()
+    loss = PPOClip()
     fields = {name: values(0.0) for name in needed_fields(loss)}
     logprobs = values(-3.0).requires_grad_()
     outcome = compute(loss, fields, logprobs, values(1.0))
@@ -102,7 +102,7 @@ def test_a_step_of_empty_microbatches_has_finite_metrics() -> None:
 
 def test_terms_that_are_off_are_not_told() -> None:
     fields = {"weight": values(1.0), "advantage": values(1.0), "engine_logprob": values(-1.0)}
-    told = metrics(compute(PolicyLoss(), fields, values(-1.0), values(1.0)), PolicyLoss())
+    told = metrics(compute(PPOClip(), fields, values(-1.0), values(1.0)), PPOClip())
     assert "kl" not in told
     assert "importance_weight" not in told
     assert told["loss"] == -1.0
@@ -112,11 +112,14 @@ def test_terms_that_are_off_are_not_told() -> None:
     ("loss", "missing"),
     [
         (CrossEntropy(), None),
-        (PolicyLoss(), None),
-        (PolicyLoss(old_logprobs="trainer"), "old_logprob"),
-        (PolicyLoss(old_logprobs="trainer", importance=ImportanceCorrection(kind="truncate")), "old_logprob"),
-        (PolicyLoss(kl=KL(coefficient=0.1)), "reference_logprob"),
-        (PolicyLoss(kl=KL(coefficient=0.1, where="reward")), None),
+        (PPOClip(), None),
+        (PPOClip(old_logprobs="trainer"), "old_logprob"),
+        (PPOClip(old_logprobs="trainer", importance=ImportanceCorrection(kind="truncate")), "old_logprob"),
+        (PPOClip(old_logprobs="trainer", importance=ImportanceCorrection(kind="mask")), "old_logprob"),
+        (GSPO(), None),
+        (CISPO(), None),
+        (PPOClip(kl=KL(coefficient=0.1)), "reference_logprob"),
+        (PPOClip(kl=KL(coefficient=0.1, where="reward")), None),
     ],
 )
 def test_which_fields_a_loss_needs(loss: PolicyLoss | CrossEntropy, missing: str | None) -> None:
@@ -144,8 +147,35 @@ def test_ranks_and_microbatches_are_added_up_and_the_first_bad_one_is_found() ->
     totals = Totals(torch.stack(vectors))
     assert totals.bad_microbatches == [(1, 2), (2, 0)]
     assert totals.bad_gradients == [0]
-    told_of_all = totals.metrics(PolicyLoss())
+    told_of_all = totals.metrics(PPOClip())
     assert told_of_all["tokens"] == 24
     assert told_of_all["loss"] == pytest.approx(6.0)
     assert told_of_all["logprob"] == pytest.approx(-(4 + 8) / 24)
     assert told_of_all["engine_gap_max"] == 5
+
+
+def test_importance_of_sequences_and_masks() -> None:
+    old, engine = values(-1.0, -1.0, -1.0, -1.0), values(-1.3, -1.2, -0.9, -1.9)
+    fields = {"weight": values(0.25, 0.25, 0.25, 0.25), "advantage": values(1.0, 1.0, 1.0, 1.0)}
+    fields |= {"old_logprob": old, "engine_logprob": engine}
+    sequences = torch.tensor([0, 0, 0, 1])
+    first, second = math.exp(0.3 + 0.2 - 0.1), math.exp(0.9)
+    for kind, floor, expected in (("truncate", 0.0, [first] * 3 + [2.0]), ("mask", 1.5, [0.0] * 4)):
+        correction = ImportanceCorrection(kind=kind, level="sequence", floor=floor)
+        loss = PPOClip(old_logprobs="trainer", importance=correction)
+        outcome = compute(loss, fields, old.clone(), values(1.0, 1.0, 1.0, 1.0), sequences)
+        assert outcome.loss.item() == pytest.approx(-sum(expected) / 4, rel=1e-5)
+        told = metrics(outcome, loss)
+        assert told["importance_weight"] == pytest.approx(sum(expected) / 4, rel=1e-5)
+        assert told["importance_weight_max"] == pytest.approx(second, rel=1e-5)
+        assert told["importance_cut"] == (0.25 if kind == "truncate" else 1.0)
+        with pytest.raises(ValueError, match="needs the sequences"):
+            compute(loss, fields, old, values(1.0, 1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("loss", [GSPO(), PPOClip(importance=ImportanceCorrection(level="sequence"))])
+def test_rows_made_by_hand_must_name_their_sequences(loss: PolicyLoss) -> None:
+    one = np.ones(1, np.int32)
+    fields = {name: np.ones(1, np.float32) for name in ("weight", "advantage", "engine_logprob")}
+    with pytest.raises(ValueError, match="which sequence"):
+        check_fields([Packed(one, one, -one, 0 * one, one, one.astype(np.int64), fields)], loss)

@@ -1,4 +1,4 @@
-"""Values that are known per sequence only, given to its targets."""
+"""Values that are only known once the batch is packed, given to its targets."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_the_same_as_giving_advantages_at_once(mode) -> None:
     made = rollouts([[3, 1, 2], [2, 0, 4]])
     at_once = pack(trees_of_rollouts(made, advantages), 2, 16, mode)
     later = pack(trees_of_rollouts(made), 2, 16, mode)
-    later.set_per_sequence("advantage", advantages.ravel())
+    later.set_per_target("advantage", advantages.ravel()[later.sequences])
     np.testing.assert_array_equal(later.fields["advantage"], at_once.fields["advantage"])
     (first,), (second,) = list(at_once.minibatches()), list(later.minibatches())
     for rows, others in zip(first.ranks, second.ranks, strict=True):
@@ -42,7 +42,7 @@ def test_the_same_as_giving_advantages_at_once(mode) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (np.zeros(5), "expected one for each of 6"),
+        (np.zeros(7), "expected one for each of 6"),
         (np.zeros((2, 3)), "expected one for each of 6"),
         (np.array([0, 0, np.nan, 0, 0, 0]), "not finite for sequence 2"),
     ],
@@ -50,10 +50,28 @@ def test_the_same_as_giving_advantages_at_once(mode) -> None:
 def test_values_that_do_not_fit_are_refused(values: np.ndarray, words: str) -> None:
     batch = pack(trees_of_rollouts(rollouts([[1, 1, 1], [1, 1, 1]])), 1, 64)
     with pytest.raises(ValueError, match=words):
-        batch.set_per_sequence("advantage", values)
+        batch.set_per_target("advantage", values)
 
 
 def test_weights_cannot_be_set() -> None:
     batch = pack(trees_of_rollouts(rollouts([[1]])), 1, 64)
     with pytest.raises(ValueError, match="aggregation"):
-        batch.set_per_sequence("weight", np.ones(1))
+        batch.set_per_target("weight", np.ones(1))
+
+
+def test_truncated_completions_may_be_left_out() -> None:
+    made = rollouts([[3, 1], [2, 4]])
+    for g, k in ((0, 1), (1, 0), (1, 1)):
+        made.groups[g].completions[k].finish = "length"
+    batch = pack(trees_of_rollouts(made, mask_truncated=True), 2, 16)
+    assert batch.sequences.tolist() == [0, 0, 0]
+    (minibatch,) = batch.minibatches()
+    assert (minibatch.targets, minibatch.sequences) == (3, 1)
+    tokens = sum(row.tokens.size for rank in minibatch.ranks for row in rank)
+    assert tokens == 5 + 1, "the prompt and the one completion, and an empty row: what is left out costs nothing"
+
+    made.groups[0].completions[0].finish = "length"
+    batch = pack(trees_of_rollouts(made, mask_truncated=True), 2, 16)
+    batch.set_per_target("advantage", np.zeros(0))
+    (minibatch,) = batch.minibatches()
+    assert minibatch.targets == 0 and [len(rank) for rank in minibatch.ranks] == [1, 1]

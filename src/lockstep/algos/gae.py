@@ -1,0 +1,48 @@
+"""Advantages from a critic's values."""
+
+import torch
+from torch import Tensor
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95, last: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2015, "High-Dimensional Continuous Control", eq. 11-16):
+
+        delta_t = r_t + gamma V_{t+1} - V_t        A_t = delta_t + gamma lambda A_{t+1}
+
+    over the tokens of a completion that the policy generated. What lies between them (an environment's answer) is no
+    step of time: the token before it is followed by the one after it.
+
+    Args:
+        rewards: float `[sequences, tokens]`.
+        values: of the state before each token, `[sequences, tokens]`.
+        mask: bool `[sequences, tokens]`: the policy's own tokens; padding is False.
+        gamma: discount.
+        lam: lambda; 1 is the return minus the value, 0 the one-step error.
+        last: value of the state after the last token, `[sequences]`; 0 when None, as after an end of sequence.
+
+    Returns:
+        Advantages and returns (advantage + value: what the critic learns), both `[sequences, tokens]` without gradient,
+        0 where the mask is False.
+
+    Raises:
+        ValueError: shapes that differ.
+    """
+    if not rewards.shape == values.shape == mask.shape or rewards.dim() != 2:
+        raise ValueError(
+            f"rewards {list(rewards.shape)}, values {list(values.shape)} and mask {list(mask.shape)} must have one "
+            "shape [sequences, tokens]"
+        )
+    rewards, values = rewards.detach(), values.detach()
+    advantages = torch.zeros_like(values)
+    following = torch.zeros_like(values[:, 0]) if last is None else last.detach().to(values.dtype)
+    ahead = torch.zeros_like(following)
+    for token in range(values.shape[1] - 1, -1, -1):
+        own = mask[:, token]
+        value = values[:, token]
+        error = rewards[:, token] + gamma * following - value
+        ahead = torch.where(own, error + gamma * lam * ahead, ahead)
+        following = torch.where(own, value, following)
+        advantages[:, token] = torch.where(own, ahead, torch.zeros_like(ahead))
+    return advantages, torch.where(mask, advantages + values, torch.zeros_like(values))
