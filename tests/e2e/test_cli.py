@@ -260,12 +260,14 @@ def test_every_metric_and_file_is_documented(seen: Seen) -> None:
     found = {name for row in rows for name in row} - {"step", "time"}
     own = {name for name in found if name.startswith("reward/")} - metrics
     stages = {name for name in found if name.startswith("time/")} - metrics
-    assert {"reward/<term>", "reward/<term>/<key>", "time/<stage>_s"} <= metrics
-    assert own == {
-        *("reward/sorted_share", "reward/compute_score", "reward/compute_score/right_length"),
-        *("reward/openrlhf", "reward/openrlhf/scores", "reward/openrlhf/length"),
+    assert {"reward/<term>/mean", "reward/<term>/std", "reward/<term>/<key>", "time/<stage>_s"} <= metrics
+    terms = {
+        f"reward/{term}/{key}" for term in ("sorted_share", "compute_score", "openrlhf") for key in ("mean", "std")
     }
-    assert found - own - stages <= metrics, found - own - stages - metrics
+    assert own == terms | {"reward/compute_score/right_length", "reward/openrlhf/scores", "reward/openrlhf/length"}
+    evaluated = {name for name in found if name.startswith("eval/reward/")}
+    assert evaluated == {f"eval/{name}" for name in own}
+    assert found - own - stages - evaluated <= metrics, found - own - stages - evaluated - metrics
     there = {path.name for path in seen.run.iterdir()}
     assert files == there - {"ledger.sqlite-wal", "ledger.sqlite-shm"}, "which SQLite makes while somebody reads"
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from reward_server import Reply, serving
 
 from lockstep.cluster.local import LocalCluster
 from lockstep.config.cluster import LocalCluster as ClusterConfig
-from lockstep.config.reward import ExactMatch, Function, Length, Math, Regex, Reward
+from lockstep.config.reward import ExactMatch, Function, Http, Length, Math, Regex, Reward
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.rewards.api import RewardError
 from lockstep.rewards.pool import LOSSES_PER_SCORER, ScorerPool
@@ -269,6 +270,23 @@ def test_an_import_that_crashes(pool, tmp_path):
     with pytest.raises(RewardError, match="exited with 3 while loading") as caught:
         pool(Function(path=f"{tmp_path}/crash.py:f")).start()
     assert "importing" in caught.value.traceback
+
+
+def test_a_server_has_its_own_deadline_and_its_requests_are_shared_out(pool):
+    """Slower than `timeout_s`, which is for users' functions; the error names endpoint and samples."""
+
+    def reply(number, body, path):
+        bad = "bad" in body["completions"]
+        return Reply("cannot", 400) if bad else Reply([float(len(body["completions"]))] * 2, after_s=1.5)
+
+    with serving(reply) as server:
+        term = Http(url=f"{server.url}/rm", batch_size=2, concurrency=3, timeout_s=20, deadline_s=20)
+        scorers = pool(term, timeout_s=0.5, workers=2, batch_size=8)
+        assert scorers.score(rollouts(*[["a", "b"]] * 8)).rewards.tolist() == [[2.0, 2.0]] * 8
+        assert server.most == 3
+        error = failure(scorers)
+    assert (error.function, error.uid) == ("http", None)
+    assert f"{server.url}/rm answered 400 Bad Request: cannot (2 samples, 0:1#0 to 0:1#1)" in error.problem
 
 
 def test_closing_leaves_no_process(pool):

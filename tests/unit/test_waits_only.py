@@ -32,7 +32,10 @@ FUNCTIONS = {
     **dict.fromkeys([f"signal.{n}" for n in ("pause", "sigwait", "sigwaitinfo")], "waits.event"),
     "input": "nothing: nobody may be there to answer",
 }
-HTTP = re.compile(r"(requests|httpx)\.(get|post|put|patch|delete|head|options|request|stream)|urllib\.request\.urlopen")
+HTTP = re.compile(
+    r"(requests|httpx)\.(get|post|put|patch|delete|head|options|request|stream)|httpx\.(Async)?Client"
+    r"|urllib\.request\.urlopen"
+)
 COLLECTIVES = {
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "all_gather_single", "all_to_all",
     "all_to_all_single", "barrier", "broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor",
@@ -405,6 +408,7 @@ CAUGHT = [
     "from torch.distributed import TCPStore; s = TCPStore('h', 1); s.get('k')",
     "import requests; requests.get(url)",
     "import httpx; httpx.post(url, json=x)",
+    "import httpx; httpx.AsyncClient()",
     "from urllib.request import urlopen; urlopen(url)",
     "import ray; ray.get(ref)",
     "import ray; ray.get(ref, timeout=5)",
@@ -464,6 +468,7 @@ PASSES = [
     "x.scatter(0, i, y)",
     "import functools; functools.reduce(f, xs)",
     "import requests; requests.get(url, timeout=5)",
+    "import httpx; httpx.AsyncClient(timeout=5)",
     "from urllib.request import urlopen; urlopen(url, timeout=5)",
     "import fcntl; fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)",
     "import fcntl; fcntl.flock(fd, fcntl.LOCK_UN)",

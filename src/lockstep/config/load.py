@@ -9,9 +9,13 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from lockstep.config.errors import ConfigError, Problem
 from lockstep.config.recipes import Config, GRPOConfig, SFTConfig
+from lockstep.config.secrets import found_in, redact_text
 from lockstep.config.spelling import resolve, suggestion
 
 _ADAPTER: TypeAdapter[SFTConfig | GRPOConfig] = TypeAdapter(Config)
+_NAME_IT = (
+    "a run's config is written to files: put it into the environment, and name the variable where one is asked for"
+)
 RECIPES: dict[str, type[SFTConfig] | type[GRPOConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig}
 
 
@@ -63,6 +67,9 @@ def check_config(values: dict[str, Any], source: str) -> SFTConfig | GRPOConfig:
         hint = f"one of {', '.join(RECIPES)}"
         message = "is missing" if recipe is None else f"{recipe!r} is not known"
         raise ConfigError(source, [Problem("recipe", message, hint)])
+    secrets = [Problem(path, f"holds what looks like {kind}", _NAME_IT) for path, kind in found_in(values)]
+    if secrets:
+        raise ConfigError(source, secrets)
     try:
         return _ADAPTER.validate_python(values)
     except ValidationError as error:
@@ -124,4 +131,4 @@ def _problem(item: Any, root: type[BaseModel]) -> Problem:
     shown = repr(given)
     if isinstance(given, dict) or len(shown) > 80:
         return Problem(path, message)
-    return Problem(path, f"{shown}: {message}")
+    return Problem(path, f"{redact_text(shown)}: {message}")

@@ -95,6 +95,8 @@ def _default(info: FieldInfo) -> str:
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
+    if isinstance(value, str) and "\n" in value:
+        return "a text of its own"
     if isinstance(value, tuple):
         return f"`[{', '.join(map(str, value))}]`"
     return f"`{value}`"

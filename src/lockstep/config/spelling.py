@@ -52,6 +52,7 @@ FOREIGN_NAMES = {
     "adv_estimator": "advantage.kind",
     "advantage_estimator": "advantage.kind",
     "reward_funcs": "reward.terms",
+    "remote_rm_url": "reward.terms: {kind: http, url: ..., signature: openrlhf}",
     "max_grad_norm": "trainer.max_grad_norm",
     "gradient_checkpointing": "trainer.activation_checkpointing",
     "output_dir": "folder and name",

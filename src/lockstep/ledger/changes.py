@@ -16,9 +16,17 @@ _HARMLESS = (
     "reward.workers",
     "reward.timeout_s",
     "reward.memory_mb",
+    "reward.terms.*.url",
+    "reward.terms.*.base_url",
+    "reward.terms.*.api_key_env",
+    "reward.terms.*.timeout_s",
+    "reward.terms.*.retries",
+    "reward.terms.*.deadline_s",
+    "reward.terms.*.concurrency",
     "trainer.collective_timeout_s",
 )
-"""Fields and sections that say where a run lives, what it shows and how long it waits, and not what it computes."""
+"""Fields and sections that say where a run lives, what it shows, whom it asks and how long it waits, and not what it
+computes. `*` stands for one part of a path."""
 _BITS = (
     "trainer.ranks",
     "trainer.threads",
@@ -82,12 +90,18 @@ def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
 
 
 def _effect(path: str) -> Effect:
+    parts = path.split(".")
+
     def among(fields: tuple[str, ...]) -> bool:
-        return any(path == field or path.startswith(field + ".") for field in fields)
+        return any(_within(parts, field.split(".")) for field in fields)
 
     if among(_RESULT) or not among(_HARMLESS + _BITS):
         return "result"
     return "bits" if among(_BITS) else "none"
+
+
+def _within(parts: list[str], field: list[str]) -> bool:
+    return len(parts) >= len(field) and all(known in ("*", part) for part, known in zip(parts, field, strict=False))
 
 
 def _steps(before: Any, after: Any, config: Mapping[str, Any]) -> Change:

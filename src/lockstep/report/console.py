@@ -105,7 +105,9 @@ class Console:
         if "eval/exact_match" in metrics:
             self._evaluated.append((done, metrics["eval/exact_match"]))
         if not self._quiet:
-            shown = "  ".join(f"{name.removeprefix('eval/')} {number(value)}" for name, value in metrics.items())
+            # Of the breakdown there is more than fits a line; it is in the metrics.
+            own = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+            shown = "  ".join(f"{name} {number(value)}" for name, value in own.items() if "/" not in name)
             self._print(f"[cyan]evaluation[/] after step {done}: {escape(shown)}")
 
     def message(self, text: str) -> None:

@@ -1,5 +1,6 @@
 """`report.html`: a run on one page that needs nothing else, to be read, mailed and kept."""
 
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ CHARTS = (
     Chart("Log-probability gap", ("policy/engine_gap_mean", "policy/engine_gap_max"), "engine, trainer", log=True),
     Chart("Throughput", ("throughput/tokens_per_s",), "tokens per second"),
 )  # fmt: skip
+_TERM = re.compile(r"reward/(.+)/mean")
 _LABELS = {
     "reward/std": "std",
     "policy/clip_low": "low",
@@ -121,8 +123,7 @@ def curves_of(rows: list[MetricsRow], evaluations: list[EvaluationRow]) -> dict[
 
 
 def _charts(curves: Mapping[str, Any]) -> list[Chart]:
-    whole = ("reward/mean", "reward/std", "reward/min", "reward/max")
-    terms = tuple(name for name in curves if name.startswith("reward/") and name not in whole)
+    terms = tuple(name for name in curves if _TERM.fullmatch(name))
     reward = [Chart("Reward by term", terms, "before weights")] if terms else []
     return [*CHARTS[:2], *reward, *CHARTS[2:]]
 
@@ -134,7 +135,8 @@ def _rest(curves: Mapping[str, Any]) -> list[Chart]:
 
 
 def _card(chart: Chart, curves: Mapping[str, Any]) -> tuple[Drawn, Markup] | None:
-    drawn = draw(chart, curves, _LABELS)
+    terms = {name: found[1] for name in chart.names if (found := _TERM.fullmatch(name))}
+    drawn = draw(chart, curves, {**_LABELS, **terms})
     # matplotlib escapes text; what it draws here are numbers only.
     return None if drawn is None else (drawn, Markup(drawn.svg))
 

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from lockstep.cluster.user_code import UserCodeError
 from lockstep.data.samples import Episode, Prompt
 
 Signature = Literal["trl", "verl", "openrlhf"]
@@ -48,6 +49,15 @@ class Batch:
         sample = self.samples[position]
         return f"{self.prompts[sample.prompt].uid}#{sample.index}"
 
+    def label(self) -> str:
+        """`sample 0:1#0`, or `4 samples, 0:1#0 to 0:2#1`."""
+        last = len(self) - 1
+        return f"sample {self.uid(0)}" if last == 0 else f"{last + 1} samples, {self.uid(0)} to {self.uid(last)}"
+
+    def part(self, start: int, size: int) -> "Batch":
+        """At most `size` samples from that position on, with all prompts."""
+        return Batch(self.step, self.prompts, self.samples[start : start + size])
+
     def alone(self, position: int) -> "Batch":
         """A batch of the sample at this position only."""
         sample = self.samples[position]
@@ -65,6 +75,8 @@ class Failure:
     """What the function returned, shortened."""
     traceback: str | None = None
     """From the user's first frame on."""
+    count: int = 1
+    """Samples from `position` on that are concerned, where they went to a server together."""
 
 
 @dataclass(slots=True)
@@ -90,6 +102,8 @@ class TermInfo:
     """None for the verifiers."""
     per_sample: bool
     """Whether progress moves with each sample, or only with each batch."""
+    limit_s: float = 0.0
+    """Longest time without a finished sample that the term itself allows for, where it is above `reward.timeout_s`."""
 
 
 @dataclass(slots=True)
@@ -109,6 +123,12 @@ class ScorerAPI(Protocol):
 
     def score(self, term: int, batch: Batch) -> Scores:
         """One term over one batch."""
+
+
+class TermError(UserCodeError):
+    """A term that cannot be used as it is configured: its name in the metrics, what is wrong, what would help."""
+
+    noun = "reward"
 
 
 class RewardError(RuntimeError):

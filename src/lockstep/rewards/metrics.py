@@ -1,8 +1,10 @@
 """Numbers that people watch, from scored rollouts."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from lockstep.data.samples import Rollouts
+from lockstep.data.samples import Group, Rollouts
 from lockstep.rewards import verifiers
 
 
@@ -29,23 +31,33 @@ def groups_without_signal(rollouts: Rollouts) -> float:
 
 def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
     """`reward/mean`, `/std` (population), `/min`, `/max` over all completions, `rollout/groups_without_signal`, and
-    `reward/NAME`, the mean over the completions to which the term applies (absent where it applies to none).
-    Raises ValueError while a group is not scored."""
+    the breakdown. Raises ValueError while a group is not scored."""
     every = np.concatenate([_rewards(group.rewards) for group in rollouts.groups]).astype(np.float64)
-    found = {
+    return {
         "reward/mean": float(every.mean()),
         "reward/std": float(every.std()),
         "reward/min": float(every.min()),
         "reward/max": float(every.max()),
         "rollout/groups_without_signal": groups_without_signal(rollouts),
+        **breakdown_metrics(rollouts.groups, "reward/"),
     }
-    for name in dict.fromkeys(name for group in rollouts.groups for name in group.breakdown):
-        parts = [group.breakdown[name] for group in rollouts.groups if name in group.breakdown]
+
+
+def breakdown_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
+    """`PREFIX TERM/mean` and `/std` (population) of every term before its weight, over the completions to which it
+    applies; of a number besides (`TERM/KEY` of the breakdown) the mean as `PREFIX TERM/KEY`. What applies to no
+    completion is absent."""
+    found: dict[str, float] = {}
+    own: dict[str, float] = {}
+    for name in dict.fromkeys(name for group in groups for name in group.breakdown):
+        parts = [group.breakdown[name] for group in groups if name in group.breakdown]
         values = np.concatenate(parts).astype(np.float64)
         values = values[~np.isnan(values)]
-        if values.size:
-            found[f"reward/{name}"] = float(values.mean())
-    return found
+        if values.size and "/" in name:
+            found[f"{prefix}{name}"] = float(values.mean())
+        elif values.size:
+            own |= {f"{prefix}{name}/mean": float(values.mean()), f"{prefix}{name}/std": float(values.std())}
+    return found | own
 
 
 def _rewards(rewards: np.ndarray | None) -> np.ndarray:

@@ -139,7 +139,7 @@ class ScorerPool:
             for scorer in self._scorers[: len(units)]
         ]
         # Each thread's waits end when nothing is scored for timeout_s; this is the most that they add up to.
-        bound = (3 * samples + len(units)) * self.cfg.timeout_s + (1 + job.losses_left) * LOADING_S
+        bound = (3 * samples + len(units)) * max(map(self._limit_s, self.terms)) + (1 + job.losses_left) * LOADING_S
         why = f"{samples} rewards of {len(self.terms)} terms"
         for thread in threads:
             thread.start()
@@ -211,7 +211,10 @@ class ScorerPool:
 
     def _call(self, scorer: Scorer, term: int, batch: Batch) -> Scores:
         info = self.terms[term]
-        return scorer.score(term, batch, why=f"{info.name} of {_samples(batch)}")
+        return scorer.score(term, batch, f"{info.name} of {batch.label()}", self._limit_s(info))
+
+    def _limit_s(self, info: TermInfo) -> float:
+        return max(self.cfg.timeout_s, info.limit_s)
 
     def _may_continue(self, term: int, failure: Failure, job: _Job) -> None:
         if not job.lose():
@@ -221,8 +224,9 @@ class ScorerPool:
     def _error(self, term: int, batch: Batch, failure: Failure) -> RewardError:
         function = self.terms[term].function
         position = 0 if len(batch) == 1 else failure.position
-        if position is None:
-            problem = f"{failure.problem} ({_samples(batch)})"
+        if position is None or failure.count > 1:
+            concerned = batch if position is None else batch.part(position, failure.count)
+            problem = f"{failure.problem} ({concerned.label()})"
             return RewardError(function, problem, returned=failure.returned, traceback=failure.traceback)
         sample = batch.samples[position]
         row = batch.prompts[sample.prompt].row
@@ -241,8 +245,3 @@ class ScorerPool:
                 return RewardError(names, error.problem, batch.uid(position), row, sample.text)
             position -= len(batch)
         raise AssertionError("a position beyond the batches")
-
-
-def _samples(batch: Batch) -> str:
-    last = len(batch) - 1
-    return f"sample {batch.uid(0)}" if last == 0 else f"{last + 1} samples, {batch.uid(0)} to {batch.uid(last)}"

@@ -55,6 +55,7 @@ class Scorer:
                 "base": str(self.base),
                 "memory_mb": self.cfg.memory_mb,
                 "timeout_s": self.cfg.timeout_s,
+                "share": (self.rank, self.cfg.workers),
             },
             # A function is one of many side by side: one thread each; few arenas, so that a limit of the address
             # space limits memory and not malloc's reservations.
@@ -98,8 +99,8 @@ class Scorer:
             raise RewardError(prepared.function or functions, failure.problem, traceback=failure.traceback)
         return prepared
 
-    def score(self, term: int, batch: Batch, why: str) -> Scores:
-        """One call. Raises Lost when the process died or finished no sample for `timeout_s`; the next call starts
+    def score(self, term: int, batch: Batch, why: str, limit_s: float) -> Scores:
+        """One call. Raises Lost when the process died or finished no sample for `limit_s`; the next call starts
         another process."""
         if self.missing():
             (worker,) = self.cluster.start([self.spec()])
@@ -107,9 +108,9 @@ class Scorer:
             self.loaded(self.begin_loading())
         pending = self._running().submit(ScorerAPI.score, term, batch)
         try:
-            return pending.result(why=why, stall_s=self.cfg.timeout_s + NEWS_S)
+            return pending.result(why=why, stall_s=limit_s + NEWS_S)
         except Stalled:
-            problem = f"did not finish a sample for {self.cfg.timeout_s:g} s (reward.timeout_s); its process was killed"
+            problem = f"did not finish a sample for {limit_s:g} s (reward.timeout_s); its process was killed"
             raise self._end(problem, pending) from None
         except WorkerDied as error:
             self._forget()

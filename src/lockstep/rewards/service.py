@@ -13,10 +13,9 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter
 
-from lockstep.cluster.user_code import Watchdog
+from lockstep.cluster.user_code import UserCodeError, Watchdog
 from lockstep.config import reward as config
 from lockstep.rewards.api import Batch, Failure, Prepared, Scores, TermInfo
-from lockstep.rewards.functions import FunctionError
 from lockstep.rewards.terms import Term, build, names
 from lockstep.rewards.values import BadReward
 from lockstep.watch import beacon
@@ -30,11 +29,19 @@ NICENESS = 5
 class ScorerService:
     """Implements `rewards.api.ScorerAPI`."""
 
-    def __init__(self, terms: list[dict[str, Any]], base: str, memory_mb: int | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        terms: list[dict[str, Any]],
+        base: str,
+        memory_mb: int | None,
+        timeout_s: float,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`share`: which scorer of how many this is; they share out the requests that a term allows at once."""
         adapter: TypeAdapter[tuple[config.Term, ...]] = TypeAdapter(tuple[config.Term, ...])
         self._configs = adapter.validate_python(terms)
-        self._base, self._memory_mb = Path(base), memory_mb
-        self._watchdog = Watchdog(0.8 * timeout_s)
+        self._base, self._memory_mb, self._timeout_s = Path(base), memory_mb, timeout_s
+        self._rank, self._scorers = share
         self._terms: list[Term] = []
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(NICENESS)
@@ -45,15 +52,17 @@ class ScorerService:
         for term, name in zip(self._configs, names(self._configs), strict=True):
             beacon.current().stage(f"loading {name}")
             try:
-                self._terms.append(build(term, name, self._base))
-            except FunctionError as error:
+                self._terms.append(build(term, name, self._base, self._requests(term)))
+            except UserCodeError as error:
                 problem = f"{error.problem}; {error.remedy}" if error.remedy else error.problem
                 return Prepared(function=error.path, failure=Failure(problem, traceback=error.traceback))
         too_small = self._limit_memory()
         if too_small is not None:
             return Prepared(function="memory_mb", failure=Failure(too_small))
         beacon.current().stage("ready")
-        infos = [TermInfo(each.name, each.function, each.signature, each.per_sample) for each in self._terms]
+        infos = [
+            TermInfo(each.name, each.function, each.signature, each.per_sample, each.limit_s) for each in self._terms
+        ]
         return Prepared(infos)
 
     def score(self, term: int, batch: Batch) -> Scores:
@@ -61,18 +70,25 @@ class ScorerService:
         here, chosen = beacon.current(), self._terms[term]
         here.stage(f"scoring {chosen.name}")
 
+        watchdog = Watchdog(0.8 * max(self._timeout_s, chosen.limit_s))
+
         def advance(samples: int) -> None:
             here.add("samples scored", samples)
-            self._watchdog.pat()
+            watchdog.pat()
 
-        self._watchdog.start()
+        watchdog.start()
         try:
             return chosen.score(batch, advance)
         except BadReward as error:
-            return Scores(failure=Failure(error.problem, error.position, error.returned, error.traceback))
+            return Scores(failure=Failure(error.problem, error.position, error.returned, error.traceback, error.count))
         finally:
-            self._watchdog.stop()
+            watchdog.stop()
             here.stage("ready")
+
+    def _requests(self, term: config.Term) -> int:
+        """How many requests this scorer may have under way for a term."""
+        allowed = term.concurrency if isinstance(term, config.Http | config.Judge) else 1
+        return allowed // self._scorers + (self._rank < allowed % self._scorers)
 
     def _limit_memory(self) -> str | None:
         """Sets the limit of the address space, after loading: a limit below what is in use already would fail at

@@ -41,14 +41,8 @@ def call_trl(function: UserFunction, batch: Batch, advance: Advance) -> Scores:
         if column is not None:
             logged[name] = column
 
-    columns = _columns(batch)
     offered: dict[str, Any] = {
-        **columns,
-        "prompts": [prompt.text if prompt.messages is None else prompt.messages for prompt, _ in batch.pairs()],
-        "completions": [
-            sample.text if prompt.messages is None else [{"role": "assistant", "content": sample.text}]
-            for prompt, sample in batch.pairs()
-        ],
+        **conversation_batch(batch),
         "completion_ids": [sample.tokens.tolist() for sample in batch.samples],
         "trainer_state": SimpleNamespace(global_step=batch.step),
         "log_extra": log,
@@ -63,9 +57,7 @@ def call_trl(function: UserFunction, batch: Batch, advance: Advance) -> Scores:
 def call_openrlhf(function: UserFunction, batch: Batch, advance: Advance) -> Scores:
     """OpenRLHF's custom `reward_func`: queries are prompt and completion in one text. `rewards` are what is trained
     on; `scores` and `extra_logs` come out in the breakdown."""
-    prompts = [prompt.text for prompt, _ in batch.pairs()]
-    labels = [_ground_truth(prompt) for prompt, _ in batch.pairs()]
-    queries = [prompt.text + sample.text for prompt, sample in batch.pairs()]
+    queries, prompts, labels = query_batch(batch).values()
     offered = {"queries": queries, "prompts": prompts, "labels": labels}
     if function.takes("queries"):
         # its `**kwargs` do not expect the data's columns; one that it names, it gets
@@ -114,6 +106,29 @@ def call_verl(function: UserFunction, batch: Batch, advance: Advance) -> Scores:
 
 
 ADAPTERS: Mapping[Signature, Adapter] = {"trl": call_trl, "verl": call_verl, "openrlhf": call_openrlhf}
+
+
+def conversation_batch(batch: Batch) -> dict[str, list[Any]]:
+    """Columns, prompts and completions as TRL hands them over: repeated per completion, messages where the prompt is
+    a conversation."""
+    return {
+        **_columns(batch),
+        "prompts": [prompt.text if prompt.messages is None else prompt.messages for prompt, _ in batch.pairs()],
+        "completions": [
+            sample.text if prompt.messages is None else [{"role": "assistant", "content": sample.text}]
+            for prompt, sample in batch.pairs()
+        ],
+    }
+
+
+def query_batch(batch: Batch) -> dict[str, list[Any]]:
+    """What OpenRLHF sends to a remote reward: prompt and completion in one text, prompts, ground truths."""
+    pairs = list(batch.pairs())
+    return {
+        "query": [prompt.text + sample.text for prompt, sample in pairs],
+        "prompts": [prompt.text for prompt, _ in pairs],
+        "labels": [_ground_truth(prompt) for prompt, _ in pairs],
+    }
 
 
 def _verl_arguments(function: UserFunction, batch: Batch, position: int) -> dict[str, Any]:

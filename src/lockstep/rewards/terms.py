@@ -15,6 +15,8 @@ from lockstep.rewards.functions import load
 from lockstep.rewards.signatures import Advance
 from lockstep.rewards.values import LARGEST, BadReward
 
+SLACK_S = 10.0
+"""Beyond the `deadline_s` of a request, after which the term itself should have said what is wrong."""
 Verifier = Callable[[Prompt, Sample], float | None]
 
 
@@ -29,6 +31,8 @@ class Term:
     per_sample: bool
     score: Callable[[Batch, Advance], Scores]
     """Raises BadReward."""
+    limit_s: float = 0.0
+    """Longest time without a finished sample that it allows for; 0 where it has no limit of its own."""
 
 
 def names(terms: Sequence[config.Term]) -> list[str]:
@@ -41,13 +45,29 @@ def names(terms: Sequence[config.Term]) -> list[str]:
     return found
 
 
-def build(term: config.Term, name: str, base: Path = Path()) -> Term:
-    """The term as a callable. Raises FunctionError for a function that cannot be used."""
+def build(term: config.Term, name: str, base: Path = Path(), concurrency: int = 1) -> Term:
+    """The term as a callable. Raises TermError for one that cannot be used."""
     if isinstance(term, config.Function):
         function = load(term.path, term.signature, dict(term.arguments), base)
         call = partial(signatures.ADAPTERS[function.signature], function)
         return Term(name, term.path, function.signature, function.signature == "verl", call)
-    return Term(name, term.kind, None, True, partial(_each, _verifier(term), isinstance(term, config.Math)))
+    if isinstance(term, config.Http | config.Judge):
+        return _remote(term, name, concurrency)
+    verifier = _verifier(term, base)
+    return Term(name, term.kind, None, True, partial(_each, verifier, isinstance(term, config.Math)))
+
+
+def _remote(term: config.Http | config.Judge, name: str, concurrency: int) -> Term:
+    """Imported only here: clients and templates take a scorer half a second that most runs need not spend."""
+    if isinstance(term, config.Http):
+        from lockstep.rewards.remote import Remote
+
+        asks: Callable[[Batch, Advance], Scores] = Remote(term, name, concurrency).score
+    else:
+        from lockstep.rewards.judge import Judged
+
+        asks = Judged(term, name, concurrency).score
+    return Term(name, term.kind, None, term.kind == "judge", asks, term.deadline_s + SLACK_S)
 
 
 def weighted_sum(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
@@ -65,8 +85,12 @@ def weighted_sum(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.n
     return rewards
 
 
-def _verifier(term: config.ExactMatch | config.Math | config.Regex | config.Length) -> Verifier:
+def _verifier(
+    term: config.ExactMatch | config.Math | config.Regex | config.Length | config.JsonSchema, base: Path
+) -> Verifier:
     match term:
+        case config.JsonSchema():
+            return _fits_schema(term, base)
         case config.ExactMatch(ignore_case=fold, extract=extract):
             return lambda prompt, sample: verifiers.exact_match(sample.text, _answer(prompt), fold, extract)
         case config.Math(numeric_tolerance=tolerance):
@@ -75,6 +99,13 @@ def _verifier(term: config.ExactMatch | config.Math | config.Regex | config.Leng
             return lambda prompt, sample: verifiers.regex_match(sample.text, pattern, mode)
         case config.Length(soft=soft, hard=hard):
             return lambda prompt, sample: verifiers.overlong_penalty(sample.generated, soft, hard)
+
+
+def _fits_schema(term: config.JsonSchema, base: Path) -> Verifier:
+    from lockstep.rewards.schema import Schema, read_schema
+
+    schema = Schema(read_schema(term, base), term.extract, term.partial)
+    return lambda prompt, sample: schema.score(sample.text)
 
 
 def _each(verifier: Verifier, may_be_undecided: bool, batch: Batch, advance: Advance) -> Scores:

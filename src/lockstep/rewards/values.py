@@ -16,10 +16,15 @@ class BadReward(Exception):
     """A term cannot say what a sample (or, without a position, the batch) is worth."""
 
     def __init__(
-        self, problem: str, position: int | None = None, returned: object = ..., traceback: str | None = None
+        self,
+        problem: str,
+        position: int | None = None,
+        returned: object = ...,
+        traceback: str | None = None,
+        count: int = 1,
     ) -> None:
         super().__init__(problem)
-        self.problem, self.position, self.traceback = problem, position, traceback
+        self.problem, self.position, self.traceback, self.count = problem, position, traceback, count
         self.returned = None if returned is ... else shown(returned)
 
 

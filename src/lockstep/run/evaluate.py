@@ -9,7 +9,7 @@ from lockstep.config.run import Evaluation
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.records import Sample
-from lockstep.rewards.metrics import exact_match
+from lockstep.rewards.metrics import breakdown_metrics, exact_match
 from lockstep.rewards.pool import ScorerPool
 from lockstep.run.engines import Engines
 from lockstep.run.monitor import Monitor
@@ -67,6 +67,7 @@ class Evaluator:
         if self.rewards is not None:
             groups = self.rewards.score(Rollouts(-1, version, groups)).groups
             metrics["eval/reward_mean"] = float(np.mean([group.rewards for group in groups]))
+            metrics |= breakdown_metrics(groups, "eval/reward/")
         self.history[version] = metrics
         self.ledger.evaluation(version - 1, metrics, self._samples(groups))
         self.monitor.evaluated(version, metrics)

@@ -9,6 +9,7 @@ short limit needs no tuning (rule 2 of DESIGN.md: progress, not patience).
     result = waits.future(pending, whom="reward-0", why="scores of step 7", stall_s=60, progress=worker.moves)
 """
 
+import asyncio
 import concurrent.futures
 import contextlib
 import os
@@ -17,7 +18,7 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, Unpack, cast
 
@@ -36,9 +37,9 @@ from lockstep.watch.waiting import (
 )
 
 __all__ = [
-    "Bounds", "OnNotice", "Stalled", "Wait", "WaitState", "WaitTimeout", "condition", "event", "file", "future",
-    "join", "log_notice", "poll", "process", "queue_get", "queue_put", "readable", "run", "sleep", "store_get",
-    "waiting", "work", "writable",
+    "Bounds", "OnNotice", "Stalled", "Wait", "WaitState", "WaitTimeout", "condition", "coroutine", "event", "file",
+    "future", "join", "log_notice", "poll", "process", "queue_get", "queue_put", "readable", "run", "sleep",
+    "store_get", "waiting", "work", "writable",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -130,6 +131,28 @@ def future(fut: "concurrent.futures.Future[T]", *, whom: str, why: str, **bounds
         return fut.result(0) if fut.done() else NOTHING
 
     return wait_for("future", whom, why, attempt, bounds)
+
+
+_CANCEL_S = 5.0
+"""A coroutine that was cancelled has this long to tidy up."""
+
+
+def coroutine(body: Coroutine[Any, Any, T], *, kind: str, whom: str, why: str, **bounds: Unpack[Bounds]) -> T:
+    """Runs a coroutine in an event loop of its own, and cancels it when the bound is reached. Its result, or the
+    exception it ended with."""
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(body)
+
+        def attempt(seconds: float) -> T | Nothing:
+            loop.run_until_complete(asyncio.wait({task}, timeout=seconds))
+            return task.result() if task.done() else NOTHING
+
+        try:
+            return wait_for(kind, whom, why, attempt, bounds)
+        finally:
+            if task.cancel():
+                loop.run_until_complete(asyncio.wait({task}, timeout=_CANCEL_S))
 
 
 class _Joins(Protocol):

@@ -5,6 +5,7 @@ import pytest
 from lockstep.config.recipes import GRPOConfig
 from lockstep.ledger import compare_config
 
+HTTP = {"kind": "http", "url": "http://a.invalid", "retries": 1}
 BASE = GRPOConfig.model_validate(
     {
         "recipe": "grpo",
@@ -13,7 +14,7 @@ BASE = GRPOConfig.model_validate(
         "model": {"path": "tiny"},
         "data": {"path": "train.jsonl"},
         "evaluation": {"data": {"path": "test.jsonl"}},
-        "reward": {"terms": [{"kind": "exact_match"}, {"kind": "length", "soft": 5, "hard": 9}]},
+        "reward": {"terms": [{"kind": "exact_match"}, {"kind": "length", "soft": 5, "hard": 9}, HTTP]},
     }
 ).model_dump(mode="json")
 
@@ -46,6 +47,8 @@ def test_equal_configs():
         ("cluster.stall_limit_s", 5.0),
         ("reward.timeout_s", 600.0),
         ("reward.workers", 4),
+        ("reward.terms.2.url", "http://b.invalid"),
+        ("reward.terms.2.retries", 9),
         ("trainer.collective_timeout_s", 60.0),
     ],
 )
@@ -66,6 +69,7 @@ def test_what_a_resumed_run_may_change(path, value):
         ("trainer.optimizer.lr", 1e-3),
         ("data.limit", 5),
         ("reward.terms.1.soft", 6),
+        ("reward.terms.2.batch_size", 6),
         ("loss.clip_low", 0.1),
         ("evaluation.every", 3),
     ],

@@ -28,8 +28,8 @@ def metrics_at(step: int, chance: random.Random) -> dict[str, float]:
     return {
         "reward/mean": reward,
         "reward/std": max(0.02, 0.48 - 0.36 * learned + noise(0, 0.015)),
-        "reward/exact_match": reward,
-        "reward/length": -0.2 * (1 - learned) + noise(0, 0.01),
+        "reward/exact_match/mean": reward,
+        "reward/length/mean": -0.2 * (1 - learned) + noise(0, 0.01),
         "policy/loss": 0.02 * (1 - learned) + noise(0, 0.006),
         "policy/kl": 0.002 + 0.06 * learned + abs(noise(0, 0.003)),
         "policy/clip_low": abs(noise(0.01, 0.004)),

@@ -8,13 +8,23 @@ from reward_samples import prompt, rollouts
 
 from lockstep.rewards.api import RewardError, Scores
 from lockstep.rewards.batches import batches, columns, unscored, with_rewards
-from lockstep.rewards.metrics import exact_match, exact_match_rate, groups_without_signal, reward_metrics
+from lockstep.rewards.metrics import (
+    breakdown_metrics,
+    exact_match,
+    exact_match_rate,
+    groups_without_signal,
+    reward_metrics,
+)
 
 
 def scored():
     made = rollouts([prompt(0, answer="a"), prompt(1, answer="b")], [["a", "x"], ["b", "b"]])
     values = np.array([1.0, 0.0, 0.5, 0.5], np.float32)
-    breakdown = {"math": np.array([1.0, 0.0, np.nan, 0.5]), "none": np.full(4, np.nan)}
+    breakdown = {
+        "math": np.array([1.0, 0.0, np.nan, 0.5]),
+        "math/undecided": np.array([0.0, 0.0, 0.0, 1.0]),
+        "none": np.full(4, np.nan),
+    }
     return with_rewards(made, values, breakdown)
 
 
@@ -27,9 +37,18 @@ def test_reward_metrics():
             "reward/min": 0.0,
             "reward/max": 1.0,
             "rollout/groups_without_signal": 0.5,
-            "reward/math": 0.5,
+            "reward/math/mean": 0.5,
+            "reward/math/std": np.sqrt((0.5**2 + 0.5**2) / 3),
+            "reward/math/undecided": 0.25,
         }
     )
+
+
+def test_a_number_that_a_function_calls_mean_does_not_hide_the_terms_own():
+    made = with_rewards(
+        rollouts([prompt()], [["a"]]), np.ones(1, np.float32), {"f/mean": np.array([9.0]), "f": np.array([1.0])}
+    )
+    assert breakdown_metrics(made.groups, "eval/reward/") == {"eval/reward/f/mean": 1.0, "eval/reward/f/std": 0.0}
 
 
 def test_metrics_of_unscored_groups_are_refused():

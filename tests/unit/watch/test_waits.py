@@ -1,3 +1,4 @@
+import asyncio
 import concurrent.futures
 import itertools
 import logging
@@ -90,6 +91,7 @@ ENDLESS: dict[str, Callable[..., object]] = {
     "queue.put": lambda **b: waits.queue_put(full(), 2, **b),
     "event": lambda **b: waits.event(threading.Event(), **b),
     "condition": condition_never,
+    "coroutine": lambda **b: waits.coroutine(asyncio.sleep(60), kind="coroutine", **b),
     "future": lambda **b: waits.future(concurrent.futures.Future[int](), **b),
     "join": join_never,
     "process": process_never,
@@ -188,6 +190,30 @@ def test_a_futures_own_timeout_error_is_its_result() -> None:
     failed.set_exception(TimeoutError("of the job itself"))
     with pytest.raises(TimeoutError, match="of the job itself"):
         waits.future(failed, whom="w", why="y", timeout_s=5)
+
+
+def test_a_coroutine_gives_its_result_or_its_error_and_is_cancelled_at_the_bound() -> None:
+    left: list[str] = []
+
+    async def answers() -> int:
+        await asyncio.sleep(0.01)
+        return 7
+
+    async def fails() -> None:
+        raise TimeoutError("of its own")
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            left.append("tidied up")
+
+    assert waits.coroutine(answers(), kind="k", whom="w", why="y", timeout_s=10) == 7
+    with pytest.raises(TimeoutError, match="of its own"):
+        waits.coroutine(fails(), kind="k", whom="w", why="y", timeout_s=10)
+    with pytest.raises(WaitTimeout):
+        waits.coroutine(endless(), kind="k", whom="w", why="y", timeout_s=0.1)
+    assert left == ["tidied up"]
 
 
 def test_work_raises_what_the_collective_failed_with() -> None:

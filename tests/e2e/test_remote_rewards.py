@@ -1,0 +1,83 @@
+"""Whole runs that are rewarded by servers: what goes wrong is named, the step goes on, no key is written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import ENVIRONMENT
+from harness import Launched, config, prompts_used, task, write
+from reward_server import Reply, chat, serving
+
+from lockstep.ledger.ledger import Ledger
+
+pytestmark = [pytest.mark.xdist_group("bad input"), pytest.mark.timeout(300)]
+KEY = ENVIRONMENT["LOCKSTEP_TEST_API_KEY"]
+
+
+def run_config(folder: Path, url: str) -> dict[str, Any]:
+    """Three steps on one rank, with a server's rewards, a judge and a schema."""
+    quick = {"timeout_s": 20, "deadline_s": 20, "retries": 0, "api_key_env": "LOCKSTEP_TEST_API_KEY"}
+    terms = [
+        {"kind": "http", "name": "rm", "url": f"{url}/rm", "batch_size": 4, **quick},
+        {"kind": "judge", "base_url": f"{url}/v1", "model": "m", "weight": 0.5, **quick},
+        {"kind": "json_schema", "definition": {"type": "integer"}, "weight": 0.1},
+    ]
+    values = config(folder, "grpo", name="remote", steps=3, reward={"terms": terms})
+    values |= {"checkpoint": {"every": 0, "export": False}, "evaluation": {**values["evaluation"], "every": 0}}
+    values["trainer"]["ranks"] = 1
+    return values
+
+
+def rewards(body: dict[str, Any], path: str) -> Reply:
+    if path == "/rm":
+        return Reply([float(len(text) % 3) for text in body["completions"]])
+    return Reply(chat(f"Score: {len(body['messages'][0]['content']) % 11}"))
+
+
+def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path: Path) -> None:
+    folder = task(tmp_path)
+    requests = 0
+
+    def fails(number: int, body: dict[str, Any], path: str) -> Reply:
+        nonlocal requests
+        requests += path == "/rm"
+        # 16 rows are evaluated first, then 16 completions of step 0, by four in a request
+        return Reply(f"no room for {KEY}", 500) if requests > 9 else rewards(body, path)
+
+    with serving(fails) as server:
+        values = run_config(folder, server.url)
+        run = Path(values["folder"]) / "remote"
+        launched = Launched.start(run, str(write(folder, values)))
+        assert launched.finish() == 1, launched.text()
+        assert server.headers[0]["authorization"] == f"Bearer {KEY}"
+    said = " ".join(launched.said().split())
+    assert f"error reward http: {server.url}/rm answered 500" in said and "no room for [hidden] (4 samples, 0:" in said
+    assert launched.gone(10)
+    with Ledger.reader(run) as ledger:
+        assert (ledger.committed(), ledger.collected_steps()) == (0, [0]), "no zero in place of a reward"
+    with serving(lambda number, body, path: rewards(body, path)) as other:
+        moved = [f"reward.terms.0.url={other.url}/rm", f"reward.terms.1.base_url={other.url}/v1"]
+        launched = Launched.resume(run, *moved)
+        assert launched.finish() == 0, launched.text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (again,) = (row for row in rows if row["step"] == 1 and "policy/loss" in row)
+    assert sorted(prompts_used(run).values()) == sorted([0, 1, 2] * 4)
+    for term, keys in (("rm", {"latency_s", "retries"}), ("judge", {"latency_s", "retries", "cached", "unreadable"})):
+        assert {f"reward/{term}/{key}" for key in keys | {"mean", "std"}} <= again.keys()
+    evaluated = [row for row in rows if "eval/reward_mean" in row]
+    assert all({"eval/reward/judge/mean", "eval/reward/json_schema/std"} <= row.keys() for row in evaluated)
+    assert not any(KEY in output.read_text() for output in launched.output.parent.glob("*.out"))
+    for file in (path for path in run.rglob("*") if path.is_file()):
+        assert KEY.encode() not in file.read_bytes(), file
+
+
+def test_a_judge_without_its_key_starts_nothing(tmp_path: Path) -> None:
+    values = run_config(task(tmp_path), "http://127.0.0.1:9")
+    values["reward"]["terms"][1]["api_key_env"] = "A_KEY_NOBODY_HAS"
+    run = Path(values["folder"]) / "remote"
+    launched = Launched.start(run, str(write(tmp_path, values)))
+    assert launched.finish() == 2
+    said = " ".join(launched.text().split())
+    assert "reward judge: the environment variable A_KEY_NOBODY_HAS, which is to hold the key, is not set" in said
+    assert not run.exists()
