@@ -111,6 +111,7 @@ NOT_RUN = {
     "script/bootstrap": "makes a virtual environment; everything here runs in the one it made",
     "script/demo": "takes minutes; it is compared with what is documented",
     "script/test": "runs this test",
+    "script/benchmark": "takes twenty minutes; tests/unit/benchmarks runs it small",
     ".venv/bin/pre-commit install": "changes the git hooks",
 }
 

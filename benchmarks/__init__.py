@@ -1,0 +1,1 @@
+"""Lockstep side by side with its peer: `script/benchmark`, described in docs/performance.md."""

@@ -1,0 +1,115 @@
+"""Measures Lockstep beside TRL and prints the table: `script/benchmark`, which puts TRL where it is found.
+
+    script/benchmark                             everything, five repeats: about 20 minutes on two quiet cores
+    script/benchmark fixed tail                  some of it
+    script/benchmark --table --out FOLDER        the table of what was measured into FOLDER, without measuring
+    script/benchmark --quick                     one tiny repeat of everything, to see that it works
+
+Every repeat is written to `FOLDER/raw.jsonl` as it comes. A run that was cut short goes on where it was when it gets
+the same `--out`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.results import RAW, SETTINGS, TABLE, facts, into_page, read, report, settings
+from benchmarks.runner import ROOT, Tell, environment, peer_installed, run, write
+from benchmarks.workloads import MODEL, TOY, WORKS, Side, Work, quick
+from lockstep.models.tiny import TinyModel, make_tiny
+
+GENERATION, FLOORS = "generation", "floors"
+GENERATED = {"fixed": "p32-fixed", "tail": "p32-tail", "p512": "p512-fixed"}
+"""What the row of `benchmarks.generation` with the same prompts and lengths is called there."""
+
+
+def main() -> None:
+    options = arguments()
+    folder: Path = options.out or ROOT / "build" / "benchmark" / time.strftime("%Y%m%d-%H%M%S")
+    works = [WORKS[name] for name in options.works if name in WORKS]
+    model = MODEL
+    if options.quick:
+        works, model = [quick(work) for work in works], TOY
+    began = time.monotonic()
+
+    def tell(text: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  {text}", flush=True)
+
+    if not options.table:
+        if not peer_installed():
+            raise SystemExit("TRL is not in build/peer: use script/benchmark, which puts it there")
+        tell(f"results go to {folder}")
+        if not (folder / RAW).exists():
+            write(folder / RAW, {"made": facts()})
+        (folder / SETTINGS).write_text(json.dumps(settings(list(WORKS.values())), indent=2) + "\n")
+        repeats = 1 if options.quick else options.repeats
+        with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as scratch:
+            run(works, repeats, Path(scratch), folder / RAW, tell, model)
+            if FLOORS in options.works:
+                measure_floors(works, folder, Path(scratch), tell, model)
+            if GENERATION in options.works and not options.quick:
+                measure_generation(folder, Path(scratch), tell, options.generation_repeats)
+    text = report(works if options.quick else list(WORKS.values()), read(folder))
+    (folder / TABLE).write_text(text)
+    if options.docs:
+        into_page(options.docs, text)
+    print(text)
+
+
+def arguments() -> argparse.Namespace:
+    everything = [*WORKS, FLOORS, GENERATION]
+    parser = argparse.ArgumentParser(
+        prog="script/benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("works", nargs="*", metavar="WORK", help=f"of {', '.join(everything)}; all when none is given")
+    parser.add_argument("--repeats", type=int, default=5, help="of each side, in turns (default 5)")
+    parser.add_argument("--generation-repeats", type=int, default=2, help="of generation alone (default 2)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: build/benchmark/DATE-TIME")
+    parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the tables into this page, between its markers")
+    parser.add_argument("--table", action="store_true", help="measure nothing")
+    parser.add_argument("--quick", action="store_true", help="one tiny repeat")
+    options = parser.parse_args()
+    unknown = [name for name in options.works if name not in everything]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is no workload, expected some of {', '.join(everything)}")
+    if options.table and not options.out:
+        parser.error("--table needs the --out of what was measured")
+    options.works = options.works or everything
+    return options
+
+
+def measure_floors(works: list[Work], folder: Path, scratch: Path, tell: Tell, model: TinyModel) -> None:
+    """The matrix products of each workload's training step, in this process."""
+    import torch  # only now: help and the table should not wait for it
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.floors import training_floor
+
+    torch.set_num_threads(1)
+    lm = AutoModelForCausalLM.from_pretrained(make_tiny(scratch / "floor", model), dtype=torch.float32)
+    for work in works:
+        seconds = training_floor(lm, work)
+        write(folder / RAW, {"floors": {"work": work.name, "training": seconds}})
+        tell(f"floor of {work.name}: training {seconds:.3f} CPU s")
+
+
+def measure_generation(folder: Path, scratch: Path, tell: Tell, repeats: int) -> None:
+    """The engine beside `generate` of transformers, with the floor, in a process of its own."""
+    tell("generation alone")
+    target = scratch / "generation.json"
+    side = Side(GENERATION, "lockstep")
+    command = [sys.executable, "-m", "benchmarks.generation", "--models", "3M", "--json", str(target)]
+    subprocess.run([*command, "--repeats", str(repeats)], env=environment(side), check=True, cwd=ROOT, timeout=1800)
+    for row in json.loads(target.read_text()):
+        write(folder / RAW, {"generation": row})
+        for name, theirs in GENERATED.items():
+            if row["work"] == theirs:
+                write(folder / RAW, {"floors": {"work": name, "generation": row["floor"]}})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The floor of a training step: the matrix products of its tokens, and nothing else.
+
+Like the floor of generation (`benchmarks.generation`): every prompt once, then each completion's own tokens; one
+product forward and two backward for every projection and the head, scores and values of attention forward and their
+four products backward over the pairs that see each other (without the causal half that nobody can leave out here).
+"""
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.workloads import Work, document_lengths, lengths
+
+
+def segments(work: Work) -> list[tuple[int, list[int]]]:
+    """Of one step: tokens of each root, and of what continues it."""
+    if work.kind == "sft":
+        return [(int(size) + 1, []) for size in document_lengths(work)]
+    return [(work.prompt_tokens, row.tolist()) for row in lengths(work)]
+
+
+class TrainingFloor:
+    """The products of one step, on one thread."""
+
+    def __init__(self, lm: Any, work: Work) -> None:
+        config = lm.config
+        self._layers = [
+            [torch.cat([module.weight.detach() for module in modules]) for modules in projections(layer)]
+            for layer in lm.model.layers
+        ]
+        self._head = lm.lm_head.weight.detach()
+        self._heads, self._dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        self._trees = segments(work)
+        self.tokens = sum(root + sum(own) for root, own in self._trees)
+        self.targets = sum(sum(own) if own else root - 1 for root, own in self._trees)
+
+    def run(self) -> None:
+        for layer in self._layers:
+            for weight in layer:
+                self._linear(weight, self.tokens)
+            for root, own in self._trees:
+                self._attention(root, root)
+                if own:
+                    self._attention(sum(own), root)
+                for size in own:
+                    self._attention(size, size)
+        self._linear(self._head, self.targets)
+
+    def seconds(self, repeats: int) -> float:
+        """Median CPU seconds, after one run to warm up."""
+        taken = []
+        with torch.inference_mode():
+            for _ in range(repeats + 1):
+                began = time.process_time()
+                self.run()
+                taken.append(time.process_time() - began)
+        return median(taken[1:])
+
+    @staticmethod
+    def _linear(weight: torch.Tensor, rows: int) -> None:
+        for start in range(0, rows, 4096):  # as a packed row: no larger memory than a real step's
+            count = min(4096, rows - start)
+            x, dy = torch.zeros(count, weight.shape[1]), torch.zeros(count, weight.shape[0])
+            torch.mm(x, weight.T)
+            torch.mm(dy, weight)
+            torch.mm(dy.T, x)
+
+    def _attention(self, queries: int, keys: int) -> None:
+        q, k = torch.zeros(self._heads, queries, self._dim), torch.zeros(self._heads, keys, self._dim)
+        p = torch.bmm(q, k.transpose(1, 2))
+        torch.bmm(p, k)
+        torch.bmm(p.transpose(1, 2), q)  # gradient of the values
+        dp = torch.bmm(q, k.transpose(1, 2))
+        torch.bmm(dp, k)  # of the queries
+        torch.bmm(dp.transpose(1, 2), q)  # of the keys
+
+
+def training_floor(lm: Any, work: Work, repeats: int = 3) -> float:
+    """CPU seconds of a step's matrix products."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return TrainingFloor(lm, work).seconds(repeats)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def projections(layer: Any) -> list[list[Any]]:
+    """The layer's matrices, those of the same input together."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]

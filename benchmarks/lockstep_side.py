@@ -1,0 +1,137 @@
+"""Lockstep's side: `python -m benchmarks.lockstep_side FOLDER`. See `benchmarks.pacing`.
+
+`FOLDER/lockstep.json` holds the run's config and the table of lengths. The recipe is the product's own; between its
+steps it waits for its turn, and each request's `max_tokens` is the length of its row.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accounting import cpu_ns
+from benchmarks.lengths import force_requests
+from benchmarks.pacing import Pacer, Stopped
+from lockstep.config.load import check_config
+from lockstep.config.recipes import SFTConfig
+from lockstep.data.documents import DocumentSource
+from lockstep.recipes.grpo import grpo
+from lockstep.recipes.sft import sft
+from lockstep.run.errors import Interrupted
+from lockstep.run.open import open_run
+from lockstep.run.place import RUN_ID
+from lockstep.run.prepare import prepare
+from lockstep.run.run import Run
+from lockstep.watch.beacon import read_beacons
+
+
+class Detail:
+    """CPU time of every process of the run by stage; what lies between two stages is named after the earlier one."""
+
+    def __init__(self, processes: dict[str, int]) -> None:
+        self._processes = processes
+        self.spent: dict[str, dict[str, float]] = {}
+        """Milliseconds by stage and process."""
+        self._last: dict[str, int] = {}
+        self._own_ns = 0
+        self.on = False
+
+    def mark(self, name: str) -> None:
+        """What was used since the last mark belongs to `name`; the looking itself is not counted."""
+        if not self.on:
+            return
+        began = time.thread_time_ns()
+        own = {
+            "controller": cpu_ns(self._processes["controller"]) - self._own_ns
+        }  # first: what follows is our own time
+        now = own | {process: cpu_ns(pid) for process, pid in self._processes.items() if process != "controller"}
+        if self._last:
+            here = self.spent.setdefault(name, dict.fromkeys(now, 0.0))
+            for process, value in now.items():
+                here[process] += (value - self._last[process]) / 1e6
+        self._last = now
+        self._own_ns += time.thread_time_ns() - began
+
+    def pause(self) -> None:
+        """What comes until the next mark belongs to nothing."""
+        self._last = {}
+
+
+class Paced:
+    """A run that waits for its turn before each step. Everything else is the run's own."""
+
+    def __init__(self, run: Run, pacer: Pacer) -> None:
+        self._run, self._pacer = run, pacer
+        names = {state.name: state.pid for state in read_beacons((run.folder / RUN_ID).read_text().strip())}
+        self._detail = Detail(names | {"controller": os.getpid()})
+        self._before = ""
+        pacer.facts |= {"processes": names | {"controller": os.getpid()}, "detail": self._detail.spent}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    def steps(self) -> Iterator[int]:
+        for step in self._run.steps():
+            self._detail.mark(f"after {self._before}")
+            self._detail.pause()
+            self._pacer.begin()
+            self._detail.on = self._pacer.detail
+            self._detail.mark("")
+            yield step
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self._detail.mark(f"after {self._before}")
+        with self._run.stage(name):
+            yield
+        self._detail.mark(name)
+        self._before = name
+
+
+class CountedDocuments:
+    """Documents, and how many tokens of them were taken."""
+
+    def __init__(self, source: DocumentSource, pacer: Pacer) -> None:
+        self._source, self._pacer = source, pacer
+
+    def take(self, start: int, count: int) -> Any:
+        documents = self._source.take(start, count)
+        tokens = sum(document.tokens.size for document in documents)
+        self._pacer.facts["tokens"] = self._pacer.facts.get("tokens", 0) + tokens
+        return documents
+
+
+def main(folder: Path) -> None:
+    pacer = Pacer()
+    order = json.loads((folder / "lockstep.json").read_text())
+    prepared = prepare(check_config(order["config"], "benchmark"), None)
+    try:
+        with open_run(prepared) as run:
+            paced: Any = Paced(run, pacer)
+            if isinstance(run.config, SFTConfig):
+                assert run.roles.documents is not None
+                run.roles.documents = CountedDocuments(run.roles.documents, pacer)  # type: ignore[assignment]
+                _until_stopped(lambda: sft(paced, run.config))
+            else:
+                force_requests(run.engines, np.asarray(order["lengths"]))
+                _until_stopped(lambda: grpo(paced, run.config))
+    except Interrupted:
+        return
+
+
+def _until_stopped(recipe: Any) -> None:
+    try:
+        recipe()
+    except Stopped as stopped:
+        raise Interrupted("measured") from stopped
+    raise SystemExit("the run ended before it was stopped: too few steps were asked for")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,123 @@
+"""How the two sides take turns: each runs in its own process, which goes on when it is told to.
+
+The sides begin every step with `Pacer.begin`, which blocks until the step may be done. So both start once, and the
+measured steps alternate. One line of JSON in each direction: `{"go": 2}` or `{"stop": true}` to the side,
+`{"ready": ...}` and `{"done": ...}` back. What a side prints goes to its log.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+START_S, STEPS_S, STOP_S = 300.0, 1800.0, 60.0
+
+
+class Stopped(BaseException):
+    """The side is to end now."""
+
+
+class Pacer:
+    """The side's end. Made first, before anything prints."""
+
+    def __init__(self) -> None:
+        self._commands: TextIO = sys.stdin
+        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+        self._left = 0
+        self._said = "ready"
+        self.facts: dict[str, Any] = {}
+        """Sent with the next answer, for example `tokens` done."""
+        self.detail = False
+        """Whether the steps are to be taken apart."""
+
+    def begin(self) -> None:
+        """A step begins: goes on at once while there are steps to do, else tells that they are done and waits for the
+        next command. Raises Stopped."""
+        if self._left == 0:
+            self._answers.write(json.dumps({self._said: self.facts}) + "\n")
+            self._said = "done"
+            command = json.loads(self._commands.readline() or '{"stop": true}')
+            if "stop" in command:
+                raise Stopped
+            self._left, self.detail = int(command["go"]), bool(command.get("detail"))
+        self._left -= 1
+
+
+class SideFailed(RuntimeError):
+    """A side ended or said nothing; its log tells why."""
+
+    def __init__(self, what: str, log: Path) -> None:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:]) if log.exists() else ""
+        super().__init__(f"{what}\n--- end of {log} ---\n{tail}")
+
+
+class SideProcess:
+    """The runner's end: a side that was started. A context manager; leaving it ends the side."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+                env=environment, bufsize=0, start_new_session=True,
+            )  # fmt: skip
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def ready(self, waiting: Callable[[float], None] | None = None) -> dict[str, Any]:
+        """Facts of a side that is about to begin its first step."""
+        return dict(self._answer("ready", START_S, waiting))
+
+    def go(self, steps: int, detail: bool = False) -> dict[str, Any]:
+        """Does the steps; what the side tells of them. Returns when they are done."""
+        self._tell({"go": steps, "detail": detail})
+        return dict(self._answer("done", STEPS_S))
+
+    def __enter__(self) -> "SideProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._tell({"stop": True})
+            self._popen.wait(STOP_S)
+        except (BrokenPipeError, SideFailed, subprocess.TimeoutExpired):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+            self._popen.wait(STOP_S)
+        for stream in (self._popen.stdin, self._popen.stdout):
+            if stream is not None:
+                stream.close()
+
+    def _tell(self, command: dict[str, Any]) -> None:
+        assert self._popen.stdin is not None
+        if self._popen.poll() is None:
+            self._popen.stdin.write(json.dumps(command).encode() + b"\n")
+
+    def _answer(self, name: str, timeout_s: float, waiting: Callable[[float], None] | None = None) -> Any:
+        assert self._popen.stdout is not None
+        began = time.monotonic()
+        while b"\n" not in self._buffer:
+            if time.monotonic() - began > timeout_s:
+                raise SideFailed(f"no answer within {timeout_s:g} s", self.log)
+            if waiting is not None:
+                waiting(time.monotonic() - began)
+            if select.select([self._popen.stdout], [], [], 1.0)[0]:
+                piece = os.read(self._popen.stdout.fileno(), 1 << 16)
+                if not piece:
+                    raise SideFailed(f"ended with {self._popen.wait(STOP_S)}", self.log)
+                self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer = json.loads(line)
+        if name not in answer:
+            raise SideFailed(f"said {sorted(answer)} where {name!r} was due", self.log)
+        return answer[name]

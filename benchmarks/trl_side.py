@@ -1,0 +1,72 @@
+"""TRL's side: `python -m benchmarks.trl_side FOLDER`, with build/peer on the path. See `benchmarks.pacing`.
+
+`FOLDER/trl.json` holds the kind of work, TRL's arguments and the table of lengths.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from benchmarks.lengths import force_generate
+from benchmarks.pacing import Pacer, Stopped
+from benchmarks.reward import signal
+
+
+class Paced(TrainerCallback):
+    """Between two of these calls lies one whole step: batch, generation, scoring, update, logging."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._pacer.begin()
+
+
+class CountingSFT(SFTTrainer):
+    """Counts the real tokens of its batches."""
+
+    tokens = 0
+    pacer: Pacer
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = inputs.get("attention_mask")
+        self.tokens += int(inputs["input_ids"].numel() if mask is None else mask.sum())
+        self.pacer.facts["tokens"] = self.tokens
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def main(folder: Path) -> None:
+    pacer = Pacer()
+    order = json.loads((folder / "trl.json").read_text())
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    rows = load_dataset("json", data_files=str(folder / "data.jsonl"), split="train")
+    if order["kind"] == "grpo":
+        force_generate(model, np.asarray(order["lengths"]), tokenizer.eos_token_id)
+        config = GRPOConfig(**order["arguments"])
+        trainer: Any = GRPOTrainer(
+            model, reward_funcs=signal, args=config, train_dataset=rows, processing_class=tokenizer
+        )
+    else:
+        trainer = CountingSFT(
+            model, args=SFTConfig(**order["arguments"]), train_dataset=rows, processing_class=tokenizer
+        )
+        trainer.pacer = pacer
+    trainer.add_callback(Paced(pacer))
+    try:
+        trainer.train()
+    except Stopped:
+        return
+    raise SystemExit("the run ended before it was stopped: too few steps were asked for")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

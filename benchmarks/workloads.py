@@ -1,0 +1,244 @@
+"""What is measured: the same tiny model, prompts, lengths and documents for every side.
+
+A `Side` is one way to run a workload: Lockstep, or TRL with the settings given. All settings of both sides are here.
+"""
+
+import json
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lockstep.models.tiny import TinyModel, make_tiny
+
+MODEL = TinyModel(hidden=256, layers=4, heads=4, kv_heads=2, ffn=768, max_length=1024, seed=1)
+"""Qwen2, 3.2 M parameters, tied embeddings, random weights."""
+TOY = TinyModel(hidden=32, layers=1, heads=2, kv_heads=1, ffn=64, max_length=1024, seed=1)
+"""Of `--quick`."""
+
+LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way to run a workload."""
+
+    name: str
+    """`lockstep`, or what the column of the table is called."""
+    program: Literal["lockstep", "trl"]
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Added to what all sides of this program have: overrides of the run's file, or arguments of TRL's config."""
+    steps: int = 1
+    """Measured steps of one repeat."""
+    title: str = ""
+    """Said in the table in place of the name."""
+    repeats: int | None = None
+    """Fewer than asked for, where a step takes a minute."""
+    warm: bool = True
+    """Whether a step comes before the measured ones; not where it takes a minute, and its beginning no part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One row of the table."""
+
+    name: str
+    title: str
+    kind: Literal["grpo", "sft"]
+    sides: tuple[Side, ...]
+    goals: dict[str, float]
+    """Goal of Lockstep / side by the name of the side."""
+    prompts: int = 16
+    """Per step; of documents in SFT."""
+    group: int = 8
+    prompt_tokens: int = 32
+    max_tokens: int = 64
+    """Of a completion; of a document in SFT."""
+    tail: bool = False
+    """Completions' lengths are exponential with mean `max_tokens / 3`, at most `max_tokens`; otherwise all maximal."""
+    details: int = 0
+    """Steps after the measured ones in which every stage of Lockstep is taken apart."""
+
+    @property
+    def completions(self) -> int:
+        return self.prompts * self.group
+
+
+def lengths(work: Work, steps: int = 1) -> np.ndarray:
+    """int64 `[steps * prompts, group]`: tokens of each completion, end of sequence included; the same on both sides,
+    and in every step."""
+    shape = (work.prompts, work.group)
+    if work.tail:
+        drawn = np.random.default_rng(7).exponential(work.max_tokens / 3, size=shape)
+        one = np.clip(np.rint(drawn), 1, work.max_tokens).astype(np.int64)
+    else:
+        one = np.full(shape, work.max_tokens, np.int64)
+    return np.tile(one, (steps, 1))
+
+
+def document_lengths(work: Work, steps: int = 1) -> np.ndarray:
+    """int64 `[steps * documents]`: characters of each document, the same in every step: exponential, mean a quarter of
+    the longest. Each is a token, and one more ends the document."""
+    drawn = np.random.default_rng(8).exponential(work.max_tokens / 4, size=work.prompts)
+    return np.tile(np.clip(np.rint(drawn), 8, work.max_tokens - 1).astype(np.int64), steps)
+
+
+def texts(sizes: Sequence[int], seed: int = 9) -> list[str]:
+    """Random letters, one token each."""
+    draw = np.random.default_rng(seed)
+    return ["".join(draw.choice(list(LETTERS), size=int(size))) for size in sizes]
+
+
+def prepare(work: Work, folder: Path, steps: int, model: TinyModel = MODEL) -> None:
+    """Writes model and data of so many steps into `folder`: `model/` and `data.jsonl`, whose row i is used i-th."""
+    make_tiny(folder / "model", model)
+    if work.kind == "grpo":
+        lines = [{"prompt": text} for text in texts([work.prompt_tokens] * steps * work.prompts)]
+    else:
+        lines = [{"text": text} for text in texts(document_lengths(work, steps).tolist())]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def lockstep_config(work: Work, side: Side, folder: Path, steps: int) -> dict[str, Any]:
+    """The run's file. Everything not named has its default: ledger, metrics and TensorBoard are on."""
+    config: dict[str, Any] = {
+        "recipe": work.kind,
+        "name": "run",
+        "folder": str(folder / "lockstep"),
+        "steps": steps,
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "data.jsonl"), "shuffle": False},
+        "trainer": {"threads": 1, "optimizer": {"lr": 1e-6}, "max_grad_norm": 1.0},
+        "checkpoint": {"every": 0, "export": False},
+        "report": {"console": False, "html": False},
+        "cluster": {"kind": "local", "device": "cpu"},
+    }
+    if work.kind == "grpo":
+        config |= {
+            "prompts_per_step": work.prompts,
+            "group_size": work.group,
+            "reward": {"terms": [{"kind": "function", "path": f"{REWARD}:signal", "signature": "trl"}]},
+            "rollout": {
+                "sampling": {"temperature": 1.0, "max_tokens": work.max_tokens, "ignore_eos": True},
+                "engine": {"threads": 1},
+            },
+        }
+    else:
+        config |= {"batch_size": work.prompts, "train_on_prompt": True}
+        config["data"]["format"] = "text"
+    return merged(config, side.settings)
+
+
+REWARD = Path(__file__).with_name("reward.py")
+
+
+def trl_arguments(work: Work, side: Side, folder: Path, steps: int) -> dict[str, Any]:
+    """Arguments of TRL's `GRPOConfig` or `SFTConfig`, beside the defaults: what makes it do the same work (32 bit, no
+    checkpoints, no recomputation, the same optimizer) and its batch."""
+    micro = side.settings["per_device_train_batch_size"]
+    arguments: dict[str, Any] = {
+        "output_dir": str(folder / "trl"),
+        "max_steps": steps,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+    }
+    if work.kind == "grpo":
+        arguments |= {
+            "gradient_accumulation_steps": work.completions // micro,
+            "num_generations": work.group,
+            "max_completion_length": work.max_tokens,
+            "temperature": 1.0,
+            "shuffle_dataset": False,
+        }
+    else:
+        arguments |= {"max_length": work.max_tokens, "train_sampling_strategy": "sequential"}
+    return merged(arguments, side.settings)
+
+
+def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `more`, which goes into nested mappings."""
+    out = dict(base)
+    for key, value in more.items():
+        deeper = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merged(out[key], value) if deeper else value
+    return out
+
+
+def _trl(name: str, title: str, micro: int, steps: int, **more: Any) -> Side:
+    return Side(name, "trl", {"per_device_train_batch_size": micro, **more}, steps, title)
+
+
+def _lockstep(steps: int, **more: Any) -> Side:
+    return Side("lockstep", "lockstep", more, steps)
+
+
+FIXED = Work(
+    "fixed",
+    "GRPO, 16 prompts x 8, 64 tokens each, 32-token prompts",
+    "grpo",
+    (_lockstep(2), _trl("trl", "TRL, micro-batch 128", 128, 2)),
+    {"trl": 1.35},
+    details=3,
+)
+BFD = {"packing": True, "packing_strategy": "bfd"}
+LONG = ("trl default", "trl best")
+WORKS: dict[str, Work] = {
+    work.name: work
+    for work in (
+        FIXED,
+        replace(FIXED, name="tail", title="GRPO, the same with a long tail", goals={"trl": 2.6}, tail=True, details=0),
+        Work(
+            "p512",
+            "GRPO, 16 prompts x 8, 64 tokens each, 512-token prompts",
+            "grpo",
+            (
+                _lockstep(1),
+                replace(_trl(LONG[0], "TRL, micro-batch 128", 128, 1), repeats=2, warm=False),
+                replace(_trl(LONG[1], "TRL, micro-batch 8", 8, 1), repeats=3, warm=False),
+            ),
+            dict(zip(LONG, (9.0, 6.0), strict=True)),
+            prompt_tokens=512,
+        ),
+        Work(
+            "sft",
+            "SFT, 32 documents of 8 to 512 tokens, isolated",
+            "sft",
+            (
+                _lockstep(3),
+                _trl("trl unpacked", "TRL, unpacked, micro-batch 8 (its default)", 8, 3, gradient_accumulation_steps=4),
+                _trl("trl unpacked 1", "TRL, unpacked, micro-batch 1", 1, 3, gradient_accumulation_steps=32),
+                _trl("trl bfd", "TRL, `bfd`, micro-batch 8 (its default)", 8, 3, **BFD),
+                _trl("trl bfd 1", "TRL, `bfd`, micro-batch 1", 1, 3, gradient_accumulation_steps=8, **BFD),
+            ),
+            {"trl unpacked": 1.9, "trl bfd": 3.5},
+            prompts=32,
+            group=1,
+            max_tokens=512,
+        ),
+    )
+}
+
+
+def quick(work: Work) -> Work:
+    """The same in seconds: two prompts or documents, few tokens, one step."""
+    group = min(work.group, 2)
+    sides = []
+    for side in work.sides:
+        small = {"per_device_train_batch_size": 2}
+        if "gradient_accumulation_steps" in side.settings:
+            small["gradient_accumulation_steps"] = 1
+        settings = merged(side.settings, small) if side.program == "trl" else side.settings
+        sides.append(replace(side, settings=settings, steps=1, warm=False))
+    tokens, details = (64 if work.kind == "sft" else 4), min(work.details, 1)
+    small_work = {"prompts": 2, "group": group, "prompt_tokens": 8, "max_tokens": tokens, "details": details}
+    return replace(work, sides=tuple(sides), **small_work)

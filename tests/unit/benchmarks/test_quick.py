@@ -1,0 +1,30 @@
+"""The whole command, small, where TRL is installed (script/benchmark puts it into build/peer)."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.runner import ROOT, environment, peer_installed
+from benchmarks.workloads import Side
+
+
+@pytest.mark.timeout(600)  # it starts eight processes
+@pytest.mark.skipif(not peer_installed(), reason="TRL is not in build/peer: run script/benchmark once")
+def test_one_tiny_repeat_of_both_sides(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "--quick", "fixed", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(Side("here", "lockstep")), capture_output=True, text=True, timeout=580
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
+    assert lines[0]["made"]["trl"] == "1.16.0"
+    sides = {line["side"]: line for line in lines if "work" in line}
+    assert set(sides) == {"lockstep", "trl"}
+    assert sides["lockstep"]["by_process"]["engine-0"] >= 0
+    assert sides["trl"]["cpu_s"] > 0
+    details = next(line["ms"] for line in lines if "details" in line)
+    assert {"rollout", "reward", "ledger", "pack", "train", "publish"} <= set(details)
+    assert (tmp_path / "table.md").read_text() in done.stdout
+    assert "Lockstep / peer" in done.stdout
