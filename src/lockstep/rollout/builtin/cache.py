@@ -24,7 +24,7 @@ class Size:
 
 
 class Table:
-    """Keys and values `[slots, kv heads, tokens, head dim]` of one layer, allocated at the first write."""
+    """Keys and values `[slots, tokens, kv heads, head dim]` of one layer, allocated at the first write."""
 
     __slots__ = ("keys", "size", "values")
 
@@ -34,9 +34,9 @@ class Table:
         self.values: Tensor | None = None
 
     def open(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The two tensors, of at least the wanted size; `keys`, `values` `[..., kv heads, _, head dim]` say the
-        shape, type and device of new ones."""
-        if self.keys is None or self.values is None or self.keys.shape[::2] != (self.size.slots, self.size.tokens):
+        """The two tensors, of at least the wanted size; `keys`, `values` `[..., kv heads, head dim]` say the shape,
+        type and device of new ones."""
+        if self.keys is None or self.values is None or self.keys.shape[:2] != (self.size.slots, self.size.tokens):
             self.keys, self.values = _grown(self.keys, keys, self.size), _grown(self.values, values, self.size)
         return self.keys, self.values
 
@@ -49,10 +49,10 @@ class Table:
 
 def _grown(old: Tensor | None, like: Tensor, size: Size) -> Tensor:
     # Zeros: a masked key still meets its value with weight 0, and 0 x garbage may be NaN.
-    new = like.new_zeros(size.slots, like.shape[-3], size.tokens, like.shape[-1])
+    new = like.new_zeros(size.slots, size.tokens, *like.shape[-2:])
     if old is not None:
-        slots, tokens = min(size.slots, old.shape[0]), min(size.tokens, old.shape[2])
-        new[:slots, :, :tokens] = old[:slots, :, :tokens]
+        slots, tokens = min(size.slots, old.shape[0]), min(size.tokens, old.shape[1])
+        new[:slots, :tokens] = old[:slots, :tokens]
     return new
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.rollout.builtin.fused import FusedForward
 from lockstep.rollout.builtin.rows import Rows
-from lockstep.rollout.builtin.runner import CachedRunner, PlainRunner, Runner, use_cached, use_plain
+from lockstep.rollout.builtin.runner import CachedRunner, ModelForward, PlainRunner, Runner, use_cached, use_plain
 from lockstep.rollout.builtin.scheduler import Group
 from lockstep.rollout.protocol import Request
 
@@ -26,42 +27,70 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 @torch.inference_mode()
 def choose_runner(lm: Any, device: torch.device, context: int, budget: int | None) -> Runner:
-    """The cached runner where the model passes the probe, else the plain one, with a warning that says why."""
-    why = _refusal(lm, device, context)
-    if why is None:
-        use_cached(lm)
-        return CachedRunner(lm, device, budget)
+    """The fastest runner that computes what the model computes: our cache under the fused forward, our cache under
+    the model's own forward, or whole sequences. The log says which, and why not a faster one."""
+    name, dtype = type(lm).__name__, next(lm.parameters()).dtype
     use_plain(lm)
-    log.warning("%s decodes without our KV cache, slowly: %s", type(lm).__name__, why)
-    return PlainRunner(lm, device)
+    rows, groups = _play(lm.config.get_text_config().vocab_size)
+    expected = _logits(PlainRunner(lm, device), rows, groups)
+    own, why = _cached(lm, device, context, expected)
+    if own is None:
+        use_plain(lm)
+        log.warning("%s decodes without our KV cache, slowly: %s", name, why)
+        return PlainRunner(lm, device)
+    forward, why = _fused(lm, device, own.windows, expected)
+    if forward is None:
+        log.warning("%s decodes through its own forward, not the fused one, slower: %s", name, why)
+        return CachedRunner(own.forward, device, dtype, budget)
+    log.info("%s decodes through the fused forward", name)
+    return CachedRunner(forward, device, dtype, budget)
 
 
-def _refusal(lm: Any, device: torch.device, context: int) -> str | None:
-    """Why the model cannot use the cached runner; None where it can."""
+def _cached(lm: Any, device: torch.device, context: int, expected: Tensor) -> tuple[CachedRunner | None, str]:
+    """A runner through the model's own forward; None and why where our cache cannot serve it."""
     config = lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if kinds:
-        return f"it has layers of type {', '.join(sorted(kinds))}"
-    use_plain(lm)
-    rows, groups = _play(config.vocab_size)
-    expected = _logits(PlainRunner(lm, device), rows, groups)
-    rows, groups = _play(config.vocab_size)
-    runner = CachedRunner(lm, device)
+        return None, f"it has layers of type {', '.join(sorted(kinds))}"
+    runner = CachedRunner(ModelForward(lm), device, next(lm.parameters()).dtype)
     try:
         use_cached(lm)
-        got = _logits(runner, rows, groups)
+        got = _logits(runner, *_play(config.vocab_size))
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-        return f"its attention does not go through the interface ({error})"
+        return None, f"its attention does not go through the interface ({error})"
     if not runner.cache.prompts:
-        return "its attention ignores the interface"
-    half = next(lm.parameters()).dtype in (torch.bfloat16, torch.float16)
-    error_size = float((got - expected).std() / expected.std().clamp(min=1e-12))
-    if not error_size < (5e-2 if half else 1e-3):
-        return f"its logits differ from those of whole sequences by {error_size:.1e} of their spread"
+        return None, "its attention ignores the interface"
+    if why := _differs(got, expected, runner.dtype):
+        return None, why
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True) and window < context and not runner.windows:
-        return f"its sliding window of {window} does not reach the attention interface"
-    return None
+        return None, f"its sliding window of {window} does not reach the attention interface"
+    return runner, ""
+
+
+def _fused(lm: Any, device: torch.device, windows: dict[int, int], expected: Tensor) -> tuple[FusedForward | None, str]:
+    """The fused forward; None and why where it is not this model's computation.
+
+    Args:
+        windows: what the layers ask the interface for. The probe's sequences are shorter than any real window.
+    """
+    try:
+        forward = FusedForward(lm)
+        runner = CachedRunner(forward, device, next(lm.parameters()).dtype)
+        got = _logits(runner, *_play(lm.config.get_text_config().vocab_size))
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        return None, str(error)
+    if runner.windows != windows:
+        return None, "its layers have other sliding windows"
+    why = _differs(got, expected, runner.dtype)
+    return (None, why) if why else (forward, "")
+
+
+def _differs(got: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
+    """What is wrong with the logits; nothing where they are the expected ones."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    error = float((got - expected).std() / expected.std().clamp(min=1e-12))
+    return "" if error < (5e-2 if half else 1e-3) else f"its logits differ from those of whole sequences by {error:.1e}"
 
 
 def _play(vocabulary: int) -> tuple[Rows, list[Group]]:

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.rollout.builtin.attention import NAME, Decode, Fold, Prefill, Turn
+from lockstep.rollout.builtin.attention import NAME, Turn
 from lockstep.rollout.builtin.cache import Cache, index
 from lockstep.rollout.builtin.rows import Rows
 from lockstep.rollout.builtin.scheduler import Group
+from lockstep.rollout.builtin.turns import Prefill, RowSet
 
 _PREFILL_TOKENS = 8192  # of one packed forward; a longer prompt goes alone
+_PREFILL_TOKENS_CPU = 2048  # whose activations stay in the caches
 
 
 class Runner(Protocol):
@@ -30,16 +32,46 @@ class Runner(Protocol):
     def move_groups(self, sources: list[int], targets: list[int]) -> None: ...
 
 
+class Forward(Protocol):
+    """A model's computation, with the turn's attention in it."""
+
+    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, turn: Turn) -> Tensor:
+        """Logits `[tokens, vocabulary]`; int64 `positions` `[tokens]` are below `longest`."""
+
+    def fill(self, tokens: Tensor, positions: Tensor, longest: int, turn: Turn) -> None:
+        """The same for the keys and values alone."""
+
+
+class ModelForward:
+    """The model's own forward, its attention sent through the interface."""
+
+    def __init__(self, lm: Any) -> None:
+        self.lm = lm
+        self._keeps = "logits_to_keep" in inspect.signature(lm.forward).parameters
+
+    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, turn: Turn) -> Tensor:
+        return self._logits(tokens, positions, turn)
+
+    def fill(self, tokens: Tensor, positions: Tensor, longest: int, turn: Turn) -> None:
+        self._logits(tokens, positions, turn, **({"logits_to_keep": 1} if self._keeps else {}))
+
+    def _logits(self, tokens: Tensor, positions: Tensor, turn: Turn, **keep: int) -> Tensor:
+        logits: Tensor = self.lm(
+            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, turn=turn, **keep
+        ).logits[0]
+        return logits
+
+
 class CachedRunner:
     """Through our own cache and attention: each token is computed once, each prompt once per group."""
 
-    def __init__(self, lm: Any, device: torch.device, budget: int | None = None) -> None:
-        self.lm, self.device = lm, device
+    def __init__(self, forward: Forward, device: torch.device, dtype: torch.dtype, budget: int | None = None) -> None:
+        self.forward, self.device, self.dtype = forward, device, dtype
         self.cache = Cache(budget)
-        self.windows: set[int] = set()
-        """Sliding windows that the model's layers asked for."""
-        self._keeps = "logits_to_keep" in inspect.signature(lm.forward).parameters
-        self._fold: Fold | None = None
+        self.windows: dict[int, int] = {}
+        """Layers that asked for a sliding window, and its size."""
+        self._chunk = _PREFILL_TOKENS_CPU if device.type == "cpu" else _PREFILL_TOKENS
+        self._among: RowSet | None = None
 
     def prefill(self, groups: Sequence[Group], first: int) -> None:
         """All but the last token of each prompt: that one is every row's first input."""
@@ -52,7 +84,7 @@ class CachedRunner:
                 self._prefill(batch, slot - len(batch))
                 batch = []
                 continue
-            if batch and sum(each.cached for each in batch) + group.cached > _PREFILL_TOKENS:
+            if batch and sum(each.cached for each in batch) + group.cached > self._chunk:
                 self._prefill(batch, slot - len(batch))
                 batch = []
             batch.append(group)
@@ -61,35 +93,26 @@ class CachedRunner:
     def _prefill(self, batch: list[Group], first: int) -> None:
         if batch:
             turn = Prefill(self.cache, first, [group.cached for group in batch], self.device)
-            tokens = np.concatenate([group.prompt[:-1] for group in batch]).astype(np.int64)
-            self._forward(torch.from_numpy(tokens), turn.positions(), turn, last=True)
+            tokens = torch.from_numpy(np.concatenate([group.prompt[:-1] for group in batch]).astype(np.int64))
+            self.forward.fill(tokens.to(self.device), turn.positions().to(self.device), turn.longest, turn)
+            self.windows |= turn.windows
 
     def decode(self, rows: Rows, groups: Sequence[Group]) -> Tensor:
         count = len(rows)
-        group = torch.from_numpy(rows.group[:count].copy())
-        counts = torch.from_numpy(rows.counts[:count].copy())
-        lengths = torch.tensor([each.cached for each in groups])
-        if rows.changed or self._fold is None:
-            self._fold = Fold(group, len(groups)).to(self.device)
+        if rows.changed or self._among is None:
+            lengths = np.array([each.cached for each in groups])
+            self._among = RowSet(rows.group[:count].copy(), lengths, self.device, self.dtype)
             rows.changed = False
+        counts = rows.counts[:count].copy()
         budgeted = self.cache.budget is not None
         suffix = int(rows.limit[:count].max()) if budgeted else int(counts.max()) + 1
-        self.cache.reserve(len(groups), int(lengths.max()), count, suffix)
-        turn = Decode(self.cache, self._fold, group, lengths, counts, self.device)
-        return self._forward(torch.from_numpy(rows.last[:count].copy()), turn.positions(), turn).float()
-
-    def _forward(self, tokens: Tensor, positions: Tensor, turn: Turn, last: bool = False) -> Tensor:
-        """Logits `[tokens, vocabulary]`, of the last token alone where asked."""
-        keep = {"logits_to_keep": 1} if last and self._keeps else {}
-        logits: Tensor = self.lm(
-            input_ids=tokens.to(self.device).unsqueeze(0),
-            position_ids=positions.to(self.device).unsqueeze(0),
-            use_cache=False,
-            turn=turn,
-            **keep,
-        ).logits[0]
+        self.cache.reserve(len(groups), self._among.prompt, count, suffix)
+        turn = self._among.decode(self.cache, counts)
+        tokens, positions = torch.from_numpy(rows.last[:count].copy()), turn.positions()
+        longest = int(positions.max()) + 1
+        logits = self.forward(tokens.to(self.device), torch.from_numpy(positions).to(self.device), longest, turn)
         self.windows |= turn.windows
-        return logits
+        return logits.float()
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
         if sources:

@@ -1,0 +1,232 @@
+"""What one forward of the engine reads and writes: prompts that are filled in, rows that get their next token.
+
+A row's query meets its group's prompt and the row's own suffix. The prompt part folds the rows of a group into the
+query axis against one copy of the prompt's keys and values; the suffix part runs per row; the two are merged by
+their log-sum-exps (cascade attention; the identity of online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867).
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.rollout.builtin.attention import attend, bias
+from lockstep.rollout.builtin.cache import Cache
+
+Masks = tuple[Tensor | None, Tensor | None]
+
+
+class Prefill:
+    """A forward of whole prompts, packed one behind the other; their keys and values go to slots `first`..."""
+
+    __slots__ = ("_masks", "cache", "first", "lengths", "longest", "pad", "unpad", "windows")
+
+    def __init__(self, cache: Cache, first: int, lengths: list[int], device: torch.device) -> None:
+        self.cache, self.first, self.lengths, self.longest = cache, first, lengths, max(lengths)
+        self.windows: dict[int, int] = {}
+        self._masks: dict[int, Tensor] = {}
+        self.pad: Tensor | None = None
+        self.unpad: Tensor | None = None
+        if min(lengths) < self.longest:
+            sizes = torch.tensor(lengths)
+            starts = torch.cumsum(sizes, 0) - sizes
+            column = torch.arange(self.longest)
+            real = column < sizes.unsqueeze(1)
+            # Padding repeats the first token of the row; causal attention keeps it from the real ones.
+            self.pad = torch.where(real, starts.unsqueeze(1) + column, starts.unsqueeze(1)).flatten().to(device)
+            self.unpad = real.flatten().nonzero().squeeze(1).to(device)
+
+    def positions(self) -> Tensor:
+        """int64 `[tokens]`."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        q, k, v = (self._padded(x) for x in (q, k, v))
+        self._write(layer, k, v)
+        if window is not None:
+            self.windows[layer] = window
+        mask = self._mask(window, q.device)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        out = out.transpose(1, 2).flatten(0, 1)
+        return out.contiguous() if self.unpad is None else out.index_select(0, self.unpad)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._write(layer, self._padded(k), self._padded(v))
+
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        keys, values = self.cache.prompt(layer).open(k, v)
+        last = self.first + len(self.lengths)
+        keys[self.first : last, : self.longest] = k
+        values[self.first : last, : self.longest] = v
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """`[tokens, heads, dim]` to `[prompts, longest, heads, dim]`."""
+        rows = x if self.pad is None else x.index_select(0, self.pad)
+        return rows.view(len(self.lengths), self.longest, *rows.shape[1:])
+
+    def _mask(self, window: int | None, device: torch.device) -> Tensor | None:
+        if window is None or window >= self.longest:
+            return None
+        if window not in self._masks:
+            at = torch.arange(self.longest, device=device)
+            self._masks[window] = (at <= at.unsqueeze(1)) & (at > at.unsqueeze(1) - window)
+        return self._masks[window]
+
+
+@dataclass(slots=True)
+class Fold:
+    """Which rows read which prompt: rows sorted into `[groups, most rows of a group]`, and back."""
+
+    groups: int
+    width: int
+    into: Tensor | None = None
+    """int64 `[groups x width]`: the row in each place. None where the rows lie so already."""
+    out: Tensor | None = None
+    """int64 `[rows]`: the place of each row."""
+
+    @classmethod
+    def of(cls, group: np.ndarray, groups: int, device: torch.device) -> "Fold":
+        """`group` int64 `[rows]`: slot of each row's group."""
+        counts = np.bincount(group, minlength=groups)
+        width, rows = int(counts.max()), len(group)
+        if width * groups == rows and np.array_equal(group, np.repeat(np.arange(groups), width)):
+            return cls(groups, width)
+        order = np.argsort(group, kind="stable")
+        starts = np.cumsum(counts) - counts
+        place = group[order] * width + np.arange(rows) - starts[group[order]]
+        into, out = np.zeros(groups * width, np.int64), np.empty(rows, np.int64)
+        into[place], out[order] = order, place
+        return cls(groups, width, torch.from_numpy(into).to(device), torch.from_numpy(out).to(device))
+
+
+class RowSet:
+    """What the forwards of the same rows have in common."""
+
+    def __init__(self, group: np.ndarray, lengths: np.ndarray, device: torch.device, dtype: torch.dtype) -> None:
+        """
+        Args:
+            group: int64 `[rows]`: slot of each row's group.
+            lengths: int64 `[groups]`: tokens of each prompt in the cache.
+        """
+        self.group, self.lengths, self.device, self.dtype = group, lengths, device, dtype
+        self.prompt = int(lengths.max())
+        self.start = lengths[group]
+        """Position of each row's first token in the cache."""
+        self.fold = Fold.of(group, len(lengths), device)
+        self.rows = torch.arange(len(group), device=device)
+        self.prompt_mask: Tensor | None = None
+        """Added to the scores, `[groups, 1, 1, prompt]`."""
+        if int(lengths.min()) < self.prompt:
+            visible = torch.arange(self.prompt) < torch.from_numpy(lengths).unsqueeze(1)
+            self.prompt_mask = bias(visible.to(device), dtype)[:, None, None, :]
+
+    def decode(self, cache: Cache, counts: np.ndarray) -> "Decode":
+        """The forward of rows that have `counts` int64 `[rows]` tokens in the cache."""
+        longest, level = int(counts.max()) + 1, int(counts.min()) == int(counts.max())
+        at = longest - 1 if level else torch.from_numpy(counts).to(self.device)
+        return Decode(cache, self, counts, at, longest)
+
+    def masks(self, counts: np.ndarray, longest: int, window: int | None) -> Masks:
+        """Of the prompt and the suffix part; None: all is seen."""
+        reached = window is not None and int((self.start + counts).max()) >= window
+        if not reached and int(counts.min()) == longest - 1:
+            return self.prompt_mask, None
+        at, own = torch.arange(longest), torch.from_numpy(counts).unsqueeze(1)
+        suffix, prompt = at <= own, self.prompt_mask
+        if reached:
+            assert window is not None
+            suffix = suffix & (at > own - window)
+            prompt = self._windowed(torch.from_numpy(self.start + counts).unsqueeze(1) - window)
+        return prompt, bias(suffix.to(self.device), self.dtype)[:, None, None, :]
+
+    def _windowed(self, after: Tensor) -> Tensor:
+        """What each folded query sees of its prompt: what lies behind `after` int64 `[rows, 1]`."""
+        at = torch.arange(self.prompt)
+        rows = (at > after) & (at < torch.from_numpy(self.start).unsqueeze(1))
+        if self.fold.into is not None:
+            rows = rows[self.fold.into.cpu()]
+        return bias(rows.view(self.fold.groups, 1, self.fold.width, -1).to(self.device), self.dtype)
+
+
+@dataclass(slots=True)
+class Decode:
+    """A forward of one token of every row."""
+
+    cache: Cache
+    among: RowSet
+    counts: np.ndarray
+    """int64 `[rows]`: tokens of each row in the cache before this one."""
+    at: int | Tensor
+    """Where the rows' token goes, of each row where they differ."""
+    longest: int
+    windows: dict[int, int] = field(default_factory=dict)
+    _masks: dict[int | None, Masks] = field(default_factory=dict)
+
+    def positions(self) -> np.ndarray:
+        """int64 `[rows]`: position of each row's token in its sequence."""
+        made: np.ndarray = self.among.start + self.counts
+        return made
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        rows, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim)
+        prompt_mask, suffix_mask = self._mask(layer, window)
+        self.store(layer, k, v)
+        keys, values = (x[:rows, : self.longest].transpose(1, 2) for x in self.cache.suffix(layer).open(k, v))
+        own, own_lse = attend(grouped, keys, values, suffix_mask, scaling)
+        out = own.new_empty(rows, kv_heads, heads // kv_heads, v.shape[-1])
+        if not self.among.prompt:
+            return out.copy_(own.transpose(1, 2)).view(rows, heads, -1)
+        keys, values = self.cache.prompt(layer).open(k, v)
+        above, above_lse = self._over_prompts(grouped, keys, values, prompt_mask, scaling)
+        share = above_lse.sub_(own_lse).sigmoid_().unsqueeze(-1).to(own.dtype)
+        torch.lerp(own, above, share, out=out.transpose(1, 2))
+        return out.view(rows, heads, -1)
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        keys, values = self.cache.suffix(layer).open(k, v)
+        rows = len(k)
+        if isinstance(self.at, int):
+            keys[:rows, self.at] = k
+            values[:rows, self.at] = v
+        else:
+            keys[self.among.rows, self.at] = k
+            values[self.among.rows, self.at] = v
+
+    def _over_prompts(
+        self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention `[rows, shared, kv heads, dim]` and log-sum-exp of `q [rows, kv heads, shared, dim]`."""
+        _, kv_heads, shared, dim = q.shape
+        fold, prompt = self.among.fold, self.among.prompt
+        groups, width = fold.groups, fold.width
+        folded = q if fold.into is None else q.index_select(0, fold.into)
+        folded = folded.view(groups, width, kv_heads, shared, dim).transpose(1, 2)
+        folded = folded.reshape(groups, kv_heads, width * shared, dim)
+        keys, values = keys[:groups, :prompt].transpose(1, 2), values[:groups, :prompt].transpose(1, 2)
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask.repeat_interleave(shared, 2)
+        out, lse = attend(folded, keys, values, mask, scaling)
+        out = out.view(groups * width, shared, kv_heads, -1)
+        lse = lse.view(groups * width, shared, kv_heads)
+        if fold.out is None:
+            return out, lse
+        return out.index_select(0, fold.out), lse.index_select(0, fold.out)
+
+    def _mask(self, layer: int, window: int | None) -> Masks:
+        if window is not None:
+            self.windows[layer] = window
+        if window not in self._masks:
+            self._masks[window] = self.among.masks(self.counts, self.longest, window)
+        return self._masks[window]
