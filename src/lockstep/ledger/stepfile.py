@@ -12,7 +12,15 @@ import pyarrow as pa
 
 from lockstep.data.samples import Completion, FinishReason, Group, Prompt, Rollouts
 from lockstep.ledger import values
-from lockstep.ledger.columns import arrays_column, arrays_of, list_column, spans_of, text_column, texts_of
+from lockstep.ledger.columns import (
+    arrays_column,
+    arrays_of,
+    list_column,
+    numbers_column,
+    spans_of,
+    text_column,
+    texts_of,
+)
 from lockstep.ledger.episodes import dumped, loaded
 from lockstep.ledger.errors import StepCorrupt
 from lockstep.ledger.files import prepare
@@ -30,7 +38,7 @@ def table_of(rollouts: Rollouts, extra: dict[str, Any]) -> Any:
     prompts = [group.prompt for group in groups]
     columns = {
         "uid": text_column([prompt.uid for prompt in prompts]),
-        "row": pa.array([prompt.row for prompt in prompts], pa.int64()),
+        "row": numbers_column(np.array([prompt.row for prompt in prompts], np.int64)),
         "prompt_tokens": arrays_column([prompt.tokens for prompt in prompts], np.int32, "prompt tokens"),
         "prompt_text": text_column([prompt.text for prompt in prompts]),
         "messages": text_column([_json(p.uid, "messages", p.messages) for p in prompts]),
