@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.config.model import Model
 from lockstep.data.layout import Layout
+from lockstep.models.cascade import cascade
 from lockstep.models.load import load_policy
 from lockstep.models.probe import probe_packing
 from lockstep.models.tiny import make_tiny
+from lockstep.models.varlen import CUDA
 from lockstep.rollout.builtin import BuiltinEngine
 from lockstep.rollout.protocol import Request
 
@@ -43,6 +45,26 @@ def test_the_policy_computes_what_the_cpu_computes(folder: Path, dtype: str, tol
         expected, _ = load_policy(Model(path=str(folder)), "cpu")(tokens, layout, sources, targets)
         found, _ = load_policy(config, "cuda")(tokens.cuda(), layout, sources.cuda(), targets.cuda())
     torch.testing.assert_close(found.float().cpu(), expected, atol=tolerance, rtol=0)
+
+
+def test_the_merge_of_variable_length_parts_is_exact() -> None:
+    """bfloat16 against float32 with a mask, forward and gradients; the tolerance is bfloat16's."""
+    layout = Layout([40, 64, 33, 7, 5, 90, 12], [-1, 0, 0, 2, -1, 4, 5])
+    q, k, v = (torch.randn(layout.tokens, heads, 64, device="cuda") for heads in (4, 2, 2))
+    weights = torch.randn_like(q)
+    found = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    assert CUDA.fits(found[0], found[2])
+    out = cascade(*found, layout, 0.125, CUDA)
+    (out * weights).sum().backward()
+    plain = [x.detach().float().requires_grad_() for x in found]
+    wide = [plain[0], *(x.repeat_interleave(2, 1) for x in plain[1:])]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in wide), attn_mask=layout.mask("cuda"), scale=0.125
+    )[0].transpose(0, 1)
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+    for one, other in zip(found, plain, strict=True):
+        assert float((one.grad.float() - other.grad).norm() / other.grad.norm()) < 2e-2
 
 
 def test_the_probe_finds_that_packing_is_respected(folder: Path) -> None:

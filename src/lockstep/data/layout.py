@@ -4,10 +4,13 @@ A segment attends to itself (causally) and to its ancestors (wholly). A document
 parent is its prompt; a turn's parent is the turn before. One row holds many trees.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Made = TypeVar("Made")
 
 
 class Layout:
@@ -24,7 +27,7 @@ class Layout:
         ValueError: empty row, a length below 1, or a parent that does not precede its child.
     """
 
-    __slots__ = ("_masks", "_parts", "lengths", "parents", "starts", "tokens")
+    __slots__ = ("_kept", "lengths", "parents", "starts", "tokens")
 
     def __init__(self, lengths: list[int], parents: list[int]) -> None:
         if not lengths or len(lengths) != len(parents):
@@ -41,8 +44,14 @@ class Layout:
             self.starts.append(position)
             position += length
         self.tokens = position
-        self._masks: dict[tuple[torch.device, int | None], Tensor] = {}
-        self._parts: dict[int, list[tuple[int, int, Layout]]] = {}
+        self._kept: dict[Hashable, Any] = {}
+
+    def kept(self, name: Hashable, make: Callable[["Layout"], Made]) -> Made:
+        """What `make` makes of this layout, made at the first call of that name only: once per row, not per layer."""
+        if name not in self._kept:
+            self._kept[name] = make(self)
+        made: Made = self._kept[name]
+        return made
 
     def ancestors(self, segment: int) -> list[int]:
         """The segment's ancestors, nearest first."""
@@ -66,6 +75,14 @@ class Layout:
             parts.append(torch.arange(offset, offset + length))
         return torch.cat(parts)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path from a root."""
+        ends: list[int] = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            ends.append(length + (0 if parent < 0 else ends[parent]))
+        return max(ends)
+
     def pairs(self) -> int:
         """Number of (query, key) pairs, the cost of attention."""
         total = 0
@@ -82,18 +99,18 @@ class Layout:
         Args:
             window: sliding window: also hide keys `window` or more tokens before the query on its path.
         """
-        kept = (torch.device(device), window)
-        if kept not in self._masks:
-            mask = torch.zeros(self.tokens, self.tokens, dtype=torch.bool)
-            for segment, (start, stop, _) in enumerate(self.segments()):
-                mask[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-                for above in self.ancestors(segment):
-                    mask[start:stop, self.starts[above] : self.starts[above] + self.lengths[above]] = True
-            if window is not None:
-                positions = self.positions()
-                mask &= positions[:, None] - positions[None, :] < window
-            self._masks[kept] = mask.to(device)
-        return self._masks[kept]
+        return self.kept(("mask", torch.device(device), window), lambda layout: layout._mask(window).to(device))
+
+    def _mask(self, window: int | None) -> Tensor:
+        mask = torch.zeros(self.tokens, self.tokens, dtype=torch.bool)
+        for segment, (start, stop, _) in enumerate(self.segments()):
+            mask[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+            for above in self.ancestors(segment):
+                mask[start:stop, self.starts[above] : self.starts[above] + self.lengths[above]] = True
+        if window is not None:
+            positions = self.positions()
+            mask &= positions[:, None] - positions[None, :] < window
+        return mask
 
     def parts(self, tokens: int = 256) -> list[tuple[int, int, "Layout"]]:
         """(start, stop, layout) of pieces of the row that see nothing of each other: attention runs on each alone.
@@ -101,9 +118,8 @@ class Layout:
         Neighbouring trees are kept together up to `tokens`, because a small piece costs more in calls than in
         pairs; a larger tree is a piece of its own. Kept after the first call.
         """
-        if tokens not in self._parts:
-            self._parts[tokens] = [self._slice(first, last) for first, last in self._piece_bounds(tokens)]
-        return self._parts[tokens]
+        bounds = self._piece_bounds
+        return self.kept(("parts", tokens), lambda layout: [layout._slice(*piece) for piece in bounds(tokens)])
 
     def _piece_bounds(self, tokens: int) -> list[tuple[int, int]]:
         """Segment ranges of the pieces: a range can begin where no later segment has an earlier parent."""

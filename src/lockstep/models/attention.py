@@ -17,6 +17,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lockstep.data.layout import Layout
+from lockstep.models.cascade import CPU, cascade
+from lockstep.models.varlen import CUDA
 
 NAME = "lockstep_forest"
 
@@ -83,14 +85,42 @@ def forest_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return found
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layout is None:
+        key, value = _every_head(query, key, value)
         return _scores_attention(query, key, value, attention_mask, dropout, scale, softcap, sinks), None
     _refuse_misfits(module, query, key, layout, kwargs)
     window = _sliding_window(module, attention_mask, kwargs)
+    if window is not None and window >= layout.longest:
+        window = None
+    parts = next((each for each in (CPU, CUDA) if each.fits(query, value)), None)
+    if parts is not None and window is None and softcap is None and sinks is None and not dropout:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return cascade(q, k, v, layout, scale, parts)[None], None
+    return _masked_attention(query, key, value, layout, window, dropout, scale, softcap, sinks), None
+
+
+def _every_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated for each of the query heads that share them."""
+    groups = query.shape[1] // key.shape[1]
+    if groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+
+
+def _masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    window: int | None,
+    dropout: float,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with a mask over each part of the row: for windows, soft caps, sinks, and where no kernel fits."""
+    key, value = _every_head(query, key, value)
     pieces = []
     for start, stop, piece in layout.parts():
         q, k, v = query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
@@ -103,7 +133,7 @@ def forest_attention(
         mask = None if causal else piece.mask(q.device, reach)
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=causal)
         pieces.append(out.transpose(1, 2))
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).contiguous(), None
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).contiguous()
 
 
 def _sliding_window(module: nn.Module, marker: Tensor | None, kwargs: dict[str, Any]) -> int | None:

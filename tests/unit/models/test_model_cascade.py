@@ -1,0 +1,140 @@
+"""The cascade: every pair of a forest in one part, and the merge exact in both directions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from lockstep.data.layout import Layout
+from lockstep.models import calls as calls_module
+from lockstep.models.calls import Block, Picked, Where, calls
+from lockstep.models.cascade import CPU, cascade
+from lockstep.models.varlen import CUDA, levels
+
+FORESTS = {
+    "prompt with equal completions": Layout([5, *[4] * 6], [-1, *[0] * 6]),
+    "prompts with completions of mixed lengths": Layout([5, 9, 1, 3, 7, 2, 30, 6], [-1, 0, 0, 0, -1, 4, 4, 4]),
+    "documents": Layout([3, 3, 3, 17, 2, 2, 40], [-1] * 7),
+    "turns": Layout([4, 3, 6, 2, 5], [-1, 0, 1, 2, 3]),
+    "branches, not in row order": Layout([4, 5, 2, 3, 6, 7, 1], [-1, -1, 0, 1, 2, 0, 3]),
+    "one token": Layout([1], [-1]),
+}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+    parents = [draw(st.integers(-1, segment - 1)) for segment in range(len(lengths))]
+    return Layout(lengths, parents)
+
+
+def places(where: Where) -> list[list[int]]:
+    """The tokens of each row of a call; -1 for padding."""
+    if isinstance(where, Block):
+        return [[where.start + r * where.stride + t for t in range(where.length)] for r in range(where.count)]
+    rows = where.index.clone()
+    if where.hidden is not None:
+        rows[where.hidden.flatten().isinf()] = -1
+    return rows.unflatten(0, (where.count, where.length)).tolist()
+
+
+@settings(deadline=None)
+@given(layouts(), st.sampled_from([(1, 1), (6, 12), (128, 1024)]))
+def test_every_pair_is_in_one_call(layout: Layout, limits: tuple[int, int]) -> None:
+    seen = torch.zeros(layout.tokens, layout.tokens, dtype=torch.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls_module, "ALONE", limits[0])
+        patch.setattr(calls_module, "TOGETHER", limits[1])
+        found = calls(layout)
+    for call in found:
+        asked: list[int] = []
+        for queries, keys in zip(places(call.queries), places(call.keys), strict=True):
+            asked += [q for q in queries if q >= 0]
+            for number, q in enumerate(queries):
+                for k in keys[: number + 1] if call.causal else keys:
+                    if q >= 0 and k >= 0:
+                        seen[q, k] += 1
+        assert len(set(asked)) == len(asked)
+    assert torch.equal(seen, layout.mask().long())
+    own = [call.causal for call in found]
+    assert own == sorted(own, reverse=True)
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_every_pair_is_in_one_level(layout: Layout) -> None:
+    seen = torch.zeros(layout.tokens, layout.tokens, dtype=torch.int64)
+    row = torch.arange(layout.tokens)
+    for level in levels(layout, torch.device("cpu")):
+        queries, keys = level.queries.of(row), level.keys.of(row)
+        assert len(set(queries.tolist())) == len(queries)
+        for piece in range(len(level.queries.ends) - 1):
+            q = queries[level.queries.ends[piece] : level.queries.ends[piece + 1]]
+            k = keys[level.keys.ends[piece] : level.keys.ends[piece + 1]]
+            assert len(q) <= level.queries.longest and len(k) <= level.keys.longest
+            pairs = torch.ones(len(q), len(k), dtype=torch.int64)
+            seen[q[:, None], k[None]] += pairs.tril() if level.causal else pairs
+    assert torch.equal(seen, layout.mask().long())
+
+
+def row_of(layout: Layout, heads: int, kv_heads: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """`[tokens, heads, 8]` as models make them: views of `[heads, tokens, 8]` or of projections."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(heads, layout.tokens, 8, generator=generator).transpose(0, 1)
+    k, v = (torch.randn(layout.tokens, kv_heads, 8, generator=generator) for _ in range(2))
+    return q, k, v
+
+
+def with_gradients(attend, q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> list[Tensor]:
+    q, k, v = (x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v)
+    (out * weights).sum().backward()
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+@pytest.mark.parametrize("limits", [(1, 1), (6, 12), (128, 1024)], ids=["views", "both", "gathered"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("name", FORESTS)
+def test_the_cascade_equals_attention_with_a_mask(name: str, heads: tuple[int, int], limits, monkeypatch) -> None:
+    """In float64, against torch's attention with the layout's mask."""
+    monkeypatch.setattr(calls_module, "ALONE", limits[0])
+    monkeypatch.setattr(calls_module, "TOGETHER", limits[1])
+    layout = Layout(FORESTS[name].lengths, FORESTS[name].parents)
+    q, k, v = (x.double() for x in row_of(layout, *heads))
+    weights = torch.randn(layout.tokens, heads[0], 8, generator=torch.Generator().manual_seed(1)).double()
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        groups = heads[0] // heads[1]
+        q, k, v = q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=layout.mask(), scale=0.3)[0].transpose(0, 1)
+
+    found = with_gradients(lambda q, k, v: cascade(q, k, v, layout, 0.3, CPU), q, k, v, weights)
+    for one, other in zip(found, with_gradients(masked, q, k, v, weights), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_calls_are_made_once_per_row() -> None:
+    layout = FORESTS["turns"]
+    assert calls(layout) is calls(layout)
+    device = torch.device("cpu")
+    assert levels(layout, device) is levels(layout, device)
+
+
+def test_long_runs_are_views_and_short_segments_are_gathered_together() -> None:
+    """16 prompts of 32 tokens, each with eight completions of 64: no gathering at all."""
+    fixed = calls(Layout([32, *[64] * 8] * 16, [p for g in range(16) for p in (-1, *[9 * g] * 8)]))
+    causal = [call for call in fixed if call.causal]
+    blocks = [call.queries for call in causal if isinstance(call.queries, Block)]
+    assert sum(block.count * block.length for block in blocks) == 16 * 8 * 64
+    assert all(isinstance(call.queries, Block) for call in fixed if not call.causal)
+    short = calls(Layout([6] * 3 + [7] * 3, [-1] * 6))
+    assert len(short) == 1 and isinstance(short[0].queries, Picked)
+
+
+def test_which_rows_the_kernels_take() -> None:
+    q, _, v = row_of(FORESTS["turns"], 4, 2)
+    assert CPU.fits(q, v) and not CPU.fits(q, v[..., :4])
+    assert not CUDA.fits(q, v)
