@@ -18,6 +18,7 @@ from lockstep.config.errors import ConfigError
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.rules import INDEX
 from lockstep.rewards.api import RewardError
+from lockstep.rollout.environments.api import EnvironmentFailed
 from lockstep.run.errors import NotStarted
 from lockstep.watch.waits import WaitTimeout
 
@@ -72,6 +73,8 @@ def tell(error: BaseException) -> Told:
     match error:
         case RewardError():
             return _reward(error)
+        case EnvironmentFailed():
+            return _environment(error)
         case RemoteError():
             return Told(f"{error.worker}: {_short(error.kind)}: {error.message}", [], _remote_lines(error))
         case WorkerDied():
@@ -125,6 +128,16 @@ def _reward(error: RewardError) -> Told:
     own = own_frames(text) if _DUMP in text else []
     lines = ["it was in", *own] if own else text.rstrip().splitlines()
     return Told(f"reward {error.function}: {error.problem}", known, lines)
+
+
+def _environment(error: EnvironmentFailed) -> Told:
+    facts = (
+        [("sample", f"{error.sample} (step/prompt/completion)"), ("turn", str(error.turn + 1))] if error.sample else []
+    )
+    text = error.traceback or ""
+    own = own_frames(text) if _DUMP in text else []
+    lines = ["it was in", *own] if own else text.rstrip().splitlines()
+    return Told(f"environment {error.path}: {error.problem}", facts, lines)
 
 
 def _short(kind: str) -> str:

@@ -198,8 +198,9 @@ class Watchdog:
 
     def pat(self) -> None:
         """Starting costs a thread: done again only when a tenth of the time has passed."""
-        if time.monotonic() - self._since > self._after_s / 10:
+        if not self._since or time.monotonic() - self._since > self._after_s / 10:
             self.start()
 
     def stop(self) -> None:
+        self._since = 0.0
         faulthandler.cancel_dump_traceback_later()

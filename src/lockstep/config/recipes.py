@@ -1,11 +1,12 @@
 """One config class per recipe, chosen by the field `recipe`."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lockstep.config.algorithm import Advantage, AnyPolicyLoss, CrossEntropy, GRPOAdvantage, PolicyLoss, PPOClip
-from lockstep.config.reward import Reward
+from lockstep.config.reward import EnvironmentReward, Reward
 from lockstep.config.rollout import Sampling
 from lockstep.config.run import RunConfig
 
@@ -70,6 +71,7 @@ class GRPOConfig(RunConfig):
                 "more, or advantage.kind=reinforce_plus_plus"
             )
         _must_compare(self.rollout.sampling, self.loss)
+        _must_converse(self)
         return self
 
 
@@ -87,6 +89,21 @@ def _must_compare(sampling: Sampling, loss: PolicyLoss) -> None:
         raise ValueError(
             f"with {named} the engine's log-probabilities are those of the tokens that are left, the trainer's of "
             "all: ratios would begin below 1, and whole updates be clipped. Set loss.old_logprobs=trainer"
+        )
+
+
+def _must_converse(config: GRPOConfig) -> None:
+    """Whether conversations, their rewards and the groups go together."""
+    environment = config.rollout.environment
+    if environment is None:
+        if any(isinstance(term, EnvironmentReward) for term in config.reward.terms):
+            raise ValueError("reward.terms has kind environment, but there is no rollout.environment to give it")
+        return
+    paths = math.prod(environment.branches)
+    if config.group_size % paths:
+        raise ValueError(
+            f"rollout.environment.branches {list(environment.branches)} makes {paths} conversations, which does not "
+            f"divide group_size {config.group_size}"
         )
 
 

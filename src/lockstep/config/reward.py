@@ -240,7 +240,16 @@ class Judge(_Remote):
 _OFFERED = {"prompt", "messages", "completion", "answer", "columns"}
 
 
-Term = Annotated[ExactMatch | Math | Regex | Length | JsonSchema | Function | Http | Judge, Field(discriminator="kind")]
+class EnvironmentReward(_Term):
+    """The sum of what the environment gave for the turns of the conversation (`rollout.environment`)."""
+
+    kind: Literal["environment"] = "environment"
+
+
+Term = Annotated[
+    ExactMatch | Math | Regex | Length | JsonSchema | Function | Http | Judge | EnvironmentReward,
+    Field(discriminator="kind"),
+]
 
 
 class Reward(Section):

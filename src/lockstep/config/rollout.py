@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from lockstep.config.base import Section
+from lockstep.config.environment import Environment
 from lockstep.config.model import DType
 
 
@@ -42,3 +43,5 @@ class BuiltinEngine(Section):
 class Rollout(Section):
     sampling: Sampling = Sampling()
     engine: BuiltinEngine = BuiltinEngine()
+    environment: Environment | None = None
+    """Conversations with an environment or tools; plain completions when absent."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class PromptSource:
         seed: with the epoch, decides the order where `cfg.shuffle`.
         max_prompt_tokens: longest prompt that leaves room for a completion.
         answers: whether every row must have an answer, as a verifier compares with it.
+        tools, open_turn: as `Renderer` takes them.
 
     Raises:
         DataError: a row that cannot be used, or with `overlong: error` one that is too long.
@@ -45,10 +46,12 @@ class PromptSource:
         seed: int,
         max_prompt_tokens: int,
         answers: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+        open_turn: bool = True,
     ) -> None:
         self._rows, self._limit, self._answers = rows, max_prompt_tokens, answers
         self._format = Format(rows, cfg)
-        self._renderer = Renderer(tokenizer, cfg)
+        self._renderer = Renderer(tokenizer, cfg, tools, open_turn)
         kept = fitting(rows, self._lengths, max_prompt_tokens, cfg.overlong, "prompt")
         self.dropped = len(rows) - kept.size
         """Rows left out because they are too long."""

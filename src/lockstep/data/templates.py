@@ -6,7 +6,7 @@ turn by turn, which is refused where a template rewrites earlier turns.
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,14 +32,25 @@ class TokenizerError(ValueError):
 class Renderer:
     """Renders samples of one data set for one tokenizer.
 
+    Args:
+        tools: schemas of the functions that a model may call, for samples that bring none of their own.
+        open_turn: whether a prompt ends where the model begins to write; otherwise before that, since an environment
+            may have something to say first (`Turns.opening`).
+
     Raises:
         TokenizerError: no chat template where conversations are rendered.
         ValueError: a `data.template` that cannot be used.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", cfg: Dataset) -> None:
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        cfg: Dataset,
+        tools: Sequence[dict[str, Any]] = (),
+        open_turn: bool = True,
+    ) -> None:
         self.tokenizer = tokenizer
-        self._cfg = cfg
+        self._cfg, self._tools, self._open_turn = cfg, list(tools) or None, open_turn
         if cfg.template is not None:
             _check_template(cfg.template)
         if cfg.chat:
@@ -70,7 +81,7 @@ class Renderer:
         """The prompt as the model sees it, up to where it begins to write."""
         if self.is_chat(sample.prompt):
             messages = self.conversation(sample.prompt)
-            return self._render(messages, sample, open_turn=True)
+            return self._render(messages, sample, open_turn=self._open_turn or messages[-1]["role"] == "assistant")
         assert isinstance(sample.prompt, str)
         return self._wrap(sample.prompt)
 
@@ -140,7 +151,7 @@ class Renderer:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
-                tools=sample.tools,
+                tools=sample.tools or self._tools,
                 tokenize=False,
                 add_generation_prompt=open_turn and not begun,
                 continue_final_message=begun,

@@ -24,6 +24,9 @@ _HARMLESS = (
     "reward.terms.*.deadline_s",
     "reward.terms.*.concurrency",
     "trainer.collective_timeout_s",
+    "rollout.environment.workers",
+    "rollout.environment.timeout_s",
+    "rollout.environment.memory_mb",
 )
 """Fields and sections that say where a run lives, what it shows, whom it asks and how long it waits, and not what it
 computes. `*` stands for one part of a path."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.cluster.user_code import user_traceback
 from lockstep.data.samples import Prompt
-from lockstep.rewards.api import Batch, Scores, Signature
+from lockstep.rewards.api import Batch, Sample, Scores, Signature
 from lockstep.rewards.functions import UserFunction
 from lockstep.rewards.values import BadReward, extra, extra_column, reward, rewards
 from lockstep.watch import waits
@@ -52,6 +52,13 @@ def call_trl(function: UserFunction, batch: Batch, advance: Advance) -> Scores:
     values = rewards(result, len(batch), none_allowed=True)
     advance(len(batch))
     return Scores(values, logged)
+
+
+def _messages(sample: Sample) -> list[dict[str, Any]]:
+    """As TRL hands over conversations: every turn after the prompt, tools' included."""
+    if sample.episode is None:
+        return [{"role": "assistant", "content": sample.text}]
+    return copy.deepcopy(sample.episode.messages)
 
 
 def call_openrlhf(function: UserFunction, batch: Batch, advance: Advance) -> Scores:
@@ -115,8 +122,7 @@ def conversation_batch(batch: Batch) -> dict[str, list[Any]]:
         **_columns(batch),
         "prompts": [prompt.text if prompt.messages is None else prompt.messages for prompt, _ in batch.pairs()],
         "completions": [
-            sample.text if prompt.messages is None else [{"role": "assistant", "content": sample.text}]
-            for prompt, sample in batch.pairs()
+            sample.text if prompt.messages is None else _messages(sample) for prompt, sample in batch.pairs()
         ],
     }
 

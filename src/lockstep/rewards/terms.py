@@ -1,5 +1,6 @@
 """From the config's terms to callables over a batch, and from their values to one reward per sample."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,7 +87,8 @@ def weighted_sum(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.n
 
 
 def _verifier(
-    term: config.ExactMatch | config.Math | config.Regex | config.Length | config.JsonSchema, base: Path
+    term: config.ExactMatch | config.Math | config.Regex | config.Length | config.JsonSchema | config.EnvironmentReward,
+    base: Path,
 ) -> Verifier:
     match term:
         case config.JsonSchema():
@@ -99,6 +101,14 @@ def _verifier(
             return lambda prompt, sample: verifiers.regex_match(sample.text, pattern, mode)
         case config.Length(soft=soft, hard=hard):
             return lambda prompt, sample: verifiers.overlong_penalty(sample.generated, soft, hard)
+        case config.EnvironmentReward():
+            return lambda prompt, sample: _of_environment(sample)
+
+
+def _of_environment(sample: Sample) -> float:
+    if sample.episode is None:
+        raise BadReward("the completion comes from no environment: set rollout.environment")
+    return math.fsum(sample.episode.rewards)
 
 
 def _fits_schema(term: config.JsonSchema, base: Path) -> Verifier:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lockstep.data.samples import Rollouts
+from lockstep.data.samples import Completion, Rollouts
 from lockstep.rewards.metrics import reward_metrics
 
 
@@ -23,6 +23,7 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     )
     return {
         **reward_metrics(rollouts),
+        **_episode_metrics(completions),
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
         "rollout/prompt_length_mean": float(prompts.mean()),
@@ -31,6 +32,26 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
         "rollout/logprob_mean": float(np.concatenate([each.own(each.logprobs) for each in completions]).mean()),
         "rollout/tokens": float(lengths.sum()),
     }
+
+
+def _episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Of conversations: turns of the model, tokens of the environment, how they ended, what it counted."""
+    episodes = [each.episode for each in completions if each.episode is not None]
+    if not episodes:
+        return {}
+    turns = np.array([episode.turns for episode in episodes], dtype=np.float64)
+    written = np.mean([len(each.tokens) - each.generated for each in completions])
+    found = {
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_max": float(turns.max()),
+        "rollout/environment_tokens_mean": float(written),
+        "environment/reward": float(np.mean([sum(episode.rewards) for episode in episodes])),
+    }
+    for ended in ("turns", "tokens", "error"):
+        found[f"environment/ended_{ended}"] = float(np.mean([episode.ended == ended for episode in episodes]))
+    for name in sorted({name for episode in episodes for name in episode.metrics}):
+        found[f"environment/{name}"] = float(np.mean([episode.metrics.get(name, 0.0) for episode in episodes]))
+    return found
 
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.rewards.pool import ScorerPool
+from lockstep.rollout.environments.pool import EnvironmentPool
 from lockstep.run.checkpoints import restore
 from lockstep.run.engines import Engines
 from lockstep.run.errors import NotStarted, Refused
@@ -27,6 +28,7 @@ from lockstep.run.prepare import START, Prepared
 from lockstep.run.publish import WeightSync
 from lockstep.run.run import Roles, Run
 from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER, PolicyAPI
+from lockstep.run.turns import Conversations
 from lockstep.train.api import TrainerInfo
 from lockstep.watch import beacon
 from lockstep.watch.folders import run_dir
@@ -181,7 +183,7 @@ def _roles(
         roles.rewards.start()
     if not engine_workers:
         return roles
-    roles.engines = Engines(engine_workers, ledger, config.rollout.sampling, config.seed, config.cluster.stall_limit_s)
+    roles.engines = _engines(prepared, ledger, cluster, engine_workers)
     roles.weights = WeightSync(policy, roles.engines, _store(prepared, policy, ledger.generation, store), ledger)
     roles.weights.publish(version)
     if config.evaluation is not None:
@@ -195,6 +197,19 @@ def _roles(
             monitor,
         )
     return roles
+
+
+def _engines(prepared: Prepared, ledger: Ledger, cluster: LocalCluster, workers: list[Worker]) -> Engines:
+    """Engines whose completions are conversations where the config names an environment."""
+    config = prepared.config
+    stall_s = config.cluster.stall_limit_s
+    if prepared.turns is None or config.rollout.environment is None:
+        return Engines(workers, ledger, config.rollout.sampling, config.seed, stall_s)
+    pool = EnvironmentPool(cluster, config.rollout.environment)
+    pool.start()
+    return Conversations(
+        workers, ledger, config.rollout.sampling, config.seed, stall_s, pool=pool, turns=prepared.turns
+    )
 
 
 def _store(prepared: Prepared, policy: Policy, generation: int, folder: Path) -> SharedWeights:

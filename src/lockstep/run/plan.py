@@ -117,6 +117,11 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts, host: HostFacts
         processes += [
             PlannedProcess(f"scorer-{rank}", "reward", rank, "cpu", 1, 0) for rank in range(config.reward.workers)
         ]
+    if engines and config.rollout.environment is not None:
+        processes += [
+            PlannedProcess(f"environment-{rank}", "environment", rank, "cpu", 1, 0)
+            for rank in range(config.rollout.environment.workers)
+        ]
     shared = 2 * model.parameters * BYTES[engine_dtype(config, model)] if engines else 0
     plan = Plan(processes, trainer_collectives(config, model), shared)
     _must_fit(plan, config, host)

@@ -12,16 +12,18 @@ from lockstep.data.datasets import load_rows
 from lockstep.data.documents import DocumentSource
 from lockstep.data.prompts import PromptSource
 from lockstep.data.samples import Prompt
+from lockstep.data.turns import Turns
 from lockstep.ledger.changes import Change, compare_config
 from lockstep.ledger.errors import FolderExists
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.rules import INDEX
 from lockstep.models.load import load_tokenizer
 from lockstep.rewards.static import check_terms, compares_answers
+from lockstep.rollout.environments.static import told_tools
 from lockstep.run.errors import Finished, Refused
 from lockstep.run.facts import host_facts, model_facts
 from lockstep.run.place import release_place
-from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan
+from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan, needs_engine
 
 START = "start"
 """The ledger's event of every start of a run, with the number of rows it uses."""
@@ -40,6 +42,8 @@ class Prepared:
     prompts: PromptSource | None
     documents: DocumentSource | None
     held_out: list[Prompt]
+    turns: Turns | None
+    """Of conversations with an environment."""
     notes: list[str]
     """What the user should know before it starts."""
 
@@ -83,15 +87,19 @@ def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, override
 
 def _sources(
     config: SFTConfig | GRPOConfig, model: ModelFacts
-) -> tuple[PromptSource | None, DocumentSource | None, list[Prompt]]:
+) -> tuple[PromptSource | None, DocumentSource | None, list[Prompt], Turns | None]:
     tokenizer = load_tokenizer(config.model)
+    environment = config.rollout.environment if needs_engine(config) else None
+    tools = told_tools(environment) if environment is not None else []
+    open_turn = environment is None or environment.path is None
+    turns = Turns(tokenizer, config.data, tools) if environment is not None else None
     rows = load_rows(config.data)
     compares = compares_answers(config.reward.terms) if config.reward is not None else False
     prompts: PromptSource | None = None
     documents: DocumentSource | None = None
     if config.recipe == "grpo":
         longest = min(model.context, config.token_budget) - config.rollout.sampling.max_tokens
-        prompts = PromptSource(rows, config.data, tokenizer, config.seed, longest, compares)
+        prompts = PromptSource(rows, config.data, tokenizer, config.seed, longest, compares, tools, open_turn)
     else:
         longest = min(model.context, config.token_budget)
         documents = DocumentSource(rows, config.data, tokenizer, config.seed, longest, config.train_on_prompt)
@@ -100,9 +108,22 @@ def _sources(
         # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
         data = config.evaluation.data.model_copy(update={"shuffle": False})
         room = model.context - (config.evaluation.sampling or config.rollout.sampling).max_tokens
-        source = PromptSource(load_rows(data), data, tokenizer, config.seed, room, compares)
+        source = PromptSource(load_rows(data), data, tokenizer, config.seed, room, compares, tools, open_turn)
         held_out = source.take(0, min(len(source), config.evaluation.prompts or len(source)))
-    return prompts, documents, held_out
+    if turns is not None:
+        first = prompts.take(0, 1) if prompts is not None else held_out[:1]
+        for prompt in first:
+            _must_be_told(turns, prompt, tools)
+            turns.check(prompt, "tool" if open_turn else "user")
+    return prompts, documents, held_out, turns
+
+
+def _must_be_told(turns: Turns, prompt: Prompt, tools: Sequence[dict[str, Any]]) -> None:
+    if tools and not turns.is_chat(prompt):
+        raise Refused(
+            "the model is told of rollout.environment.tools by the chat template, but the prompts are plain text: set "
+            "data.chat=true, or describe the tools in data.template and set rollout.environment.parser=regex"
+        )
 
 
 def _resumed(

@@ -1,0 +1,8 @@
+"""Conversations: what an environment is, and where it runs.
+
+from lockstep.rollout.environments import Observation
+"""
+
+from lockstep.rollout.environments.protocol import Environment, Observation
+
+__all__ = ["Environment", "Observation"]

@@ -1,0 +1,210 @@
+"""The controller's end of one environment process: never waits for it, ends it when it is stuck, starts another."""
+
+import logging
+import time
+from pathlib import Path
+
+from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.config.environment import Environment as Config
+from lockstep.rollout.environments.api import (
+    SERVICE,
+    EnvironmentAPI,
+    EnvironmentFailed,
+    Failure,
+    News,
+    Prepared,
+    Task,
+)
+from lockstep.watch.waits import Stalled, WaitTimeout
+
+log = logging.getLogger(__name__)
+
+LOADING_S = 300.0
+"""Longest time without progress for importing the users' modules, which may import anything."""
+GRACE_S = 1.0
+"""Async methods are cancelled at the limit; a process that has not come back this much later is ended."""
+LAST_WORDS_S = 5.0
+
+
+class Lost(Exception):
+    """The process ended, or had to be ended."""
+
+    def __init__(self, failure: Failure, culprit: int | None) -> None:
+        super().__init__(failure.problem)
+        self.failure, self.culprit = failure, culprit
+        """Number of the task that is to blame, where that is known."""
+
+
+class Host:
+    """One environment process at a time, replaced when it is lost."""
+
+    def __init__(self, cluster: Cluster, config: Config, base: Path, rank: int) -> None:
+        self.cluster, self.config, self.base, self.rank = cluster, config, base, rank
+        self.open: dict[int, Task] = {}
+        """Tasks that are not answered yet."""
+        self.known: set[str] = set()
+        """Episodes that the process has an environment for."""
+        self._worker: Worker | None = None
+        self._lives = 0
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._ack = 0
+        self._asked: Pending[News] | None = None
+        self._asked_at = 0.0
+        self._calls: list[Pending[None]] = []
+        self._holding: int | None = None
+        self.known.clear()
+
+    @property
+    def missing(self) -> bool:
+        return self._worker is None
+
+    def spec(self) -> WorkerSpec:
+        """Of the next process; successors have names of their own, so that the log of the dead stays."""
+        name = f"environment-{self.rank}" + (f".{self._lives}" if self._lives else "")
+        self._lives += 1
+        return WorkerSpec(
+            name=name,
+            role="environment",
+            rank=self.rank,
+            service=SERVICE,
+            arguments={"config": self.config.model_dump(mode="json"), "base": str(self.base)},
+            environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+            preload=("lockstep.rollout.environments.service",),
+        )
+
+    def use(self, worker: Worker) -> Pending[Prepared]:
+        """Takes a fresh process and lets it load the user's code."""
+        self._worker = worker
+        return worker.submit(EnvironmentAPI.prepare)
+
+    def loaded(self, pending: Pending[Prepared]) -> Prepared:
+        """What was loaded. Raises EnvironmentFailed where it cannot be used."""
+        path = self.config.path or ", ".join(self.config.tools)
+        try:
+            prepared = pending.result(why=f"loading {path}", stall_s=LOADING_S)
+        except Stalled as error:
+            lost = self._end(f"could not be loaded within {error.waited_s:.0f} s", pending)
+            raise EnvironmentFailed(path, lost.problem, traceback=lost.traceback) from error
+        except WorkerDied as error:
+            self._worker = None
+            raise EnvironmentFailed(
+                path, f"its process {_how(error)} while loading", traceback=error.log_tail
+            ) from error
+        if prepared.failure is not None:
+            raise EnvironmentFailed(path, prepared.failure.problem, traceback=prepared.failure.traceback)
+        return prepared
+
+    def send(self, tasks: list[Task]) -> None:
+        """Hands tasks over, and does not wait until the process has time for them."""
+        if self._worker is not None and tasks:
+            self._calls.append(self._worker.submit(EnvironmentAPI.submit, tasks))
+            self.open.update((task.number, task) for task in tasks)
+            self.known.update(task.episode for task in tasks)
+
+    def forget(self, episodes: list[str]) -> None:
+        """Closes environments that are no longer wanted."""
+        there = [episode for episode in episodes if episode in self.known]
+        self.known.difference_update(there)
+        if self._worker is not None and there:
+            self._calls.append(self._worker.submit(EnvironmentAPI.forget, there))
+
+    def collect(self) -> News | None:
+        """What is new, or None; returns at once.
+
+        Raises:
+            Lost: the process died, or a task in it is over its limit and the process was ended for it.
+        """
+        worker = self._worker
+        if worker is None or not (self.open or self._calls):
+            return None
+        try:
+            self._calls = [call for call in self._calls if not _settled(call)]
+            if self._asked is None:
+                self._asked, self._asked_at = worker.submit(EnvironmentAPI.collect, self._ack), time.monotonic()
+            if not self._asked.done():
+                self._must_speak()
+                return None
+            pending, self._asked = self._asked, None
+            news = pending.result(why="answers of environments")
+        except WorkerDied as error:
+            self._gone()
+            holding = self._holding if self._holding in self.open else None
+            culprit = next(iter(self.open)) if holding is None and len(self.open) == 1 else holding
+            raise Lost(Failure(f"its process {_how(error)}", _tail(error)), culprit) from None
+        self._ack = news.sequence
+        self._look(news)
+        for answer in news.answers:
+            task = self.open.pop(answer.number, None)
+            if task is not None and answer.failure is not None and task.prompt is not None:
+                self.known.discard(task.episode)  # perhaps it was not even made
+        return news
+
+    def _look(self, news: News) -> None:
+        """Ends the process where a task is over its limit. Raises Lost."""
+        limit = self.config.timeout_s
+        answered = {answer.number for answer in news.answers}
+        late = [each for each in news.running if each.seconds > limit + GRACE_S and each.number not in answered]
+        holding = [each.number for each in news.running if each.holding]
+        self._holding = holding[0] if holding else None
+        if late:
+            culprit = self._holding if self._holding is not None else max(late, key=lambda each: each.seconds).number
+            raise self._lost_for(culprit)
+
+    def _must_speak(self) -> None:
+        """A process that does not even say what it does holds its interpreter in C."""
+        if time.monotonic() - self._asked_at > self.config.timeout_s + GRACE_S + LAST_WORDS_S:
+            raise self._lost_for(self._holding)
+
+    def _lost_for(self, culprit: int | None) -> Lost:
+        problem = (
+            f"did not answer within {self.config.timeout_s:g} s (rollout.environment.timeout_s); its process was ended"
+        )
+        return Lost(self._end(problem, self._calls[0] if self._calls else None), culprit)
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Ends the process. Idempotent."""
+        worker = self._gone()
+        if worker is not None:
+            self.cluster.stop(worker, grace_s=grace_s)
+
+    def _gone(self) -> Worker | None:
+        worker, self._worker = self._worker, None
+        self._forget_all()
+        return worker
+
+    def _end(self, problem: str, pending: Pending[object] | None) -> Failure:
+        """Kills the process, and collects the end of its log: the stack of what it was in is there."""
+        worker = self._worker
+        if worker is None:
+            return Failure(problem)
+        pending = worker.submit(EnvironmentAPI.prepare) if pending is None else pending
+        self.stop()
+        try:
+            pending.result(why=f"the last words of {worker.spec.name}", stall_s=LAST_WORDS_S)
+        except WorkerDied as error:
+            return Failure(problem, _tail(error))
+        except (WaitTimeout, RemoteError):
+            log.warning("%s left no last words", worker.spec.name)
+        return Failure(problem)
+
+
+def _settled(call: Pending[None]) -> bool:
+    """Whether a call was answered; raises what it was answered with."""
+    if not call.done():
+        return False
+    call.result(why="hand over tasks")
+    return True
+
+
+def _how(error: WorkerDied) -> str:
+    if error.exit_code is None:
+        return "vanished"
+    if error.exit_code < 0:
+        return f"was ended by signal {-error.exit_code}"
+    return f"exited with {error.exit_code}"
+
+
+def _tail(error: WorkerDied) -> str | None:
+    return f"--- end of the log of {error.worker} ---\n{error.log_tail}" if error.log_tail.strip() else None

@@ -1,0 +1,195 @@
+"""The environments of all conversations under way, over a few processes; nobody waits for anybody.
+
+An environment lives in one process, as long as that lives. Where a process is lost, whoever is to blame is told so, and
+the others are brought back to where they were in a new one: `reset`, and the same actions again.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.cluster.protocol import Cluster
+from lockstep.config.environment import Environment as Config
+from lockstep.data.samples import Prompt
+from lockstep.rollout.environments.api import Answer, Deed, Failure, Prepared, Task
+from lockstep.rollout.environments.host import Host, Lost
+from lockstep.rollout.environments.protocol import Observation
+
+log = logging.getLogger(__name__)
+
+TRIES = 3
+"""Processes that a task may lose without being to blame for certain; then it is blamed."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """What an environment answered to an episode."""
+
+    episode: str
+    observation: Observation | None
+    failure: Failure | None
+    """Instead of an observation."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    prompt: Prompt
+    host: Host
+    begun: int | None = None
+    history: list[Deed] = field(default_factory=list)
+    action: str | None = None
+    """Of the task under way."""
+    lost: int = 0
+    """Processes that were lost under the task."""
+
+
+class EnvironmentPool:
+    """Environments by episode. `base` is the folder that paths are relative to, the current one when None."""
+
+    def __init__(self, cluster: Cluster, config: Config, base: Path | None = None) -> None:
+        self.cluster, self.config = cluster, config
+        self.path = config.path or ", ".join(config.tools)
+        where = (base or Path()).resolve()
+        self._hosts = [Host(cluster, config, where, rank) for rank in range(config.workers)]
+        self._episodes: dict[str, _Episode] = {}
+        self._asked: dict[int, str] = {}
+        self._outgoing: dict[str, None] = {}
+        """Episodes whose next task waits to be sent."""
+        self._number = 0
+        self._prepared = Prepared()
+        self.answers = 0
+        """Since the pool was made: moves as long as environments answer."""
+
+    @property
+    def resets(self) -> bool:
+        """Whether environments have something to do at the beginning."""
+        return self._prepared.resets
+
+    @property
+    def role(self) -> str:
+        """Whose turn an answer is."""
+        return self._prepared.role
+
+    def start(self) -> None:
+        """Starts the processes and loads the user's code, so that what cannot be used is refused before the first
+        rollout. Raises EnvironmentFailed. Idempotent."""
+        missing = [host for host in self._hosts if host.missing]
+        if not missing:
+            return
+        workers = self.cluster.start([host.spec() for host in missing])
+        try:
+            pendings = [host.use(worker) for host, worker in zip(missing, workers, strict=True)]
+            for host, pending in zip(missing, pendings, strict=True):
+                self._prepared = host.loaded(pending)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, episode: str, prompt: Prompt) -> None:
+        """Makes an environment. Where it has a `reset`, its reply comes with `collect`."""
+        host = min(self._hosts, key=lambda each: sum(found.host is each for found in self._episodes.values()))
+        self._episodes[episode] = _Episode(prompt, host)
+        if self.resets:
+            self._outgoing[episode] = None
+
+    def step(self, episode: str, action: str) -> None:
+        """Hands a turn of the model to its environment; the reply comes with `collect`."""
+        self._episodes[episode].action = action
+        self._outgoing[episode] = None
+
+    def branch(self, episode: str, into: str) -> None:
+        """Makes a second conversation of one that is between two turns: what was done in it is done again there."""
+        one = self._episodes[episode]
+        self.begin(into, one.prompt)
+        self._outgoing.pop(into, None)
+        other = self._episodes[into]
+        other.begun, other.history = one.begun, list(one.history)
+
+    def forget(self, episodes: Iterable[str]) -> None:
+        """Conversations that are over. What they still wait for is dropped."""
+        gone = {episode: self._episodes.pop(episode) for episode in episodes if episode in self._episodes}
+        for host in self._hosts:
+            host.forget([episode for episode, each in gone.items() if each.host is host])
+        for episode in gone:
+            self._outgoing.pop(episode, None)
+
+    def collect(self) -> list[Reply]:
+        """What environments answered since the last call; hands over what was asked meanwhile. Returns at once, but
+        for the start of a process in place of one that was lost.
+
+        Raises:
+            EnvironmentFailed: the code cannot be loaded again.
+        """
+        self._send()
+        replies: list[Reply] = []
+        for host in self._hosts:
+            try:
+                news = host.collect()
+            except Lost as lost:
+                replies += self._recover(host, lost)
+                continue
+            for answer in news.answers if news is not None else []:
+                replies += self._answered(answer)
+        self.answers += len(replies)
+        return replies
+
+    def close(self) -> None:
+        """Stops the processes. Idempotent."""
+        for host in self._hosts:
+            host.stop(grace_s=1.0)
+            host.open.clear()
+        self._episodes.clear()
+        self._asked.clear()
+        self._outgoing.clear()
+
+    def _send(self) -> None:
+        tasks: dict[int, list[Task]] = {}
+        for episode in self._outgoing:
+            each = self._episodes[episode]
+            self._number += 1
+            task = Task(self._number, episode, each.action)
+            if episode not in each.host.known:
+                task.prompt, task.history, task.begun = each.prompt, each.history, each.begun
+            self._asked[task.number] = episode
+            tasks.setdefault(each.host.rank, []).append(task)
+        self._outgoing.clear()
+        for rank, batch in tasks.items():
+            self._alive(self._hosts[rank]).send(batch)
+
+    def _alive(self, host: Host) -> Host:
+        if host.missing:
+            (worker,) = self.cluster.start([host.spec()])
+            self._prepared = host.loaded(host.use(worker))
+        return host
+
+    def _answered(self, answer: Answer) -> list[Reply]:
+        episode = self._asked.pop(answer.number, None)
+        each = self._episodes.get(episode or "")
+        if episode is None or each is None:
+            return []
+        if answer.failure is None:
+            if each.action is None:
+                each.begun = answer.digest
+            else:
+                each.history.append(Deed(each.action, answer.digest))
+        each.lost = 0
+        return [Reply(episode, answer.observation, answer.failure)]
+
+    def _recover(self, host: Host, lost: Lost) -> list[Reply]:
+        """Blames who is to blame, and asks again for the others in a new process."""
+        replies = []
+        log.warning("environment %s: %s", self.path, lost.failure.problem)
+        for number in host.open:
+            episode = self._asked.pop(number, None)
+            each = self._episodes.get(episode or "")
+            if episode is None or each is None:
+                continue
+            each.lost += 1
+            if number == lost.culprit or each.lost >= TRIES:
+                each.lost = 0
+                replies.append(Reply(episode, None, lost.failure))
+            else:
+                self._outgoing[episode] = None
+        host.open.clear()
+        return replies

@@ -1,0 +1,151 @@
+"""Runs with environments and tools, as a user starts them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Launched, config, task, write
+from test_bad_input import refused
+
+from lockstep.ledger.ledger import Ledger
+from lockstep.models.tiny import make_tiny
+
+pytestmark = [pytest.mark.xdist_group("environments"), pytest.mark.timeout(600)]
+
+WORLD = '''
+import time
+
+class Echo:
+    """Two turns; the second is worth what the first one said."""
+
+    def __init__(self, bad=""):
+        self.bad, self.turn = bad, 0
+
+    def reset(self, prompt):
+        self.first = prompt.text[0]
+        return "+"
+
+    def step(self, action):
+        self.turn += 1
+        if self.bad and prompt_is_bad(self):
+            if self.bad == "raise":
+                raise RuntimeError("no such world")
+            time.sleep(1000)
+        return __import__("lockstep.rollout.environments").rollout.environments.Observation(
+            "=", reward=float(self.first in action), done=self.turn == 2
+        )
+
+
+def prompt_is_bad(world):
+    return world.first == "7" and world.turn == 2
+
+
+def length(text: str) -> int:
+    """Says how long a text is.
+
+    Args:
+        text: The text.
+    """
+    return len(text)
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = task(tmp_path_factory.mktemp("worlds"))
+    (home / "world.py").write_text(WORLD)
+    return home
+
+
+def grpo(home: Path, name: str, environment: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    rollout = {
+        "sampling": {"max_tokens": 14, "stop": list("02468")},
+        "engine": {"max_rows": 32, "threads": 1},
+        "environment": {"max_turn_tokens": 4, **environment},
+    }
+    terms = [{"kind": "environment"}, {"kind": "regex", "pattern": "[0-4].*", "weight": 0.5}]
+    given: dict[str, Any] = {"rollout": rollout, "reward": {"terms": terms}, "steps": 3, **changes}
+    return config(home, "grpo", name=name, **given)
+
+
+def test_a_run_with_an_environment_that_branches(folder: Path) -> None:
+    values = grpo(folder, "branching", {"path": f"{folder}/world.py:Echo", "branches": [2]})
+    run = folder / "runs" / "branching"
+    launched = Launched.start(run, str(write(folder, values)))
+    assert launched.finish() == 0, launched.text()
+    with Ledger.reader(run) as ledger:
+        rows = {row.step: row.values for row in ledger.metrics_rows()}
+        samples = ledger.evaluations()[-1].samples
+        stored = ledger.rollouts(2)
+    assert [rows[step]["rollout/turns_max"] for step in range(3)] == [2.0] * 3
+    assert all(rows[step]["reward/environment/mean"] == rows[step]["environment/reward"] for step in range(3))
+    assert 0 < rows[0]["rollout/environment_tokens_mean"] < rows[0]["rollout/length_mean"]
+    assert samples[0].messages[0] == {"role": "user", "content": "+"}
+    assert stored is not None
+    for group in stored.rollouts.groups if hasattr(stored, "rollouts") else stored.groups:
+        firsts = [tuple(each.tokens[: int(each.mask.argmin()) or 2]) for each in group.completions]
+        assert firsts[0] == firsts[1] and firsts[2] == firsts[3]
+
+
+@pytest.mark.parametrize(
+    "bad, words", [("raise", "raised RuntimeError: no such world"), ("hang", "did not answer within")]
+)
+def test_an_environment_that_fails_names_sample_turn_and_line_and_the_run_goes_on(
+    folder: Path, bad: str, words: str
+) -> None:
+    environment = {"path": f"{folder}/world.py:Echo", "arguments": {"bad": bad}, "on_error": "stop", "timeout_s": 2}
+    run = folder / "runs" / bad
+    launched = Launched.start(run, str(write(folder, grpo(folder, bad, environment))))
+    assert launched.finish() == 1
+    text = " ".join(launched.said().split())
+    assert words in text and "sample" in text and "turn 2" in text and "world.py" in text
+    assert f"lockstep train --resume {run}" in text
+    world = folder / "world.py"
+    world.write_text(WORLD.replace('world.first == "7"', "False"))
+    try:
+        again = Launched.resume(run)
+        assert again.finish() == 0, again.text()
+    finally:
+        world.write_text(WORLD)
+
+
+@pytest.mark.parametrize(
+    "environment, words",
+    [
+        ({"path": "nowhere.py:World"}, ["environment nowhere.py:World", "there is no file"]),
+        ({"path": "{}/world.py:Ecco"}, ["defines no 'Ecco'"]),
+        (
+            {"tools": ["{}/world.py:length"]},
+            ["told of rollout.environment.tools", "data.chat=true"],
+        ),
+        ({"tools": ["{}/world.py:prompt_is_bad"]}, ["prompt_is_bad", "has no docstring"]),
+        ({"tools": ["{}/world.py:length"], "path": "x.py:X"}, ["either an environment's class in path, or functions"]),
+        ({"tools": ["{}/world.py:length"], "parser": "regex"}, ["a pattern go together"]),
+        ({"path": "{}/world.py:Echo", "branches": [3]}, ["branches [3] makes 3 conversations", "group_size 4"]),
+    ],
+)
+def test_what_cannot_be_used_is_refused(folder: Path, environment: dict[str, Any], words: list[str]) -> None:
+    given = json.loads(json.dumps(environment).replace("{}", str(folder)))
+    said = refused(folder, "train", str(write(folder / "files", grpo(folder, "bad", given))))
+    assert all(word in said for word in words), said
+
+
+def test_the_reward_of_an_environment_needs_one(folder: Path) -> None:
+    values = config(folder, "grpo", name="bad", reward={"terms": [{"kind": "environment"}]})
+    assert "no rollout.environment" in refused(folder, "train", str(write(folder / "files", values)))
+
+
+def test_a_template_that_knows_no_tools_is_refused(folder: Path, tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", hidden=32, layers=1, heads=2, kv_heads=1, ffn=48, max_length=64, chat=True)
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    values = grpo(folder, "bad", {"tools": [f"{folder}/world.py:length"]})
+    values["model"] = {"path": str(tmp_path / "model"), "chat_template": str(template)}
+    values["data"] = {**values["data"], "chat": True}
+    values["evaluation"]["data"]["chat"] = True
+    said = refused(folder, "train", str(write(folder / "files", values)))
+    assert "no tools here" in said and "model.chat_template" in said
