@@ -37,10 +37,16 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     dist.destroy_process_group()
 
 
+UPPER = {"kind": "dora", "r": 4, "target_modules": ["layers.1.mlp.up_proj"]}
+
+
+@pytest.mark.parametrize("adapter", [None, {"r": 4}, UPPER], ids=["all weights", "lora", "dora in the upper layer"])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_the_planned_collectives_are_those_of_a_step(tmp_path: Path, counts: Counter[str], reshard: bool) -> None:
+def test_the_planned_collectives_are_those_of_a_step(
+    tmp_path: Path, counts: Counter[str], reshard: bool, adapter: dict[str, Any] | None
+) -> None:
     tr.make_models(tmp_path)
-    config = tr.config(tmp_path, "qwen2", "grpo", ranks=2, reshard_after_forward=reshard)
+    config = tr.config(tmp_path, "qwen2", "grpo", {"adapter": adapter}, ranks=2, reshard_after_forward=reshard)
     planned = trainer_collectives(config, model_facts(config.model, "cpu"))
     trainer = FSDP2Trainer(config, Ranks(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
     batch = tr.batch_of(config, ranks=2, budget=40)
@@ -62,6 +68,12 @@ def test_the_planned_collectives_are_those_of_a_step(tmp_path: Path, counts: Cou
     with pytest.raises(WaitTimeout):  # the fake peer tells nothing: the optimizer is not reached
         trainer.step(batch.everything().ranks[0], config.loss)
     assert counts == {"gather": expected(1), "scatter": expected(2), "told": expected(3)}
+    counts.clear()
+    if adapter is not None:
+        with pytest.raises(WaitTimeout):
+            list(trainer.shards())
+        assert counts == {"told": expected(4)}
+        assert planned[4].bytes == 4 * sum(parameter.numel() for parameter in trainer.names.values())
 
 
 def test_the_vector_of_metrics_is_as_long_as_planned() -> None:

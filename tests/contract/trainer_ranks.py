@@ -1,10 +1,11 @@
 """Trainer ranks as real processes, the same data for all of them, and the truth: transformers and torch alone."""
 
+import importlib
 import multiprocessing
 import resource
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from lockstep.data.batch import Minibatch
 from lockstep.data.packing import Batch, Packing, pack, trees_of_documents, trees_of_rollouts
 from lockstep.data.samples import Completion, Document, Group, Prompt, Rollouts
 from lockstep.models.tiny import make_tiny
-from lockstep.train.checkpoint import CheckpointError, Rows
+from lockstep.train.checkpoint import CheckpointError
 from lockstep.train.distributed import Ranks
 from lockstep.train.export import export_model
 from lockstep.train.fsdp import FSDP2Trainer, NonFinite
@@ -40,11 +41,11 @@ def make_models(folder: Path) -> None:
         make_tiny(folder / family, family=family, tie_embeddings=family == "qwen2", seed=seed, **sizes)
 
 
-def config(folder: Path, family: str, recipe: str, **trainer: Any) -> Config:
+def config(folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any) -> Config:
     common: dict[str, Any] = {
         "name": "contract",
         "steps": 10,
-        "model": {"path": str(folder / family)},
+        "model": {"path": str(folder / family), **(model or {})},
         "data": {"path": "unused.jsonl"},
         "trainer": {
             # eps: without it AdamW turns gradients that are nothing but rounding into whole updates
@@ -248,13 +249,13 @@ def _grpo_truth(model: Any, reference: Any, start: Tensor, loss: PolicyLoss) -> 
 Case = Callable[[Path, Ranks, int], Result]
 
 
-def launch(folder: Path, world: int, cases: dict[str, Case]) -> dict[str, list[Result]]:
-    """Runs the cases one after the other on `world` ranks; their results by name, in rank order."""
+def launch(folder: Path, world: int, cases: Iterable[str], module: str = __name__) -> dict[str, list[Result]]:
+    """Runs cases of a module's `CASES` one after the other on `world` ranks; their results by name, in rank order."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "lockstep.train.service", "trainer_ranks"])
+    context.set_forkserver_preload(["torch", "transformers", "lockstep.train.service", module])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=_rank, args=(folder, rank, world, store.port, list(cases)), daemon=True)
+        context.Process(target=_rank, args=(folder, rank, world, store.port, list(cases), module), daemon=True)
         for rank in range(world)
     ]
     for process in ranks:
@@ -271,15 +272,16 @@ def _errors(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("error-*.txt")))
 
 
-def _rank(folder: Path, rank: int, world: int, port: int, names: list[str]) -> None:
+def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], module: str) -> None:
     torch.set_num_threads(1)
     try:
+        cases: dict[str, Case] = importlib.import_module(module).CASES
         from lockstep.train.distributed import join
 
         ranks = join(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60)
         for name in names:
             started = time.monotonic()
-            result = CASES[name](folder, ranks, port)
+            result = cases[name](folder, ranks, port)
             result.extra["seconds"] = time.monotonic() - started
             torch.save(result, folder / f"{name}-{rank}.pt")
         ranks.leave()
@@ -332,13 +334,10 @@ def export(folder: Path, ranks: Ranks, port: int) -> Result:
     trainer = FSDP2Trainer(cfg, ranks)
     result = train(trainer, batch_of(cfg, ranks.world))
     trainer.export(folder / "exported")
-    rows = {name: Rows(_rows(parameter), tuple(parameter.shape)) for name, parameter in trainer.names.items()}
-    export_model(folder / "exported-small", trainer.policy, rows, cfg.model, trainer.compute, ranks, file_bytes=20_000)
+    weights = trainer.outgoing.merged()
+    small = folder / "exported-small"
+    export_model(small, trainer.policy, weights, cfg.model, trainer.compute, ranks, file_bytes=20_000)
     return result
-
-
-def _rows(parameter: Any) -> Tensor:
-    return parameter.to_local().detach() if hasattr(parameter, "to_local") else parameter.detach()
 
 
 def empty(folder: Path, ranks: Ranks, port: int) -> Result:

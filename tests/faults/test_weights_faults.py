@@ -31,6 +31,7 @@ class Shard:
     name: str
     offset: int
     tensor: torch.Tensor
+    constant: bool = False
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
 half = ROWS // 2
 def part(version):
@@ -176,7 +177,7 @@ with store.reading() as weights:
 
     class Whole:
         def __init__(self, name, tensor):
-            self.name, self.offset, self.tensor = name, 0, tensor
+            self.name, self.offset, self.tensor, self.constant = name, 0, tensor, False
 
     def publish(version):
         whole = {"a": torch.full((ROWS, 64), float(version)), "b": torch.full((ROWS, 16), float(version))}

@@ -64,8 +64,11 @@ def show_plan(config: Config, resume: Path | None, overrides: Sequence[str], con
     console.print(_processes(prepared))
     console.print(_collectives(prepared))
     gib = prepared.plan.memory / 2**30
+    adapter = prepared.model.adapter
+    trained = "" if adapter is None else f", {adapter.parameters / 1e6:,.2f} M trained (adapter)"
     console.print(
-        f"{prepared.model.parameters / 1e6:,.2f} M parameters, {prepared.model.dtype}; about {gib:.2f} GiB in all, "
+        f"{prepared.model.parameters / 1e6:,.2f} M parameters, {prepared.model.dtype}{trained}; "
+        f"about {gib:.2f} GiB in all, "
         f"{prepared.plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights"
     )
     return 0

@@ -9,6 +9,30 @@ from lockstep.config.base import Section
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+class Adapter(Section):
+    """A low-rank adapter that is trained instead of the model's own weights. Names as in peft's `LoraConfig`."""
+
+    kind: Literal["lora", "dora"] = "lora"
+    """LoRA (Hu et al. 2021), or DoRA, which learns a magnitude per output beside it (Liu et al. 2024)."""
+    r: int = Field(16, gt=0)
+    """Rank."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """The update is scaled by `lora_alpha / r`."""
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """On the adapter's input, in training only; the masks are the step's and micro-batch's, also after resuming."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = Field("all-linear", min_length=1)
+    """Names of linear layers, or ends of them (`q_proj`); `all-linear` is all but the output layer."""
+    use_rslora: bool = False
+    """Scale by `lora_alpha / sqrt(r)` (Kalajdzievski 2023)."""
+    init_lora_weights: Literal[True, "gaussian"] = True
+    """Of A: uniform as in Microsoft's LoRA, or normal with deviation `1 / r`. B begins at zero."""
+
+    @property
+    def scaling(self) -> float:
+        """Of the product B A."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+
 class Model(Section):
     path: str
     """A local folder or a hub name; also where the tokenizer comes from."""
@@ -23,5 +47,7 @@ class Model(Section):
     packing: Literal["auto", "forest", "block", "single"] = "auto"
     """`auto` probes the model at load: shared prompts (forest), else isolated samples in a row (block),
     else one sample per row (single)."""
+    adapter: Adapter | None = None
+    """Train a LoRA or DoRA adapter; all weights are trained when absent."""
     max_length: int | None = Field(None, gt=0)
     """Longest sequence (prompt and completion); the model's own limit when absent."""

@@ -1,6 +1,8 @@
 """What the recipes share: folder, seed, evaluation, reporting."""
 
-from pydantic import Field, field_validator
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.base import Section
 from lockstep.config.cluster import LocalCluster
@@ -49,6 +51,19 @@ class RunConfig(Section):
     reward: Reward | None = None
     cluster: LocalCluster = LocalCluster()
     report: Report = Report()
+
+    @property
+    def exports(self) -> list[str]:
+        """Folders within the run's that are written when it ends: `export`, `adapter`, both or none."""
+        chosen = self.checkpoint.export
+        merged = ["export"] if chosen in (True, "merged") else []
+        return merged + (["adapter"] if self.model.adapter is not None and chosen in (True, "adapter") else [])
+
+    @model_validator(mode="after")
+    def _exports_what_is_there(self) -> Self:
+        if self.checkpoint.export == "adapter" and self.model.adapter is None:
+            raise ValueError("checkpoint.export 'adapter' needs one: set model.adapter, or checkpoint.export=true")
+        return self
 
     @field_validator("cluster", mode="before")
     @classmethod

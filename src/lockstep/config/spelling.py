@@ -60,6 +60,13 @@ FOREIGN_NAMES = {
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
     "eval_steps": "evaluation.every",
+    "peft_config": "model.adapter",
+    "use_peft": "model.adapter",
+    "rank": "model.adapter.r",
+    "lora_r": "model.adapter.r",
+    "lora_rank": "model.adapter.r",
+    "lora_target_modules": "model.adapter.target_modules",
+    "use_dora": "model.adapter.kind (dora)",
     "zero_stage": "trainer.reshard_after_forward (true is ZeRO-3, false ZeRO-2)",
 }
 
@@ -120,14 +127,14 @@ def suggestion(key: str, here: list[type[BaseModel]], root: type[BaseModel], pat
     names = sorted({name for model in here for name in model.model_fields})
     if path in leaves(root):
         return f"another kind has it; valid keys here: {', '.join(names)}"
+    if key in FOREIGN_NAMES:
+        return f"here it is called '{FOREIGN_NAMES[key]}'"
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean '{close[0]}'?"
     elsewhere = [path for path in dict.fromkeys(leaves(root)) if path.rsplit(".", 1)[-1] == key]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
-    if key in FOREIGN_NAMES:
-        return f"here it is called '{FOREIGN_NAMES[key]}'"
     similar = difflib.get_close_matches(key, {path.rsplit(".", 1)[-1] for path in leaves(root)}, n=1, cutoff=0.75)
     if similar:
         path = next(path for path in leaves(root) if path.rsplit(".", 1)[-1] == similar[0])

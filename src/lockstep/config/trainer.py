@@ -57,5 +57,6 @@ class Checkpoint(Section):
     """Two at least: step files are kept until the second newest checkpoint."""
     keep_best: bool = True
     """Keep the checkpoint of the best evaluation as well."""
-    export: bool = True
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads when the run ends."""
+    export: bool | Literal["merged", "adapter"] = True
+    """Write `export`, a folder that `AutoModelForCausalLM.from_pretrained` loads, when the run ends; with an adapter
+    (merged there) also `adapter`, which `PeftModel.from_pretrained` loads. Or only one of the two."""

@@ -87,6 +87,9 @@ def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
     for path, before, after in _differences("", old, new):
         if path == "steps":
             changes.append(_steps(before, after, old))
+        elif path == "trainer.ranks" and _drops_out(old):
+            why = "which of an adapter's inputs are dropped (model.adapter.lora_dropout) depends on the rank"
+            changes.append(Change(path, before, after, "result", why))
         else:
             changes.append(Change(path, before, after, _effect(path)))
     return changes
@@ -105,6 +108,10 @@ def _effect(path: str) -> Effect:
 
 def _within(parts: list[str], field: list[str]) -> bool:
     return len(parts) >= len(field) and all(known in ("*", part) for part, known in zip(parts, field, strict=False))
+
+
+def _drops_out(config: Mapping[str, Any]) -> bool:
+    return bool(((config.get("model") or {}).get("adapter") or {}).get("lora_dropout"))
 
 
 def _steps(before: Any, after: Any, config: Mapping[str, Any]) -> Change:

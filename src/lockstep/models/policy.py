@@ -10,7 +10,7 @@ from lockstep.models import attention
 from lockstep.models.errors import ModelError
 from lockstep.models.head import split_head, target_logprobs
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "base_layer.")
 _PREFIX = "lm."
 
 

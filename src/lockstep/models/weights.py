@@ -1,11 +1,14 @@
 """Weights between a checkpoint folder and a policy, by name and by rows: no rank needs to hold the whole model."""
 
 import difflib
+import hashlib
 import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +24,7 @@ from lockstep.models.policy import Policy, hf_name
 
 log = logging.getLogger(__name__)
 
+_ADAPTER = re.compile(r"\.lora_(A|B|magnitude_vector)\.")
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -99,9 +103,16 @@ class NameReport:
 
 
 def named_weights(policy: Policy) -> Iterator[tuple[str, nn.Parameter]]:
-    """(checkpoint name, parameter) of each weight; tied weights once, under the name of their first place."""
+    """(checkpoint name, parameter) of each of the model's own weights, without an adapter's; tied weights once, under
+    the name of their first place."""
     for name, parameter in policy.named_parameters():
-        yield hf_name(name), parameter
+        if not in_adapter(name):
+            yield hf_name(name), parameter
+
+
+def in_adapter(name: str) -> bool:
+    """Whether a parameter of that name is an adapter's."""
+    return _ADAPTER.search(name) is not None
 
 
 def named_state(policy: Policy) -> Iterator[tuple[str, Tensor]]:
@@ -141,11 +152,9 @@ def fill(policy: Policy, folder: Path, device: torch.device | str) -> NameReport
     """
     with Checkpoint(folder) as checkpoint:
         report, sources = _match(policy, checkpoint)
-        places = _places(policy)
+        places = Places(policy, torch.device(device))
         for name, parameter in list(named_weights(policy)):
-            filled = _filled(parameter, checkpoint, sources[name], torch.device(device))
-            for module, leaf in places[id(parameter)]:
-                setattr(module, leaf, filled)
+            places.fill(parameter, partial(_read, checkpoint, sources[name]))
         for name, buffer in named_state(policy):
             if not isinstance(buffer, nn.Parameter):
                 buffer.copy_(checkpoint.read(sources[name]))
@@ -158,17 +167,58 @@ def fill(policy: Policy, folder: Path, device: torch.device | str) -> NameReport
     return report
 
 
-def _filled(parameter: nn.Parameter, checkpoint: Checkpoint, name: str, device: torch.device) -> nn.Parameter:
-    data = parameter.data
-    if not isinstance(data, DTensor):
-        whole = checkpoint.read(name).to(device=device, dtype=data.dtype)
-        return nn.Parameter(whole.contiguous(), requires_grad=parameter.requires_grad)
-    start, rows = local_rows(data)
-    local = checkpoint.rows(name, start, start + rows).to(device=device, dtype=data.dtype).contiguous()
-    shard = DTensor.from_local(
-        local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
-    )
-    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+def _read(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
+    # A whole tensor is read in one piece, which scalars need.
+    whole = start == 0 and checkpoint.shape(name)[:1] in ((), (stop,))
+    return checkpoint.read(name) if whole else checkpoint.rows(name, start, stop)
+
+
+class Places:
+    """Where each parameter of a policy hangs, to put real ones where those of the meta device are."""
+
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self.device = device
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in policy.modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.setdefault(id(parameter), []).append((module, leaf))
+
+    def fill(self, parameter: nn.Parameter, rows: Callable[[int, int], Tensor]) -> nn.Parameter:
+        """Puts a parameter with this rank's rows in the place of `parameter` (several for a tied one).
+
+        Args:
+            rows: gives the rows from the first to the last (exclusive) of the whole tensor.
+        """
+        data = parameter.data
+        if isinstance(data, DTensor):
+            start, count = local_rows(data)
+            local = rows(start, start + count).to(device=self.device, dtype=data.dtype).contiguous()
+            value: Tensor = DTensor.from_local(
+                local, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+            )
+        else:
+            whole = rows(0, data.shape[0] if data.ndim else 1)
+            value = whole.to(device=self.device, dtype=data.dtype).contiguous()
+        filled = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        for module, leaf in self._places[id(parameter)]:
+            setattr(module, leaf, filled)
+        return filled
+
+
+def folder_digest(folder: Path) -> str:
+    """sha256, hexadecimal, of a checkpoint: sizes, headers and 64 pages of each of its files, which tells another
+    model of the same shape and takes no time."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+            digest.update(b"%d:%b" % (size, header))
+            for place in range(64):
+                file.seek(place * size // 64)
+                digest.update(file.read(4096))
+    return digest.hexdigest()
 
 
 def local_rows(tensor: DTensor) -> tuple[int, int]:
@@ -210,16 +260,6 @@ def _match(policy: Policy, checkpoint: Checkpoint) -> tuple[NameReport, dict[str
 
 def _first_in(checkpoint: Checkpoint, names: list[str]) -> str:
     return next((name for name in names if name in checkpoint), names[0])
-
-
-def _places(policy: Policy) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Where each parameter hangs, by its id: several modules for a tied one."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in policy.modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, leaf))
-    return places
 
 
 def _aliases(policy: Policy) -> dict[str, list[str]]:

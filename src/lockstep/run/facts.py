@@ -8,18 +8,20 @@ import psutil
 import torch
 
 from lockstep.config.cluster import LocalCluster
-from lockstep.config.model import Model
+from lockstep.config.model import Adapter, Model
 from lockstep.models.errors import ModelError
 from lockstep.models.load import context_length, load_policy, resolve_dtype
-from lockstep.models.weights import check_weights
-from lockstep.run.plan import HostFacts, ModelFacts
+from lockstep.models.lora import add_adapter, named_adapter
+from lockstep.models.policy import Policy
+from lockstep.models.weights import check_weights, named_weights
+from lockstep.run.plan import AdapterFacts, HostFacts, ModelFacts
 
 UNLIMITED = 1 << 60
 
 
 def model_facts(cfg: Model, device: str) -> ModelFacts:
-    """Builds the model without weights and counts. ModelError where it cannot be built, or where a local folder has
-    no weights that fit it."""
+    """Builds the model without weights and counts. ModelError where it cannot be built, where a local folder has no
+    weights that fit it, or where the adapter does not."""
     policy = load_policy(cfg, "cpu", meta=True)
     folder = Path(cfg.path).expanduser()
     if folder.is_dir():  # a hub name's weights are not here yet
@@ -27,7 +29,7 @@ def model_facts(cfg: Model, device: str) -> ModelFacts:
     config: Any = policy.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     return ModelFacts(
-        parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        parameters=sum(parameter.numel() for _, parameter in named_weights(policy)),
         layers=len(policy.layers),
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
@@ -35,6 +37,17 @@ def model_facts(cfg: Model, device: str) -> ModelFacts:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1),
         context=_context(cfg, policy.config),
         dtype=str(resolve_dtype(cfg.dtype, device)).removeprefix("torch."),
+        adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
+    )
+
+
+def _adapter_facts(policy: Policy, cfg: Adapter) -> AdapterFacts:
+    add_adapter(policy, cfg)
+    trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in policy.layers]
+    return AdapterFacts(
+        parameters=sum(parameter.numel() for _, parameter in named_adapter(policy)),
+        layers=sum(trained),
+        first=trained.index(True) if any(trained) else len(trained),
     )
 
 

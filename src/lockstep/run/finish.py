@@ -16,9 +16,9 @@ def finished(run: Run) -> Iterator[None]:
     """Around a recipe: exports the model when it came to its end, and tells how it ended in any case."""
     try:
         yield
-        if run.config.checkpoint.export:
+        for name in run.config.exports:
             with run.stage("export"):
-                run.policy.export(run.folder / "export")
+                (run.policy.export_adapter if name == "adapter" else run.policy.export)(run.folder / name)
     except (Interrupted, KeyboardInterrupt):
         _tell(run, "interrupted")
         raise

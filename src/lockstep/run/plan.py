@@ -10,10 +10,22 @@ METRICS_BYTES = 8 * 21
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What the plan must know of an adapter."""
+
+    parameters: int
+    layers: int
+    """Decoder layers that have a part of it."""
+    first: int
+    """The first of them: below it nothing has a backward."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the plan must know of a model."""
 
     parameters: int
+    """Without an adapter's."""
     layers: int
     hidden: int
     vocabulary: int
@@ -22,6 +34,7 @@ class ModelFacts:
     context: int
     dtype: str
     """Compute precision after `auto` was resolved."""
+    adapter: AdapterFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +148,22 @@ def engine_dtype(config: SFTConfig | GRPOConfig, model: ModelFacts) -> str:
 
 
 def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
-    """Bytes of one rank: fp32 weights, gradients and two Adam moments, sharded; activations of one row.
+    """Bytes of one rank: fp32 weights, gradients and two Adam moments, sharded (with an adapter only its own, beside
+    the model's weights in compute precision); activations of one row.
 
     Activations follow Korthikanti et al. 2022 (eq. 2), `34 * tokens * hidden` bytes a layer in 16 bit, without its
     attention term, as attention keeps no scores; double in 32 bit, one tensor a layer under checkpointing.
     """
-    states = 16 * model.parameters // config.trainer.ranks
-    width = BYTES[model.dtype]
+    width, adapter = BYTES[model.dtype], model.adapter
+    if adapter is None:
+        states = 16 * model.parameters // config.trainer.ranks
+    else:  # merging needs the whole of it
+        states = (width * model.parameters + 16 * adapter.parameters) // config.trainer.ranks + 4 * adapter.parameters
     per_layer = (2 if config.trainer.activation_checkpointing else 34) * config.token_budget * model.hidden
     activations = per_layer * model.layers * width // 2
     head = 3 * config.trainer.head_chunk * model.vocabulary * 4
     reference = 0
-    if config.recipe == "grpo" and config.loss.kl.coefficient > 0:
+    if config.recipe == "grpo" and config.loss.kl.coefficient > 0 and adapter is None:
         reference = model.parameters * width // config.trainer.ranks
     return states + activations + head + reference
 
@@ -165,29 +182,39 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
     if config.trainer.ranks == 1:
         return []
     layers, units, updates, models = model.layers, model.layers + 1, 1, 0
+    adapter = model.adapter
+    # FSDP2 gathers one layer ahead of the backward that comes next, also where none comes.
+    backward = layers if adapter is None else layers - max(adapter.first - 1, 0)
+    reduced = units if adapter is None else adapter.layers
     if config.recipe == "grpo":
         loss = config.loss
         updates = config.epochs * (
             config.completions_per_step // (config.minibatch_size or config.completions_per_step)
         )
         models = int(loss.old_logprobs == "trainer") + int(loss.kl.coefficient > 0)
+    held = models if adapter is None else min(models, 1)  # without its adapter the policy is the reference
     if config.trainer.reshard_after_forward:
         # A layer is gathered again for its backward; the root (embedding, last norm, head) is kept until then.
-        before = f"{models * layers} per micro-batch, and {models}"
-        gathers = f"{2 * layers + 1} per micro-batch"
+        before = f"{models * layers} per micro-batch, and {held}"
+        gathers = f"{layers + backward + 1} per micro-batch"
     else:
-        before = f"{models * units}"
+        before = f"{held * units}"
         gathers = f"{units * updates} ({units} per optimizer step)"
     embedding = model.hidden * model.vocabulary
     largest = max((model.parameters - embedding) // max(layers, 1), embedding)
     width = BYTES[model.dtype]
     found = [Collective("all_gather", "fsdp", f"{before} (log-probabilities before training)", largest * width)]
-    return [
+    scattered = largest if adapter is None else adapter.parameters // max(adapter.layers, 1)
+    found = [
         *(found if models else []),
         Collective("all_gather", "fsdp", gathers, largest * width),
-        Collective("reduce_scatter", "fsdp", f"{units * updates} ({units} per optimizer step)", largest * 4),
+        Collective("reduce_scatter", "fsdp", f"{reduced * updates} ({reduced} per optimizer step)", scattered * 4),
         Collective("all_gather", "trainer", f"{updates} (gradient norm and metrics, one vector)", METRICS_BYTES),
     ]
+    if adapter is not None and needs_engine(config):
+        merge = "1 (the adapter, before its weights are published)"
+        found.append(Collective("all_gather", "trainer", merge, adapter.parameters * 4))
+    return found
 
 
 def _device(host: HostFacts, index: int) -> str:

@@ -78,6 +78,9 @@ class Policy:
     def export(self, folder: Path) -> None:
         gather([worker.submit(PolicyAPI.export, str(folder)) for worker in self.workers], why="export")
 
+    def export_adapter(self, folder: Path) -> None:
+        gather([worker.submit(PolicyAPI.export_adapter, str(folder)) for worker in self.workers], why="export")
+
     def write_weights(self, version: int) -> None:
         """Every rank writes its rows of the weights into the store's inactive buffer."""
         gather([worker.submit(PolicyAPI.write_weights, version) for worker in self.workers], why="write weights")

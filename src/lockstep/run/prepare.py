@@ -163,11 +163,11 @@ def _must_have_something_left(config: SFTConfig | GRPOConfig, ledger: Ledger) ->
         attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return
-    export = ledger.folder / "export"
-    exported = export.is_dir() or not config.checkpoint.export
+    exports = [ledger.folder / name for name in config.exports]
+    exported = all(export.is_dir() for export in exports)
     if (attempt, reason) == (ledger.generation, "finished") and done >= config.steps and exported:
         release_place(ledger.folder)
-        where = f", its model is in {export}" if config.checkpoint.export else ""
+        where = f", its model is in {' and '.join(map(str, exports))}" if exports else ""
         raise Finished(f"{ledger.folder} is finished: {done} of {config.steps} steps{where}. For more, raise steps")
 
 

@@ -22,7 +22,7 @@ PRELOAD = ("torch", "transformers", "lockstep.train.service")
 
 @dataclass(slots=True)
 class ParameterInfo:
-    """One parameter of the policy, tied ones once."""
+    """One weight of the policy, tied ones once; an adapter is merged into them."""
 
     name: str
     """Its name in Hugging Face checkpoints."""
@@ -45,7 +45,7 @@ class TrainerInfo:
     packing_reason: str
     context_length: int
     reference: bool
-    """Whether a reference model is loaded."""
+    """Whether there is a reference: a model of its own, or the policy without its adapter."""
     optimizer_step: int
     """Optimizer steps behind the weights: 0, or a loaded checkpoint's."""
 
@@ -87,7 +87,11 @@ class TrainerAPI(ABC):
 
     @abstractmethod
     def export(self, folder: str) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, an adapter merged."""
+
+    @abstractmethod
+    def export_adapter(self, folder: str) -> None:
+        """Writes a folder that peft's `PeftModel.from_pretrained` loads. Raises ValueError without an adapter."""
 
     @abstractmethod
     def offload(self) -> None:

@@ -209,19 +209,32 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest  # type: ignore[no-any-return]
 
 
-def load(folder: Path, sharded: Mapping[str, Rows], whole: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Any]:
+def load(
+    folder: Path,
+    sharded: Mapping[str, Rows],
+    whole: Mapping[str, Tensor],
+    ranks: Ranks,
+    expected: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Fills this rank's tensors from a checkpoint of any number of ranks; without collectives.
 
     Nothing is changed unless all of it could be read. Names in `whole` that the checkpoint lacks (a rank it did
     not have) keep their values.
 
+    Args:
+        expected: facts that the manifest must hold, such as the digest of the model that an adapter stands on.
+
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: torn, or of a model with other parameters.
+        CheckpointError: torn, of a model with other parameters, or with other facts.
     """
     manifest = read_manifest(folder)
+    for name, value in (expected or {}).items():
+        if manifest.get(name) != value:
+            what = f"{name} {manifest.get(name)!r}, expected {value!r}"
+            raise CheckpointError(folder, f"was made on {manifest.get('model')} as it was then: {what}; restore it")
     reader = FileSystemReader(folder)
     known = reader.read_metadata().state_dict_metadata
     for name, rows in sharded.items():

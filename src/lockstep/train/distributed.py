@@ -1,7 +1,8 @@
 """A rank among its peers: the communicators, and the only collectives that the trainer issues itself.
 
-There are three: `gather` of one fixed vector per step, `gather_rows` of one parameter during an export, and `agree` at
-the end of a checkpoint. All others are FSDP2's and, on a communicator of their own, torch's checkpoint writer's.
+There are four: `gather` of one fixed vector per step, `gather_flat` of an adapter before weights leave, `gather_rows`
+of one parameter during an export, and `agree` at the end of a checkpoint. All others are FSDP2's and, on a communicator
+of their own, torch's checkpoint writer's.
 """
 
 from dataclasses import dataclass, field
@@ -41,6 +42,14 @@ class Ranks:
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         self._finish(dist.all_gather(everyone, mine, group=self.group, async_op=True), "all_gather", why)
         return torch.stack(everyone).cpu()
+
+    def gather_flat(self, flat: Tensor, why: str) -> Tensor:
+        """Every rank's `flat` as `[world, values]` on the device, in its precision, the same on all ranks."""
+        if self.world == 1:
+            return flat[None]
+        everyone = [torch.empty_like(flat) for _ in range(self.world)]
+        self._finish(dist.all_gather(everyone, flat, group=self.group, async_op=True), "all_gather", why)
+        return torch.stack(everyone)
 
     def gather_rows(self, local: Tensor, rows: int, why: str) -> Tensor | None:
         """On rank 0 the whole of a tensor that is sharded by rows, on the CPU; None elsewhere."""

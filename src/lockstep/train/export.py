@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from lockstep.config.model import Model
 from lockstep.models.load import load_tokenizer
+from lockstep.models.lora import peft_config
 from lockstep.models.policy import Policy
 from lockstep.models.quiet import quiet
 from lockstep.models.weights import named_state, resolve_folder
-from lockstep.train.checkpoint import CheckpointError, Rows, publish, sync_file
+from lockstep.train.checkpoint import CheckpointError, publish, sync_file
 from lockstep.train.distributed import Ranks
+from lockstep.train.merge import Weight
 from lockstep.watch import beacon
 
 FILE_BYTES = 5_000_000_000
@@ -27,7 +29,7 @@ FILE_BYTES = 5_000_000_000
 def export_model(
     folder: Path,
     policy: Policy,
-    rows: Mapping[str, Rows],
+    weights: Mapping[str, Weight],
     model: Model,
     dtype: torch.dtype,
     ranks: Ranks,
@@ -41,7 +43,8 @@ def export_model(
         CheckpointError: on rank 0, when something could not be written; `folder` is then as it was.
     """
     temporary = folder.with_name(f"{folder.name}.tmp-export")
-    files = _files({name: _bytes(part.shape, dtype) for name, part in rows.items()}, file_bytes)
+    sizes = {name: _bytes(weight.shape, dtype) for name, weight in weights.items()}
+    files = _files(sizes, file_bytes)
     buffers = {name: value for name, value in named_state(policy) if not isinstance(value, nn.Parameter)}
     error: OSError | SafetensorError | None = None
     if ranks.rank == 0:
@@ -51,11 +54,12 @@ def export_model(
         tensors: dict[str, Tensor] = {} if done else {name: buffer.cpu() for name, buffer in buffers.items()}
         for name in names:
             # A rank that has failed to write goes on gathering: its peers count on it.
-            whole = ranks.gather_rows(rows[name].local.to(dtype), rows[name].shape[0], why=f"export {name}")
+            rows = weights[name].rows().to(dtype)
+            whole = ranks.gather_rows(rows, weights[name].shape[0], why=f"export {name}")
             if whole is not None and error is None:
                 tensors[name] = whole
             done += 1
-            beacon.current().progress("tensors exported", done, len(rows))
+            beacon.current().progress("tensors exported", done, len(weights))
         if ranks.rank == 0 and error is None:
             try:
                 _write_weights(temporary, file, tensors)
@@ -63,7 +67,34 @@ def export_model(
                 error = problem
     if ranks.rank == 0:
         files[next(iter(files))].extend(buffers)
-        _finish(folder, temporary, policy, files, rows, model, dtype, error)
+        _finish(folder, temporary, policy, files, sum(sizes.values()), model, dtype, error)
+
+
+def export_adapter(folder: Path, policy: Policy, adapter: Mapping[str, Tensor], model: Model, ranks: Ranks) -> None:
+    """Writes an adapter, whole and by the names of peft's files, as peft does, with the tokenizer; rank 0 alone.
+
+    Raises:
+        CheckpointError: something could not be written; `folder` is then as it was.
+    """
+    if ranks.rank or model.adapter is None:
+        return
+    temporary = folder.with_name(f"{folder.name}.tmp-export")
+    base = Path(model.path).expanduser()
+    settings = peft_config(policy, model.adapter)
+    settings.base_model_name_or_path = str(base.resolve()) if base.is_dir() else model.path
+    settings.inference_mode = True
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _write_weights(temporary, "adapter_model.safetensors", {name: part.cpu() for name, part in adapter.items()})
+        with quiet():
+            settings.save_pretrained(temporary)
+            load_tokenizer(model).save_pretrained(temporary)
+        for path in temporary.iterdir():
+            sync_file(path)
+        publish(temporary, folder)
+    except (OSError, SafetensorError) as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(folder, f"the adapter could not be exported: {problem}") from problem
 
 
 def _finish(
@@ -71,7 +102,7 @@ def _finish(
     temporary: Path,
     policy: Policy,
     files: Mapping[str, list[str]],
-    rows: Mapping[str, Rows],
+    size: int,
     model: Model,
     dtype: torch.dtype,
     error: OSError | SafetensorError | None,
@@ -81,7 +112,7 @@ def _finish(
             raise error
         _write_rest(temporary, policy, model, dtype)
         if len(files) > 1 or "model.safetensors" not in files:
-            _write_index(temporary, files, sum(_bytes(part.shape, dtype) for part in rows.values()))
+            _write_index(temporary, files, size)
         for path in temporary.iterdir():
             sync_file(path)
         publish(temporary, folder)

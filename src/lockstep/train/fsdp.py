@@ -2,33 +2,31 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.config.model import Adapter
 from lockstep.config.recipes import Config
 from lockstep.data.batch import Packed
 from lockstep.models.load import load_policy, resolve_dtype
+from lockstep.models.lora import add_adapter, derived_seed, fill_adapter, with_dropout, without_adapter
 from lockstep.models.policy import Policy
-from lockstep.models.weights import fill, named_weights, resolve_folder
+from lockstep.models.weights import fill, folder_digest, resolve_folder
 from lockstep.train import checkpoint, losses
 from lockstep.train.checkpoint import Rows
 from lockstep.train.distributed import Ranks
-from lockstep.train.export import export_model
+from lockstep.train.export import export_adapter, export_model
+from lockstep.train.merge import Outgoing
 from lockstep.train.optimizer import ShardedAdamW, norms_of, scale, square_norm
 from lockstep.train.protocol import StepStats, Want
 from lockstep.train.rows import Row
 from lockstep.train.schedule import learning_rate, optimizer_steps
-from lockstep.train.sharding import (
-    begin_microbatch,
-    checkpoint_activations,
-    free_gathered,
-    local,
-    shard,
-)
+from lockstep.train.sharding import begin_microbatch, checkpoint_activations, free_gathered, local, shard
 from lockstep.train.shards import Shard, rows_of
 from lockstep.watch import beacon
 
@@ -57,7 +55,7 @@ class NonFinite(ArithmeticError):
 class FSDP2Trainer:
     """One rank of a trainer (`lockstep.train.protocol.Trainer`).
 
-    Dropout is off, as a ratio of two probabilities under different masks is noise.
+    Dropout is off, as a ratio of two probabilities under different masks is noise; an adapter's own is on in steps.
 
     Args:
         config: of the run.
@@ -72,17 +70,28 @@ class FSDP2Trainer:
         self.config, self.ranks = config, ranks
         self.compute = resolve_dtype(config.model.dtype, ranks.device)
         self.total_steps = optimizer_steps(config)
-        self.policy = self._load(torch.float32)
-        self.names = dict(named_weights(self.policy))
+        self.adapter = config.model.adapter
+        # What an adapter freezes needs no master weights.
+        self.policy = self._load(torch.float32 if self.adapter is None else self.compute, self.adapter)
         # A gathered layer puts plain parameters in the module's place: these are the ones that stay.
+        self.outgoing = Outgoing(self.policy, ranks)
+        self.has_reference = isinstance(config.loss, PolicyLoss) and config.loss.kl.coefficient > 0
         self.reference: Policy | None = None
-        if isinstance(config.loss, PolicyLoss) and config.loss.kl.coefficient > 0:
+        """A model of its own; with an adapter the reference is the policy without it."""
+        if self.has_reference and self.adapter is None:
             self.reference = self._load(self.compute).requires_grad_(False)
         norms = norms_of(self.policy)
         undecayed = [name for name, parameter in self.names.items() if id(parameter) in norms]
         self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer, undecayed)
         self.writer = checkpoint.Writer(ranks, generation)
+        self.base = {} if self.adapter is None else {"base": folder_digest(self._folder())}
+        """What a checkpoint of an adapter stands on."""
         self.offloaded = False
+
+    @property
+    def names(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained: the adapter's where there is one, by their names in peft's files."""
+        return self.outgoing.adapter or self.outgoing.weights
 
     def evaluate(self, microbatches: Sequence[Packed], want: Sequence[Want]) -> list[dict[str, np.ndarray]]:
         """Per micro-batch the wanted values, float32 `[targets]`, without gradients.
@@ -91,7 +100,7 @@ class FSDP2Trainer:
             ValueError: reference log-probabilities wanted and no reference loaded.
         """
         self._check_on_device()
-        if "reference_logprobs" in want and self.reference is None:
+        if "reference_logprobs" in want and not self.has_reference:
             raise ValueError("want has reference_logprobs, but loss.kl.coefficient is 0, so no reference is loaded")
         found = []
         with torch.no_grad():
@@ -112,10 +121,12 @@ class FSDP2Trainer:
         self._check_on_device()
         losses.check_fields(microbatches, loss)
         meter = losses.Meter(self.ranks.device)
-        for done, packed in enumerate(microbatches, start=1):
-            begin_microbatch(self.policy, done == len(microbatches), self.config.trainer.reshard_after_forward)
-            self._backward(Row.of(packed, self.ranks.device), loss, meter)
-            beacon.current().progress("microbatches", done, len(microbatches))
+        with self._dropout():
+            for done, packed in enumerate(microbatches, start=1):
+                begin_microbatch(self.policy, done == len(microbatches), self.config.trainer.reshard_after_forward)
+                self._seed(done)
+                self._backward(Row.of(packed, self.ranks.device), loss, meter)
+                beacon.current().progress("microbatches", done, len(microbatches))
         gradients = {name: local(p.grad) for name, p in self.names.items() if p.grad is not None}
         everyone = self.ranks.gather(
             meter.vector(square_norm(gradients)), why=f"metrics of step {self.optimizer.steps}"
@@ -139,16 +150,16 @@ class FSDP2Trainer:
         return learning_rate(self.optimizer.steps, trainer.optimizer.lr, trainer.schedule, self.total_steps)
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's rows of every parameter, for weight sync and checkpoints."""
-        for name, parameter in self.names.items():
-            rows = local(parameter)
+        """This rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
+        for name, weight in self.outgoing.merged().items():
+            rows = weight.rows()
             if rows.numel():
-                offset = rows_of(self.ranks.rank, self.ranks.world, parameter.shape[0])[0]
-                yield Shard(name, tuple(parameter.shape), offset, rows)
+                offset = rows_of(self.ranks.rank, self.ranks.world, weight.shape[0])[0]
+                yield Shard(name, weight.shape, offset, rows, weight.constant)
 
     def save(self, folder: Path) -> None:
-        """Begins writing parameters, optimizer, schedule step and random state; see `checkpoint.Writer`."""
-        facts = {"optimizer_step": self.optimizer.steps, "model": self.config.model.path}
+        """Begins writing what is trained, optimizer, schedule step and random state; see `checkpoint.Writer`."""
+        facts = {"optimizer_step": self.optimizer.steps, "model": self.config.model.path, **self.base}
         self.writer.save(folder, self._state(), self._random_state(), facts)
 
     def saved(self) -> bool:
@@ -165,19 +176,24 @@ class FSDP2Trainer:
         for model in self._models():
             free_gathered(model)
         random = self._random_state()
-        manifest = checkpoint.load(folder, self._state(), random, self.ranks)
+        manifest = checkpoint.load(folder, self._state(), random, self.ranks, self.base)
         self.optimizer.steps = int(manifest["optimizer_step"])
         torch.set_rng_state(random[f"random.cpu.{self.ranks.rank}"])
         if self.ranks.device.type == "cuda":
             torch.cuda.set_rng_state(random[f"random.cuda.{self.ranks.rank}"], self.ranks.device)
 
     def export(self, folder: Path) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute precision.
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute precision, merged.
 
         Rank 0 gathers parameter by parameter; no other rank holds more than its own rows.
         """
-        rows = {name: Rows(local(parameter), tuple(parameter.shape)) for name, parameter in self.names.items()}
-        export_model(folder, self.policy, rows, self.config.model, self.compute, self.ranks)
+        export_model(folder, self.policy, self.outgoing.merged(), self.config.model, self.compute, self.ranks)
+
+    def export_adapter(self, folder: Path) -> None:
+        """Writes a folder that peft's `PeftModel.from_pretrained` loads. All ranks call it."""
+        if self.adapter is None:
+            raise ValueError("there is no adapter to export; set model.adapter")
+        export_adapter(folder, self.policy, self.outgoing.gather_adapter(), self.config.model, self.ranks)
 
     def offload(self) -> None:
         """Moves parameters and optimizer state to host memory, so that an engine can have the device's."""
@@ -196,22 +212,38 @@ class FSDP2Trainer:
         finally:
             self.ranks.leave()
 
-    def _load(self, dtype: torch.dtype) -> Policy:
-        """A policy with its parameters in `dtype`, each rank reading its own rows."""
+    def _load(self, dtype: torch.dtype, adapter: Adapter | None = None) -> Policy:
+        """A policy with its parameters in `dtype`, an adapter in float32, each rank reading its own rows."""
         trainer = self.config.trainer
         policy = load_policy(self.config.model, self.ranks.device, meta=True, dtype=dtype)
+        if adapter is not None:
+            add_adapter(policy, adapter)
         if trainer.activation_checkpointing:
             checkpoint_activations(policy)
         shard(policy, self.ranks, trainer.reshard_after_forward, self.compute)
-        fill(policy, resolve_folder(self.config.model.path, self.config.model.revision), self.ranks.device)
+        fill(policy, self._folder(), self.ranks.device)
+        if adapter is not None:
+            fill_adapter(policy, adapter, self.config.seed, self.ranks.device)
         return policy
+
+    def _folder(self) -> Path:
+        return resolve_folder(self.config.model.path, self.config.model.revision)
+
+    def _dropout(self) -> AbstractContextManager[None]:
+        return with_dropout(self.policy) if self.adapter and self.adapter.lora_dropout else nullcontext()
+
+    def _seed(self, microbatch: int) -> None:
+        """Masks of their own for each micro-batch, the same when a step is done again."""
+        if self.adapter and self.adapter.lora_dropout:
+            torch.manual_seed(derived_seed(self.config.seed, self.optimizer.steps, microbatch, self.ranks.rank))
 
     def _values(self, row: Row, want: Sequence[Want]) -> dict[str, np.ndarray]:
         found: dict[str, Tensor | None] = {}
         if "logprobs" in want or "entropy" in want:
             found["logprobs"], found["entropy"] = self._forward(self.policy, row, entropy="entropy" in want)
-        if "reference_logprobs" in want and self.reference is not None:
-            found["reference_logprobs"], _ = self._forward(self.reference, row)
+        if "reference_logprobs" in want:
+            with without_adapter(self.policy):
+                found["reference_logprobs"], _ = self._forward(self.reference or self.policy, row)
         return {name: value.float().cpu().numpy() for name in want if (value := found[name]) is not None}
 
     def _backward(self, row: Row, loss: PolicyLoss | CrossEntropy, meter: losses.Meter) -> None:
@@ -270,7 +302,7 @@ class FSDP2Trainer:
         for model in self._models():
             free_gathered(model)
             model.to(device)
-        self.names = dict(named_weights(self.policy))
+        self.outgoing = Outgoing(self.policy, self.ranks)
         self.optimizer.to(device)
 
     def _check_on_device(self) -> None:

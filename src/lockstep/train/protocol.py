@@ -40,7 +40,10 @@ class Trainer(Protocol):
         """Reads what `save` wrote, also with another number of ranks."""
 
     def export(self, folder: Path) -> None:
-        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads."""
+        """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, an adapter merged."""
+
+    def export_adapter(self, folder: Path) -> None:
+        """Writes a folder that peft's `PeftModel.from_pretrained` loads."""
 
     def offload(self) -> None: ...
 

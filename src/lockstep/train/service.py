@@ -84,12 +84,12 @@ class TrainerService(TrainerAPI):
             compute_dtype=str(trainer.compute).removeprefix("torch."),
             parameters=[
                 ParameterInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
-                for name, parameter in trainer.names.items()
+                for name, parameter in trainer.outgoing.weights.items()
             ],
             packing=packing,
             packing_reason=reason,
             context_length=self.config.model.max_length or context_length(trainer.policy.config),
-            reference=trainer.reference is not None,
+            reference=trainer.has_reference,
             optimizer_step=0,
         )
         log.info("rank %d of %d is ready on %s, packing %s: %s", self.rank, self.world, self.device, packing, reason)
@@ -130,6 +130,10 @@ class TrainerService(TrainerAPI):
     def export(self, folder: str) -> None:
         beacon.current().stage("export")
         self.trainer.export(Path(folder))
+
+    def export_adapter(self, folder: str) -> None:
+        beacon.current().stage("export")
+        self.trainer.export_adapter(Path(folder))
 
     def offload(self) -> None:
         self.trainer.offload()

@@ -20,13 +20,15 @@ def shard(policy: Policy, ranks: Ranks, reshard_after_forward: bool, compute: to
     Gradients are summed over ranks, not averaged: the denominators are in the weights of the targets. With one rank
     there is nothing to shard and the module stays plain, unless compute is in a lower precision than the master
     weights, which FSDP2's mixed precision provides for one rank as well as for many.
+
+    Weights that an adapter froze are sharded beside those that are trained; they have no gradients to reduce.
     """
-    master = next(policy.parameters()).dtype
-    if ranks.group is None or (ranks.world == 1 and compute == master):
+    mixed = any(parameter.dtype != compute for parameter in policy.parameters())
+    if ranks.group is None or (ranks.world == 1 and not mixed):
         return
     mesh = DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("fsdp",))
     precision = MixedPrecisionPolicy(
-        param_dtype=None if compute == master else compute,
+        param_dtype=compute if mixed else None,
         reduce_dtype=torch.float32,
         output_dtype=torch.float32,
     )

@@ -17,6 +17,8 @@ class Shard:
     tensor: Tensor
     """`[rows, ...]` in the master precision, a view of the trainer's memory: copy it before the next step.
     A rank beyond the last row has none and yields no shard."""
+    constant: bool = False
+    """Whether it is the same in every version, as what an adapter does not reach is."""
 
 
 def rows_of(rank: int, world: int, rows: int) -> tuple[int, int]:

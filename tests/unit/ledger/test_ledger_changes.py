@@ -94,6 +94,16 @@ def test_what_changes_the_last_bits_only(path, value):
     assert change.changes_bits and not change.changes_result
 
 
+def test_ranks_change_the_result_where_an_adapter_drops_out():
+    for dropout, effect in ((0.0, "bits"), (0.1, "result")):
+        old = changed("model.adapter", {"kind": "lora", "r": 8, "lora_dropout": dropout})
+        (change,) = compare_config(old, changed("trainer.ranks", 2, old))
+        assert change.effect == effect
+    for field, value in (("r", 4), ("target_modules", ["q_proj"]), ("lora_alpha", 8.0)):
+        (change,) = compare_config(old, changed(f"model.adapter.{field}", value, old))
+        assert change.path.startswith(f"model.adapter.{field}") and change.changes_result
+
+
 def test_more_steps_change_the_result_where_the_schedule_spans_the_run():
     cosine = changed("trainer.schedule.kind", "cosine")
     (change,) = compare_config(cosine, changed("steps", 20, cosine))

@@ -95,6 +95,7 @@ class Shard:
     name: str
     offset: int
     tensor: torch.Tensor
+    constant: bool = False
 
 
 def test_takes_weights_from_the_store(model, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.config.load import check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
-from lockstep.run.plan import HostFacts, InfeasibleError, ModelFacts, make_plan
+from lockstep.run.plan import AdapterFacts, HostFacts, InfeasibleError, ModelFacts, make_plan
 
 MODEL = ModelFacts(
     parameters=1_000_000, layers=2, hidden=128, vocabulary=64, kv_heads=2, head_dim=32, context=512, dtype="float32"
@@ -64,6 +64,18 @@ def test_the_schedule_of_collectives_follows_sharding_and_updates() -> None:
     kept = make_plan(config(trainer={"ranks": 2, "reshard_after_forward": False}), MODEL, HOST)
     assert kept.collectives[0].times.startswith("3 (")
     assert make_plan(config(trainer={"ranks": 1}), MODEL, HOST).collectives == []
+
+
+def test_an_adapter_needs_optimizer_state_for_itself_only_and_no_reference_model() -> None:
+    model = replace(MODEL, dtype="bfloat16", adapter=AdapterFacts(parameters=20_000, layers=2, first=0))
+    penalised = config(loss={"kl": {"coefficient": 0.1}})
+    whole, adapter = make_plan(penalised, replace(model, adapter=None), HOST), make_plan(penalised, model, HOST)
+    saved = whole.processes[0].memory - adapter.processes[0].memory
+    states = 16 * 1_000_000 // 2 - (2 * 1_000_000 + 16 * 20_000) // 2 - 4 * 20_000
+    assert saved == states + 2 * 1_000_000 // 2  # and the reference in bfloat16
+    assert adapter.shared_memory == whole.shared_memory, "engines serve merged weights"
+    assert adapter.collectives[-1].bytes == 4 * 20_000
+    assert not any("adapter" in line.times for line in whole.collectives)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ class Shard:
     name: str
     offset: int
     tensor: torch.Tensor
+    constant: bool = False
 
 
 TENSORS = {"embed": torch.randn(11, 5), "norm": torch.randn(5), "scale": torch.randn(()), "big": torch.randn(900, 70)}
@@ -67,6 +68,39 @@ def test_what_is_written_is_read(tmp_path):
         pass
     del tensors
     store.close()
+
+
+def test_constant_tensors_are_copied_once_into_each_buffer(tmp_path):
+    store = SharedWeights.create(tmp_path, PLAN, writers=2, generation=1)
+
+    def frozen(rank, add, value=None):
+        for shard in part(rank, add):
+            constant = shard.name in ("big", "scale")
+            tensor = shard.tensor if not constant or value is None else torch.full_like(shard.tensor, value)
+            yield Shard(shard.name, shard.offset, tensor - (add if constant and value is None else 0), constant)
+
+    def publish_frozen(version, value=None):
+        for rank in (0, 1):
+            store.write_shards(rank, version, frozen(rank, float(version), value), complete=True)
+        store.commit(version)
+
+    publish_frozen(0)
+    publish_frozen(1)
+    for version in (2, 3):  # what is given as constant is not looked at any more, and still checked by readers
+        publish_frozen(version, value=7.0)
+        with store.reading(version, "complete") as weights:
+            assert torch.equal(weights.tensors["embed"], TENSORS["embed"] + float(version))
+            torch.testing.assert_close(weights.tensors["big"], TENSORS["big"], atol=1e-5, rtol=0)
+    del weights
+    store.close()
+    later = SharedWeights.create(tmp_path, PLAN, writers=2, generation=2)
+    for rank in (0, 1):  # another generation believes nothing
+        later.write_shards(rank, 4, frozen(rank, 4.0, value=7.0))
+    later.commit(4)
+    with later.reading(4) as weights:
+        assert torch.equal(weights.tensors["big"], torch.full_like(TENSORS["big"], 7.0))
+    del weights
+    later.close()
 
 
 def test_casts_to_the_plans_precision(tmp_path):

@@ -1,0 +1,230 @@
+"""Low-rank adapters through peft: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024).
+
+peft's layers stand in the places of the linear layers that they adapt. The model's own weights keep their checkpoint
+names (`hf_name` leaves `base_layer` out), the adapter's have those of peft's files.
+"""
+
+import difflib
+import hashlib
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+from lockstep.config.model import Adapter
+from lockstep.models.errors import ModelError
+from lockstep.models.policy import Policy, hf_name
+from lockstep.models.weights import Places, in_adapter
+
+NAME = "default"
+"""Of the adapter within the model, as peft calls a model's only one."""
+_FIELD = "model.adapter.target_modules"
+
+
+def add_adapter(policy: Policy, cfg: Adapter) -> None:
+    """Puts peft's layers into a policy, on the meta device and in float32, and freezes everything else.
+
+    Raises:
+        ModelError: a target that the model does not have, or that cannot have an adapter.
+    """
+    with warnings.catch_warnings():
+        # It would advise on settings that are made here, not by the user.
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(peft_config(policy, cfg), policy.lm, NAME, low_cpu_mem_usage=True)
+    for name, parameter in policy.named_parameters():
+        trained = in_adapter(name)
+        parameter.requires_grad_(trained)
+        if trained:
+            parameter.data = parameter.data.float()
+    policy.eval()
+
+
+def find_targets(policy: Policy, cfg: Adapter) -> list[str]:
+    """The full names of the layers to adapt, in the model's order. Raises ModelError."""
+    modules = dict(_modules(policy))
+    possible = [
+        name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not policy.head
+    ]
+    if cfg.target_modules == "all-linear":
+        found = set(possible)
+    else:
+        found = {name for target in cfg.target_modules for name in _matching(policy, target, modules, possible)}
+    transposed = next((name for name in sorted(found) if isinstance(modules[name], Conv1D)), None)
+    if cfg.kind == "dora" and transposed is not None:
+        problem = f"{transposed} is a transposed layer (Conv1D), which DoRA is not made for here"
+        raise ModelError("model.adapter.kind", cfg.kind, problem, "set model.adapter.kind=lora")
+    return [name for name in possible if name in found]
+
+
+def peft_config(policy: Policy, cfg: Adapter) -> LoraConfig:
+    """As it stands in `adapter_config.json`, without the base model's name. Raises ModelError as `find_targets`."""
+    modules = dict(_modules(policy))
+    targets = find_targets(policy, cfg)
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=cfg.r,
+        lora_alpha=cfg.lora_alpha,
+        lora_dropout=cfg.lora_dropout,
+        target_modules=_short(targets, list(modules)) if cfg.target_modules == "all-linear" else [*cfg.target_modules],
+        use_rslora=cfg.use_rslora,
+        use_dora=cfg.kind == "dora",
+        init_lora_weights=cfg.init_lora_weights,
+        fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in targets),
+        bias="none",
+    )
+
+
+def named_adapter(policy: Policy) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name in peft's files, parameter) of each of the adapter's parameters; nothing without an adapter."""
+    for name, parameter in policy.named_parameters():
+        if in_adapter(name):
+            yield peft_name(hf_name(name)), parameter
+
+
+def peft_name(name: str) -> str:
+    """`model.layers.0.self_attn.q_proj.lora_A.default.weight` as it is called in `adapter_model.safetensors`."""
+    name = name.replace(f".{NAME}.", ".")
+    return "base_model.model." + name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+def fill_adapter(policy: Policy, cfg: Adapter, seed: int, device: torch.device | str) -> None:
+    """Initialises an adapter whose base is filled: A at random, the same whatever the number of ranks; B with zeros;
+    DoRA's magnitude with the norms of the base's rows (section 4.1 of the paper)."""
+    places = Places(policy, torch.device(device))
+    names = {id(parameter): name for name, parameter in named_adapter(policy)}
+    for layer in adapted(policy).values():
+        down, up = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        start = _initial(down, cfg, seed, names[id(down)])
+        places.fill(down, lambda first, last, start=start: start[first:last])  # type: ignore[misc]
+        places.fill(up, lambda first, last, like=up: torch.zeros(last - first, *like.shape[1:]))  # type: ignore[misc]
+        if NAME in layer.lora_magnitude_vector:
+            base = _local(layer.get_base_layer().weight)
+            norms = torch.linalg.norm(base, dim=1)
+            places.fill(layer.lora_magnitude_vector[NAME].weight, lambda *_, norms=norms: norms)
+
+
+def adapted(policy: Policy) -> dict[str, Any]:
+    """The adapted layers, by the checkpoint name of their weight."""
+    return {
+        hf_name(f"{path}.weight"): module for path, module in policy.named_modules() if isinstance(module, LoraLayer)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter's part of one layer, whole, float32."""
+
+    down: Tensor
+    """A, `[r, in]`."""
+    up: Tensor
+    """B, `[out, r]`."""
+    scaling: float
+    magnitude: Tensor | None = None
+    """DoRA's, `[out]`."""
+    transposed: bool = False
+    """Whether the layer keeps its weight as `[in, out]`."""
+
+    def merged(self, rows: Tensor, first: int) -> Tensor:
+        """Rows of the layer's weight, from the `first` on, with the adapter in them: `W + s B A`, for DoRA
+        `m (W + s B A) / ||W + s B A||` with the norm of each output (Liu et al. 2024, eq. 5). float32."""
+        one, other = (self.down.T, self.up.T) if self.transposed else (self.up, self.down)
+        last = first + rows.shape[0]
+        total = torch.addmm(rows.float(), one[first:last], other, alpha=self.scaling)
+        if self.magnitude is not None:
+            total *= (self.magnitude[first:last] / torch.linalg.norm(total, dim=1))[:, None]
+        return total
+
+
+@contextmanager
+def without_adapter(policy: Policy) -> Iterator[None]:
+    """The model as it was before its adapter. peft's own switch also changes what requires gradients, which FSDP2
+    must not see."""
+    layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextmanager
+def with_dropout(policy: Policy) -> Iterator[None]:
+    """The adapter's dropout, and no other, is on."""
+    layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
+    dropouts = [dropout for layer in layers for dropout in layer.lora_dropout.values()]
+    for dropout in dropouts:
+        dropout.train()
+    try:
+        yield
+    finally:
+        for dropout in dropouts:
+            dropout.eval()
+
+
+def derived_seed(*parts: int | str) -> int:
+    """A seed of its own for each of what is drawn."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:7])
+
+
+def _initial(down: nn.Parameter, cfg: Adapter, seed: int, name: str) -> Tensor:
+    """The whole of A as peft draws it, float32 `[r, in]`."""
+    generator = torch.Generator().manual_seed(derived_seed(seed, name))
+    whole = torch.empty(tuple(down.shape))
+    if cfg.init_lora_weights == "gaussian":
+        return nn.init.normal_(whole, std=1 / cfg.r, generator=generator)
+    return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    data = parameter.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def _modules(policy: Policy) -> Iterator[tuple[str, nn.Module]]:
+    """The model's own modules, also where an adapter stands in the places of some."""
+    inside: tuple[str, ...] = ()
+    for name, module in policy.lm.named_modules():
+        if isinstance(module, LoraLayer):
+            inside += (f"{name}.",)
+            yield name, module.get_base_layer()
+        elif name and not name.startswith(inside):
+            yield name, module
+
+
+def _short(targets: list[str], names: list[str]) -> list[str]:
+    """The ends of the targets' names where they name nothing else, as vLLM and others expect them."""
+    ends = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
+    named = [name for name in names if name.rpartition(".")[2] in ends]
+    return ends if sorted(named) == sorted(targets) else targets
+
+
+def _matching(policy: Policy, target: str, modules: dict[str, nn.Module], possible: list[str]) -> list[str]:
+    matching = [name for name in modules if name == target or name.endswith(f".{target}")]
+    unfit = [name for name in matching if name not in possible]
+    if not matching or unfit:
+        raise _refusal(policy, target, modules[unfit[0]] if unfit else None, possible)
+    return matching
+
+
+def _refusal(policy: Policy, target: str, unfit: nn.Module | None, possible: list[str]) -> ModelError:
+    """What is wrong with a target, and what it could have been."""
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in possible))
+    nearest = difflib.get_close_matches(target.rpartition(".")[2], ends, n=3, cutoff=0.4)
+    known = f"the linear layers of {type(policy.lm).__name__} are {', '.join(ends)}"
+    remedy = f"did you mean {' or '.join(nearest)}? {known}" if nearest and target not in ends else known
+    if unfit is None:
+        return ModelError(_FIELD, target, "the model has no layer of that name", remedy)
+    if unfit is policy.head:
+        return ModelError(_FIELD, target, "the output layer cannot have an adapter here", known)
+    return ModelError(_FIELD, target, f"this is a {type(unfit).__name__}, no linear layer", known)

@@ -1,0 +1,103 @@
+"""The weights that leave the trainer, for engines and exports: an adapter is merged into those that it adapts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.lora import NAME, LowRank, adapted, named_adapter
+from lockstep.models.policy import Policy
+from lockstep.models.weights import named_weights
+from lockstep.train.distributed import Ranks
+from lockstep.train.sharding import local
+from lockstep.train.shards import rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight under its checkpoint name, of which this rank makes its rows when they are asked for."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    rows: Callable[[], Tensor]
+    """This rank's rows; a view of the trainer's memory where nothing is merged."""
+    constant: bool = False
+    """Whether it is the same in every version."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Names of an adapted layer's parts."""
+
+    down: str
+    up: str
+    magnitude: str | None
+    scaling: float
+    transposed: bool
+
+
+class Outgoing:
+    """Knows a policy's parameters, taken while none of its layers is gathered."""
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.weights: dict[str, nn.Parameter] = dict(named_weights(policy))
+        """The model's own, by checkpoint name."""
+        self.adapter: dict[str, nn.Parameter] = dict(named_adapter(policy))
+        """By name in peft's files; empty without one."""
+        names = {id(parameter): name for name, parameter in self.adapter.items()}
+        self._layers = {}
+        for name, layer in adapted(policy).items():
+            magnitudes = layer.lora_magnitude_vector
+            self._layers[name] = _Layer(
+                names[id(layer.lora_A[NAME].weight)],
+                names[id(layer.lora_B[NAME].weight)],
+                names[id(magnitudes[NAME].weight)] if NAME in magnitudes else None,
+                layer.scaling[NAME],
+                layer.fan_in_fan_out,
+            )
+
+    def merged(self) -> dict[str, Weight]:
+        """Every weight of the model, merged with its adapter where it has one.
+
+        All ranks call it together: an adapter is gathered whole by each of them, as a row of `B A` needs all of A.
+        """
+        whole = self.gather_adapter()
+        found = {}
+        for name, parameter in self.weights.items():
+            layer, rows = self._layers.get(name), partial(local, parameter)
+            if layer is not None:
+                magnitude = None if layer.magnitude is None else whole[layer.magnitude]
+                factors = LowRank(whole[layer.down], whole[layer.up], layer.scaling, magnitude, layer.transposed)
+                first = rows_of(self.ranks.rank, self.ranks.world, parameter.shape[0])[0]
+                rows = partial(_merged, factors, parameter, first)
+            found[name] = Weight(tuple(parameter.shape), rows, constant=bool(whole) and layer is None)
+        return found
+
+    @torch.no_grad()
+    def gather_adapter(self) -> dict[str, Tensor]:
+        """The whole adapter, float32, on every rank (at one rank the trainer's own memory); empty without one."""
+        world = self.ranks.world
+        if world == 1 or not self.adapter:
+            return {name: local(parameter) for name, parameter in self.adapter.items()}
+        chunks = {name: rows_of(0, world, parameter.shape[0])[1] for name, parameter in self.adapter.items()}
+        parts = [_padded(local(parameter), chunks[name]).flatten() for name, parameter in self.adapter.items()]
+        everyone = self.ranks.gather_flat(torch.cat(parts), why="the adapter, to merge it")
+        whole, at = {}, 0
+        for name, parameter in self.adapter.items():
+            rest = tuple(parameter.shape[1:])
+            size = chunks[name] * torch.Size(rest).numel()
+            whole[name] = everyone[:, at : at + size].reshape(-1, *rest)[: parameter.shape[0]]
+            at += size
+        return whole
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(count - rows.shape[0], *rows.shape[1:])])
+
+
+@torch.no_grad()
+def _merged(factors: LowRank, parameter: Tensor, first: int) -> Tensor:
+    return factors.merged(local(parameter), first)

@@ -1,0 +1,149 @@
+"""Trainers with an adapter as real processes; and the truth: peft, transformers and torch alone."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import trainer_ranks as tr
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from lockstep.config.recipes import Config, SFTConfig
+from lockstep.train.distributed import Ranks
+from lockstep.train.fsdp import FSDP2Trainer
+
+# r is odd: the last rank's part of A is shorter
+LORA = {"kind": "lora", "r": 5, "lora_alpha": 15, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+DORA = {"kind": "dora", "r": 3, "lora_alpha": 6, "use_rslora": True, "init_lora_weights": "gaussian"}
+ADAPTERS = {"lora": LORA, "dora": DORA}
+DROPPING = LORA | {"lora_dropout": 0.3}
+
+
+def config(folder: Path, family: str, recipe: str, adapter: dict[str, Any], **trainer: Any) -> Config:
+    return tr.config(folder, family, recipe, {"adapter": adapter}, **trainer)
+
+
+def variant(kind: str, family: str, recipe: str, budget: int = 400, **trainer: Any) -> tr.Case:
+    def run(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+        made = FSDP2Trainer(config(folder, family, recipe, ADAPTERS[kind], **trainer), ranks)
+        before = {name: parameter.detach().clone() for name, parameter in made.outgoing.weights.items()}
+        start = adapter_of(made)
+        result = adapter_train(made, tr.batch_of(made.config, ranks.world, budget))
+        after = made.outgoing.weights
+        result.extra["start"] = start
+        result.extra["frozen"] = all(torch.equal(_local(before[n]), _local(after[n])) for n in before)
+        result.extra["optimizer"] = sorted(made.optimizer.exp_avg)
+        return result
+
+    return run
+
+
+def adapter_train(trainer: FSDP2Trainer, batch: Any, steps: int = 3) -> tr.Result:
+    """Some steps on the same batch; the gradient by the adapter's names, the weights merged and by the model's."""
+    result = tr.Result(trainer.ranks.rank)
+    minibatch = tr.minibatch_of(trainer, batch)
+    for _ in range(steps):
+        stats = trainer.step(minibatch.ranks[trainer.ranks.rank], trainer.config.loss)
+        result.metrics.append(stats.values)
+    result.weights = tr.rows_of_all(trainer)
+    result.extra["adapter"] = adapter_of(trainer)
+    return result
+
+
+def adapter_of(trainer: FSDP2Trainer) -> dict[str, torch.Tensor]:
+    return {name: rows.clone() for name, rows in trainer.outgoing.gather_adapter().items()}
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def resume(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+    """With dropout and several micro-batches: two steps, a save, two more; and the two again from the checkpoint."""
+    cfg = config(folder, "qwen2", "sft", DROPPING)
+    first = FSDP2Trainer(cfg, ranks)
+    batch = tr.batch_of(cfg, ranks.world, budget=60)
+    result = adapter_train(first, batch, 2)
+    first.save(folder / "saved" / f"adapter-{ranks.world}")
+    result.extra["straight"] = adapter_train(first, batch, 2)
+    first.writer.finish()
+    second = FSDP2Trainer(cfg, ranks)
+    torch.manual_seed(4)
+    second.load(folder / "saved" / f"adapter-{ranks.world}")
+    result.extra["loaded"] = adapter_of(second)
+    result.extra["resumed"] = adapter_train(second, batch, 2)
+    return result
+
+
+def recomputed(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+    """Dropout's masks are the same when activations are computed again."""
+    cfg = config(folder, "qwen2", "sft", DROPPING, activation_checkpointing=True)
+    return adapter_train(FSDP2Trainer(cfg, ranks), tr.batch_of(cfg, ranks.world, budget=60), 2)
+
+
+def reload(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+    """Loads what one rank saved."""
+    trainer = FSDP2Trainer(config(folder, "qwen2", "sft", DROPPING), ranks)
+    trainer.load(folder / "saved" / "adapter-1")
+    result = tr.Result(ranks.rank, weights=tr.rows_of_all(trainer))
+    result.extra["adapter"] = adapter_of(trainer)
+    return result
+
+
+def export(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+    """Alone and merged."""
+    cfg = config(folder, "llama", "sft", DORA)
+    trainer = FSDP2Trainer(cfg, ranks)
+    result = adapter_train(trainer, tr.batch_of(cfg, ranks.world))
+    trainer.export(folder / f"merged-{ranks.world}")
+    trainer.export_adapter(folder / f"adapter-{ranks.world}")
+    return result
+
+
+CASES: dict[str, tr.Case] = {
+    "lora-qwen2-grpo": variant("lora", "qwen2", "grpo"),
+    "lora-llama-sft-split": variant("lora", "llama", "sft", budget=60),
+    "lora-llama-grpo-zero2": variant("lora", "llama", "grpo", budget=60, reshard_after_forward=False),
+    "dora-qwen2-grpo-recomputed": variant("dora", "qwen2", "grpo", budget=60, activation_checkpointing=True),
+    "dora-llama-sft": variant("dora", "llama", "sft"),
+    "resume": resume,
+    "recomputed": recomputed,
+    "reload": reload,
+    "export": export,
+}
+
+
+# --- the truth
+
+
+def truth(folder: Path, name: str, start: dict[str, torch.Tensor]) -> tr.Result:
+    """The same steps by peft, from the same initial adapter: one sequence at a time, whole logits, torch.optim."""
+    kind, family, recipe = name.split("-")[:3]
+    cfg = config(folder, family, recipe, ADAPTERS[kind])
+    reference = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
+    base = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
+    made = FSDP2Trainer(cfg, Ranks())
+    made.export_adapter(folder / f"start-{name}")
+    model: Any = PeftModel.from_pretrained(base, folder / f"start-{name}", is_trainable=True).eval()
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for key, value in named.items():
+        assert torch.equal(value, start[key.replace(".default", "").replace("_vector.weight", "_vector")]), key
+    settings = cfg.trainer.optimizer
+    optimizer = torch.optim.AdamW(named.values(), lr=tr.LR, eps=settings.eps, weight_decay=settings.weight_decay)
+    result = tr.Result(0)
+    old = None
+    for step in range(3):
+        if isinstance(cfg, SFTConfig):
+            loss = tr._sft_truth(model)
+        else:
+            old = tr._sequences(model)[0].detach() if old is None else old
+            loss = tr._grpo_truth(model, reference, old, cfg.loss)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(named.values(), cfg.trainer.max_grad_norm or 1e9)
+        rate = tr.LR * [1 / 3, 2 / 3, 1.0][step]
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        result.metrics.append({"loss": float(loss.detach()), "grad_norm": float(norm), "lr": rate})
+    result.weights = {n: (0, p.detach()) for n, p in model.merge_and_unload().named_parameters()}
+    return result

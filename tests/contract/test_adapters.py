@@ -1,0 +1,163 @@
+"""LoRA and DoRA: the numbers of peft however the work is split; saved, merged and exported whole."""
+
+from pathlib import Path
+
+import adapter_ranks as ar
+import pytest
+import torch
+import trainer_ranks as tr
+from peft import PeftModel
+from safetensors.torch import load_file
+from test_trainer import TIGHT, apart
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep.train.checkpoint import CheckpointError, read_manifest
+from lockstep.train.distributed import Ranks
+from lockstep.train.fsdp import FSDP2Trainer
+
+VARIANTS = [name for name in ar.CASES if name.startswith(("lora", "dora"))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    made = tmp_path_factory.mktemp("adapters")
+    tr.make_models(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, tr.Result]:
+    """The cases at one rank, in this process."""
+    return {name: case(folder, Ranks(), 0) for name, case in ar.CASES.items() if name != "reload"}
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, alone: dict[str, tr.Result]) -> dict[str, list[tr.Result]]:
+    """The cases on two ranks, after those at one rank, whose checkpoint they load."""
+    return tr.launch(folder, 2, ar.CASES, "adapter_ranks")
+
+
+@pytest.fixture(scope="module")
+def truths(folder: Path, alone: dict[str, tr.Result]) -> dict[str, tr.Result]:
+    return {name: ar.truth(folder, name, alone[name].extra["start"]) for name in VARIANTS}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_adapter_learns_what_it_does_with_peft(
+    name: str,
+    world: int,
+    alone: dict[str, tr.Result],
+    pair: dict[str, list[tr.Result]],
+    truths: dict[str, tr.Result],
+) -> None:
+    results, truth = [alone[name]] if world == 1 else pair[name], truths[name]
+    assert apart(tr.whole([r.weights for r in results]), tr.whole([truth.weights])) < TIGHT
+    for result in results:
+        for step, expected in enumerate(truth.metrics):
+            found = {metric: result.metrics[step][metric] for metric in expected}
+            assert found == pytest.approx(expected, rel=TIGHT), f"step {step}"
+        assert result.extra["frozen"], "the model's own weights stay"
+        assert result.extra["optimizer"] == sorted(result.extra["adapter"]), "optimizer state is the adapter's only"
+        for part, value in result.extra["start"].items():
+            assert torch.equal(value, alone[name].extra["start"][part]), "it begins the same on any number of ranks"
+
+
+def test_the_reference_is_the_model_without_its_adapter(folder: Path) -> None:
+    cfg = ar.config(folder, "llama", "grpo", ar.LORA)
+    trainer = FSDP2Trainer(cfg, Ranks())
+    assert trainer.reference is None and trainer.has_reference
+    batch = tr.batch_of(cfg, 1)
+    ar.adapter_train(trainer, batch, 2)
+    rows = batch.everything().ranks[0]
+    found = trainer.evaluate(rows, ["logprobs", "reference_logprobs"])
+    other = FSDP2Trainer(tr.config(folder, "llama", "grpo"), Ranks()).evaluate(rows, ["logprobs"])
+    for mine, theirs in zip(found, other, strict=True):
+        assert mine["reference_logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-6)
+        assert abs(mine["logprobs"] - theirs["logprobs"]).max() > 1e-4
+
+
+# --- checkpoints
+
+
+def test_resume_is_bitwise_with_dropout(alone: dict[str, tr.Result], pair: dict[str, list[tr.Result]]) -> None:
+    for result in (alone["resume"], *pair["resume"]):
+        straight, resumed = result.extra["straight"], result.extra["resumed"]
+        assert straight.metrics == resumed.metrics
+        for name, part in straight.extra["adapter"].items():
+            assert torch.equal(part, resumed.extra["adapter"][name]), name
+            assert torch.equal(result.extra["adapter"][name], result.extra["loaded"][name]), name
+
+
+def test_dropout_is_on_in_steps_and_the_same_when_activations_are_computed_again(
+    folder: Path, alone: dict[str, tr.Result]
+) -> None:
+    dry = ar.config(folder, "qwen2", "sft", ar.LORA)
+    without = ar.adapter_train(FSDP2Trainer(dry, Ranks()), tr.batch_of(dry, 1, budget=60), 2)
+    dropped, again = alone["resume"], alone["recomputed"]
+    assert dropped.metrics[1]["loss"] == pytest.approx(again.metrics[1]["loss"], rel=1e-6)
+    assert dropped.metrics[1]["grad_norm"] != pytest.approx(without.metrics[1]["grad_norm"], rel=0.02)
+    for name, part in dropped.extra["adapter"].items():
+        torch.testing.assert_close(part, again.extra["adapter"][name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_checkpoint_holds_the_adapter_and_names_what_it_stands_on(folder: Path, alone: dict[str, tr.Result]) -> None:
+    saved = folder / "saved" / "adapter-1"
+    stored = FileSystemReader(saved).read_metadata().state_dict_metadata
+    parts = alone["resume"].extra["adapter"]
+    expected = {f"{what}.{name}" for what in ("parameter", "exp_avg", "exp_avg_sq") for name in parts}
+    assert set(stored) == expected | {"random.cpu.0"}
+    manifest = read_manifest(saved)
+    assert manifest["model"] == str(folder / "qwen2") and len(manifest["base"]) == 64
+
+
+def test_a_checkpoint_of_one_rank_loads_at_two(alone: dict[str, tr.Result], pair: dict[str, list[tr.Result]]) -> None:
+    for result in pair["reload"]:
+        for name, part in alone["resume"].extra["loaded"].items():
+            assert torch.equal(part, result.extra["adapter"][name]), name
+
+
+def test_a_checkpoint_is_refused_on_another_model_or_adapter(folder: Path, alone: dict[str, tr.Result]) -> None:
+    saved = folder / "saved" / "adapter-1"
+    wider = FSDP2Trainer(ar.config(folder, "qwen2", "sft", ar.DROPPING | {"r": 6}), Ranks())
+    with pytest.raises(CheckpointError, match=r"of another model: it has with shape \(5, 32\) .*expected shape \(6"):
+        wider.load(saved)
+    more = FSDP2Trainer(ar.config(folder, "qwen2", "sft", ar.DROPPING | {"target_modules": ["up_proj"]}), Ranks())
+    with pytest.raises(CheckpointError, match=r"does not have .*up_proj.lora_A"):
+        more.load(saved)
+    tr.make_tiny(folder / "other" / "qwen2", family="qwen2", tie_embeddings=True, seed=9, hidden=32, heads=4, ffn=51)
+    other = FSDP2Trainer(ar.config(folder / "other", "qwen2", "sft", ar.DROPPING), Ranks())
+    with pytest.raises(CheckpointError, match=r"was made on .*qwen2 as it was then"):
+        other.load(saved)
+
+
+# --- exports
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_exports_load_with_transformers_and_with_peft(
+    folder: Path, world: int, alone: dict[str, tr.Result], pair: dict[str, list[tr.Result]]
+) -> None:
+    results = [alone["export"]] if world == 1 else pair["export"]
+    expected = tr.whole([result.weights for result in results])
+    merged = AutoModelForCausalLM.from_pretrained(folder / f"merged-{world}")
+    assert apart({name: p.detach() for name, p in merged.named_parameters()}, expected) == 0
+    base = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    adapted = PeftModel.from_pretrained(base, folder / f"adapter-{world}")
+    found = {name: p.detach() for name, p in adapted.merge_and_unload().named_parameters()}  # type: ignore[operator]
+    assert apart(found, expected) < 1e-6
+    assert AutoTokenizer.from_pretrained(folder / f"adapter-{world}").eos_token_id is not None
+    parts = load_file(folder / f"adapter-{world}" / "adapter_model.safetensors")
+    assert parts.keys() == results[0].extra["adapter"].keys()
+    assert not list(folder.glob("*.tmp-*"))
+
+
+def test_an_adapter_is_exported_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
+    trainer = FSDP2Trainer(ar.config(folder, "llama", "sft", ar.LORA), Ranks())
+    with tr.no_space(), pytest.raises(CheckpointError, match="the adapter could not be exported"):
+        trainer.export_adapter(tmp_path / "adapter")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=r"model\.adapter"):
+        FSDP2Trainer(tr.config(folder, "llama", "sft"), Ranks()).export_adapter(tmp_path / "adapter")

@@ -1,0 +1,74 @@
+"""Runs that train an adapter: killed and resumed bit by bit, exported twice, refused where it does not fit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import Launched, config, task, train, weights, write
+from peft import PeftModel
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from lockstep.ledger.ledger import Ledger
+
+ADAPTER = {"kind": "dora", "r": 4, "lora_alpha": 16, "lora_dropout": 0.1}
+LOSS = {"old_logprobs": "trainer", "kl": {"coefficient": 0.05}}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return task(tmp_path_factory.mktemp("adapter"))
+
+
+def values(home: Path, **changes: object) -> dict[str, object]:
+    made = config(home, "grpo", steps=4, checkpoint={"every": 2}, loss=LOSS, **changes)
+    return made | {"model": {"path": str(home / "model"), "adapter": ADAPTER}, "evaluation": None}
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_run_ends_with_the_same_adapter(home: Path, tmp_path: Path) -> None:
+    straight = train(home, values(home, folder=str(tmp_path / "straight")))
+    killed = values(home, folder=str(tmp_path / "killed"))
+    folder = tmp_path / "killed" / "grpo"
+    first = Launched.start(folder, str(write(tmp_path, killed)))
+    first.wait_for("train", 3)
+    first.kill()
+    assert Launched.resume(folder).finish() == 0
+    assert weights(folder) == weights(straight), "merged"
+    name = "adapter/adapter_model.safetensors"
+    assert (folder / name).read_bytes() == (straight / name).read_bytes()
+    with Ledger.reader(folder) as ledger:
+        assert {row.generation for row in ledger.commits()} == {1, 2}
+    _is_what_was_trained(home, straight)
+
+
+def _is_what_was_trained(home: Path, run: Path) -> None:
+    before, after = load_file(home / "model" / "model.safetensors"), load_file(run / "export" / "model.safetensors")
+    adapted = [name for name in after if "_proj.weight" in name]
+    for name, weight in after.items():
+        moved = float(np.abs(weight - before[name]).max())
+        assert moved > 1e-4 if name in adapted else moved == 0, name
+    base = AutoModelForCausalLM.from_pretrained(home / "model")
+    merged = PeftModel.from_pretrained(base, run / "adapter").merge_and_unload()  # type: ignore[operator]
+    for name, weight in merged.named_parameters():
+        assert np.abs(weight.detach().numpy() - after[name]).max() < 1e-6, name
+    with Ledger.reader(run) as ledger:
+        rows = [row.values for row in ledger.metrics_rows() if "policy/kl" in row.values]
+    gaps, divergence = [row["policy/engine_gap_max"] for row in rows], [row["policy/kl"] for row in rows]
+    assert max(gaps) < 1e-4, "the engine serves the merged weights"
+    assert divergence[-1] > divergence[0] >= 0
+
+
+def test_an_adapter_that_does_not_fit_is_refused(home: Path, tmp_path: Path) -> None:
+    made = values(home, folder=str(tmp_path / "runs"))
+    file, folder = str(write(tmp_path, made)), tmp_path / "runs" / "grpo"
+    for change, words in (
+        ("model.adapter.target_modules=[q_prj]", ["model.adapter.target_modules", "'q_prj'", "did you mean q_proj"]),
+        ("model.adapter.r=0", ["model.adapter.r"]),
+        ("model.adapter.rank=8", ["model.adapter.rank", "'model.adapter.r'"]),
+    ):
+        refused = Launched.start(folder, file, change)
+        assert refused.finish() == 2, refused.text()
+        for word in words:
+            assert word in refused.said().replace("\n", " "), word
+        assert not folder.exists()
