@@ -35,7 +35,8 @@ def rewards(body: dict[str, Any], path: str) -> Reply:
     return Reply(chat(f"Score: {len(body['messages'][0]['content']) % 11}"))
 
 
-def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tracked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "tracked"])
+def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path: Path, tracked: bool) -> None:
     folder = task(tmp_path)
     requests = 0
 
@@ -47,6 +48,9 @@ def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path:
 
     with serving(fails) as server:
         values = run_config(folder, server.url)
+        if tracked:
+            store = {"kind": "mlflow", "uri": str(folder / "mlruns")}
+            values["tracking"] = [{"kind": "wandb", "mode": "offline"}, store, {"kind": "prometheus", "port": 0}]
         run = Path(values["folder"]) / "remote"
         launched = Launched.start(run, str(write(folder, values)))
         assert launched.finish() == 1, launched.text()
@@ -57,6 +61,7 @@ def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path:
     with Ledger.reader(run) as ledger:
         assert (ledger.committed(), ledger.collected_steps()) == (0, [0]), "no zero in place of a reward"
     with serving(lambda number, body, path: rewards(body, path)) as other:
+        ids = (run / "tracking.json").read_text() if tracked else ""
         moved = [f"reward.terms.0.url={other.url}/rm", f"reward.terms.1.base_url={other.url}/v1"]
         launched = Launched.resume(run, *moved)
         assert launched.finish() == 0, launched.text()
@@ -67,8 +72,12 @@ def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path:
         assert {f"reward/{term}/{key}" for key in keys | {"mean", "std"}} <= again.keys()
     evaluated = [row for row in rows if "eval/reward_mean" in row]
     assert all({"eval/reward/judge/mean", "eval/reward/json_schema/std"} <= row.keys() for row in evaluated)
+    if tracked:
+        assert (run / "tracking.json").read_text() == ids
+        assert len(list((run / "wandb").glob(f"offline-run-*-{json.loads(ids)['wandb']}"))) == 2, "one per attempt"
+        assert "status: 3\n" in next((folder / "mlruns").rglob(f"{json.loads(ids)['mlflow']}/meta.yaml")).read_text()
     assert not any(KEY in output.read_text() for output in launched.output.parent.glob("*.out"))
-    for file in (path for path in run.rglob("*") if path.is_file()):
+    for file in (path for place in (run, folder / "mlruns") for path in place.rglob("*") if path.is_file()):
         assert KEY.encode() not in file.read_bytes(), file
 
 

@@ -10,6 +10,7 @@ from lockstep.config.data import Dataset
 from lockstep.config.model import Model
 from lockstep.config.reward import Reward
 from lockstep.config.rollout import Rollout, Sampling
+from lockstep.config.tracking import Tracker
 from lockstep.config.trainer import Checkpoint, Trainer
 
 
@@ -51,6 +52,17 @@ class RunConfig(Section):
     reward: Reward | None = None
     cluster: LocalCluster = LocalCluster()
     report: Report = Report()
+    tracking: tuple[Tracker, ...] = ()
+    """Where metrics go besides the run's folder: at most one of each kind."""
+
+    @field_validator("tracking")
+    @classmethod
+    def _one_of_each(cls, trackers: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+        kinds = [tracker.kind for tracker in trackers]
+        twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+        if twice:
+            raise ValueError(f"{', '.join(twice)} is there more than once")
+        return trackers
 
     @property
     def exports(self) -> list[str]:

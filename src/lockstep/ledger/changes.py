@@ -11,6 +11,7 @@ _HARMLESS = (
     "folder",
     "checkpoint",
     "report",
+    "tracking",
     "cluster",
     "evaluation.samples_shown",
     "reward.workers",

@@ -11,6 +11,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from lockstep.config.secrets import redact
 from lockstep.ledger import EvaluationRow, Ledger, MetricsRow, Sample
 from lockstep.ledger.files import replace
 from lockstep.report.charts import Chart, Drawn, draw
@@ -102,7 +103,7 @@ def render(ledger: Ledger, exit_reason: str = "") -> str:
         stages=_stages(rows),
         evaluations=_ends(evaluations),
         pairs=_pairs(evaluations),
-        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+        config=yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True),
         events=[(_clock(event.at), event.kind, _fields(event.fields)) for event in ledger.events()],
         versions=versions(),
         written=_clock(time.time()),

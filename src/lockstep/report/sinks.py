@@ -1,4 +1,4 @@
-"""Where metrics go: a file of JSON lines and TensorBoard. More (W&B, MLflow) come behind the same protocol.
+"""Where metrics go: a file of JSON lines and TensorBoard. `trackers` has more behind the same protocol.
 
 A resumed run does its steps after the newest checkpoint again; a sink opened with `resume_after` drops or supersedes
 the rows past that step, so that every reader sees one row per step."""
@@ -23,8 +23,8 @@ class Sink(Protocol):
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         """One row; visible to readers on return. `at`: seconds since the epoch, now when None."""
 
-    def close(self) -> None:
-        """Idempotent."""
+    def close(self, reason: str = "") -> None:
+        """Idempotent. `reason`: how the run ended, as its summary says it."""
 
 
 class JsonlSink:
@@ -47,7 +47,7 @@ class JsonlSink:
             self._file.write(line)
             self._file.flush()
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         _close(self._file)
 
 
@@ -76,7 +76,7 @@ class TensorBoardSink:
         )
         self._event(event_pb2.Event(wall_time=time.time() if at is None else at, step=step, summary=summary))
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         _close(self._file)
 
     def _event(self, event: event_pb2.Event) -> None:
@@ -96,17 +96,19 @@ class Sinks:
         for sink in self._sinks:
             sink.write(step, values, at)
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         for sink in self._sinks:
-            sink.close()
+            sink.close(reason)
 
 
-def open_sinks(folder: Path, *, tensorboard: bool = True, resume_after: int | None = None) -> Sinks:
-    """The sinks of a run's folder: `metrics.jsonl` and, where wanted, `tensorboard/`."""
+def open_sinks(
+    folder: Path, *, tensorboard: bool = True, resume_after: int | None = None, others: Sequence[Sink] = ()
+) -> Sinks:
+    """The sinks of a run's folder, `metrics.jsonl` and where wanted `tensorboard/`, and others besides."""
     sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl", resume_after)]
     if tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", resume_after))
-    return Sinks(sinks)
+    return Sinks([*sinks, *others])
 
 
 def _close(file: IO[Any]) -> None:

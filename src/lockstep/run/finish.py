@@ -1,9 +1,11 @@
 """How a run ends: exported, summarised and said, whatever the reason."""
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lockstep.config.secrets import redact_text, secret_values
 from lockstep.ledger.errors import LedgerError
 from lockstep.run.errors import Interrupted
 from lockstep.run.run import Run
@@ -29,6 +31,7 @@ def finished(run: Run) -> Iterator[None]:
 
 
 def _tell(run: Run, reason: str) -> None:
+    reason = redact_text(reason, secret_values(os.environ))
     try:
         run.ledger.event("end", reason=reason, steps=run.ledger.done())
         run.monitor.finish(reason)

@@ -8,8 +8,8 @@ from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.activity import beacon_activity
 from lockstep.report.console import Console
-from lockstep.report.sinks import Sinks, open_sinks
-from lockstep.report.summary import write_summary
+from lockstep.report.sinks import Sink, Sinks, open_sinks
+from lockstep.report.summary import versions, write_summary
 from lockstep.run.stages import Stages
 from lockstep.watch import beacon
 
@@ -28,6 +28,7 @@ class Monitor:
             activity=lambda: beacon_activity(run_id),
         )
         self._sinks: Sinks | None = None
+        self._reason = "failed"
         self._tokens = 0.0
         self._start = 0
 
@@ -37,7 +38,10 @@ class Monitor:
         self._start = version
         self._tokens = max((row.values.get("tokens/total", 0.0) for row in rows if row.step < version), default=0.0)
         self._sinks = open_sinks(
-            self.folder, tensorboard=self.config.report.tensorboard, resume_after=version - 1 if rows else None
+            self.folder,
+            tensorboard=self.config.report.tensorboard,
+            resume_after=version - 1 if rows else None,
+            others=self._trackers(),
         )
         self.stages.take()
         self.console.start(version)
@@ -82,11 +86,19 @@ class Monitor:
             self._sinks.write(version - 1, metrics)
         self.console.evaluation(version, metrics)
 
+    def _trackers(self) -> list[Sink]:
+        if not self.config.tracking:
+            return []
+        from lockstep.report.trackers import open_trackers  # brings what few runs need
+
+        return open_trackers(self.config.tracking, self.folder, self.config.model_dump(mode="json"), versions())
+
     def finish(self, reason: str) -> None:
         """Writes summary and report, and the last line. Of `failed: why` that shows the first word: whoever started
         the run tells the rest."""
         from lockstep.report.html import write_report  # brings matplotlib, which no start should wait for
 
+        self._reason = reason
         report = write_report(self.ledger, reason) if self.config.report.html else None
         write_summary(self.ledger, reason)  # last: a run whose summary says that it is finished has nothing left to do
         self.console.finish(reason.partition(":")[0], report)
@@ -94,4 +106,4 @@ class Monitor:
     def close(self) -> None:
         self.console.close()
         if self._sinks is not None:
-            self._sinks.close()
+            self._sinks.close(self._reason)

@@ -79,6 +79,10 @@ def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, override
     plan = make_plan(config, model, host)
     if config.reward is not None:
         check_terms(config.reward.terms)
+    if config.tracking:
+        from lockstep.report.trackers import check_trackers  # brings what few runs need
+
+        check_trackers(config.tracking)
     prepared = Prepared(config, folder, resume is not None, plan, model, host, *_sources(config, model), notes)
     if prepared.resuming:
         _must_be_the_same_data(prepared)
