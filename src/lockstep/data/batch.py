@@ -49,6 +49,8 @@ class Minibatch:
     targets: int
     """Targets with a loss, over all ranks."""
     sequences: int
+    skipped: int = 0
+    """Sequences of these that are in no row, because nothing is to be learned from their groups."""
 
     @property
     def microbatches(self) -> int:

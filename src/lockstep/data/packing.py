@@ -9,7 +9,7 @@ does not depend on how the batch was packed. In all modes the same targets with 
 differs is how many tokens are computed for them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 import torch
@@ -60,6 +60,7 @@ class Batch:
         count, sequences = 0, []
         names = sorted({name for tree in self.trees for segment in tree.segments for name in segment.fields})
         values: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        bounds = [0]
         for tree in self.trees:
             self._first.append([])
             for segment in tree.segments:
@@ -72,6 +73,8 @@ class Batch:
                         if name not in segment.fields:
                             raise ValueError(f"sample {tree.name!r} has no field {name!r}, which others have")
                         values[name].append(np.atleast_2d(segment.fields[name])[:, wanted].ravel())
+            bounds.append(count)
+        self._bounds = np.asarray(bounds)
         self.sequences = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
         self.fields = {
             name: np.concatenate(parts).astype(np.float32) if parts else np.empty(0, np.float32)
@@ -95,7 +98,8 @@ class Batch:
         """The optimizer steps of the batch.
 
         Mini-batches are made of whole trees. Their order is drawn from (seed, epoch), except where all trees go
-        into one step anyway.
+        into one step anyway. Trees that cannot change a weight (`learns_from_advantages_alone`, and all advantages
+        zero) are in no row; the denominators, and the steps, are what they are with them.
 
         Args:
             minibatch_size: sequences per optimizer step; all of them when None.
@@ -107,17 +111,25 @@ class Batch:
         """
         aggregation: Aggregation = loss.aggregation if loss else "token-mean"
         norm_length = (loss.norm_length if loss else None) or max_tokens
+        idle = self._idle() if loss is not None and learns_from_advantages_alone(loss) else frozenset()
         parts = self._split(np.arange(len(self.trees)), minibatch_size)
         for epoch in range(epochs):
             if len(parts) > 1:
                 order = permutation(len(self.trees), seed, epoch)
                 parts = self._split(order, minibatch_size)
             for part in parts:
-                yield self._deal(part, aggregation, norm_length)
+                yield self._deal(part, aggregation, norm_length, idle)
+
+    def _idle(self) -> frozenset[int]:
+        """Trees in which every advantage is zero."""
+        if "advantage" not in self.fields:
+            return frozenset()
+        some = np.concatenate([[0], np.cumsum(self.fields["advantage"] != 0)])
+        return frozenset(np.flatnonzero(some[self._bounds[1:]] == some[self._bounds[:-1]]).tolist())
 
     def everything(self) -> Minibatch:
         """All trees as one mini-batch, for `evaluate`."""
-        return self._deal(np.arange(len(self.trees)), "token-mean", None)
+        return self._deal(np.arange(len(self.trees)), "token-mean", None, frozenset())
 
     def set_field(self, name: str, minibatch: Minibatch, values: Sequence[Sequence[np.ndarray]]) -> None:
         """Puts per-target values that the ranks computed for `minibatch` back onto the targets.
@@ -190,23 +202,34 @@ class Batch:
             held += sizes[tree]
         return [np.asarray(part) for part in parts]
 
-    def _deal(self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None) -> Minibatch:
+    def _deal(self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, idle: Set[int]) -> Minibatch:
         for name, have in self._set.items():
             if not have.all():
                 raise ValueError(f"field {name!r} is set for {int(have.sum())} of {self.targets} targets")
         # The order decides what shares an optimizer step, not where it lies in it.
-        part = [(int(index), self.trees[index]) for index in np.sort(order)]
-        hands = schedule(part, self.ranks, self.token_budget, self.mode)
+        part = np.sort(order).tolist()
+        busy = [(tree, self.trees[tree]) for tree in part if tree not in idle]
+        hands = schedule(busy, self.ranks, self.token_budget, self.mode)
         ranks = [[self._row(pieces) for pieces in hand] for hand in hands]
-        index = np.concatenate([row.index for hand in ranks for row in hand])
-        index = index[index >= 0]
-        _, inverse, lengths = np.unique(self.sequences[index], return_inverse=True, return_counts=True)
-        weights = np.zeros(self.targets, np.float32)
-        weights[index] = sequence_weights(torch.from_numpy(lengths), aggregation, norm_length).numpy()[inverse]
+        weights, targets, sequences = self._weights(part, aggregation, norm_length)
         for row in (row for hand in ranks for row in hand):
             if row.index[0] >= 0:
                 row.fields["weight"] = weights[row.index]
-        return Minibatch(ranks, int(index.size), int(lengths.size))
+        skipped = sum(len(self.trees[tree].sequences) for tree in part if tree in idle)
+        return Minibatch(ranks, targets, sequences, skipped)
+
+    def _weights(
+        self, trees: Sequence[int], aggregation: Aggregation, norm_length: int | None
+    ) -> tuple[np.ndarray, int, int]:
+        """Weight of each target, float32 `[targets]`, 0 outside of `trees`; number of targets and sequences."""
+        inside = np.zeros(self.targets, np.bool_)
+        for tree in trees:
+            inside[self._bounds[tree] : self._bounds[tree + 1]] = True
+        numbers = self.sequences[inside]
+        lengths = np.bincount(numbers)
+        weights = np.zeros(self.targets, np.float32)
+        weights[inside] = sequence_weights(torch.from_numpy(lengths), aggregation, norm_length).numpy()[numbers]
+        return weights, int(inside.sum()), int(np.count_nonzero(lengths))
 
     def _row(self, pieces: Sequence[Piece]) -> Packed:
         if not pieces:
@@ -268,6 +291,13 @@ def _empty_row(names: Sequence[str]) -> Packed:
         fields={name: np.zeros(1, np.float32) for name in names},
         sequences=np.full(1, -1, np.int32),
     )
+
+
+def learns_from_advantages_alone(loss: PolicyLoss | CrossEntropy) -> bool:
+    """Whether a target whose advantage is zero has no gradient: policy losses are multiples of the advantage, a KL or
+    an entropy in the loss is not."""
+    kl = isinstance(loss, PolicyLoss) and loss.kl.coefficient > 0 and loss.kl.where == "loss"
+    return isinstance(loss, PolicyLoss) and not kl and not loss.entropy_coefficient
 
 
 def _check_trees(trees: Sequence[Tree]) -> None:

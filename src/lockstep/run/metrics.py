@@ -55,11 +55,11 @@ def _episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One row from the optimizer steps of a step: means; of `tokens` the sum, of what ends in `_max` the maximum."""
+    """One row from the optimizer steps of a step: means; of counts the sum, of what ends in `_max` the maximum."""
 
     def joined(name: str) -> float:
         values = [each[name] for each in stats]
-        if name == "tokens":
+        if name in ("tokens", "batch/skipped_sequences"):
             return float(np.sum(values))
         return float(np.max(values) if name.endswith("_max") else np.mean(values))
 

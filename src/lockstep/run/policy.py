@@ -63,7 +63,9 @@ class Policy:
             ],
             why="optimizer step",
         )
-        return stats[0].values
+        if isinstance(loss, CrossEntropy):
+            return stats[0].values
+        return {**stats[0].values, "batch/skipped_sequences": float(minibatch.skipped)}
 
     def save(self, folder: Path) -> None:
         gather([worker.submit(PolicyAPI.save, str(folder)) for worker in self.workers], why="copy for checkpoint")
