@@ -24,6 +24,8 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.models.tiny import make_tiny
 from lockstep.rollout.environments.api import EnvironmentFailed
 from lockstep.rollout.environments.pool import EnvironmentPool
+from lockstep.run.buffer import RolloutBuffer
+from lockstep.run.draws import PromptDraws
 from lockstep.run.services import ENGINE
 from lockstep.run.turns import Conversations
 from lockstep.watch import beacon
@@ -75,7 +77,19 @@ class Setup:
         self.ledger = Ledger.create(folder, {"steps": 5})
         sampling = Sampling(max_tokens=max_tokens, stop=tuple(DIGITS))
         turns = Turns(self.tokenizer, data)
-        self.engines = Conversations([engine], self.ledger, sampling, seed, pool=self.pool, turns=turns)
+        self.engines = Conversations([engine], sampling, seed, pool=self.pool, turns=turns)
+        self.generated = 0.0
+
+    def generate(self, n):
+        """`n` completions of each prompt, as step 0."""
+        draws = PromptDraws(self, self.ledger, len(self.prompts), replaced=False)
+        buffer = RolloutBuffer(self.engines, self.ledger, draws, n, steps=1, max_staleness=0)
+        rollouts = buffer.take(0, len(self.prompts))
+        self.generated = buffer.metrics(0)["rollout/generated"]
+        return rollouts
+
+    def take(self, start, count):
+        return self.prompts[start : start + count]
 
     def close(self):
         self.pool.close()
@@ -120,7 +134,7 @@ def check_tokens(home, setup, rollouts) -> None:
 
 def test_conversations_through_a_chat_template(home, setup) -> None:
     made = setup("Parrot", max_turn_tokens=12, workers=2)
-    rollouts = made.engines.generate(0, made.prompts, 4)
+    rollouts = made.generate(4)
     check_tokens(home, made, rollouts)
     several = 0
     for group in rollouts.groups:
@@ -141,13 +155,13 @@ def test_conversations_through_a_chat_template(home, setup) -> None:
 
 def test_a_resumed_step_goes_on_as_it_would_have(setup) -> None:
     made = setup("Parrot", max_turn_tokens=12)
-    whole = made.engines.generate(0, made.prompts, 4)
+    whole = made.generate(4)
     kept = [group.completions[k] for group in whole.groups for k in (0, 3)]
     made.pool.close()
     again = setup("Parrot", max_turn_tokens=12, folder="b")
     again.ledger.keep(0, kept)
-    resumed = again.engines.generate(0, again.prompts, 4)
-    assert again.engines.generated == 6
+    resumed = again.generate(4)
+    assert again.generated == 6
     for one, other in zip(whole.groups, resumed.groups, strict=True):
         for a, b in zip(one.completions, other.completions, strict=True):
             assert a.tokens.tolist() == b.tokens.tolist() and a.episode == b.episode
@@ -155,7 +169,7 @@ def test_a_resumed_step_goes_on_as_it_would_have(setup) -> None:
 
 def test_plain_text_goes_on_as_it_stands(home, setup) -> None:
     made = setup("Parrot", chat=False, arguments={"opens": False}, max_turn_tokens=12)
-    rollouts = made.engines.generate(0, made.prompts, 4)
+    rollouts = made.generate(4)
     check_tokens(home, made, rollouts)
     talks = [written(made, each) for group in rollouts.groups for each in group.completions]
     assert all(own for (own, _), *_ in talks)
@@ -165,7 +179,7 @@ def test_plain_text_goes_on_as_it_stands(home, setup) -> None:
 
 def test_limits_cut_and_are_counted(setup) -> None:
     made = setup("Parrot", arguments={"turns": 99}, max_tokens=60, max_turns=2, max_turn_tokens=20)
-    completions = [each for group in made.engines.generate(0, made.prompts, 6).groups for each in group.completions]
+    completions = [each for group in made.generate(6).groups for each in group.completions]
     assert {each.finish for each in completions} == {"length"}
     assert {each.episode.ended for each in completions} <= {"turns", "tokens"}
     assert all(len(each.tokens) <= 60 and each.episode.turns <= 2 for each in completions)
@@ -173,7 +187,7 @@ def test_limits_cut_and_are_counted(setup) -> None:
 
 def test_branches_share_their_first_turns(home, setup) -> None:
     made = setup("Parrot", branches=(2, 2), max_turn_tokens=40, max_tokens=150)
-    rollouts = made.engines.generate(0, made.prompts, 8)
+    rollouts = made.generate(8)
     check_tokens(home, made, rollouts)
     shared = 0
     for group, tree in zip(rollouts.groups, trees_of_rollouts(rollouts), strict=True):
@@ -191,9 +205,9 @@ def test_failures_are_told_or_end_the_sample_or_the_run(home, setup, on_error) -
     made = setup("Fails", on_error=on_error, max_turn_tokens=40, max_tokens=200, max_turns=3)
     if on_error == "stop":
         with pytest.raises(EnvironmentFailed, match=r"(?s)not again.*sample: 0/0:\d/\d, turn 1.*talking.py"):
-            made.engines.generate(0, made.prompts, 4)
+            made.generate(4)
         return
-    rollouts = made.engines.generate(0, made.prompts, 4)
+    rollouts = made.generate(4)
     check_tokens(home, made, rollouts)
     completions = [each for group in rollouts.groups for each in group.completions]
     failed = [each for each in completions if each.episode.metrics.get("errors")]

@@ -162,6 +162,20 @@ def _usual(value: Any) -> Any:
 AnyPolicyLoss = Annotated[PPOClip | GSPO | CISPO, Field(discriminator="kind"), BeforeValidator(_usual)]
 
 
+class FilterGroups(Section):
+    """Dynamic sampling (DAPO, Yu et al. 2025), named as in verl: groups whose completions all have the same reward
+    teach nothing, and fresh prompts take their place."""
+
+    enable: bool = False
+    metric: str = "reward"
+    """What must differ within a group: `reward`, or the name of a reward term (a length penalty makes rewards differ
+    that are all wrong)."""
+    max_num_gen_batches: int = Field(10, gt=0)
+    """Rounds of prompts of one step, the first included."""
+    at_limit: Literal["fill", "error"] = "fill"
+    """What happens after the last round: `fill` the step with groups without signal, or end the run with an `error`."""
+
+
 class CrossEntropy(Section):
     """Mean negative log-likelihood of the target tokens (SFT)."""
 

@@ -5,7 +5,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.config.algorithm import Advantage, AnyPolicyLoss, CrossEntropy, GRPOAdvantage, PolicyLoss, PPOClip
+from lockstep.config.algorithm import (
+    Advantage,
+    AnyPolicyLoss,
+    CrossEntropy,
+    FilterGroups,
+    GRPOAdvantage,
+    PolicyLoss,
+    PPOClip,
+)
 from lockstep.config.reward import EnvironmentReward, Reward
 from lockstep.config.rollout import Sampling
 from lockstep.config.run import RunConfig
@@ -24,6 +32,8 @@ class SFTConfig(RunConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         _needs_norm_length(self.loss.aggregation, self.loss.norm_length)
+        if self.rollout.max_staleness:
+            raise ValueError("rollout.max_staleness is for recipes that learn from rollouts: leave it out")
         return self
 
 
@@ -39,6 +49,7 @@ class GRPOConfig(RunConfig):
     minibatch_size: int | None = Field(None, gt=0)
     """Completions per optimizer step; all of the step's when absent. A multiple of `group_size`."""
     advantage: Advantage = GRPOAdvantage()
+    filter_groups: FilterGroups = FilterGroups()
     loss: AnyPolicyLoss = PPOClip()
     reward: Reward
 
@@ -70,8 +81,13 @@ class GRPOConfig(RunConfig):
                 f"group_size 1 leaves nothing to compare with for the advantage {self.advantage.kind}: set it to 2 or "
                 "more, or advantage.kind=reinforce_plus_plus"
             )
+        if self.group_size == 1 and self.filter_groups.enable:
+            raise ValueError(
+                "filter_groups.enable with group_size 1: a group of one never has signal, set it to 2 or more"
+            )
         _must_compare(self.rollout.sampling, self.loss)
         _must_converse(self)
+        _must_correct(self.rollout.max_staleness, self.loss)
         return self
 
 
@@ -104,6 +120,16 @@ def _must_converse(config: GRPOConfig) -> None:
         raise ValueError(
             f"rollout.environment.branches {list(environment.branches)} makes {paths} conversations, which does not "
             f"divide group_size {config.group_size}"
+        )
+
+
+def _must_correct(max_staleness: int, loss: PolicyLoss) -> None:
+    """Whether tokens of older weights are learned from as such."""
+    if max_staleness and loss.old_logprobs == "trainer" and loss.importance.kind == "off":
+        raise ValueError(
+            f"rollout.max_staleness {max_staleness} with loss.old_logprobs trainer treats tokens of older weights as "
+            "if the newest had made them: set loss.old_logprobs=engine (the ratio corrects), or "
+            "loss.importance.kind=truncate or mask"
         )
 
 

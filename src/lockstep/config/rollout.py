@@ -43,5 +43,8 @@ class BuiltinEngine(Section):
 class Rollout(Section):
     sampling: Sampling = Sampling()
     engine: BuiltinEngine = BuiltinEngine()
+    max_staleness: int = Field(0, ge=0)
+    """How many steps older than the trained weights those that generate may be. 0 generates and trains in turn; with k,
+    engines go on with the next k steps while a step is trained."""
     environment: Environment | None = None
     """Conversations with an environment or tools; plain completions when absent."""

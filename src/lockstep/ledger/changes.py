@@ -13,6 +13,7 @@ _HARMLESS = (
     "report",
     "tracking",
     "cluster",
+    "filter_groups.at_limit",
     "evaluation.samples_shown",
     "reward.workers",
     "reward.timeout_s",
@@ -29,8 +30,8 @@ _HARMLESS = (
     "rollout.environment.timeout_s",
     "rollout.environment.memory_mb",
 )
-"""Fields and sections that say where a run lives, what it shows, whom it asks and how long it waits, and not what it
-computes. `*` stands for one part of a path."""
+"""Fields and sections that say where a run lives, what it shows, whom it asks, how long it waits, when it gives
+up, and not what it computes. `*` stands for one part of a path."""
 _BITS = (
     "trainer.ranks",
     "trainer.threads",

@@ -33,6 +33,8 @@ CREATE TABLE metrics (step INTEGER PRIMARY KEY, "values" TEXT NOT NULL, generati
 CREATE TABLE events (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, fields TEXT NOT NULL, generation INTEGER NOT NULL,
   at REAL NOT NULL);
 """
+_DRAWS = """CREATE TABLE IF NOT EXISTS draws (step INTEGER NOT NULL, round INTEGER NOT NULL, start INTEGER NOT NULL,
+  count INTEGER NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, round)) WITHOUT ROWID"""
 # sqlite.org/rescode.html: writes that found no room, by way of the disk or of the process's file size limit.
 _NO_ROOM = {
     sqlite3.SQLITE_FULL,
@@ -77,6 +79,7 @@ class Index:
                 connection.execute(f"PRAGMA journal_mode = {journal_for(path.parent)}")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("BEGIN IMMEDIATE")
+                connection.execute(_DRAWS)  # which runs begun by earlier versions lack
                 generation = int(_meta(connection, "generation")) + 1
                 connection.execute("UPDATE meta SET value = ? WHERE key = 'generation'", (str(generation),))
                 connection.execute("COMMIT")

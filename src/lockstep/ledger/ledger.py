@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.data.samples import Completion, Rollouts
-from lockstep.ledger import partial, stepfile, values
+from lockstep.ledger import draws, partial, stepfile, values
 from lockstep.ledger.changes import Change, compare_config
 from lockstep.ledger.errors import (
     ConfigChanged,
@@ -207,6 +207,11 @@ class Ledger:
     def prompts_used(self) -> dict[str, int]:
         """Step by uid of every prompt of a collected step."""
         return dict(self._index.rows("SELECT uid, step FROM prompts ORDER BY step, uid"))
+
+    def draw(self, step: int, round: int, count: int) -> tuple[int, int]:
+        """(start, count) of the data's positions that a round of a step gets, for ever; no two rounds share one."""
+        with self._index.transaction() as transaction:
+            return draws.draw(transaction, step, round, count)
 
     # Commits
 

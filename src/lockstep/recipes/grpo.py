@@ -11,12 +11,15 @@ def grpo(run: Run, cfg: GRPOConfig) -> None:
     """For each prompt a group of completions; those better than their group become likelier."""
     for step in run.steps():
         with run.stage("rollout"):
-            prompts = run.prompts.take(step * cfg.prompts_per_step, cfg.prompts_per_step)
-            rollouts = run.engines.generate(step, prompts, n=cfg.group_size)
-        with run.stage("reward"):
-            rollouts = run.rewards.score(rollouts)
+            groups = run.groups(step)  # asks the engines for this step and the next rollout.max_staleness ones
+        while groups.missing:  # more than once where groups without signal are replaced
+            with run.stage("rollout"):
+                rollouts = run.rollouts.take(step, groups.missing)
+            with run.stage("reward"):
+                groups.add(run.rewards.score(rollouts))
         with run.stage("ledger"):
-            run.collected(step, rollouts)  # durable: from here on this step is never generated again
+            run.collected(step, groups)  # durable: from here on this step is never generated again
+        rollouts = groups.rollouts
         with run.stage("pack"):
             trees = trees_of_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
             batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)

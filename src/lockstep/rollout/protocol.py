@@ -28,6 +28,8 @@ class Request:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    priority: int = 0
+    """Lower ones are admitted first; those of equal priority in the order in which they came."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The rollout engines as the controller sees them: prompts go out, groups of completions come back."""
+"""The rollout engines as the controller sees them: requests go out, completions come back."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,8 +8,7 @@ from typing import TypeVar
 from lockstep.cluster.calls import gather
 from lockstep.cluster.protocol import Worker
 from lockstep.config.rollout import Sampling
-from lockstep.data.samples import Completion, Group, Prompt, Rollouts
-from lockstep.ledger.ledger import Ledger
+from lockstep.data.samples import Completion, Prompt
 from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.seeds import request_seed
 from lockstep.run.services import EngineAPI
@@ -17,8 +16,6 @@ from lockstep.watch import beacon, waits
 
 T = TypeVar("T")
 
-KEEP_EVERY_S = 1.0
-"""Finished completions of a step under way are made durable this often, and when all are there."""
 POLL_S = 0.01
 PROGRESS_S = 1.0
 """How often engines are asked for their counters while nothing finishes."""
@@ -36,85 +33,37 @@ class _Engine:
 class Engines:
     """All rollout engines. Whole groups go to the engine that owes least, so that a prompt is prefilled once."""
 
-    def __init__(
-        self, workers: Sequence[Worker], ledger: Ledger, sampling: Sampling, seed: int, stall_s: float = 900.0
-    ) -> None:
+    def __init__(self, workers: Sequence[Worker], sampling: Sampling, seed: int, stall_s: float = 900.0) -> None:
         self._engines = [_Engine(worker) for worker in workers]
         self._queue_of: dict[str, str] = {}
         """Of every request that an engine works on, the queue that its completion goes to."""
         self._arrived: dict[str, list[Completion]] = {}
         """By queue: what finished and was not collected yet."""
-        self.ledger, self.sampling, self.seed = ledger, sampling, seed
+        self.sampling, self.seed = sampling, seed
         self.stall_s = stall_s
         self.version = 0
         self._made, self._asked = 0, 0.0
-        self.generated = 0
-        """Completions that the last `generate` did not find in the ledger."""
 
     @property
     def workers(self) -> list[Worker]:
         return [engine.worker for engine in self._engines]
 
-    def generate(self, step: int, prompts: Sequence[Prompt], n: int) -> Rollouts:
-        """`n` completions of each prompt.
-
-        What the ledger already has is not generated again: the whole step's rollouts, or the finished completions
-        of an interrupted one.
-        """
-        self.generated = 0
-        stored = self.ledger.rollouts(step)
-        if stored is not None:
-            return stored
-        wanted = [_ids(step, prompt, n) for prompt in prompts]
-        done = {completion.request: completion for completion in self.ledger.kept(step)}
-        requests = [
-            self._request(id, step, prompt, k, self.sampling)
-            for prompt, ids in zip(prompts, wanted, strict=True)
-            for k, id in enumerate(ids)
-            if id not in done
-        ]
-        self.generated = len(requests)
-        fresh: list[Completion] = []
-        began = saved = time.monotonic()
-
-        def keep(completions: list[Completion]) -> None:
-            nonlocal saved
-            fresh.extend(completions)
-            if time.monotonic() - saved > KEEP_EVERY_S:
-                self.ledger.keep(step, list(fresh))
-                fresh.clear()
-                saved = time.monotonic()
-
-        done.update(self.complete(requests, why=f"rollouts of step {step}", finished=keep))
-        if fresh and time.monotonic() - began > KEEP_EVERY_S:
-            self.ledger.keep(step, fresh)  # scoring may take as long again; a quick step is not worth the write
-        groups = [Group(prompt, [done[id] for id in ids]) for prompt, ids in zip(prompts, wanted, strict=True)]
-        return Rollouts(step, self.version, groups)
-
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, purpose: str) -> list[Completion]:
         """One completion per prompt, outside of training; the same seeds at every call of the same purpose."""
         requests = [
-            self._request(f"{purpose}/{prompt.uid}", -1, prompt, 0, sampling, suffix=purpose) for prompt in prompts
+            self.request(f"{purpose}/{prompt.uid}", -1, prompt, 0, sampling, suffix=purpose) for prompt in prompts
         ]
         done = self.complete(requests, why=purpose)
         return [done[request.id] for request in requests]
 
-    def complete(
-        self,
-        requests: Sequence[Request],
-        why: str,
-        finished: Callable[[list[Completion]], None] | None = None,
-    ) -> dict[str, Completion]:
+    def complete(self, requests: Sequence[Request], why: str) -> dict[str, Completion]:
         """Sends requests to the engines and collects completions until all are there, as long as tokens move."""
         self.submit(requests, queue=why)
         done: dict[str, Completion] = {}
         counter = beacon.current()
 
         def look() -> dict[str, Completion] | None:
-            found = self.collect(queue=why)
-            done.update((completion.request, completion) for completion in found)
-            if finished is not None and found:
-                finished(found)
+            done.update((completion.request, completion) for completion in self.collect(queue=why))
             counter.progress("completions", len(done), len(requests))
             return done if len(done) == len(requests) else None
 
@@ -200,21 +149,23 @@ class Engines:
         engine.open.difference_update(completion.request for completion in found)
         return found
 
-    def _request(self, id: str, step: int, prompt: Prompt, k: int, sampling: Sampling, suffix: str = "") -> Request:
+    def request(
+        self, id: str, step: int, prompt: Prompt, k: int, sampling: Sampling | None = None, suffix: str = ""
+    ) -> Request:
+        """What is asked of an engine for completion `k` of a prompt. Earlier steps come first, evaluation (step -1)
+        before all of them."""
+        chosen = self.sampling if sampling is None else sampling
         return Request(
             id=id,
             group=f"{step}/{prompt.uid}{suffix}",
             prompt=prompt.tokens,
             seed=request_seed(self.seed, step, prompt.uid + suffix, k),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            stop=sampling.stop,
-            ignore_eos=sampling.ignore_eos,
+            temperature=chosen.temperature,
+            top_p=chosen.top_p,
+            top_k=chosen.top_k,
+            min_p=chosen.min_p,
+            max_tokens=chosen.max_tokens,
+            stop=chosen.stop,
+            ignore_eos=chosen.ignore_eos,
+            priority=step,
         )
-
-
-def _ids(step: int, prompt: Prompt, n: int) -> list[str]:
-    return [f"{step}/{prompt.uid}/{k}" for k in range(n)]

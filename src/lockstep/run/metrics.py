@@ -11,16 +11,15 @@ from lockstep.rewards.metrics import reward_metrics
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Rewards and lengths under the names the field uses.
 
-    `rollout/groups_without_signal` is the share of groups whose completions all have the same reward: they teach
-    nothing. `reward/std` is over all completions, as in TRL and verl.
+    Staleness is that of each token: the version that is trained, which is the number of the step, less the one that
+    made it. `rollout/groups_without_signal` is the share of groups whose completions all have the same reward: they
+    teach nothing. `reward/std` is over all completions, as in TRL and verl.
     """
     completions = [completion for group in rollouts.groups for completion in group.completions]
     lengths = np.array([completion.generated for completion in completions], dtype=np.float64)
     prompts = np.array([len(group.prompt.tokens) for group in rollouts.groups], dtype=np.float64)
     truncated = np.mean([completion.finish == "length" for completion in completions])
-    staleness = np.mean(
-        [float(rollouts.version - completion.own(completion.versions).min()) for completion in completions]
-    )
+    staleness = rollouts.step - np.concatenate([each.own(each.versions) for each in completions]).astype(np.float64)
     return {
         **reward_metrics(rollouts),
         **_episode_metrics(completions),
@@ -28,7 +27,8 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
         "rollout/length_max": float(lengths.max()),
         "rollout/prompt_length_mean": float(prompts.mean()),
         "rollout/truncated": float(truncated),
-        "rollout/staleness_mean": float(staleness),
+        "rollout/staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
+        "rollout/staleness_max": float(staleness.max(initial=0.0)),
         "rollout/logprob_mean": float(np.concatenate([each.own(each.logprobs) for each in completions]).mean()),
         "rollout/tokens": float(lengths.sum()),
     }

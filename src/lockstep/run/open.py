@@ -13,7 +13,9 @@ from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.rewards.pool import ScorerPool
 from lockstep.rollout.environments.pool import EnvironmentPool
+from lockstep.run.buffer import RolloutBuffer
 from lockstep.run.checkpoints import restore
+from lockstep.run.draws import PromptDraws
 from lockstep.run.engines import Engines
 from lockstep.run.errors import NotStarted, Refused
 from lockstep.run.evaluate import Evaluator
@@ -177,15 +179,19 @@ def _roles(
     store: Path,
 ) -> Roles:
     config = prepared.config
-    roles = Roles(policy, prompts=prepared.prompts, documents=prepared.documents)
+    roles = Roles(policy, documents=prepared.documents)
     if config.reward is not None:
         roles.rewards = ScorerPool(cluster, config.reward)
         roles.rewards.start()
     if not engine_workers:
         return roles
-    roles.engines = _engines(prepared, ledger, cluster, engine_workers)
+    roles.engines = _engines(prepared, cluster, engine_workers)
     roles.weights = WeightSync(policy, roles.engines, _store(prepared, policy, ledger.generation, store), ledger)
     roles.weights.publish(version)
+    if config.recipe == "grpo" and prepared.prompts is not None:
+        draws = PromptDraws(prepared.prompts, ledger, config.prompts_per_step, config.filter_groups.enable)
+        size, ahead = config.group_size, config.rollout.max_staleness
+        roles.rollouts = RolloutBuffer(roles.engines, ledger, draws, size, config.steps, ahead)
     if config.evaluation is not None:
         roles.evaluator = Evaluator(
             config.evaluation,
@@ -199,17 +205,15 @@ def _roles(
     return roles
 
 
-def _engines(prepared: Prepared, ledger: Ledger, cluster: LocalCluster, workers: list[Worker]) -> Engines:
+def _engines(prepared: Prepared, cluster: LocalCluster, workers: list[Worker]) -> Engines:
     """Engines whose completions are conversations where the config names an environment."""
     config = prepared.config
     stall_s = config.cluster.stall_limit_s
     if prepared.turns is None or config.rollout.environment is None:
-        return Engines(workers, ledger, config.rollout.sampling, config.seed, stall_s)
+        return Engines(workers, config.rollout.sampling, config.seed, stall_s)
     pool = EnvironmentPool(cluster, config.rollout.environment)
     pool.start()
-    return Conversations(
-        workers, ledger, config.rollout.sampling, config.seed, stall_s, pool=pool, turns=prepared.turns
-    )
+    return Conversations(workers, config.rollout.sampling, config.seed, stall_s, pool=pool, turns=prepared.turns)
 
 
 def _store(prepared: Prepared, policy: Policy, generation: int, folder: Path) -> SharedWeights:

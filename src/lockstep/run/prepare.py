@@ -19,6 +19,7 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.rules import INDEX
 from lockstep.models.load import load_tokenizer
 from lockstep.rewards.static import check_terms, compares_answers
+from lockstep.rewards.terms import names
 from lockstep.rollout.environments.static import told_tools
 from lockstep.run.errors import Finished, Refused
 from lockstep.run.facts import host_facts, model_facts
@@ -79,6 +80,7 @@ def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, override
     plan = make_plan(config, model, host)
     if config.reward is not None:
         check_terms(config.reward.terms)
+        _must_have_metric(config)
     if config.tracking:
         from lockstep.report.trackers import check_trackers  # brings what few runs need
 
@@ -87,6 +89,15 @@ def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, override
     if prepared.resuming:
         _must_be_the_same_data(prepared)
     return prepared
+
+
+def _must_have_metric(config: SFTConfig | GRPOConfig) -> None:
+    """Raises Refused where groups are to be filtered by a reward term that there is not."""
+    if config.recipe != "grpo" or not config.filter_groups.enable:
+        return
+    known = ["reward", *names(config.reward.terms)]
+    if config.filter_groups.metric not in known:
+        raise Refused(f"filter_groups.metric {config.filter_groups.metric!r} is none of {', '.join(known)}")
 
 
 def _sources(

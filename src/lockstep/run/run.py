@@ -8,10 +8,9 @@ from typing import TypeVar
 
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.data.documents import DocumentSource
-from lockstep.data.prompts import PromptSource
-from lockstep.data.samples import Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.rewards.pool import ScorerPool
+from lockstep.run.buffer import RolloutBuffer
 from lockstep.run.checkpoints import Checkpoints
 from lockstep.run.engines import Engines
 from lockstep.run.errors import Interrupted
@@ -21,6 +20,7 @@ from lockstep.run.metrics import rollout_metrics, update_metrics
 from lockstep.run.monitor import Monitor
 from lockstep.run.policy import Policy
 from lockstep.run.publish import WeightSync
+from lockstep.run.selection import Selection
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Roles:
     engines: Engines | None = None
     rewards: ScorerPool | None = None
     weights: WeightSync | None = None
-    prompts: PromptSource | None = None
+    rollouts: RolloutBuffer | None = None
     documents: DocumentSource | None = None
     evaluator: Evaluator | None = None
 
@@ -51,7 +51,7 @@ class Run:
 
     A step is a transaction: `collected` makes its rollouts durable, `commit` says that it is trained. After a
     restart `steps` begins at the newest complete checkpoint; steps whose rollouts are stored are trained again from
-    them, because `engines.generate` and `rewards.score` give back what is stored.
+    them, because `groups` gives back what is stored.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Run:
         return _there(self.roles.weights, "weight sync")
 
     @property
-    def prompts(self) -> PromptSource:
-        return _there(self.roles.prompts, "prompts")
+    def rollouts(self) -> RolloutBuffer:
+        return _there(self.roles.rollouts, "rollouts")
 
     @property
     def documents(self) -> DocumentSource:
@@ -114,12 +114,23 @@ class Run:
         """Times and shows a stage of the current step."""
         return self.monitor.stage(name)
 
-    def collected(self, step: int, rollouts: Rollouts) -> None:
+    def groups(self, step: int) -> Selection:
+        """The step's groups, complete where they are durable already and to be collected otherwise. Asks the engines
+        for those that are missing, and for as many steps ahead as the config has."""
+        assert self.config.recipe == "grpo"
+        self.rollouts.request(step)
+        stored = self.ledger.stored(step)
+        wanted, config = self.config.prompts_per_step, self.config.filter_groups
+        if stored is None:
+            return Selection(step, wanted, config)
+        return Selection(step, wanted, config, stored.rollouts, stored.extra)
+
+    def collected(self, step: int, groups: Selection) -> None:
         """Makes a step's scored rollouts durable. Those of a step that is done again come from the ledger: they are
         not compared with themselves, as other versions of libraries write other bytes for the same."""
-        if step not in self.ledger.collected_steps():
-            self.ledger.collected(step, rollouts, {"seed": self.seed(step)})
-        self._row |= rollout_metrics(rollouts) | {"rollout/generated": float(self.engines.generated)}
+        if groups.stored is None:
+            self.ledger.collected(step, groups.rollouts, {"seed": self.seed(step), **groups.extra})
+        self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
 
     def commit(self, step: int, stats: Sequence[Mapping[str, float]]) -> None:
         """Records that the step is trained, with the metrics of its optimizer steps."""

@@ -17,7 +17,6 @@ from lockstep.cluster.protocol import Worker
 from lockstep.config.rollout import Sampling
 from lockstep.data.samples import Completion, Ended, Episode, FinishReason, Prompt
 from lockstep.data.turns import Turns
-from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.environments.api import EnvironmentFailed, Failure
 from lockstep.rollout.environments.pool import EnvironmentPool, Reply
 from lockstep.rollout.environments.protocol import Observation
@@ -93,7 +92,6 @@ class Conversations(Engines):
     def __init__(
         self,
         workers: Sequence[Worker],
-        ledger: Ledger,
         sampling: Sampling,
         seed: int,
         stall_s: float = 900.0,
@@ -102,7 +100,7 @@ class Conversations(Engines):
         turns: Turns,
     ) -> None:
         # An answer may take its time without any token being made.
-        super().__init__(workers, ledger, sampling, seed, max(stall_s, 2 * pool.config.timeout_s))
+        super().__init__(workers, sampling, seed, max(stall_s, 2 * pool.config.timeout_s))
         self.pool, self.turns, self.config = pool, turns, pool.config
         self._prompts: dict[str, Prompt] = {}
         self._talks: dict[str, _Talk] = {}
@@ -133,9 +131,11 @@ class Conversations(Engines):
     def _moves(self) -> object:
         return super()._moves(), self.pool.answers
 
-    def _request(self, id: str, step: int, prompt: Prompt, k: int, sampling: Sampling, suffix: str = "") -> Request:
+    def request(
+        self, id: str, step: int, prompt: Prompt, k: int, sampling: Sampling | None = None, suffix: str = ""
+    ) -> Request:
         self._prompts[id] = prompt
-        return super()._request(id, step, prompt, k, sampling, suffix)
+        return super().request(id, step, prompt, k, sampling, suffix)
 
     def _first_turns(self, requests: Sequence[Request], queue: str) -> list[_Talk]:
         paths = math.prod(self.config.branches)

@@ -101,6 +101,14 @@ def test_an_empty_name_or_a_missing_field_is_named() -> None:
         ({"loss": {"kind": "gspoo"}}, ["'gspoo'", "'ppo_clip', 'gspo', 'cispo'"]),
         ({"loss": {"importance": {"kind": "truncate", "floor": 0.5}, "old_logprobs": "trainer"}}, ["kind mask"]),
         ({"loss": {"importance": {"kind": "mask", "floor": 3}, "old_logprobs": "trainer"}}, ["less than cap 2"]),
+        (
+            {"rollout": {"max_staleness": 1}, "loss": {"old_logprobs": "trainer"}},
+            ["old_logprobs=engine (the ratio"],
+        ),
+        (
+            {"group_size": 1, "advantage": {"kind": "reinforce_plus_plus"}, "filter_groups": {"enable": True}},
+            ["filter_groups.enable with group_size 1"],
+        ),
         ({"advantage": {"kind": "gae"}}, ["needs the values of a critic"]),
         ({"group_size": 1}, ["group_size 1", "advantage.kind=reinforce_plus_plus"]),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, ["rollout.sampling.top_p 0.9", "loss.old_logprobs=trainer"]),

@@ -446,3 +446,20 @@ def test_what_a_killed_process_leaves_is_cleared_away(ledger, folder):
 
 def test_the_lock_file_says_who(ledger, folder):
     assert json.loads((folder / "lock").read_text())["pid"] > 0
+
+
+def test_draws_are_given_once_and_for_ever(ledger, folder):
+    assert [ledger.draw(0, 0, 4), ledger.draw(1, 0, 4), ledger.draw(0, 1, 2)] == [(0, 4), (4, 4), (8, 2)]
+    assert ledger.draw(0, 1, 7) == (8, 2), "what it was given, whatever is asked"
+    ledger.rewind(-1)
+    ledger.close()
+    with Ledger.resume(folder) as again:
+        assert [again.draw(1, 0, 4), again.draw(2, 0, 3)] == [(4, 4), (10, 3)]
+
+
+def test_a_run_of_a_version_without_draws_goes_on(ledger, folder):
+    ledger.close()
+    with sqlite3.connect(folder / "ledger.sqlite") as index:
+        index.execute("DROP TABLE draws")
+    with Ledger.resume(folder) as again:
+        assert again.draw(0, 0, 4) == (0, 4)

@@ -45,6 +45,7 @@ def test_equal_configs():
         ("report.html", False),
         ("evaluation.samples_shown", 0),
         ("cluster.stall_limit_s", 5.0),
+        ("filter_groups.at_limit", "error"),
         ("reward.timeout_s", 600.0),
         ("reward.workers", 4),
         ("reward.terms.2.url", "http://b.invalid"),
@@ -71,6 +72,8 @@ def test_what_a_resumed_run_may_change(path, value):
         ("reward.terms.1.soft", 6),
         ("reward.terms.2.batch_size", 6),
         ("loss.clip_low", 0.1),
+        ("rollout.max_staleness", 1),
+        ("filter_groups.max_num_gen_batches", 3),
         ("evaluation.every", 3),
     ],
 )

@@ -38,3 +38,21 @@ def test_a_run_does_not_go_on_with_more_or_fewer_rows(tmp_path: Path) -> None:
         write(data, rows)
         with pytest.raises(Refused, match=rf"had 20 rows to use .* and has {rows} now"):
             prepare(None, fresh.folder)
+
+
+def test_groups_are_filtered_by_a_term_that_there_is(tmp_path: Path) -> None:
+    make_tiny(
+        tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789="
+    )
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n')
+    values: dict[str, Any] = {
+        "recipe": "grpo", "name": "x", "folder": str(tmp_path), "steps": 4, "cluster": {"device": "cpu"},
+        "model": {"path": str(tmp_path / "model")}, "data": {"path": str(tmp_path / "data.jsonl")},
+        "rollout": {"sampling": {"max_tokens": 4}}, "token_budget": 64,
+        "reward": {"terms": [{"kind": "exact_match", "name": "right"}]},
+    }  # fmt: skip
+    for metric in ("reward", "right"):
+        prepare(check_config(values | {"filter_groups": {"enable": True, "metric": metric}}, "test"), None)
+    wrong = values | {"filter_groups": {"enable": True, "metric": "exact_match"}}
+    with pytest.raises(Refused, match=r"filter_groups.metric 'exact_match' is none of reward, right"):
+        prepare(check_config(wrong, "test"), None)

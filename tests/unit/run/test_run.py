@@ -24,16 +24,20 @@ def test_a_step_done_again_is_not_written_again(tmp_path: Path) -> None:
     """After an upgrade of pyarrow, say, the same rollouts are other bytes; that must not end the run."""
     values = {
         "recipe": "grpo", "name": "x", "steps": 3, "model": {"path": "m"}, "data": {"path": "d"},
-        "reward": {"terms": [{"kind": "exact_match"}]},
+        "reward": {"terms": [{"kind": "exact_match"}]}, "prompts_per_step": 1,
     }  # fmt: skip
     with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
-        roles: Any = Roles(policy=None, engines=SimpleNamespace(generated=0))  # type: ignore[arg-type]
+        asked = SimpleNamespace(request=lambda step: None, metrics=lambda step: {})
+        roles: Any = Roles(policy=None, rollouts=asked)  # type: ignore[arg-type]
         run = Run(check_config(values, "test"), ledger.folder, ledger, roles, None, Interrupt(), 0)  # type: ignore[arg-type]
         ledger.collected(0, rollouts(0), {"written by": "an older version"})
         before = ledger.step_path(0).read_bytes()
-        stored = ledger.rollouts(0)
-        assert stored is not None
+        stored = run.groups(0)
+        assert stored.missing == 0
         run.collected(0, stored)
         assert ledger.step_path(0).read_bytes() == before
-        run.collected(1, rollouts(1))
+        fresh = run.groups(1)
+        assert fresh.missing == 1
+        fresh.add(rollouts(1))
+        run.collected(1, fresh)
         assert ledger.collected_steps() == [0, 1]

@@ -1,4 +1,4 @@
-"""Who runs and who waits: requests in order of submission, groups that share a prompt."""
+"""Who runs and who waits: requests by priority, then in order of submission; groups that share a prompt."""
 
 from collections import Counter, deque
 from collections.abc import Iterable
@@ -36,9 +36,9 @@ class Scheduler:
         self._wanted: Counter[str] = Counter()
 
     def add(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self.waiting.append(request)
-            self._wanted[request.group] += 1
+        new = list(requests)
+        self._wanted.update(request.group for request in new)
+        self.waiting = deque(sorted([*self.waiting, *new], key=lambda request: request.priority))
 
     def admit(self, rows: Rows, version: int) -> list[Group]:
         """Moves waiting requests into free rows; returns the new groups, which are the last ones of `groups`.

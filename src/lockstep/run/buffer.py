@@ -1,0 +1,164 @@
+"""Rollouts on their way: a bounded buffer of steps, each generated with weights at most so many versions old.
+
+Engines decode by themselves, in processes of their own. So generation overlaps training without a thread: the requests
+of the next `max_staleness` steps are handed to the engines before a step is trained, and collected when their turn
+comes. Published weights are taken between two decode steps, and every token says which version made it.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.data.samples import Completion, Group, Prompt, Rollouts
+from lockstep.ledger.ledger import Ledger
+from lockstep.run.draws import PromptDraws
+from lockstep.run.engines import Engines
+from lockstep.watch import beacon
+
+KEEP_EVERY_S = 1.0
+"""Finished completions of steps under way are made durable this often, and when all of a step are there."""
+QUEUE = "rollouts"
+
+
+class TooStale(RuntimeError):
+    """A token is older than the config allows. That is a fault of lockstep, and never trained on."""
+
+    def __init__(self, step: int, version: int, limit: int) -> None:
+        super().__init__(f"step {step} has a token of version {version}, more than {limit} steps old")
+        self.step, self.version, self.limit = step, version, limit
+
+
+def steps_to_request(step: int, steps: int, max_staleness: int) -> range:
+    """The steps whose requests are with the engines while `step` is generated and trained.
+
+    Engines serve version `step` by then. A later step m of them is trained at version m, so its oldest token is
+    m - step <= max_staleness versions old: the bound holds by when requests are handed over, however long they take.
+    """
+    return range(step, min(step + max_staleness, steps - 1) + 1)
+
+
+@dataclass(slots=True)
+class _Round:
+    """Completions of one step that were asked for together."""
+
+    step: int
+    version: int
+    prompts: Sequence[Prompt]
+    ids: list[list[str]]
+    asked: int
+    """Completions that the ledger did not have."""
+    saved: float
+    """When its completions were made durable last, or it was asked for."""
+    done: dict[str, Completion] = field(default_factory=dict)
+    fresh: list[Completion] = field(default_factory=list)
+    """Not durable yet."""
+    ready: int = 0
+    """Completions that were there when the step's turn came."""
+
+    @property
+    def missing(self) -> int:
+        return sum(map(len, self.ids)) - len(self.done)
+
+
+class RolloutBuffer:
+    """Asks engines for the completions of coming steps, and hands them out step by step.
+
+    Args:
+        group_size: completions of each prompt.
+        steps: of the run; none after them are asked for.
+        max_staleness: how many steps ahead; 0 is synchronous.
+    """
+
+    def __init__(
+        self, engines: Engines, ledger: Ledger, draws: PromptDraws, group_size: int, steps: int, max_staleness: int
+    ) -> None:
+        self.engines, self.ledger, self.draws = engines, ledger, draws
+        self.group_size, self.steps, self.max_staleness = group_size, steps, max_staleness
+        self._rounds: dict[int, _Round] = {}
+        """By step: what is with the engines, or arrived and was not taken."""
+        self._round_of: dict[str, _Round] = {}
+        self._asked: dict[int, int] = {}
+        """By step: rounds that were asked for."""
+        self._told: dict[int, dict[str, float]] = {}
+
+    def request(self, step: int) -> None:
+        """Hands over what is to be with the engines while `step` is generated and trained, as far as it is not."""
+        collected = set(self.ledger.collected_steps())
+        for ahead in steps_to_request(step, self.steps, self.max_staleness):
+            if ahead not in collected and ahead not in self._asked:
+                self._ask(ahead, self.draws.draw(ahead))
+
+    def take(self, step: int, count: int) -> Rollouts:
+        """The next round of a step, as soon as its completions are there: the first as it was requested, later ones of
+        `count` fresh prompts."""
+        if step not in self._rounds:
+            self._ask(step, self.draws.draw(step, self._asked.get(step, 0), count))
+        current = self._rounds[step]
+        self._arrive()
+        current.ready += len(current.done)
+        self.engines.until(lambda: self._look(current), why=f"rollouts of step {step}")
+        self._keep_due()  # scoring may take as long again; a quick step is not worth the write
+        self._forget(current)
+        groups = [
+            Group(prompt, [current.done[id] for id in ids])
+            for prompt, ids in zip(current.prompts, current.ids, strict=True)
+        ]
+        self._check(step, groups)
+        return Rollouts(step, current.version, groups)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Of what was taken for a step; `rollout/ready` is the share of completions that nobody had to wait for."""
+        told = self._told.pop(step, {"asked": 0.0, "ready": 0.0, "all": 0.0})
+        found = {"rollout/generated": told["asked"]}
+        if self.max_staleness and told["all"]:
+            found["rollout/ready"] = told["ready"] / told["all"]
+        return found
+
+    def _ask(self, step: int, prompts: Sequence[Prompt]) -> None:
+        ids = [[f"{step}/{prompt.uid}/{k}" for k in range(self.group_size)] for prompt in prompts]
+        wanted = {id for group in ids for id in group}
+        done = {each.request: each for each in self.ledger.kept(step) if each.request in wanted}
+        requests = [
+            self.engines.request(id, step, prompt, k)
+            for prompt, group in zip(prompts, ids, strict=True)
+            for k, id in enumerate(group)
+            if id not in done
+        ]
+        now = time.monotonic()
+        self._rounds[step] = current = _Round(step, self.engines.version, prompts, ids, len(requests), now, done)
+        self._round_of.update((request.id, current) for request in requests)
+        self._asked[step] = self._asked.get(step, 0) + 1
+        self.engines.submit(requests, queue=QUEUE)
+
+    def _look(self, current: _Round) -> bool | None:
+        self._arrive()
+        self._keep_due()
+        total = sum(map(len, current.ids))
+        beacon.current().progress("completions", total - current.missing, total)
+        return None if current.missing else True
+
+    def _arrive(self) -> None:
+        for completion in self.engines.collect(queue=QUEUE):
+            owner = self._round_of.pop(completion.request)
+            owner.done[completion.request] = completion
+            owner.fresh.append(completion)
+
+    def _keep_due(self) -> None:
+        for each in self._rounds.values():
+            if each.fresh and time.monotonic() - each.saved > KEEP_EVERY_S:
+                self.ledger.keep(each.step, each.fresh)
+                each.fresh, each.saved = [], time.monotonic()
+
+    def _forget(self, current: _Round) -> None:
+        step, told = current.step, self._told.setdefault(current.step, {"asked": 0.0, "ready": 0.0, "all": 0.0})
+        told["asked"] += current.asked
+        told["ready"] += current.ready
+        told["all"] += sum(map(len, current.ids))
+        self._asked = {each: number for each, number in self._asked.items() if each >= step}
+        del self._rounds[step]
+
+    def _check(self, step: int, groups: Sequence[Group]) -> None:
+        completions = (completion for group in groups for completion in group.completions)
+        oldest = min((int(own.min()) for each in completions if (own := each.own(each.versions)).size), default=step)
+        if oldest < step - self.max_staleness:
+            raise TooStale(step, oldest, self.max_staleness)

@@ -1,0 +1,90 @@
+"""An engine with requests of coming steps: evaluation is not kept waiting, and has the weights that were published."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.cluster.calls import PendingCall
+from lockstep.config.rollout import Sampling
+from lockstep.data.samples import Prompt
+from lockstep.models.tiny import make_tiny
+from lockstep.rollout.service import EngineService
+from lockstep.run.engines import Engines
+
+torch.set_num_threads(1)
+
+
+class Here:
+    """A worker in this process: the engine decodes a little whenever it is asked for completions."""
+
+    name, moves, moved_at, stall_limit_s, notice_after_s = "engine-0", 0, 0.0, 60.0, 60.0
+
+    def __init__(self, folder: Path, rows: int) -> None:
+        self.service = EngineService({"path": str(folder)}, {"max_rows": rows}, threads=1)
+
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if method.__name__ == "collect":
+            self.service.background()
+        return getattr(self.service, method.__name__)(*arguments)
+
+    def submit(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        value = self.call(method, *arguments)
+        call: PendingCall[Any] = PendingCall(self, method.__name__, lambda payload: value)
+        call.settle(memoryview(b""))
+        return call
+
+    def describe(self) -> str:
+        return "is here"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead") / "model"
+    return make_tiny(folder, hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=96)
+
+
+def prompts(count: int, first: int = 0) -> list[Prompt]:
+    return [Prompt(f"0:{row}", row, np.array([5, 6 + row], np.int32), "p") for row in range(first, first + count)]
+
+
+def test_evaluation_goes_before_requests_of_coming_steps(model: Path) -> None:
+    worker = Here(model, rows=4)
+    engines = Engines([worker], Sampling(max_tokens=60, ignore_eos=True), seed=0)  # type: ignore[list-item]
+    ahead = [
+        engines.request(f"{step}/{prompt.uid}/{k}", step, prompt, k)
+        for step in (2, 1)
+        for prompt in prompts(3, first=10 * step)
+        for k in range(4)
+    ]
+    engines.submit(ahead, queue="rollouts")
+    for _ in range(5):
+        assert engines.collect(queue="rollouts") == []
+    worker.service._engine.version = 7  # as when weights are taken between two decode steps
+    found = engines.sample(prompts(3), Sampling(max_tokens=6, ignore_eos=True), "evaluation")
+    assert [completion.request for completion in found] == [f"evaluation/0:{row}" for row in range(3)]
+    assert all(completion.versions.tolist() == [7] * 6 for completion in found), "exactly the published version"
+
+    early = engines.collect(queue="rollouts")
+    assert len(early) <= 4, "it waited for the rows that were running and for no others"
+    assert all(set(completion.versions.tolist()) == {0, 7} for completion in early), "they went on with new weights"
+    order = [completion.request for completion in early]
+    while len(order) < len(ahead):
+        order += [completion.request for completion in engines.collect(queue="rollouts")]
+    steps = [int(id.partition("/")[0]) for id in order]
+    assert sorted(order) == sorted(request.id for request in ahead)
+    assert steps[4:] == sorted(steps[4:]), "earlier steps first, whatever was handed over first"
+
+
+def test_requests_of_equal_priority_stay_in_their_order(model: Path) -> None:
+    worker = Here(model, rows=1)
+    engines = Engines([worker], Sampling(max_tokens=2, ignore_eos=True), seed=0)  # type: ignore[list-item]
+    for count in range(4):
+        engines.submit([engines.request(f"3/{count}", 3, prompts(1, first=count)[0], 0)], queue="x")
+    order: list[str] = []
+    while len(order) < 4:
+        order += [completion.request for completion in engines.collect(queue="x")]
+    assert order == [f"3/{count}" for count in range(4)]

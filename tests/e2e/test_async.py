@@ -1,0 +1,161 @@
+"""Generation that runs ahead of training, and groups that are replaced: what holds of a run, also of one that is
+killed.
+
+Such a run is not repeated bit by bit (when an engine takes new weights is a matter of time), so what is held here is
+what must be true of each: every prompt is used once, no step is made anew, no token is older than allowed.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Launched, config, task, train, weights, write
+
+from lockstep.ledger.ledger import Ledger
+
+STEPS, PROMPTS, GROUP = 6, 4, 4
+TERMS = [{"kind": "exact_match"}, {"kind": "regex", "pattern": "[0-4].*", "weight": 0.5}]
+
+
+def values(home: Path, folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """Long completions of a fixed length: there is something to do ahead."""
+    common: dict[str, Any] = {
+        "name": name,
+        "folder": str(folder / "runs"),
+        "steps": STEPS,
+        "loss": {"old_logprobs": "engine"},
+        "rollout": {
+            "sampling": {"max_tokens": 24, "ignore_eos": True},
+            "engine": {"max_rows": 8, "threads": 1},
+            "max_staleness": 2,
+        },
+        "token_budget": 512,
+        "trainer": {"ranks": 1, "threads": 1, "optimizer": {"lr": 3e-3}},
+    }
+    return config(home, "grpo", **(common | changes))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return task(tmp_path_factory.mktemp("async"))
+
+
+def tokens_while_training(launched: Launched) -> int:
+    """The most tokens that the engine made while the controller was in one `train` stage, as its beacon says."""
+    seen: dict[int, list[int]] = {}
+    while launched.process.poll() is None:
+        place, engine = launched.place(), launched.beacon("engine-0")
+        after = launched.place()
+        counter = engine.counters.get("tokens") if engine is not None else None
+        if place is not None and place == after and place.stage == "train" and place.step is not None and counter:
+            seen.setdefault(place.step, []).append(counter.value)
+        time.sleep(0.005)
+    return max((max(found) - min(found) for found in seen.values()), default=0)
+
+
+def check(run: Path, bound: int) -> dict[int, dict[str, float]]:
+    """What holds at any moment; the rows of metrics."""
+    with Ledger.reader(run) as ledger:
+        steps = ledger.collected_steps()
+        assert steps == list(range(len(steps)))
+        used = ledger.prompts_used()
+        discarded: list[str] = []
+        for step in steps:
+            stored = ledger.stored(step)
+            if stored is None:
+                continue
+            assert len(stored.rollouts.groups) == PROMPTS
+            discarded += stored.extra.get("discarded", [])
+            versions = np.concatenate([c.versions for g in stored.rollouts.groups for c in g.completions])
+            assert step - bound <= versions.min() and versions.max() <= step
+            assert stored.rollouts.version >= step - bound
+        assert len(discarded) == len(set(discarded)) and not set(discarded) & set(used)
+        assert len(used) == PROMPTS * len(steps)
+        return {row.step: row.values for row in ledger.metrics_rows()}
+
+
+@pytest.mark.timeout(300)
+def test_a_run_ahead_overlaps_is_bounded_and_goes_on_after_a_kill(home: Path, tmp_path: Path) -> None:
+    filtered = {"enable": True, "max_num_gen_batches": 3}
+    made = values(home, tmp_path, "ahead", filter_groups=filtered, reward={"terms": TERMS})
+    run = tmp_path / "runs" / "ahead"
+    launched = Launched.start(run, str(write(tmp_path, made)), hold={"stage": "train", "seconds": 0.2, "at_end": False})
+    launched.wait_for("train", 3)
+    launched.kill()
+    check(run, 2)
+    digests = {path.name: path.read_bytes() for path in (run / "steps").glob("*.arrow")}
+    assert digests
+
+    launched = Launched.resume(run, hold={"stage": "train", "seconds": 0.2, "at_end": False})
+    moved = tokens_while_training(launched)
+    assert launched.finish() == 0, launched.text()
+    assert moved > 0, "the engine decodes while the trainer works"
+    for name, content in digests.items():
+        path = run / "steps" / name
+        assert not path.exists() or path.read_bytes() == content, "nothing durable is made anew"
+    rows = check(run, 2)
+    assert sorted(rows) == list(range(STEPS))
+    assert max(row["rollout/staleness_max"] for row in rows.values()) in (1, 2)
+    assert all(row["rollout/staleness_mean"] <= row["rollout/staleness_max"] for row in rows.values())
+    assert max(row.get("rollout/ready", 0) for row in rows.values()) > 0
+    assert all(1 <= row["rollout/rounds"] <= 3 for row in rows.values())
+    assert list((run / "steps").glob("*.partial")) == []
+    with Ledger.reader(run) as ledger:
+        assert [row.step + 1 for row in ledger.evaluations()] == [0, 2, 4, 6]
+        drawn = ledger._index.rows("SELECT start, count FROM draws ORDER BY start")
+    positions = [position for start, count in drawn for position in range(start, start + count)]
+    assert positions == list(range(len(positions))), "every position was given once, and none was left out"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("bound", [1, 3])
+def test_a_run_ahead_killed_again_and_again(home: Path, tmp_path: Path, bound: int) -> None:
+    made = values(home, tmp_path, "ahead", reward={"terms": TERMS})
+    made["rollout"]["max_staleness"] = bound
+    run, file = tmp_path / "runs" / "ahead", write(tmp_path, made)
+    digests: dict[str, bytes] = {}
+    for stage, step in (("rollout", 0), ("reward", 1), ("logprobs", 2), ("publish", 2), ("evaluate", 3), ("train", 4)):
+        launched = Launched.resume(run) if run.exists() else Launched.start(run, str(file))
+        launched.wait_for(stage, step)
+        launched.kill()
+        check(run, bound)
+        for path in (run / "steps").glob("*.arrow"):
+            assert digests.setdefault(path.name, path.read_bytes()) == path.read_bytes(), path.name
+    launched = Launched.resume(run)
+    assert launched.finish() == 0, launched.text()
+    rows = check(run, bound)
+    assert sorted(rows) == list(range(STEPS))
+    with Ledger.reader(run) as ledger:
+        expected = {f"{position // 20}" for position in range(STEPS * PROMPTS)}
+        assert {uid.partition(":")[0] for uid in ledger.prompts_used()} == expected
+        assert len(ledger.prompts_used()) == STEPS * PROMPTS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_replaced_groups_are_the_same_after_a_resume(home: Path, tmp_path: Path) -> None:
+    """Without staleness, bit by bit."""
+    changes: dict[str, Any] = {
+        "filter_groups": {"enable": True, "metric": "exact_match", "max_num_gen_batches": 4},
+        "reward": {"terms": TERMS},
+        "rollout": {"sampling": {"max_tokens": 4}, "engine": {"max_rows": 32, "threads": 1}},
+    }
+    whole = train(tmp_path, values(home, tmp_path, "whole", **changes))
+    run, file = tmp_path / "runs" / "killed", write(tmp_path, values(home, tmp_path, "killed", **changes))
+    for stage, step in (("rollout", 1), ("reward", 2), ("ledger", 3), ("train", 4)):
+        launched = Launched.resume(run) if run.exists() else Launched.start(run, str(file))
+        launched.wait_for(stage, step)
+        launched.kill()
+    launched = Launched.resume(run)
+    assert launched.finish() == 0, launched.text()
+    assert weights(run) == weights(whole)
+    one, other = check(run, 0), check(whole, 0)
+    names = ("rollout/rounds", "rollout/groups_discarded", "reward/mean", "policy/loss")
+    assert [[row[name] for name in names] for row in one.values()] == [
+        [row[name] for name in names] for row in other.values()
+    ]
+    assert max(row["rollout/rounds"] for row in other.values()) > 1
+    assert all(row["rollout/staleness_max"] == 0 for row in other.values())

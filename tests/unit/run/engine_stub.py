@@ -1,0 +1,49 @@
+"""A worker that stands for an engine, for the tests of the controller's side."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from lockstep.cluster.calls import PendingCall
+from lockstep.data.samples import Completion, Prompt
+from lockstep.rollout.api import Collected
+from lockstep.rollout.protocol import EngineProgress, Request
+
+
+class Engine:
+    """A worker that finishes half of what it is asked after some seconds, and the rest after some more."""
+
+    def __init__(self, half_s: float = 0.0, all_s: float = 0.0) -> None:
+        self.half_s, self.all_s, self.name = half_s, all_s, "engine-0"
+        self.asked: list[str] = []
+        self.asked_at = 0.0
+        self.version = 0
+
+    def submit(self, method: Any, requests: list[Any]) -> PendingCall[None]:
+        self.asked += [request.id for request in requests]
+        self.asked_at = time.monotonic()
+        call: PendingCall[None] = PendingCall(self, "submit", lambda payload: None)  # type: ignore[arg-type]
+        call.settle(memoryview(b""))
+        return call
+
+    def call(self, method: Any, ack: int = 0) -> Any:
+        if method.__name__ == "progress":
+            return EngineProgress(0, 0, 0, 0, 0, False)
+        waited = time.monotonic() - self.asked_at
+        half = len(self.asked) // 2 if waited >= self.half_s else 0
+        done = self.asked[: len(self.asked) if waited >= self.all_s else half]
+        return Collected(len(done), [completion(id, self.version) for id in done[ack:]])
+
+
+def completion(id: str, version: int) -> Completion:
+    tokens = np.array([1, 2], np.int32)
+    return Completion(id, tokens, np.zeros(2, np.float32), np.full(2, version, np.int32), "stop", "ab")
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"0:{row}", row, np.array([3], np.int32), "p") for row in range(count)]
+
+
+def request(id: str, group: str) -> Request:
+    return Request(id, group, np.array([3], np.int32), seed=0)
