@@ -279,7 +279,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
 def test_paths_are_those_of_the_checkout_and_of_no_machine(page: Path) -> None:
     text = page.read_text()
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|mnt|data|opt)\b", text)
-    assert not re.search(r"\b(\d{1,3}\.){3}\d{1,3}\b|@[a-z]+\.[a-z]{2,}", text), "an address"
+    assert not re.search(r"\b(?!127\.0\.0\.1\b)(\d{1,3}\.){3}\d{1,3}\b|@[a-z]+\.[a-z]{2,}", text), "an address"
     for path in re.findall(r"`((?:src|tests|examples|script|docs|benchmarks)(?:/[\w.-]+)+/?)`", text):
         assert (ROOT / path).exists(), path
 
@@ -299,10 +299,26 @@ def test_fields_that_are_named_exist() -> None:
     known = {*leaves(GRPOConfig), *leaves(SFTConfig)}
     sections = {name.partition(".")[0] for name in known if "." in name}
     for page in PAGES:
-        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*|: [a-z]+)?`", page.read_text()):
+        text = page.read_text()
+        if page.name.startswith("from-"):  # the first column of their tables has the other framework's names
+            text = re.sub(r"^\|[^|]*", "", text, flags=re.MULTILINE)
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*|: [a-z]+)?`", text):
             head, tail = name.partition(".")[0], name.rpartition(".")[2]
             if head in sections and tail not in ("py", "yaml", "jsonl", "md", "html", "json", "toml", "ground_truth"):
                 assert name in known, f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name.startswith("from-")], ids=lambda page: page.stem)
+def test_what_other_frameworks_options_are_here_exists(page: Path) -> None:
+    """The second column of the tables names fields of the config, dotted or at the top."""
+    from lockstep.config.recipes import GRPOConfig, SFTConfig
+    from lockstep.config.spelling import leaves
+
+    known = {*leaves(GRPOConfig), *leaves(SFTConfig)}
+    rows = re.findall(r"^\|([^|]*)\|([^|]*)\|([^|]*)\|$", page.read_text(), re.MULTILINE)
+    named = [name for _, ours, _ in rows for name in re.findall(r"`([a-z_.]+)(?:: [^`]*)?`", ours)]
+    assert len(rows) > 30 and len(named) > 30
+    assert set(named) <= known, set(named) - known
 
 
 def test_exit_codes_are_documented() -> None:
