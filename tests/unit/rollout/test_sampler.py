@@ -60,7 +60,7 @@ SETTINGS = [
 def test_truncation_equals_numpy(vocabulary, setting):
     logits = torch.from_numpy(np.random.default_rng(1).normal(size=(6, vocabulary)) * 2).float()
     full = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **setting}
-    got = torch.softmax(truncated(logits, rows_of(6, **full)), -1).numpy()
+    got = torch.softmax(truncated(logits.clone(), rows_of(6, **full)), -1).numpy()
     for row in range(6):
         expected = by_hand(logits[row].numpy(), **full)
         np.testing.assert_array_equal(got[row] > 0, expected > 0)
@@ -71,7 +71,7 @@ def test_truncation_equals_numpy(vocabulary, setting):
 @given(st.integers(0, 2**32 - 1), st.floats(0.2, 4), st.floats(0.01, 0.99), st.integers(0, 40), st.floats(0, 0.5))
 def test_truncation_equals_numpy_anywhere(seed, temperature, top_p, top_k, min_p):
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(1, 30)) * 3).float()
-    got = torch.softmax(truncated(logits, rows_of(1, temperature, top_p, top_k, min_p)), -1)[0].numpy()
+    got = torch.softmax(truncated(logits.clone(), rows_of(1, temperature, top_p, top_k, min_p)), -1)[0].numpy()
     expected = by_hand(logits[0].numpy(), temperature, np.float32(top_p), top_k, np.float32(min_p))
     if not np.array_equal(got > 0, expected > 0):  # only where a boundary falls between two roundings
         assert abs(int((got > 0).sum()) - int((expected > 0).sum())) == 1
@@ -85,9 +85,7 @@ def test_draws_follow_the_distribution(setting):
     full = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **setting}
     logits = torch.from_numpy(np.random.default_rng(2).normal(size=vocabulary)).float()
     seeds = np.array([request_seed(3, step, "0:1", k) for step in range(draws // 8) for k in range(8)])
-    tokens, logprobs = sample(
-        logits.expand(draws, -1).clone(), rows_of(draws, **full, seeds=seeds), torch.full((draws,), 5)
-    )
+    tokens, logprobs = sample(logits.expand(draws, -1).clone(), rows_of(draws, **full, seeds=seeds), np.full(draws, 5))
     expected = by_hand(logits.numpy(), **full)
     counts = np.bincount(tokens.numpy(), minlength=vocabulary)
     assert counts[expected == 0].sum() == 0
@@ -105,7 +103,7 @@ def test_rows_have_their_own_parameters():
     full = [{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **each} for each in settings]
     full.append({"temperature": 0.0, "top_p": 0.3, "top_k": 2, "min_p": 0.4})
     columns = {name: [each[name] for each in full] for name in full[0]}
-    index = torch.arange(5) + 9
+    index = np.arange(5) + 9
     tokens, logprobs = sample(logits.clone(), rows_of(5, **columns), index)
     for row in range(5):
         alone = rows_of(1, **full[row], seeds=[row])
@@ -120,7 +118,7 @@ def test_tokens_of_probability_zero_are_never_drawn():
     logits = torch.full((4000, 9), -torch.inf)
     logits[:, 3] = 0.0
     logits[:, 6] = -30.0  # 1e-13
-    tokens, logprobs = sample(logits, rows_of(4000), torch.zeros(4000, dtype=torch.int64))
+    tokens, logprobs = sample(logits, rows_of(4000), np.zeros(4000, np.int64))
     assert set(tokens.tolist()) == {3}
     assert logprobs.abs().max() < 1e-6
 
@@ -137,14 +135,14 @@ def test_uniform_is_splitmix64():
     golden = 0x9E3779B97F4A7C15
     seeds = [0, 1, 2**62 + 12345, 2**63 - 1]
     for index in (0, 1, 511):
-        got = uniform(torch.tensor(seeds), torch.full((4,), index))
+        got = uniform(np.array(seeds), np.full(4, index))
         expected = [(mix((mix((seed + golden) & mask) + index * golden) & mask) >> 11) / 2**53 for seed in seeds]
         assert got.tolist() == expected
 
 
 def test_uniform_is_uniform_and_independent():
-    seeds = torch.arange(20_000)
-    now, later = uniform(seeds, torch.zeros_like(seeds)), uniform(seeds, torch.ones_like(seeds))
+    seeds = np.arange(20_000)
+    now, later = (torch.from_numpy(uniform(seeds, np.full_like(seeds, index))) for index in (0, 1))
     for u in (now, later):
         counts = torch.histc(u.float(), 20, 0, 1)
         assert ((counts - 1000) ** 2 / 1000).sum() < 19 + 4 * math.sqrt(38) + 6

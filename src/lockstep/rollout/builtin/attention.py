@@ -68,20 +68,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
         mask: added to the scores, `[batch, 1, 1 or queries, keys]`.
 
     Returns:
-        Contiguous `[batch, queries, kv heads, dim]` and `[batch, queries, kv heads]`, the latter in float32.
+        `[batch, kv heads, queries, dim]` and float32 `[batch, kv heads, queries]`.
     """
     if mask is not None:
         mask = mask.expand(q.shape[0], 1, q.shape[2], k.shape[2])
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = flash(q, k, v, attn_mask=mask, scale=scale)
-        return out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
+        return out, lse
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores = scores + mask
     lse = torch.logsumexp(scores, -1)
-    out = torch.matmul(torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype), v)
-    return out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
+    return torch.matmul(torch.exp(scores - lse.unsqueeze(-1)).to(v.dtype), v), lse
 
 
 def bias(visible: Tensor, dtype: torch.dtype) -> Tensor:

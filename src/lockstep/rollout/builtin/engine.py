@@ -187,15 +187,16 @@ class BuiltinEngine:
             self._sampling = self._rows.sampling(self.device)
 
     def _sample(self, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        best = logits.amax(-1)
-        bad = ~torch.isfinite(best)
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0])
-            raise BadLogits(self._rows.requests[row].id, int(self._rows.counts[row]), float(best[row]), self.version)
         assert self._sampling is not None
-        index = torch.from_numpy(self._rows.counts[: len(self._rows)].copy()).to(self.device)
-        tokens, logprobs = sample(logits, self._sampling, index)
-        return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        drawn, of = sample(logits, self._sampling, self._rows.counts[: len(self._rows)])
+        tokens, logprobs = drawn.cpu().numpy(), of.cpu().numpy()
+        bad = np.flatnonzero(~np.isfinite(logprobs))
+        if len(bad):
+            row = int(bad[0])
+            raise BadLogits(
+                self._rows.requests[row].id, int(self._rows.counts[row]), float(logits[row].amax()), self.version
+            )
+        return tokens, logprobs
 
     def _retire(self) -> list[Completion]:
         ended = self._stops.finished(self._rows)

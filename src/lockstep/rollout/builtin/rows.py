@@ -27,6 +27,8 @@ class Rows:
         self.last = np.zeros(capacity, _INT)
         self.limit = np.zeros(capacity, _INT)
         self.ignore_eos = np.zeros(capacity, bool)
+        self.watched = np.zeros(capacity, bool)
+        """Whether the row has stop strings."""
         self.seed = np.zeros(capacity, _INT)
         self.temperature = np.ones(capacity, _FLOAT)
         self.top_p = np.ones(capacity, _FLOAT)
@@ -53,6 +55,7 @@ class Rows:
         self.limit[row], self.ignore_eos[row], self.seed[row] = request.max_tokens, request.ignore_eos, request.seed
         self.temperature[row], self.top_p[row] = request.temperature, request.top_p
         self.top_k[row], self.min_p[row] = request.top_k, request.min_p
+        self.watched[row] = bool(request.stop)
         self.changed = True
 
     def sampling(self, device: torch.device) -> SamplingRows:
@@ -66,12 +69,15 @@ class Rows:
         """Takes the next token of every row."""
         rows = len(self.requests)
         at = self.counts[:rows]
-        if int(at.max()) >= self.tokens.shape[1]:
+        longest = int(at.max())
+        if longest >= self.tokens.shape[1]:
             self.tokens, self.logprobs, self.versions = (
                 np.concatenate([x, np.zeros_like(x)], axis=1) for x in (self.tokens, self.logprobs, self.versions)
             )
-        each = np.arange(rows)
-        self.tokens[each, at], self.logprobs[each, at], self.versions[each, at] = tokens, logprobs, version
+        place: tuple[slice | np.ndarray, int | np.ndarray] = slice(rows), longest
+        if int(at.min()) < longest:
+            place = np.arange(rows), at
+        self.tokens[place], self.logprobs[place], self.versions[place] = tokens, logprobs, version
         self.last[:rows] = tokens
         self.counts[:rows] += 1
 

@@ -17,10 +17,10 @@ _CANDIDATES = 256  # first guess of how many tokens top-p needs; more are looked
 
 @dataclass(slots=True)
 class SamplingRows:
-    """Parameters per row, all `[rows]` on the logits' device."""
+    """Parameters per row, all `[rows]`; the seeds on the host, the others on the logits' device."""
 
-    seed: Tensor
-    """int64."""
+    seed: np.ndarray
+    """uint64."""
     temperature: Tensor
     """float32; 0 is greedy."""
     top_p: Tensor
@@ -29,6 +29,8 @@ class SamplingRows:
     min_p: Tensor
     greedy: bool
     """Whether any row is greedy."""
+    scaled: bool
+    """Whether any row has a temperature other than 0 and 1."""
     ranked: bool
     """Whether any row uses top-p or top-k."""
     floored: bool
@@ -46,41 +48,48 @@ class SamplingRows:
     ) -> "SamplingRows":
         """From arrays `[rows]`."""
         return cls(
-            seed=torch.from_numpy(seed.astype(np.int64)).to(device),
+            seed=seed.astype(np.uint64),
             temperature=torch.from_numpy(temperature.astype(np.float32)).to(device),
             top_p=torch.from_numpy(top_p.astype(np.float32)).to(device),
             top_k=torch.from_numpy(top_k.astype(np.int64)).to(device),
             min_p=torch.from_numpy(min_p.astype(np.float32)).to(device),
             greedy=bool((temperature == 0).any()),
+            scaled=bool(((temperature != 0) & (temperature != 1)).any()),
             ranked=bool(((top_p < 1) | (top_k > 0)).any()),
             floored=bool((min_p > 0).any()),
         )
 
 
-def sample(logits: Tensor, rows: SamplingRows, index: Tensor) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, rows: SamplingRows, index: np.ndarray) -> tuple[Tensor, Tensor]:
     """Draws one token per row.
 
     Args:
-        logits: float32 `[rows, vocabulary]`, finite or -inf, with a finite maximum per row.
+        logits: float32 `[rows, vocabulary]`, finite or -inf, with a finite maximum per row. Overwritten.
         rows: parameters.
         index: int64 `[rows]`: how many tokens the row has generated before.
 
     Returns:
         int64 tokens `[rows]` and their float32 log-probabilities `[rows]` under the distribution that was drawn
-        from; of a greedy row under the model's own distribution (temperature 1).
+        from; of a greedy row under the model's own distribution (temperature 1). A row whose logits have no finite
+        maximum gets a log-probability that is not finite either.
     """
-    scores = truncated(logits, rows)
-    logprobs = torch.log_softmax(scores, -1)
+    best = logits.argmax(-1) if rows.greedy else None
+    logprobs = torch.log_softmax(truncated(logits, rows), -1)
     tokens = _inverse_cdf(logprobs.exp(), uniform(rows.seed, index))
-    if rows.greedy:
-        tokens = torch.where(rows.temperature == 0, logits.argmax(-1), tokens)
+    if best is not None:
+        tokens = torch.where(rows.temperature == 0, best, tokens)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
 def truncated(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Scores after temperature and truncation, -inf where a token cannot be drawn; greedy rows as they are."""
-    free = rows.temperature == 0
-    scores = logits / torch.where(free, 1.0, rows.temperature).unsqueeze(1)
+    """Scores after temperature and truncation, -inf where a token cannot be drawn; greedy rows as they are.
+    The logits are overwritten."""
+    scores = logits
+    free = rows.temperature == 0 if rows.greedy or rows.scaled or rows.ranked or rows.floored else None
+    if free is None:
+        return scores
+    if rows.scaled:
+        scores = scores.div_(torch.where(free, 1.0, rows.temperature).unsqueeze(1))
     if rows.ranked:
         limited = ~free & ((rows.top_p < 1) | (rows.top_k > 0))
         chosen = limited.nonzero().squeeze(1)
@@ -118,36 +127,31 @@ def _ranked(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return kept.scatter_(1, order, best.masked_fill(~keep, -torch.inf))
 
 
-def _inverse_cdf(probability: Tensor, u: Tensor) -> Tensor:
+def _inverse_cdf(probability: Tensor, u: np.ndarray) -> Tensor:
     """The token at which the cumulative probability first exceeds `u` `[rows]` times its total."""
     cumulative = torch.cumsum(probability, -1)
-    total = cumulative[:, -1:]
-    below = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum(u.to(cumulative.dtype).unsqueeze(1) * total, below)
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
+    # The largest float32 below 1: times the total it stays below the total.
+    below = np.minimum(u.astype(np.float32), np.float32(1 - 2**-24))
+    target = torch.from_numpy(below).to(probability.device).unsqueeze(1) * cumulative[:, -1:]
+    # Where everything is NaN, the place found is behind the last token.
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=probability.shape[1] - 1)
 
 
-def uniform(seed: Tensor, index: Tensor) -> Tensor:
-    """float64 in [0, 1): splitmix64 (Steele, Lea, Flood 2014) of seed and index, int64 `[rows]` each."""
-    state = _mixed(seed + _GOLDEN) + index * _GOLDEN
-    return _shifted(_mixed(state), 11).to(torch.float64) * 2.0**-53
+def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1): splitmix64 (Steele, Lea, Flood 2014) of seed and index, integers `[rows]` each."""
+    state = _mixed(seed.astype(np.uint64) + _GOLDEN) + index.astype(np.uint64) * _GOLDEN
+    drawn: np.ndarray = (_mixed(state) >> np.uint64(11)) * 2.0**-53
+    return drawn
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right: torch's keeps the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mixed(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Arithmetic of uint64 wraps around."""
+    x = (x ^ (x >> np.uint64(30))) * _FIRST
+    x = (x ^ (x >> np.uint64(27))) * _SECOND
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed

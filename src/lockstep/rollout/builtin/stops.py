@@ -14,12 +14,16 @@ class Stops:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int]) -> None:
         self.tokenizer = tokenizer
-        self.eos = np.array(sorted(eos), np.int64)
+        self.eos = eos
 
     def finished(self, rows: Rows) -> dict[int, FinishReason]:
         """Rows that end with their last token, and why."""
         count = len(rows)
-        stopped = np.isin(rows.last[:count], self.eos) & ~rows.ignore_eos[:count]
+        last = rows.last[:count]
+        stopped = np.zeros(count, bool)
+        for token in self.eos:
+            stopped |= last == token
+        stopped &= ~rows.ignore_eos[:count]
         full = rows.counts[:count] >= rows.limit[:count]
         ended: dict[int, FinishReason] = {int(row): "length" for row in np.flatnonzero(full)}
         ended.update(dict.fromkeys(self._written(rows), "stop"))
@@ -28,7 +32,7 @@ class Stops:
 
     def _written(self, rows: Rows) -> list[int]:
         """Rows whose tail holds one of their stop strings."""
-        watched = [row for row, request in enumerate(rows.requests) if request.stop]
+        watched = [int(row) for row in np.flatnonzero(rows.watched[: len(rows)])]
         if not watched:
             return []
         tails = self.tokenizer.batch_decode([self._tail(rows, row) for row in watched])

@@ -16,6 +16,7 @@ from lockstep.rollout.builtin.attention import attend, bias
 from lockstep.rollout.builtin.cache import Cache
 
 Masks = tuple[Tensor | None, Tensor | None]
+_BLOCK = 128  # queries of a prompt that are attended together
 
 
 class Prefill:
@@ -26,7 +27,7 @@ class Prefill:
     def __init__(self, cache: Cache, first: int, lengths: list[int], device: torch.device) -> None:
         self.cache, self.first, self.lengths, self.longest = cache, first, lengths, max(lengths)
         self.windows: dict[int, int] = {}
-        self._masks: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self.pad: Tensor | None = None
         self.unpad: Tensor | None = None
         if min(lengths) < self.longest:
@@ -47,18 +48,32 @@ class Prefill:
         self._write(layer, k, v)
         if window is not None:
             self.windows[layer] = window
-        mask = self._mask(window, q.device)
+        reach = window if window is not None and window < self.longest else None
+        whole = self._causal if q.device.type == "cuda" and reach is None else self._blocks
+        out = whole(q, k.transpose(1, 2), v.transpose(1, 2), scaling, reach).flatten(0, 1)
+        return out if self.unpad is None else out.index_select(0, self.unpad)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=q.shape[2] != k.shape[2],
+            q.transpose(1, 2), k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[2] != k.shape[1]
         )
-        out = out.transpose(1, 2).flatten(0, 1)
-        return out.contiguous() if self.unpad is None else out.index_select(0, self.unpad)
+        return out.transpose(1, 2).contiguous()
+
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Queries `[prompts, longest, heads, dim]` in blocks, each over the keys up to its end: the CPU's kernel
+        would compute the upper triangle as well."""
+        prompts, longest, heads, dim = q.shape
+        kv_heads, shared = k.shape[1], heads // k.shape[1]
+        grouped = q.view(prompts, longest, kv_heads, shared, dim)
+        out = q.new_empty(prompts, longest, kv_heads, shared, v.shape[-1])
+        for start in range(0, longest, _BLOCK):
+            stop = min(start + _BLOCK, longest)
+            low = 0 if window is None else max(0, start - window + 1)
+            folded = grouped[:, start:stop].permute(0, 2, 3, 1, 4).reshape(prompts, kv_heads, -1, dim)
+            mask = self._mask(start, stop, low, window, q).repeat(shared, 1)
+            made, _ = attend(folded, k[:, :, low:stop], v[:, :, low:stop], mask[None, None], scaling)
+            out[:, start:stop] = made.view(prompts, kv_heads, shared, stop - start, -1).permute(0, 3, 1, 2, 4)
+        return out.flatten(2, 3)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         self._write(layer, self._padded(k), self._padded(v))
@@ -74,13 +89,16 @@ class Prefill:
         rows = x if self.pad is None else x.index_select(0, self.pad)
         return rows.view(len(self.lengths), self.longest, *rows.shape[1:])
 
-    def _mask(self, window: int | None, device: torch.device) -> Tensor | None:
-        if window is None or window >= self.longest:
-            return None
-        if window not in self._masks:
-            at = torch.arange(self.longest, device=device)
-            self._masks[window] = (at <= at.unsqueeze(1)) & (at > at.unsqueeze(1) - window)
-        return self._masks[window]
+    def _mask(self, start: int, stop: int, low: int, window: int | None, like: Tensor) -> Tensor:
+        """Added to the scores of queries `start` to `stop` and keys `low` to `stop`; made once per turn."""
+        if (start, window) not in self._masks:
+            of, at = (
+                torch.arange(start, stop, device=like.device).unsqueeze(1),
+                torch.arange(low, stop, device=like.device),
+            )
+            visible = (at <= of) if window is None else (at <= of) & (at > of - window)
+            self._masks[start, window] = bias(visible, like.dtype)
+        return self._masks[start, window]
 
 
 @dataclass(slots=True)
@@ -184,15 +202,12 @@ class Decode:
         prompt_mask, suffix_mask = self._mask(layer, window)
         self.store(layer, k, v)
         keys, values = (x[:rows, : self.longest].transpose(1, 2) for x in self.cache.suffix(layer).open(k, v))
-        own, own_lse = attend(grouped, keys, values, suffix_mask, scaling)
-        out = own.new_empty(rows, kv_heads, heads // kv_heads, v.shape[-1])
-        if not self.among.prompt:
-            return out.copy_(own.transpose(1, 2)).view(rows, heads, -1)
-        keys, values = self.cache.prompt(layer).open(k, v)
-        above, above_lse = self._over_prompts(grouped, keys, values, prompt_mask, scaling)
-        share = above_lse.sub_(own_lse).sigmoid_().unsqueeze(-1).to(own.dtype)
-        torch.lerp(own, above, share, out=out.transpose(1, 2))
-        return out.view(rows, heads, -1)
+        out, lse = attend(grouped, keys, values, suffix_mask, scaling)
+        if self.among.prompt:
+            keys, values = (x.transpose(1, 2) for x in self.cache.prompt(layer).open(k, v))
+            above, above_lse = self._over_prompts(grouped, keys, values, prompt_mask, scaling)
+            out.lerp_(above, torch.sub(above_lse, lse).sigmoid_().unsqueeze(-1).to(out.dtype))
+        return out.reshape(rows, heads, -1)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         keys, values = self.cache.suffix(layer).open(k, v)
@@ -207,19 +222,18 @@ class Decode:
     def _over_prompts(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
     ) -> tuple[Tensor, Tensor]:
-        """Attention `[rows, shared, kv heads, dim]` and log-sum-exp of `q [rows, kv heads, shared, dim]`."""
+        """Attention `[rows, kv heads, shared, dim]` and log-sum-exp of `q [rows, kv heads, shared, dim]`."""
         _, kv_heads, shared, dim = q.shape
         fold, prompt = self.among.fold, self.among.prompt
         groups, width = fold.groups, fold.width
         folded = q if fold.into is None else q.index_select(0, fold.into)
         folded = folded.view(groups, width, kv_heads, shared, dim).transpose(1, 2)
         folded = folded.reshape(groups, kv_heads, width * shared, dim)
-        keys, values = keys[:groups, :prompt].transpose(1, 2), values[:groups, :prompt].transpose(1, 2)
         if mask is not None and mask.shape[2] > 1:
             mask = mask.repeat_interleave(shared, 2)
-        out, lse = attend(folded, keys, values, mask, scaling)
-        out = out.view(groups * width, shared, kv_heads, -1)
-        lse = lse.view(groups * width, shared, kv_heads)
+        out, lse = attend(folded, keys[:groups, :, :prompt], values[:groups, :, :prompt], mask, scaling)
+        out = out.view(groups, kv_heads, width, shared, -1).transpose(1, 2).flatten(0, 1)
+        lse = lse.view(groups, kv_heads, width, shared).transpose(1, 2).flatten(0, 1)
         if fold.out is None:
             return out, lse
         return out.index_select(0, fold.out), lse.index_select(0, fold.out)
