@@ -70,12 +70,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     Returns:
         `[batch, kv heads, queries, dim]` and float32 `[batch, kv heads, queries]`.
     """
+    batch, heads, queries, dim = q.shape
     if mask is not None:
-        mask = mask.expand(q.shape[0], 1, q.shape[2], k.shape[2])
-    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = flash(q, k, v, attn_mask=mask, scale=scale)
+        mask = mask.expand(batch, 1, queries, k.shape[2])
+    if q.device.type == "cpu" and dim == v.shape[-1]:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
         return out, lse
+    if q.device.type == "cuda" and dim == v.shape[-1] and dim % 8 == 0:
+        mask = None if mask is None else mask.expand(-1, heads, -1, -1)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, scale=scale)
+        return out, lse[..., :queries]  # which is padded to whole blocks of queries
     scores = torch.matmul(q, k.transpose(-1, -2)).float() * scale
     if mask is not None:
         scores = scores + mask
@@ -84,7 +88,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool to what is added to scores. Finite: a query that sees nothing gets weight 0 in the merge, not NaN."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, torch.finfo(dtype).min / 2
-    )
+    """bool `[..., keys]` to what is added to scores. Finite: a query that sees nothing gets weight 0 in the merge,
+    not NaN. Rows begin at multiples of 16 elements, as CUDA's kernel wants them."""
+    *rest, keys = visible.shape
+    made = torch.zeros(*rest, -(-keys // 16) * 16, dtype=dtype, device=visible.device)[..., :keys]
+    return made.masked_fill_(~visible, torch.finfo(dtype).min / 2)

@@ -40,11 +40,11 @@ class Table:
             self.keys, self.values = _grown(self.keys, keys, self.size), _grown(self.values, values, self.size)
         return self.keys, self.values
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies slots `sources` over slots `targets`."""
+    def move(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
+        """Copies the first `tokens` of slots `sources` over slots `targets`."""
         if self.keys is not None and self.values is not None:
-            self.keys[targets] = self.keys[sources]
-            self.values[targets] = self.values[sources]
+            self.keys[targets, :tokens] = self.keys[sources, :tokens]
+            self.values[targets, :tokens] = self.values[sources, :tokens]
 
 
 def _grown(old: Tensor | None, like: Tensor, size: Size) -> Tensor:
@@ -97,13 +97,14 @@ class Cache:
             for table in self.suffixes.values():
                 table.size = suffix
 
-    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+    def move_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
+        """`tokens`: how many the longest of the rows has in the cache."""
         for table in self.suffixes.values():
-            table.move(sources, targets)
+            table.move(sources, targets, tokens)
 
     def move_groups(self, sources: Tensor, targets: Tensor) -> None:
         for table in self.prompts.values():
-            table.move(sources, targets)
+            table.move(sources, targets, self.prompt_size.tokens)
 
 
 def _larger(size: Size, slots: int, tokens: int, exact: bool) -> Size:

@@ -72,6 +72,7 @@ class CachedRunner:
         """Layers that asked for a sliding window, and its size."""
         self._chunk = _PREFILL_TOKENS_CPU if device.type == "cpu" else _PREFILL_TOKENS
         self._among: RowSet | None = None
+        self._filled = 0  # tokens in the cache of the longest row
 
     def prefill(self, groups: Sequence[Group], first: int) -> None:
         """All but the last token of each prompt: that one is every row's first input."""
@@ -108,6 +109,7 @@ class CachedRunner:
         suffix = int(rows.limit[:count].max()) if budgeted else int(counts.max()) + 1
         self.cache.reserve(len(groups), self._among.prompt, count, suffix)
         turn = self._among.decode(self.cache, counts)
+        self._filled = turn.longest
         tokens, positions = torch.from_numpy(rows.last[:count].copy()), turn.positions()
         longest = int(positions.max()) + 1
         logits = self.forward(tokens.to(self.device), torch.from_numpy(positions).to(self.device), longest, turn)
@@ -116,7 +118,7 @@ class CachedRunner:
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
         if sources:
-            self.cache.move_rows(index(sources, self.device), index(targets, self.device))
+            self.cache.move_rows(index(sources, self.device), index(targets, self.device), self._filled)
 
     def move_groups(self, sources: list[int], targets: list[int]) -> None:
         if sources:

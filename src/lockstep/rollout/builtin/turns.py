@@ -70,8 +70,8 @@ class Prefill:
             stop = min(start + _BLOCK, longest)
             low = 0 if window is None else max(0, start - window + 1)
             folded = grouped[:, start:stop].permute(0, 2, 3, 1, 4).reshape(prompts, kv_heads, -1, dim)
-            mask = self._mask(start, stop, low, window, q).repeat(shared, 1)
-            made, _ = attend(folded, k[:, :, low:stop], v[:, :, low:stop], mask[None, None], scaling)
+            mask = self._mask(start, stop, low, window, shared, q)
+            made, _ = attend(folded, k[:, :, low:stop], v[:, :, low:stop], mask, scaling)
             out[:, start:stop] = made.view(prompts, kv_heads, shared, stop - start, -1).permute(0, 3, 1, 2, 4)
         return out.flatten(2, 3)
 
@@ -89,15 +89,13 @@ class Prefill:
         rows = x if self.pad is None else x.index_select(0, self.pad)
         return rows.view(len(self.lengths), self.longest, *rows.shape[1:])
 
-    def _mask(self, start: int, stop: int, low: int, window: int | None, like: Tensor) -> Tensor:
-        """Added to the scores of queries `start` to `stop` and keys `low` to `stop`; made once per turn."""
+    def _mask(self, start: int, stop: int, low: int, window: int | None, shared: int, like: Tensor) -> Tensor:
+        """Added to the scores of queries `start` to `stop`, `shared` times, and keys `low` to `stop`."""
         if (start, window) not in self._masks:
-            of, at = (
-                torch.arange(start, stop, device=like.device).unsqueeze(1),
-                torch.arange(low, stop, device=like.device),
-            )
+            of = torch.arange(start, stop, device=like.device).repeat(shared).unsqueeze(1)
+            at = torch.arange(low, stop, device=like.device)
             visible = (at <= of) if window is None else (at <= of) & (at > of - window)
-            self._masks[start, window] = bias(visible, like.dtype)
+            self._masks[start, window] = bias(visible[None, None], like.dtype)
         return self._masks[start, window]
 
 
@@ -154,8 +152,8 @@ class RowSet:
         at = longest - 1 if level else torch.from_numpy(counts).to(self.device)
         return Decode(cache, self, counts, at, longest)
 
-    def masks(self, counts: np.ndarray, longest: int, window: int | None) -> Masks:
-        """Of the prompt and the suffix part; None: all is seen."""
+    def masks(self, counts: np.ndarray, longest: int, window: int | None, shared: int) -> Masks:
+        """Of the prompt and the suffix part, for `shared` query heads of a kv head; None: all is seen."""
         reached = window is not None and int((self.start + counts).max()) >= window
         if not reached and int(counts.min()) == longest - 1:
             return self.prompt_mask, None
@@ -164,16 +162,17 @@ class RowSet:
         if reached:
             assert window is not None
             suffix = suffix & (at > own - window)
-            prompt = self._windowed(torch.from_numpy(self.start + counts).unsqueeze(1) - window)
+            prompt = self._windowed(torch.from_numpy(self.start + counts).unsqueeze(1) - window, shared)
         return prompt, bias(suffix.to(self.device), self.dtype)[:, None, None, :]
 
-    def _windowed(self, after: Tensor) -> Tensor:
+    def _windowed(self, after: Tensor, shared: int) -> Tensor:
         """What each folded query sees of its prompt: what lies behind `after` int64 `[rows, 1]`."""
         at = torch.arange(self.prompt)
         rows = (at > after) & (at < torch.from_numpy(self.start).unsqueeze(1))
         if self.fold.into is not None:
             rows = rows[self.fold.into.cpu()]
-        return bias(rows.view(self.fold.groups, 1, self.fold.width, -1).to(self.device), self.dtype)
+        folded = rows.view(self.fold.groups, 1, self.fold.width, -1).repeat_interleave(shared, 2)
+        return bias(folded.to(self.device), self.dtype)
 
 
 @dataclass(slots=True)
@@ -199,7 +198,7 @@ class Decode:
         rows, heads, dim = q.shape
         kv_heads = k.shape[1]
         grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim)
-        prompt_mask, suffix_mask = self._mask(layer, window)
+        prompt_mask, suffix_mask = self._mask(layer, window, heads // kv_heads)
         self.store(layer, k, v)
         keys, values = (x[:rows, : self.longest].transpose(1, 2) for x in self.cache.suffix(layer).open(k, v))
         out, lse = attend(grouped, keys, values, suffix_mask, scaling)
@@ -229,8 +228,6 @@ class Decode:
         folded = q if fold.into is None else q.index_select(0, fold.into)
         folded = folded.view(groups, width, kv_heads, shared, dim).transpose(1, 2)
         folded = folded.reshape(groups, kv_heads, width * shared, dim)
-        if mask is not None and mask.shape[2] > 1:
-            mask = mask.repeat_interleave(shared, 2)
         out, lse = attend(folded, keys[:groups, :, :prompt], values[:groups, :, :prompt], mask, scaling)
         out = out.view(groups, kv_heads, width, shared, -1).transpose(1, 2).flatten(0, 1)
         lse = lse.view(groups, kv_heads, width, shared).transpose(1, 2).flatten(0, 1)
@@ -238,9 +235,9 @@ class Decode:
             return out, lse
         return out.index_select(0, fold.out), lse.index_select(0, fold.out)
 
-    def _mask(self, layer: int, window: int | None) -> Masks:
+    def _mask(self, layer: int, window: int | None, shared: int) -> Masks:
         if window is not None:
             self.windows[layer] = window
         if window not in self._masks:
-            self._masks[window] = self.among.masks(self.counts, self.longest, window)
+            self._masks[window] = self.among.masks(self.counts, self.longest, window, shared)
         return self._masks[window]
