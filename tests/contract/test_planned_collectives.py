@@ -76,6 +76,26 @@ def test_the_planned_collectives_are_those_of_a_step(
         assert planned[4].bytes == 4 * sum(parameter.numel() for parameter in trainer.names.values())
 
 
+def test_copies_of_the_parameters_add_the_planned_all_reduce(
+    tmp_path: Path, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    original = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kw: (counts.update(["reduce"]), original(*args, **kw))[1])
+    tr.make_models(tmp_path)
+    config = tr.config(tmp_path, "qwen2", "sft", ranks=4, replicas=2)
+    planned = trainer_collectives(config, model_facts(config.model, "cpu"))
+    assert [line.operation for line in planned] == ["all_gather", "reduce_scatter", "all_reduce", "all_gather"]
+    here, across = dist.new_group([0, 1]), dist.new_group([0, 2])
+    ranks = Ranks(0, 4, torch.device("cpu"), 0.1, dist.group.WORLD, replicas=2, copy=here, across=across)
+    trainer = FSDP2Trainer(config, ranks)
+    counts.clear()
+    with pytest.raises(WaitTimeout):
+        trainer.step(tr.batch_of(config, ranks=4, budget=40).everything().ranks[0], config.loss)
+    assert counts["reduce"] == counts["scatter"] == int(planned[2].times.split()[0]) == 3
+
+
 def test_the_vector_of_metrics_is_as_long_as_planned() -> None:
     vector = losses.Meter(torch.device("cpu")).vector(torch.zeros(()))
     assert vector.numel() * vector.element_size() == METRICS_BYTES

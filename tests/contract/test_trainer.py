@@ -187,6 +187,35 @@ def test_a_field_that_is_missing_is_named_before_anything_happens(folder: Path) 
         trainer.step([], cfg.loss)
 
 
+def test_offloading_changes_no_bit_and_moves_what_is_asked(folder: Path, tmp_path: Path) -> None:
+    cfg = tr.config(folder, "qwen2", "grpo")
+    stays, goes = FSDP2Trainer(cfg, Ranks()), FSDP2Trainer(cfg, Ranks())
+    batch = tr.batch_of(cfg, 1)
+    for trainer in (stays, goes):
+        tr.train(trainer, batch, 1)
+    goes.offload()
+    published = tr.rows_of_all(goes)  # from host memory
+    goes.save(tmp_path / "step-1")
+    goes.onload()
+    for name, (_, rows) in tr.rows_of_all(stays).items():
+        assert torch.equal(published[name][1], rows)
+    one, two = tr.train(stays, batch, 2), tr.train(goes, batch, 2)
+    assert one.metrics == two.metrics
+    assert all(torch.equal(rows, two.weights[name][1]) for name, (_, rows) in one.weights.items())
+    goes.writer.finish()
+
+    def devices(tensors: dict[str, Tensor]) -> set[str]:
+        return {tensor.device.type for tensor in tensors.values()}
+
+    nowhere = torch.device("meta")  # stands for another device's memory: all that this host has beside its own
+    goes._move(nowhere, parameters=False, optimizer=True)
+    assert devices(goes.optimizer.exp_avg) == devices(goes.optimizer.exp_avg_sq) == {"meta"}
+    assert devices(goes._rows()) == {"cpu"}
+    stays._move(nowhere, parameters=True, optimizer=False)
+    assert devices(stays._rows()) == {"meta"} and devices(stays.optimizer.exp_avg) == {"cpu"}
+    assert {p.device.type for p in stays.reference.parameters()} == {"meta"}  # type: ignore[union-attr]
+
+
 # --- checkpoints
 
 

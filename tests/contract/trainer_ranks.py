@@ -249,15 +249,15 @@ def _grpo_truth(model: Any, reference: Any, start: Tensor, loss: PolicyLoss) -> 
 Case = Callable[[Path, Ranks, int], Result]
 
 
-def launch(folder: Path, world: int, cases: Iterable[str], module: str = __name__) -> dict[str, list[Result]]:
+def launch(
+    folder: Path, world: int, cases: Iterable[str], module: str = __name__, replicas: int = 1
+) -> dict[str, list[Result]]:
     """Runs cases of a module's `CASES` one after the other on `world` ranks; their results by name, in rank order."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers", "lockstep.train.service", module])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
-        context.Process(target=_rank, args=(folder, rank, world, store.port, list(cases), module), daemon=True)
-        for rank in range(world)
-    ]
+    rest = (world, store.port, list(cases), module, replicas)
+    ranks = [context.Process(target=_rank, args=(folder, rank, *rest), daemon=True) for rank in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -272,13 +272,13 @@ def _errors(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("error-*.txt")))
 
 
-def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], module: str) -> None:
+def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], module: str, replicas: int) -> None:
     torch.set_num_threads(1)
     try:
         cases: dict[str, Case] = importlib.import_module(module).CASES
         from lockstep.train.distributed import join
 
-        ranks = join(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60)
+        ranks = join(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60, replicas)
         for name in names:
             started = time.monotonic()
             result = cases[name](folder, ranks, port)

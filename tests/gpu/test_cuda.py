@@ -91,14 +91,45 @@ def test_the_engine_is_greedy_as_transformers_is(folder: Path) -> None:
     assert [done[str(n)] for n in range(3)] == wanted
 
 
-def test_a_whole_run_on_one_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "offload"),
+    [
+        (None, {}),
+        (None, {"parameters": True, "optimizer": True}),
+        ({"kind": "lora"}, {"optimizer": True}),
+        ({"kind": "dora", "lora_dropout": 0.1}, {}),
+    ],
+)
+def test_a_whole_run_on_one_gpu(tmp_path: Path, adapter: dict[str, object] | None, offload: dict[str, bool]) -> None:
     from harness import config, task, train
 
     folder = task(tmp_path)
-    run = train(
-        folder, config(folder, "grpo", steps=3, trainer={"ranks": 1}, cluster={"kind": "local", "device": "cuda"})
-    )
+    changes = {"model": {"path": str(folder / "model"), "adapter": adapter}}
+    trainer = {"ranks": 1, "offload": offload}
+    cluster = {"kind": "local", "device": "cuda"}
+    run = train(folder, config(folder, "grpo", steps=3, trainer=trainer, cluster=cluster, **changes))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [row["policy/engine_gap_max"] for row in rows if "policy/engine_gap_max" in row]
     assert len(gaps) == 3
     assert max(gaps) < 0.3  # bf16 engine against bf16 trainer
+
+
+def test_offloading_frees_the_device_and_brings_everything_back(folder: Path) -> None:
+    from lockstep.config.recipes import SFTConfig
+    from lockstep.train.distributed import Ranks
+    from lockstep.train.fsdp import FSDP2Trainer
+
+    values = {"recipe": "sft", "name": "x", "steps": 1, "model": {"path": str(folder), "dtype": "float32"}}
+    config = SFTConfig.model_validate(values | {"data": {"path": "unused"}})
+    trainer = FSDP2Trainer(config, Ranks(device=torch.device("cuda", torch.cuda.current_device())))
+    before, held = {name: rows.clone().cpu() for name, rows in trainer._rows().items()}, torch.cuda.memory_allocated()
+    size = sum(rows.nbytes for rows in trainer._rows().values())
+    trainer.offload(parameters=False, optimizer=True)
+    assert held - torch.cuda.memory_allocated() >= 2 * size
+    trainer.offload()
+    assert held - torch.cuda.memory_allocated() >= 3 * size
+    with pytest.raises(RuntimeError, match="call onload"):
+        trainer.evaluate([], [])
+    trainer.onload()
+    assert all(torch.equal(rows.cpu(), before[name]) for name, rows in trainer._rows().items())
+    assert {rows.device.type for rows in trainer.optimizer.exp_avg.values()} == {"cuda"}

@@ -88,6 +88,11 @@ class GRPOConfig(RunConfig):
         _must_compare(self.rollout.sampling, self.loss)
         _must_converse(self)
         _must_correct(self.rollout.max_staleness, self.loss)
+        if self.rollout.max_staleness and self.trainer.offload.anything:
+            raise ValueError(
+                "trainer.offload makes room for engines while the trainer has nothing to do, and with "
+                "rollout.max_staleness they generate while it trains: leave one of the two out"
+            )
         return self
 
 

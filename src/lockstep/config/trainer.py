@@ -33,9 +33,23 @@ class Schedule(Section):
         return self
 
 
+class Offload(Section):
+    """What moves to host memory while engines generate on the trainer's GPU, and back for training."""
+
+    parameters: bool = False
+    optimizer: bool = False
+
+    @property
+    def anything(self) -> bool:
+        return self.parameters or self.optimizer
+
+
 class Trainer(Section):
     ranks: int = Field(1, gt=0)
     """Data-parallel ranks; parameters are sharded over them with FSDP2."""
+    replicas: int = Field(1, gt=0)
+    """Copies of the sharded parameters (HSDP), each on `ranks / replicas` neighbouring ranks: gathers stay within a
+    copy, such as a host, and only gradients cross."""
     threads: int | None = Field(None, gt=0)
     """Torch threads of a rank; the cores are shared out evenly when absent."""
     reshard_after_forward: bool = True
@@ -46,8 +60,22 @@ class Trainer(Section):
     max_grad_norm: float | None = Field(1.0, gt=0)
     head_chunk: int = Field(1024, gt=0)
     """Target positions per chunk of the head and loss: `[chunk, vocabulary]` is the largest logits tensor."""
+    offload: Offload = Offload()
     collective_timeout_s: float = Field(1800.0, gt=0)
     """Bound of one collective, on every communicator."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which one copy of the parameters is sharded."""
+        return self.ranks // self.replicas
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> Self:
+        if self.replicas > 1 and (self.ranks % self.replicas or self.shards < 2):
+            raise ValueError(
+                f"replicas {self.replicas} must divide ranks {self.ranks}, and leave two at least to shard a copy over"
+            )
+        return self
 
 
 class Checkpoint(Section):

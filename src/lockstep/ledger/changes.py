@@ -26,6 +26,7 @@ _HARMLESS = (
     "reward.terms.*.deadline_s",
     "reward.terms.*.concurrency",
     "trainer.collective_timeout_s",
+    "trainer.offload",
     "rollout.environment.workers",
     "rollout.environment.timeout_s",
     "rollout.environment.memory_mb",
@@ -34,6 +35,7 @@ _HARMLESS = (
 up, and not what it computes. `*` stands for one part of a path."""
 _BITS = (
     "trainer.ranks",
+    "trainer.replicas",
     "trainer.threads",
     "trainer.reshard_after_forward",
     "trainer.activation_checkpointing",

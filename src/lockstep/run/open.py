@@ -155,7 +155,7 @@ def _specs(prepared: Prepared, cluster: LocalCluster, generation: int) -> list[W
 def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[Policy, int]:
     """The trainer ranks, with the newest checkpoint loaded, and the version they are at."""
     infos: list[TrainerInfo] = gather([worker.submit(PolicyAPI.setup) for worker in workers], why="load the model")
-    policy = Policy(workers, infos)
+    policy = Policy(workers, infos, prepared.config.trainer.offload)
     _tell_packing(prepared, policy.info)
     return policy, restore(policy, ledger)
 

@@ -156,15 +156,15 @@ def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
     """
     width, adapter = BYTES[model.dtype], model.adapter
     if adapter is None:
-        states = 16 * model.parameters // config.trainer.ranks
+        states = 16 * model.parameters // config.trainer.shards
     else:  # merging needs the whole of it
-        states = (width * model.parameters + 16 * adapter.parameters) // config.trainer.ranks + 4 * adapter.parameters
+        states = (width * model.parameters + 16 * adapter.parameters) // config.trainer.shards + 4 * adapter.parameters
     per_layer = (2 if config.trainer.activation_checkpointing else 34) * config.token_budget * model.hidden
     activations = per_layer * model.layers * width // 2
     head = 3 * config.trainer.head_chunk * model.vocabulary * 4
     reference = 0
     if config.recipe == "grpo" and config.loss.kl.coefficient > 0 and adapter is None:
-        reference = model.parameters * width // config.trainer.ranks
+        reference = model.parameters * width // config.trainer.shards
     return states + activations + head + reference
 
 
@@ -209,12 +209,21 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
         *(found if models else []),
         Collective("all_gather", "fsdp", gathers, largest * width),
         Collective("reduce_scatter", "fsdp", f"{reduced * updates} ({reduced} per optimizer step)", scattered * 4),
+        *_across_copies(config, reduced * updates, scattered * 4),
         Collective("all_gather", "trainer", f"{updates} (gradient norm and metrics, one vector)", METRICS_BYTES),
     ]
     if adapter is not None and needs_engine(config):
         merge = "1 (the adapter, before its weights are published)"
         found.append(Collective("all_gather", "trainer", merge, adapter.parameters * 4))
     return found
+
+
+def _across_copies(config: SFTConfig | GRPOConfig, times: int, size: int) -> list[Collective]:
+    """What HSDP adds: a copy's part of the gradients is summed with that of the other copies."""
+    trainer = config.trainer
+    if trainer.replicas == 1:
+        return []
+    return [Collective("all_reduce", "replicas", f"{times} (gradients, across copies)", size // trainer.shards)]
 
 
 def _device(host: HostFacts, index: int) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from lockstep.cluster.calls import gather
 from lockstep.cluster.protocol import Worker
 from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.config.trainer import Offload
 from lockstep.data.batch import Minibatch
 from lockstep.data.packing import Batch
 from lockstep.run.services import PolicyAPI
@@ -18,9 +19,11 @@ from lockstep.train.protocol import Want
 class Policy:
     """The trainer ranks of the policy. Every method goes to all ranks, in rank order, with equal schedules."""
 
-    def __init__(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo]) -> None:
+    def __init__(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo], offload: Offload | None = None) -> None:
         self.workers = list(workers)
         self.info = infos[0]
+        self._offload = offload or Offload()
+        self._away = False
 
     @property
     def ranks(self) -> int:
@@ -28,6 +31,7 @@ class Policy:
 
     def evaluate(self, minibatch: Minibatch, want: Sequence[Want]) -> list[list[dict[str, np.ndarray]]]:
         """`[ranks][micro-batches]` dicts of the wanted values, float32 `[targets]`."""
+        self.onload()
         return gather(
             [
                 worker.submit(PolicyAPI.evaluate, rows, list(want))
@@ -35,6 +39,19 @@ class Policy:
             ],
             why=" and ".join(want),
         )
+
+    def offload(self) -> None:
+        """Moves what the config says to host memory while engines generate; what needs it brings it back."""
+        if self._offload.anything and not self._away:
+            moved = self._offload.parameters, self._offload.optimizer
+            gather([worker.submit(PolicyAPI.offload, *moved) for worker in self.workers], why="offload")
+            self._away = True
+
+    def onload(self) -> None:
+        """Brings back what is away."""
+        if self._away:
+            gather([worker.submit(PolicyAPI.onload) for worker in self.workers], why="onload")
+            self._away = False
 
     def annotate(self, batch: Batch, loss: PolicyLoss) -> None:
         """Adds to the batch's targets what the loss needs from the trainer before the first update: old
@@ -55,6 +72,7 @@ class Policy:
     def step(self, minibatch: Minibatch, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
         """One optimizer step; metrics reduced over the ranks. Raises RemoteError for a non-finite loss, before
         weights change."""
+        self.onload()
         settings = loss.model_dump(mode="json")
         stats = gather(
             [
@@ -75,6 +93,7 @@ class Policy:
         return all(gather([worker.submit(PolicyAPI.saved) for worker in self.workers], why="checkpoint"))
 
     def load(self, folder: Path) -> None:
+        self.onload()
         gather([worker.submit(PolicyAPI.load, str(folder)) for worker in self.workers], why="load checkpoint")
 
     def export(self, folder: Path) -> None:

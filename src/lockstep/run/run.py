@@ -1,7 +1,7 @@
 """A run: its roles wired together, its steps as transactions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -23,6 +23,9 @@ from lockstep.run.publish import WeightSync
 from lockstep.run.selection import Selection
 
 T = TypeVar("T")
+
+GENERATING = ("rollout", "evaluate")
+"""Stages in which engines have the device."""
 
 
 class MissingRole(RuntimeError):
@@ -110,9 +113,14 @@ class Run:
             self.monitor.step_ends(step, row)
             self._boundary(step + 1)
 
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Times and shows a stage of the current step."""
-        return self.monitor.stage(name)
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Times and shows a stage of the current step. The trainer makes room where engines generate, if the config
+        says so."""
+        with self.monitor.stage(name):
+            if name in GENERATING and self.config.trainer.offload.anything:
+                self.policy.offload()
+            yield
 
     def groups(self, step: int) -> Selection:
         """The step's groups, complete where they are durable already and to be collected otherwise. Asks the engines

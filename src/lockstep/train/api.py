@@ -94,8 +94,8 @@ class TrainerAPI(ABC):
         """Writes a folder that peft's `PeftModel.from_pretrained` loads. Raises ValueError without an adapter."""
 
     @abstractmethod
-    def offload(self) -> None:
-        """Moves parameters and optimizer state to host memory."""
+    def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
+        """Moves parameters, optimizer state or both to host memory."""
 
     @abstractmethod
     def onload(self) -> None:

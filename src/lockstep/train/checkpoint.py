@@ -106,6 +106,7 @@ class Writer:
         state: dict[str, Tensor] = {
             name: _distributed(rows.local.detach().to("cpu", copy=True), rows.shape, self._mesh)
             for name, rows in sharded.items()
+            if self.ranks.replica == 0  # the other copies hold the same
         }
         state.update({name: tensor.detach().to("cpu", copy=True) for name, tensor in whole.items()})
         temporary = folder.with_name(f"{folder.name}.tmp-{self.generation}-{self._count}")
@@ -285,7 +286,10 @@ def _write_durably(path: Path, content: dict[str, Any]) -> None:
 
 
 def _mesh(ranks: Ranks) -> DeviceMesh | None:
-    return None if ranks.storage is None or ranks.world == 1 else DeviceMesh.from_group(ranks.storage, "cpu")
+    """Of the ranks that share the rows of one copy."""
+    if ranks.storage is None or ranks.world == 1:
+        return None
+    return DeviceMesh.from_group(ranks.copy_storage or ranks.storage, "cpu")
 
 
 def _distributed(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.train.shards import rows_of
 from lockstep.watch import waits
@@ -33,6 +34,40 @@ class Ranks:
     """Parameters, gradients, metrics; None where one rank on a CPU needs none."""
     storage: dist.ProcessGroup | None = None
     """gloo, for the checkpoint writer's thread alone, so that its collectives have an order of their own."""
+    replicas: int = 1
+    """Copies of the sharded parameters (HSDP); the ranks of a copy are neighbours."""
+    copy: dist.ProcessGroup | None = None
+    """The ranks of this rank's copy; None at one, where it is `group`."""
+    across: dist.ProcessGroup | None = None
+    """The ranks that hold the same rows in every copy."""
+    copy_storage: dist.ProcessGroup | None = None
+    """The ranks of `copy` by gloo, for the places of tensors in checkpoints."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which one copy of the parameters is sharded."""
+        return self.world // self.replicas
+
+    @property
+    def replica(self) -> int:
+        """Which copy this rank holds a part of."""
+        return self.rank // self.shards
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """First and last (exclusive) row that this rank holds of a parameter of so many rows."""
+        return rows_of(self.rank % self.shards, self.shards, count)
+
+    def mesh(self) -> DeviceMesh:
+        """Of FSDP2: `[ranks]`, with several copies `[copies, ranks of one]`."""
+        if self.group is None:
+            raise RuntimeError("one rank on a CPU has no communicator")
+        if self.replicas == 1:
+            return DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("fsdp",))
+        if self.copy is None or self.across is None:
+            raise RuntimeError(f"rank {self.rank} has no communicators of its copy; it must come from join()")
+        places = torch.arange(self.world).view(self.replicas, self.shards)
+        names = ("replicas", "fsdp")
+        return DeviceMesh.from_group([self.across, self.copy], self.device.type, mesh=places, mesh_dim_names=names)
 
     def gather(self, vector: Tensor, why: str) -> Tensor:
         """Every rank's `vector` as float64 `[world, values]` on the CPU, the same on all ranks."""
@@ -44,22 +79,25 @@ class Ranks:
         return torch.stack(everyone).cpu()
 
     def gather_flat(self, flat: Tensor, why: str) -> Tensor:
-        """Every rank's `flat` as `[world, values]` on the device, in its precision, the same on all ranks."""
+        """The `flat` of every rank of this copy as `[shards, values]` on the device, in its precision."""
         if self.world == 1:
             return flat[None]
-        everyone = [torch.empty_like(flat) for _ in range(self.world)]
-        self._finish(dist.all_gather(everyone, flat, group=self.group, async_op=True), "all_gather", why)
+        everyone = [torch.empty_like(flat) for _ in range(self.shards)]
+        self._finish(dist.all_gather(everyone, flat, group=self.copy or self.group, async_op=True), "all_gather", why)
         return torch.stack(everyone)
 
     def gather_rows(self, local: Tensor, rows: int, why: str) -> Tensor | None:
-        """On rank 0 the whole of a tensor that is sharded by rows, on the CPU; None elsewhere."""
+        """On rank 0 the whole of a tensor that is sharded by rows, on the CPU; None elsewhere. One copy gathers."""
         if self.world == 1:
             return local.detach().cpu()
-        first, last = rows_of(0, self.world, rows)
+        if self.replica:
+            return None
+        first, last = rows_of(0, self.shards, rows)
         mine = local.new_zeros((last - first, *local.shape[1:]))
         mine[: local.shape[0]] = local.detach()
-        parts = [torch.empty_like(mine) for _ in range(self.world)] if self.rank == 0 else None
-        self._finish(dist.gather(mine, parts, dst=0, group=self.group, async_op=True), "gather", why)
+        parts = [torch.empty_like(mine) for _ in range(self.shards)] if self.rank == 0 else None
+        work = dist.gather(mine, parts, dst=0, group=self.copy or self.group, async_op=True)
+        self._finish(work, "gather", why)
         return None if parts is None else torch.cat([part.cpu() for part in parts])[:rows]
 
     def agree(self, good: bool, why: str) -> bool:
@@ -88,6 +126,7 @@ def join(
     store: tuple[str, int] | None,
     prefix: str,
     timeout_s: float,
+    replicas: int = 1,
 ) -> Ranks:
     """Meets the other ranks at the store that the controller hosts.
 
@@ -95,6 +134,7 @@ def join(
         store: host and port of a TCPStore that lives outside the ranks; needed from two ranks on.
         prefix: of all keys in it, unique per role and generation, so that a restarted role never meets its past.
         timeout_s: bound of one collective, on every communicator (`new_group` inherits none).
+        replicas: copies of the sharded parameters.
 
     Raises:
         ValueError: two or more ranks and no store.
@@ -119,4 +159,21 @@ def join(
             timeout=bound,
         )
         storage = dist.new_group(backend="gloo", timeout=bound, group_desc="checkpoint")
-    return Ranks(rank, world, device, timeout_s, dist.group.WORLD, storage)
+    ranks = Ranks(rank, world, device, timeout_s, dist.group.WORLD, storage, replicas)
+    if replicas > 1:
+        places = torch.arange(world).view(replicas, ranks.shards)
+        ranks.copy = _mine(places.tolist(), rank, bound, "copy")
+        ranks.across = _mine(places.T.tolist(), rank, bound, "across copies")
+        ranks.copy_storage = _mine(places.tolist(), rank, bound, "checkpoint of a copy", "gloo")
+    return ranks
+
+
+def _mine(
+    members: list[list[int]], rank: int, bound: timedelta, name: str, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """The one of several disjoint communicators that this rank is in; every rank makes all of them."""
+    mine: dist.ProcessGroup | None = None
+    for each in members:
+        made = dist.new_group(each, timeout=bound, backend=backend, group_desc=name)
+        mine = made if rank in each else mine
+    return mine

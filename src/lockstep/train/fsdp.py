@@ -27,7 +27,7 @@ from lockstep.train.protocol import StepStats, Want
 from lockstep.train.rows import Row
 from lockstep.train.schedule import learning_rate, optimizer_steps
 from lockstep.train.sharding import begin_microbatch, checkpoint_activations, free_gathered, local, shard
-from lockstep.train.shards import Shard, rows_of
+from lockstep.train.shards import Shard
 from lockstep.watch import beacon
 
 log = logging.getLogger(__name__)
@@ -128,9 +128,9 @@ class FSDP2Trainer:
                 self._backward(Row.of(packed, self.ranks.device), loss, meter)
                 beacon.current().progress("microbatches", done, len(microbatches))
         gradients = {name: local(p.grad) for name, p in self.names.items() if p.grad is not None}
-        everyone = self.ranks.gather(
-            meter.vector(square_norm(gradients)), why=f"metrics of step {self.optimizer.steps}"
-        )
+        # Copies have the same gradient: it counts once.
+        squares = square_norm(gradients if self.ranks.replica == 0 else {})
+        everyone = self.ranks.gather(meter.vector(squares), why=f"metrics of step {self.optimizer.steps}")
         totals = losses.Totals(everyone)
         try:
             self._refuse_non_finite(totals)
@@ -151,11 +151,12 @@ class FSDP2Trainer:
 
     def shards(self) -> Iterator[Shard]:
         """This rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
-        for name, weight in self.outgoing.merged().items():
+        for index, (name, weight) in enumerate(self.outgoing.merged().items()):
+            if index % self.ranks.replicas != self.ranks.replica:
+                continue  # copies take turns, so that every row is written once
             rows = weight.rows()
             if rows.numel():
-                offset = rows_of(self.ranks.rank, self.ranks.world, weight.shape[0])[0]
-                yield Shard(name, weight.shape, offset, rows, weight.constant)
+                yield Shard(name, weight.shape, self.ranks.rows(weight.shape[0])[0], rows, weight.constant)
 
     def save(self, folder: Path) -> None:
         """Begins writing what is trained, optimizer, schedule step and random state; see `checkpoint.Writer`."""
@@ -195,14 +196,15 @@ class FSDP2Trainer:
             raise ValueError("there is no adapter to export; set model.adapter")
         export_adapter(folder, self.policy, self.outgoing.gather_adapter(), self.config.model, self.ranks)
 
-    def offload(self) -> None:
-        """Moves parameters and optimizer state to host memory, so that an engine can have the device's."""
-        self._move(torch.device("cpu"))
-        self.offloaded = self.ranks.device.type != "cpu"
+    def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
+        """Moves parameters, optimizer state or both to host memory, so that an engine can have the device's. Weights
+        can be published and checkpoints written from there."""
+        self._move(torch.device("cpu"), parameters, optimizer)
+        self.offloaded = self.ranks.device.type != "cpu" and (parameters or optimizer)
 
     def onload(self) -> None:
         """Moves them back."""
-        self._move(self.ranks.device)
+        self._move(self.ranks.device, True, True)
         self.offloaded = False
 
     def close(self) -> None:
@@ -298,12 +300,15 @@ class FSDP2Trainer:
     def _models(self) -> list[Policy]:
         return [self.policy] if self.reference is None else [self.policy, self.reference]
 
-    def _move(self, device: torch.device) -> None:
-        for model in self._models():
+    def _move(self, device: torch.device, parameters: bool, optimizer: bool) -> None:
+        for model in self._models() if parameters else []:
             free_gathered(model)
             model.to(device)
         self.outgoing = Outgoing(self.policy, self.ranks)
-        self.optimizer.to(device)
+        if optimizer:
+            self.optimizer.to(device)
+        if device.type == "cpu" and self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the other process on this device
 
     def _check_on_device(self) -> None:
         if self.offloaded:

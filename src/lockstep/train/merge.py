@@ -71,7 +71,7 @@ class Outgoing:
             if layer is not None:
                 magnitude = None if layer.magnitude is None else whole[layer.magnitude]
                 factors = LowRank(whole[layer.down], whole[layer.up], layer.scaling, magnitude, layer.transposed)
-                first = rows_of(self.ranks.rank, self.ranks.world, parameter.shape[0])[0]
+                first = self.ranks.rows(parameter.shape[0])[0]
                 rows = partial(_merged, factors, parameter, first)
             found[name] = Weight(tuple(parameter.shape), rows, constant=bool(whole) and layer is None)
         return found
@@ -79,10 +79,10 @@ class Outgoing:
     @torch.no_grad()
     def gather_adapter(self) -> dict[str, Tensor]:
         """The whole adapter, float32, on every rank (at one rank the trainer's own memory); empty without one."""
-        world = self.ranks.world
-        if world == 1 or not self.adapter:
+        if self.ranks.world == 1 or not self.adapter:
             return {name: local(parameter) for name, parameter in self.adapter.items()}
-        chunks = {name: rows_of(0, world, parameter.shape[0])[1] for name, parameter in self.adapter.items()}
+        shards = self.ranks.shards
+        chunks = {name: rows_of(0, shards, parameter.shape[0])[1] for name, parameter in self.adapter.items()}
         parts = [_padded(local(parameter), chunks[name]).flatten() for name, parameter in self.adapter.items()]
         everyone = self.ranks.gather_flat(torch.cat(parts), why="the adapter, to merge it")
         whole, at = {}, 0

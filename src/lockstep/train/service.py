@@ -73,6 +73,7 @@ class TrainerService(TrainerAPI):
             self.store,
             prefix=f"gen{self.generation}/{self.role}",
             timeout_s=self.config.trainer.collective_timeout_s,
+            replicas=self.config.trainer.replicas,
         )
         torch.manual_seed(self.config.seed * self.world + self.rank)
         self._trainer = trainer = FSDP2Trainer(self.config, ranks, self.generation)
@@ -135,8 +136,8 @@ class TrainerService(TrainerAPI):
         beacon.current().stage("export")
         self.trainer.export_adapter(Path(folder))
 
-    def offload(self) -> None:
-        self.trainer.offload()
+    def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
+        self.trainer.offload(parameters, optimizer)
 
     def onload(self) -> None:
         self.trainer.onload()

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +25,7 @@ def shard(policy: Policy, ranks: Ranks, reshard_after_forward: bool, compute: to
     mixed = any(parameter.dtype != compute for parameter in policy.parameters())
     if ranks.group is None or (ranks.world == 1 and not mixed):
         return
-    mesh = DeviceMesh.from_group(ranks.group, ranks.device.type, mesh_dim_names=("fsdp",))
+    mesh = ranks.mesh()
     precision = MixedPrecisionPolicy(
         param_dtype=compute if mixed else None,
         reduce_dtype=torch.float32,

@@ -193,3 +193,35 @@ def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None
     file = tmp_path / "x.yaml"
     file.write_text(yaml.safe_dump(grpo()) + "trainer: {optimizer: {lr: 1e-4}}\n")
     assert load_config(file).trainer.optimizer.lr == 1e-4
+
+
+GRPO: dict[str, Any] = {
+    "recipe": "grpo",
+    "name": "x",
+    "steps": 1,
+    "model": {"path": "m"},
+    "data": {"path": "d.jsonl"},
+    "reward": {"terms": [{"kind": "exact_match"}]},
+}
+
+
+def test_copies_must_divide_the_ranks_and_be_sharded() -> None:
+    for ranks, replicas in ((4, 3), (4, 4), (2, 2)):
+        with pytest.raises(ConfigError, match=f"replicas {replicas} must divide ranks {ranks}"):
+            check_config(GRPO | {"trainer": {"ranks": ranks, "replicas": replicas}}, "test")
+    assert check_config(GRPO | {"trainer": {"ranks": 8, "replicas": 2}}, "test").trainer.shards == 4
+
+
+def test_exports_are_those_that_there_can_be() -> None:
+    adapter = {"model": {"path": "m", "adapter": {"kind": "dora"}}}
+    for extra, export, folders in (
+        ({}, True, ["export"]),
+        ({}, "merged", ["export"]),
+        ({}, False, []),
+        (adapter, True, ["export", "adapter"]),
+        (adapter, "adapter", ["adapter"]),
+        (adapter, "merged", ["export"]),
+    ):
+        assert check_config(GRPO | extra | {"checkpoint": {"export": export}}, "test").exports == folders
+    with pytest.raises(ConfigError, match=r"checkpoint\.export 'adapter' needs one"):
+        check_config(GRPO | {"checkpoint": {"export": "adapter"}}, "test")

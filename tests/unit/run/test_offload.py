@@ -1,0 +1,82 @@
+"""The trainer makes room while engines generate, and is back before anything needs it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.config.load import check_config
+from lockstep.config.trainer import Offload
+from lockstep.ledger.ledger import Ledger
+from lockstep.run.interrupt import Interrupt
+from lockstep.run.policy import Policy
+from lockstep.run.run import Roles, Run
+from lockstep.run.stages import Stages
+
+
+class Done:
+    """A call that has its answer."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Worker:
+    """Writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def submit(self, method: Any, *arguments: Any) -> Done:
+        self.calls.append((method.__name__, *arguments))
+        return Done(SimpleNamespace(values={}) if method.__name__ == "step" else None)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.setattr("lockstep.run.policy.gather", lambda calls, why: [call.value for call in calls])
+    return Worker()
+
+
+def run_of(folder: Path, worker: Worker, offload: dict[str, bool]) -> Run:
+    values = {
+        "recipe": "grpo", "name": "x", "steps": 3, "model": {"path": "m"}, "data": {"path": "d"},
+        "reward": {"terms": [{"kind": "exact_match"}]}, "trainer": {"offload": offload},
+    }  # fmt: skip
+    config = check_config(values, "test")
+    policy = Policy([worker], [SimpleNamespace()], config.trainer.offload)  # type: ignore[list-item]
+    monitor: Any = SimpleNamespace(stage=Stages())
+    with Ledger.create(folder / "run", {"name": "x"}) as ledger:
+        return Run(config, ledger.folder, ledger, Roles(policy), monitor, Interrupt(), 0)
+
+
+def a_step(run: Run) -> None:
+    minibatch: Any = SimpleNamespace(ranks=[[]], skipped=0)
+    for name in ("rollout", "reward", "rollout"):
+        with run.stage(name):
+            pass
+    with run.stage("logprobs"):
+        run.policy.evaluate(minibatch, ["logprobs"])
+    with run.stage("train"):
+        run.policy.step(minibatch, run.config.loss)
+    with run.stage("publish"):
+        run.policy.write_weights(1)
+    with run.stage("evaluate"):
+        pass
+    with run.stage("checkpoint"):
+        run.policy.save(Path("x"))
+
+
+def test_the_trainer_is_away_while_engines_generate(tmp_path: Path, worker: Worker) -> None:
+    a_step(run_of(tmp_path, worker, {"optimizer": True}))
+    assert [call[0] for call in worker.calls] == [
+        *("offload", "onload", "evaluate", "step", "write_weights", "offload", "save")
+    ]
+    assert worker.calls[0] == ("offload", False, True)
+
+
+def test_it_stays_where_nothing_is_asked_for(tmp_path: Path, worker: Worker) -> None:
+    a_step(run_of(tmp_path, worker, {}))
+    assert [call[0] for call in worker.calls] == ["evaluate", "step", "write_weights", "save"]
+    assert not Offload().anything and Offload(parameters=True).anything
