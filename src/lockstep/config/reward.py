@@ -141,8 +141,10 @@ class _Remote(_Term):
 
 def _http(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
         raise ValueError("not an http:// or https:// address")
+    if parts.port == 0:  # one that is no number or too large raises by itself
+        raise ValueError("port 0 is none")
     if parts.username is not None or parts.password is not None:
         raise ValueError("holds a user's name or password: put a key into the environment and name it in api_key_env")
     return url

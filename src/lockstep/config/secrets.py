@@ -8,7 +8,8 @@ from typing import Any
 
 HIDDEN = "[hidden]"
 _SHAPES: Mapping[str, str] = {
-    "an API key": r"\b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}|\b(?:gsk_|nvapi-|xai-|wandb_v1_|r8_)[A-Za-z0-9_-]{20,}",
+    "an API key": r"\b(?:sk|pk|rk)-(?:[A-Za-z0-9]+-){0,3}(?=\w*\d)\w{16,}[\w-]*",
+    "a service's key": r"\b(?:gsk_|nvapi-|xai-|wandb_v1_|r8_)[A-Za-z0-9_-]{20,}",
     "a Hugging Face token": r"\bhf_[A-Za-z0-9]{24,}",
     "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}",
     "a GitLab token": r"\bglpat-[A-Za-z0-9_-]{18,}",
@@ -26,6 +27,8 @@ _SECRET_NAME = re.compile(
     r"(?:^|[_.-])(?:api_?key|key|token|secret|password|passwd|passphrase|credentials?|auth)$", re.I
 )
 _TOKENS_OF_TEXT = re.compile(r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video)_token$", re.I)
+_DIGITS = 3
+"""In something drawn; names that people give have one or two."""
 _SHORTEST_VALUE = 8
 """Of a variable: hiding shorter ones would black out ordinary words."""
 
@@ -82,9 +85,11 @@ def redact(values: Any, known: Collection[str] = (), name: str = "") -> Any:
 
 
 def _drawn(text: str) -> bool:
-    """Whether it looks drawn at random: long, without spaces, letters and digits mixed, above 3 bits a character
-    (Shannon, of its own frequencies)."""
-    if len(text) < 16 or re.search(r"\s", text) or not (re.search(r"\d", text) and re.search(r"[A-Za-z]", text)):
+    """Whether it looks drawn at random: long, of the characters that keys have, letters and several digits, above 3
+    bits a character (Shannon, of its own frequencies)."""
+    if not re.fullmatch(r"[A-Za-z0-9._~+/=-]{16,}", text) or not re.search(r"[A-Za-z]", text):
+        return False
+    if len(re.findall(r"\d", text)) < _DIGITS:
         return False
     shares = [count / len(text) for count in Counter(text).values()]
     return -sum(share * math.log2(share) for share in shares) > 3.0

@@ -58,6 +58,7 @@ FOREIGN_NAMES = {
     "adv_estimator": "advantage.kind",
     "advantage_estimator": "advantage.kind",
     "reward_funcs": "reward.terms",
+    "custom_reward_function": "reward.terms: {kind: function, path: FILE.py:NAME}",
     "remote_rm_url": "reward.terms: {kind: http, url: ..., signature: openrlhf}",
     "report_to": "tracking: [{kind: wandb}], mlflow or prometheus",
     "logger": "tracking: [{kind: wandb}], mlflow or prometheus",

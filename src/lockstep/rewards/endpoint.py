@@ -126,7 +126,7 @@ class Endpoint:
         url = self.url
         for _ in range(_MOST_REDIRECTS + 1):
             async with client.stream("POST", url, content=body, headers=self._headers) as response:
-                if not response.is_redirect:
+                if not response.has_redirect_location:
                     content = await self._body(response)
                     self._check_status(response, content)
                     return content

@@ -13,7 +13,8 @@ from lockstep.config.secrets import HIDDEN, found_in, is_secret_name, kind_of, r
 
 # Made up; put together here so that scanners of repositories do not take them for real ones.
 SECRETS = {
-    "an API key": ["sk-" + "proj-7Gq1vR4nTz8LxWc2Yb5M", "sk-" + "ant-api03-AAAAbbbbCCCCdddd1111", "gsk_" + "a1B2" * 12],
+    "an API key": ["sk-" + "proj-7Gq1vR4nTz8LxWc2Yb5M", "sk-" + "ant-api03-AAAAbbbbCCCCdddd1111"],
+    "a service's key": ["gsk_" + "a1B2" * 12],
     "a Hugging Face token": ["hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345"],
     "a GitHub token": ["ghp_" + "0123456789abcdefghijABCDEFGHIJ012345", "github_pat_" + "11ABCDEFG0" * 4],
     "a GitLab token": ["glpat-" + "x1Y2z3A4b5C6d7E8f9G0"],
@@ -26,6 +27,7 @@ SECRETS = {
     "an URL with a token": ["http://models.example/score?x=1&api_key=abcdefgh12"],
 }
 HARMLESS = [
+    "sk-experiment-with-a-long-name-2",
     "Qwen/Qwen2.5-0.5B-Instruct", "runs/sk-learn", "hf_hub", "user@example", "https://host:8000/v1", "task-sk-1",
     "0123456789=", "<|im_end|>", "git@host:repo.git", "https://host/a?tokens=12", "Score: 10", "the bearer of news",
 ]  # fmt: skip
@@ -55,6 +57,8 @@ def test_names_tell_secrets_whose_form_does_not() -> None:
         assert not is_secret_name(name), name
     drawn = "9f8e7d6c5b4a39281706f5e4d3c2b1a0"
     assert list(found_in({"arguments": {"token": drawn}})) == [("arguments.token", "a key or password")]
+    for value in ("<|reserved_special_token_123|>", "final_answer_column_2", "some words of 2023 and 2024"):
+        assert list(found_in({"arguments": {"answer_key": value, "token": value}})) == []
     assert list(found_in({"arguments": {"token": "</s>", "key": "answer", "checksum": drawn}})) == []
 
 

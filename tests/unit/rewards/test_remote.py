@@ -178,6 +178,8 @@ def test_pauses_double_up_to_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> N
         (Reply(b"x" * (17 << 20)), "answered with more than 16 MiB"),
         (Reply("[]", headers={"content-encoding": "gzip"}), "a compressed body, which was not asked for"),
         (Reply("", 302, {"location": "http://elsewhere.invalid/x?token=abc"}), "a redirect to http://elsewhere.invalid/x,"),
+        (Reply("", 302), "answered 302 Found"),
+        (Reply("", 307, {"location": "http://[::1"}), "Invalid URL in location header"),
         (Reply("", 307, {"location": "/again"}), "redirects in a circle"),
         (Reply("", 307, {"location": "ftp://elsewhere.invalid/"}), "which is not followed"),
     ],
@@ -263,6 +265,9 @@ def test_whoever_waits_says_on_whom(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     [
         ({"url": "ftp://x"}, "not an http"),
         ({"url": "http://"}, "not an http"),
+        ({"url": "http://host/a b"}, "not an http"),
+        ({"url": "http://host:port/"}, "[Pp]ort"),
+        ({"url": "http://host:70000/"}, "[Pp]ort"),
         ({"url": "http://me:pw@host/x"}, "holds a user's name or password"),
         ({"api_key_env": "sk-123"}, "pattern"),
         ({"deadline_s": 1}, "does not leave time for one try"),
