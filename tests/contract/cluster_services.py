@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.cluster.protocol import concurrent
+from lockstep.cluster.protocol import Later, concurrent
 from lockstep.watch import beacon, waits
 
 
@@ -152,3 +152,37 @@ class Engine:
         self.done += 1
         beacon.current().add("tokens")
         return True
+
+
+class Promises:
+    """Answers once its background work has got so far."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[int, Later[list[int]]]] = []
+        self.turns, self.broken = 0, False
+
+    def at(self, turn: int) -> Later[list[int]]:
+        later: Later[list[int]] = Later()
+        self.open.append((turn, later))
+        if turn < 0:
+            later.fail(Painful("there was no such turn"))
+        elif turn == 0:
+            later.settle([0])
+        return later
+
+    def sabotage(self) -> None:
+        self.broken = True
+
+    def count(self) -> int:
+        return len(self.open)
+
+    def background(self) -> bool:
+        if self.broken:
+            raise Painful("the loop broke")
+        self.turns += 1
+        beacon.current().add("turns")
+        for turn, later in self.open:
+            if turn == self.turns:
+                later.settle([turn, self.turns])
+        time.sleep(0.002)
+        return self.turns < 100_000

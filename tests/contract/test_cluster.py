@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from cluster_services import Engine, Parcel, Plain
+from cluster_services import Engine, Parcel, Plain, Promises
 
 from lockstep.cluster.calls import gather
 from lockstep.cluster.codec import CodecError
@@ -26,7 +26,7 @@ from lockstep.config.cluster import LocalCluster as LocalConfig
 from lockstep.watch import wire
 from lockstep.watch.waits import Stalled
 
-HERE = str(Path(__file__).parent)
+PATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 TOKEN = secrets.token_hex(16)
 Start = Callable[..., Any]
 
@@ -47,7 +47,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def spec(name: str, service: type = Plain, rank: int = 0, **arguments: Any) -> WorkerSpec:
     return WorkerSpec(
         name, "tester", rank, f"cluster_services:{service.__name__}", arguments,
-        environment={"PYTHONPATH": HERE, "OMP_NUM_THREADS": "1"}, preload=("numpy", "lockstep.cluster.uplink"),
+        environment={"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}, preload=("numpy", "lockstep.cluster.uplink"),
     )  # fmt: skip
 
 
@@ -323,6 +323,42 @@ def test_a_broken_background_loop_fails_the_calls(start: Start) -> None:
             time.sleep(0.2)
             worker.call(Engine.collect)
     assert worker.call(Engine.progress) == 0
+
+
+def test_answers_may_come_later_than_those_of_later_calls(start: Start) -> None:
+    worker = start(Promises)
+    now = worker.call(Promises.at, 0)
+    late = worker.submit(Promises.at, 150)
+    with pytest.raises(RemoteError, match="there was no such turn"):
+        worker.call(Promises.at, -1)
+    assert worker.call(Promises.count) == 3
+    assert now == [0] and not late.done()
+    assert late.result("its turn") == [150, 150]
+
+
+def test_an_answer_that_comes_later_survives_a_cut(start: Start) -> None:
+    worker = start(Promises)
+    late = worker.submit(Promises.at, 300)
+    assert worker.call(Promises.count) == 1
+    cut(worker)
+    assert late.result("its turn") == [300, 300]
+
+
+def test_a_service_that_breaks_fails_what_it_owes(start: Start) -> None:
+    worker = start(Promises)
+    late = worker.submit(Promises.at, 90_000)
+    worker.submit(Promises.sabotage)
+    with pytest.raises(RemoteError, match="the loop broke"):
+        late.result("its turn")
+
+
+def test_a_worker_that_dies_fails_what_it_owes(start: Start) -> None:
+    worker = start(Promises)
+    late = worker.submit(Promises.at, 90_000)
+    worker.call(Promises.count)
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        late.result("its turn")
 
 
 def test_a_constructor_that_raises(cluster: Any) -> None:

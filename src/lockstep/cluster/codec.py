@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from lockstep.cluster.protocol import Later
 from lockstep.watch.frames import MAX_FRAME
 
 INLINE = 16 << 10
@@ -60,7 +61,7 @@ class Signature:
                 raise CodecError(self.qualified, parameter.name, "a remote method names its arguments, no * or **")
         hints = _hints(method)
         self._takes = {p.name: _Type(self.qualified, p.name, hints.get(p.name, Any)) for p in self._parameters}
-        self._gives = _Type(self.qualified, "return value", hints.get("return", Any))
+        self._gives = _Type(self.qualified, "return value", _value_of(hints.get("return", Any)))
         self._struct = msgspec.defstruct(
             "Arguments",
             [(name, kind.wire, msgspec.UNSET) for name, kind in self._takes.items()],
@@ -256,6 +257,11 @@ def _culprit(given: Mapping[str, Any], error: Exception) -> tuple[str, str]:
 def _hints(method: Callable[..., Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(method, include_extras=True)
     return {name: type(None) if hint is None else hint for name, hint in hints.items()}
+
+
+def _value_of(annotation: Any) -> Any:
+    """What the caller of a method gets: the value of what comes later."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Later else annotation
 
 
 def _holds_models(annotation: Any) -> bool:

@@ -10,10 +10,11 @@ wire knows the types:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -99,3 +100,35 @@ def concurrent(method: Callable[P, R]) -> Callable[P, R]:
     """Marks a service method that may run beside a running call, in the worker's I/O thread; it must be quick."""
     method.__lockstep_concurrent__ = True  # type: ignore[attr-defined]
     return method
+
+
+class Later(Generic[T]):
+    """An answer that is not there yet: a service method returns it, the caller gets the value once it is settled.
+
+    The service goes on with its other calls and its background work meanwhile, whose progress is what the caller waits
+    on. Made, settled and failed in the service's main thread; the first of the two counts.
+    """
+
+    def __init__(self) -> None:
+        self._outcome: tuple[T | None, Exception | None] | None = None
+        self._tell: Callable[[T | None, Exception | None], None] | None = None
+
+    def settle(self, value: T) -> None:
+        """The value is there."""
+        self._end(value, None)
+
+    def fail(self, error: Exception) -> None:
+        """There will be none: the caller gets this error as if the method had raised it."""
+        self._end(None, error)
+
+    def when_over(self, tell: Callable[[T | None, Exception | None], None]) -> None:
+        """Calls `tell(value, error)` once it is over; now, when it is."""
+        self._tell = tell
+        if self._outcome is not None:
+            tell(*self._outcome)
+
+    def _end(self, value: T | None, error: Exception | None) -> None:
+        if self._outcome is None:
+            self._outcome = value, error
+            if self._tell is not None:
+                self._tell(value, error)

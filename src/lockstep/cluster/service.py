@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lockstep.cluster.codec import Payload, signature_of
+from lockstep.cluster.codec import CodecError, Payload, Signature, signature_of
 from lockstep.cluster.messages import STARTED, Call, Failure, Result
+from lockstep.cluster.protocol import Later
 from lockstep.watch import waits
 from lockstep.watch.waits import WaitTimeout
 
@@ -42,6 +43,8 @@ class Service:
         self._calls: deque[tuple[Call, memoryview]] = deque()
         self._changed = threading.Condition()
         self._broken: Failure | None = None
+        self._owed: set[Later[Any]] = set()
+        """Answers that come later."""
         self._leaving = ""
         self._interruptible = False
         self.running = ""
@@ -122,6 +125,8 @@ class Service:
         except Exception as error:
             log.exception("background work failed, the service is broken")
             self._broken = failure(STARTED, error)
+            for later in list(self._owed):
+                later.fail(error)
             return False
 
     def _idle(self, seconds: float) -> None:
@@ -140,20 +145,39 @@ class Service:
         if not beside:
             self.running = call.method
         try:
-            message, payload = self._execute(call, arguments, None if beside else self._broken)
+            answer = self._execute(call, arguments, None if beside else self._broken)
         except Exception as error:  # noqa: BLE001 - whatever a call raises travels to the controller
-            message, payload = failure(call.id, error), b""
+            answer = failure(call.id, error), b""
         if not beside:
             self.running = ""
-        self._answers.answer(message, payload)
+        if answer is not None:
+            self._answers.answer(*answer)
 
-    def _execute(self, call: Call, arguments: memoryview, broken: Failure | None) -> tuple[Result | Failure, Payload]:
+    def _execute(
+        self, call: Call, arguments: memoryview, broken: Failure | None
+    ) -> tuple[Result | Failure, Payload] | None:
+        """The answer, None where it comes later."""
         if broken is not None:
             return Failure(call.id, broken.kind, broken.message, broken.traceback), b""
         method = self._method(call)
         signature = signature_of(method)
         value = method(self._object, **signature.decode_arguments(arguments))
+        if isinstance(value, Later):
+            later = value
+            self._owed.add(later)
+            later.when_over(lambda value, error: self._late(call, signature, later, value, error))
+            return None
         return Result(call.id), signature.encode_result(value)
+
+    def _late(self, call: Call, signature: Signature, later: Later[Any], value: Any, error: Exception | None) -> None:
+        self._owed.discard(later)
+        if error is None:
+            try:
+                self._answers.answer(Result(call.id), signature.encode_result(value))
+                return
+            except CodecError as refused:
+                error = refused
+        self._answers.answer(failure(call.id, error), b"")
 
     def _method(self, call: Call) -> Callable[..., Any]:
         method = None if call.method.startswith("_") else getattr(type(self._object), call.method, None)

@@ -26,7 +26,8 @@ class EngineAPI(Protocol):
         """Queues requests, all or none. ValueError (BadRequest) names the one that cannot be served."""
 
     def collect(self, ack: int = 0) -> Collected:
-        """What finished since `ack`, the `sequence` of the newest `Collected` that has arrived safely (0: none).
+        """What finished since `ack`, the `sequence` of the newest `Collected` that has arrived safely (0: none). The
+        answer comes when something has; at once, and empty, where nothing is under way.
 
         At least once: completions stay until they are acknowledged, so a lost answer loses nothing; who asks
         again with the same `ack` gets them again. Raises what stopped the engine, if something did.

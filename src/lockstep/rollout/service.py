@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.cluster.protocol import concurrent
+from lockstep.cluster.protocol import Later, concurrent
 from lockstep.config.model import Model
 from lockstep.config.rollout import BuiltinEngine as EngineConfig
 from lockstep.data.samples import Completion
@@ -48,6 +48,7 @@ class EngineService:
             torch.set_num_threads(threads)
         self._outbox = Outbox()
         self._failure: Exception | None = None
+        self._asked: list[tuple[int, Later[Collected]]] = []
         self._engine: RolloutEngine = BuiltinEngine.from_config(
             Model.model_validate(model),
             EngineConfig.model_validate(engine),
@@ -61,18 +62,24 @@ class EngineService:
     def submit(self, requests: list[Request]) -> None:
         self._engine.submit(requests)
 
-    def collect(self, ack: int = 0) -> Collected:
+    def collect(self, ack: int = 0) -> Later[Collected]:
         if self._failure is not None:
             raise self._failure
-        return self._outbox.collect(ack)
+        self._outbox.acknowledge(ack)
+        later: Later[Collected] = Later()
+        self._asked.append((ack, later))
+        self._tell()
+        return later
 
     def abort(self, ids: list[str] | None = None) -> None:
         """Also clears a failure: whoever aborts what failed may go on."""
         self._outbox.put(self._engine.abort(ids))
         self._failure = None
+        self._tell()
 
     def pause(self) -> None:
         self._engine.pause()
+        self._tell()
 
     def resume(self) -> None:
         self._engine.resume()
@@ -94,8 +101,11 @@ class EngineService:
             # Raised to the controller by `collect`: nobody awaits this call.
             log.exception("the engine stopped")
             self._failure = error
+            for _, later in self._asked:
+                later.fail(error)
+            self._asked.clear()
             return False
-        now = self._engine.progress()
+        now = self._tell()
         here = beacon.current()
         here.progress("tokens", now.tokens)
         here.progress("completions", now.finished)
@@ -103,6 +113,16 @@ class EngineService:
 
     def close(self) -> None:
         self._engine.close()
+
+    def _tell(self) -> EngineProgress:
+        """Answers who asked for completions, when there are some or nothing is under way; the engine's counters."""
+        now = self._engine.progress()
+        moving = not now.paused and now.running + now.waiting > 0
+        if self._asked and (self._outbox or not moving):
+            for ack, later in self._asked:
+                later.settle(self._outbox.collect(ack))
+            self._asked.clear()
+        return now
 
 
 class Outbox:
@@ -116,12 +136,20 @@ class Outbox:
         self._kept.extend(completions)
         self._sequence += len(completions)
 
-    def collect(self, ack: int) -> Collected:
-        """Drops what is acknowledged, returns the rest. ValueError for a number that was never given out."""
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._kept)
+
+    def acknowledge(self, ack: int) -> None:
+        """Drops what has arrived. ValueError for a number that was never given out."""
         if not 0 <= ack <= self._sequence:
             raise ValueError(f"ack: {ack} was never collected, the newest completion is number {self._sequence}")
         while self._kept and self._sequence - len(self._kept) < ack:
             self._kept.popleft()
+
+    def collect(self, ack: int) -> Collected:
+        """Drops what is acknowledged, returns the rest."""
+        self.acknowledge(ack)
         return Collected(self._sequence, list(self._kept))
 
 

@@ -10,7 +10,7 @@ from lockstep.config.model import Model
 from lockstep.config.rollout import BuiltinEngine as EngineConfig
 from lockstep.data.samples import Completion
 from lockstep.models.tiny import make_tiny
-from lockstep.rollout.api import EngineAPI
+from lockstep.rollout.api import Collected, EngineAPI
 from lockstep.rollout.errors import BadLogits, BadRequest
 from lockstep.rollout.protocol import Request
 from lockstep.rollout.service import EngineService, Outbox
@@ -33,6 +33,16 @@ def service(model, **options):
 def ask(n, tokens=5):
     prompt = np.array([4, 5, 6], np.int32)
     return [Request(f"r{k}", "g", prompt, seed=k, max_tokens=tokens, ignore_eos=True) for k in range(n)]
+
+
+def taken(engine, ack=0):
+    """What `collect` answers: by now, or not at all."""
+    answers = []
+    engine.collect(ack).when_over(lambda value, error: answers.append((value, error)))
+    ((value, error),) = answers
+    if error is not None:
+        raise error
+    return value
 
 
 def completion(name):
@@ -64,28 +74,53 @@ def test_decodes_in_the_background(model):
     while engine.background():
         turns += 1
         assert engine.progress().tokens == min(turns, 5) * 8 + max(0, turns - 5) * 3
-    collected = engine.collect()
+    collected = taken(engine)
     assert collected.sequence == 11 and {each.request for each in collected.completions} == {f"r{k}" for k in range(11)}
-    assert engine.collect(11).completions == []
+    assert taken(engine, 11).completions == []
     engine.submit(ask(3))
     engine.background()
     engine.pause()
     assert engine.background() is False and engine.progress().paused
     engine.abort(["r1"])
-    assert [(each.request, each.finish, len(each.tokens)) for each in engine.collect(11).completions] == [
+    assert [(each.request, each.finish, len(each.tokens)) for each in taken(engine, 11).completions] == [
         ("r1", "abort", 1)
     ]
     engine.resume()
     while engine.background():
         pass
-    assert engine.collect(12).sequence == 14
+    assert taken(engine, 12).sequence == 14
     engine.close()
+
+
+def test_completions_are_told_when_they_are_there(model):
+    engine, told = service(model), []
+    engine.submit([*ask(3, tokens=3), Request("long", "h", np.array([4], np.int32), 9, max_tokens=9, ignore_eos=True)])
+    engine.collect().when_over(lambda value, error: told.append((value, error)))
+    engine.background()
+    engine.background()
+    assert told == [], "nothing has finished"
+    engine.background()
+    ((first, error),) = told
+    assert error is None and {each.request for each in first.completions} == {"r0", "r1", "r2"}
+    engine.collect(first.sequence).when_over(lambda value, error: told.append((value, error)))
+    engine.background()
+    assert len(told) == 1
+    engine.pause()
+    assert told[1][0].completions == [], "a paused engine has nothing to wait for"
+    engine.resume()
+    engine.collect(first.sequence).when_over(lambda value, error: told.append((value, error)))
+    while engine.background():
+        pass
+    assert [each.request for each in told[2][0].completions] == ["long"]
+    with pytest.raises(ValueError, match="never collected"):
+        engine.collect(99)
 
 
 def test_has_every_method_of_its_api():
     for name in ("submit", "collect", "abort", "pause", "resume", "load_weights", "progress"):
         declared, there = getattr(EngineAPI, name), getattr(EngineService, name)
-        assert declared.__annotations__ == there.__annotations__
+        now = Collected if name == "collect" else there.__annotations__["return"]  # `Later` is the service's own affair
+        assert declared.__annotations__ == there.__annotations__ | {"return": now}
         assert hasattr(declared, "__lockstep_concurrent__") == hasattr(there, "__lockstep_concurrent__")
     assert hasattr(EngineService.progress, "__lockstep_concurrent__")
 
@@ -121,9 +156,12 @@ def test_a_failure_reaches_who_collects(model):
     with torch.no_grad():
         engine._engine.lm.get_input_embeddings().weight.fill_(torch.nan)
     engine.submit(ask(2))
+    told = []
+    engine.collect().when_over(lambda value, error: told.append(error))
     assert engine.background() is False
+    assert isinstance(told[0], BadLogits)
     for _ in range(2):
         with pytest.raises(BadLogits, match="'r0'"):
-            engine.collect()
+            taken(engine)
     engine.abort()
-    assert {each.request for each in engine.collect().completions} == {"r0", "r1"}
+    assert {each.request for each in taken(engine).completions} == {"r0", "r1"}
