@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from lockstep.cluster.calls import gather
-from lockstep.cluster.protocol import Worker
+from lockstep.cluster.protocol import Pending, Worker
 from lockstep.config.rollout import Sampling
 from lockstep.data.samples import Completion, Prompt
+from lockstep.rollout.api import Collected
 from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.seeds import request_seed
 from lockstep.run.services import EngineAPI
@@ -27,6 +28,8 @@ class _Engine:
 
     worker: Worker
     acknowledged: int = 0
+    asked: Pending[Collected] | None = None
+    """Our question for completions, not answered or not read yet."""
     open: set[str] = field(default_factory=set)
 
 
@@ -143,7 +146,13 @@ class Engines:
         return [worker.call(EngineAPI.progress) for worker in self.workers]
 
     def _fetch(self, engine: _Engine) -> list[Completion]:
-        collected = engine.worker.call(EngineAPI.collect, engine.acknowledged)
+        """What it has told by now. It is asked once and answers when there is something: a question takes time from
+        decoding, a look at whether it was answered takes none."""
+        if engine.asked is None:
+            engine.asked = engine.worker.submit(EngineAPI.collect, engine.acknowledged)
+        if not engine.asked.done():
+            return []
+        collected, engine.asked = engine.asked.result(why="completions"), None
         engine.acknowledged = collected.sequence
         found = [completion for completion in collected.completions if completion.request in engine.open]
         engine.open.difference_update(completion.request for completion in found)
