@@ -58,6 +58,9 @@ class Pending(Protocol[R_co]):
 
     def done(self) -> bool: ...
 
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once the call is done, in the thread that hears it; now, when it is."""
+
     def result(self, why: str, stall_s: float | None = None) -> R_co:
         """Waits for the result as long as the worker makes progress; after `stall_s` (the cluster's limit when
         None) without any, raises `lockstep.watch.waits.Stalled`. Raises RemoteError or WorkerDied."""

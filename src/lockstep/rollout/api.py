@@ -15,7 +15,7 @@ class Collected:
     """Finished completions that were not acknowledged yet, oldest first."""
 
     sequence: int
-    """Number of the last of them since the engine started; acknowledge with it. Unchanged when there are none."""
+    """Number of the last of them since the engine started; acknowledge with it."""
     completions: list[Completion]
 
 
@@ -27,7 +27,7 @@ class EngineAPI(Protocol):
 
     def collect(self, ack: int = 0) -> Collected:
         """What finished since `ack`, the `sequence` of the newest `Collected` that has arrived safely (0: none). The
-        answer comes when something has; at once, and empty, where nothing is under way.
+        answer comes when something has.
 
         At least once: completions stay until they are acknowledged, so a lost answer loses nothing; who asks
         again with the same `ack` gets them again. Raises what stopped the engine, if something did.

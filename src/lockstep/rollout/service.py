@@ -79,7 +79,6 @@ class EngineService:
 
     def pause(self) -> None:
         self._engine.pause()
-        self._tell()
 
     def resume(self) -> None:
         self._engine.resume()
@@ -105,7 +104,8 @@ class EngineService:
                 later.fail(error)
             self._asked.clear()
             return False
-        now = self._tell()
+        self._tell()
+        now = self._engine.progress()
         here = beacon.current()
         here.progress("tokens", now.tokens)
         here.progress("completions", now.finished)
@@ -114,15 +114,12 @@ class EngineService:
     def close(self) -> None:
         self._engine.close()
 
-    def _tell(self) -> EngineProgress:
-        """Answers who asked for completions, when there are some or nothing is under way; the engine's counters."""
-        now = self._engine.progress()
-        moving = not now.paused and now.running + now.waiting > 0
-        if self._asked and (self._outbox or not moving):
+    def _tell(self) -> None:
+        """Answers who asked for completions, when there are some."""
+        if self._asked and self._outbox:
             for ack, later in self._asked:
                 later.settle(self._outbox.collect(ack))
             self._asked.clear()
-        return now
 
 
 class Outbox:

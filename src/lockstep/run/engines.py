@@ -1,5 +1,6 @@
 """The rollout engines as the controller sees them: requests go out, completions come back."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from lockstep.watch import beacon, waits
 
 T = TypeVar("T")
 
-POLL_S = 0.01
+LOOK_S = 0.25
+"""How often somebody who waits for completions looks at the progress; news of completions come by themselves."""
 PROGRESS_S = 1.0
 """How often engines are asked for their counters while nothing finishes."""
 
@@ -44,6 +46,8 @@ class Engines:
         """By queue: what finished and was not collected yet."""
         self.sampling, self.seed = sampling, seed
         self.stall_s = stall_s
+        self._news = threading.Event()
+        """An engine has told something."""
         self.version = 0
         self._made, self._asked = 0, 0.0
 
@@ -119,7 +123,8 @@ class Engines:
             why=why,
             stall_s=self.stall_s,
             progress=self._moves,
-            every_s=POLL_S,
+            every_s=LOOK_S,
+            wake=self._news,
         )
 
     def _moves(self) -> object:
@@ -146,16 +151,20 @@ class Engines:
         return [worker.call(EngineAPI.progress) for worker in self.workers]
 
     def _fetch(self, engine: _Engine) -> list[Completion]:
-        """What it has told by now. It is asked once and answers when there is something: a question takes time from
-        decoding, a look at whether it was answered takes none."""
-        if engine.asked is None:
-            engine.asked = engine.worker.submit(EngineAPI.collect, engine.acknowledged)
-        if not engine.asked.done():
-            return []
-        collected, engine.asked = engine.asked.result(why="completions"), None
-        engine.acknowledged = collected.sequence
-        found = [completion for completion in collected.completions if completion.request in engine.open]
-        engine.open.difference_update(completion.request for completion in found)
+        """What it has told by now. It is asked once and answers when there is something: many questions would take
+        time from decoding."""
+        found: list[Completion] = []
+        while engine.open:
+            if engine.asked is None:
+                engine.asked = engine.worker.submit(EngineAPI.collect, engine.acknowledged)
+                engine.asked.on_done(self._news.set)
+            if not engine.asked.done():
+                break
+            collected, engine.asked = engine.asked.result(why="completions"), None
+            engine.acknowledged = collected.sequence
+            new = [completion for completion in collected.completions if completion.request in engine.open]
+            engine.open.difference_update(completion.request for completion in new)
+            found += new
         return found
 
     def request(

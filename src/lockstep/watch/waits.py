@@ -48,15 +48,29 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 def poll(
-    check: Callable[[], T | None], *, kind: str, whom: str, why: str, every_s: float = 0.02, **bounds: Unpack[Bounds]
+    check: Callable[[], T | None],
+    *,
+    kind: str,
+    whom: str,
+    why: str,
+    every_s: float = 0.02,
+    wake: threading.Event | None = None,
+    **bounds: Unpack[Bounds],
 ) -> T:
-    """Calls `check` every `every_s` until it returns something else than None, and returns that."""
+    """Calls `check` every `every_s` until it returns something else than None, and returns that. `wake` is set by
+    whoever knows that it is worth a look now; it is cleared before each."""
 
     def attempt(seconds: float) -> T | Nothing:
+        if wake is not None:
+            wake.clear()
         answer = check()
         if answer is not None:
             return answer
-        time.sleep(min(every_s, seconds))
+        pause = min(every_s, seconds)
+        if wake is not None:
+            wake.wait(pause)
+        else:
+            time.sleep(pause)
         return NOTHING
 
     return wait_for(kind, whom, why, attempt, bounds)

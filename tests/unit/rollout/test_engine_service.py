@@ -36,13 +36,14 @@ def ask(n, tokens=5):
 
 
 def taken(engine, ack=0):
-    """What `collect` answers: by now, or not at all."""
+    """What `collect` answers by now; None where it does not yet."""
     answers = []
     engine.collect(ack).when_over(lambda value, error: answers.append((value, error)))
-    ((value, error),) = answers
-    if error is not None:
-        raise error
-    return value
+    for value, error in answers:
+        if error is not None:
+            raise error
+        return value
+    return None
 
 
 def completion(name):
@@ -76,7 +77,7 @@ def test_decodes_in_the_background(model):
         assert engine.progress().tokens == min(turns, 5) * 8 + max(0, turns - 5) * 3
     collected = taken(engine)
     assert collected.sequence == 11 and {each.request for each in collected.completions} == {f"r{k}" for k in range(11)}
-    assert taken(engine, 11).completions == []
+    assert taken(engine, 11) is None
     engine.submit(ask(3))
     engine.background()
     engine.pause()
@@ -104,14 +105,9 @@ def test_completions_are_told_when_they_are_there(model):
     assert error is None and {each.request for each in first.completions} == {"r0", "r1", "r2"}
     engine.collect(first.sequence).when_over(lambda value, error: told.append((value, error)))
     engine.background()
-    assert len(told) == 1
-    engine.pause()
-    assert told[1][0].completions == [], "a paused engine has nothing to wait for"
-    engine.resume()
-    engine.collect(first.sequence).when_over(lambda value, error: told.append((value, error)))
     while engine.background():
-        pass
-    assert [each.request for each in told[2][0].completions] == ["long"]
+        assert len(told) == 1
+    assert [each.request for each in told[1][0].completions] == ["long"]
     with pytest.raises(ValueError, match="never collected"):
         engine.collect(99)
 

@@ -1,5 +1,6 @@
 """A worker that stands for an engine, for the tests of the controller's side."""
 
+import threading
 import time
 from typing import Any
 
@@ -20,20 +21,42 @@ class Engine:
         self.asked_at = 0.0
         self.version = 0
 
-    def submit(self, method: Any, requests: list[Any]) -> PendingCall[None]:
-        self.asked += [request.id for request in requests]
+    def submit(self, method: Any, argument: Any) -> Any:
+        if method.__name__ == "collect":
+            return Answer(self, argument)
+        self.asked += [request.id for request in argument]
         self.asked_at = time.monotonic()
         call: PendingCall[None] = PendingCall(self, "submit", lambda payload: None)  # type: ignore[arg-type]
         call.settle(memoryview(b""))
         return call
 
-    def call(self, method: Any, ack: int = 0) -> Any:
-        if method.__name__ == "progress":
-            return EngineProgress(0, 0, 0, 0, 0, False)
+    def call(self, method: Any) -> EngineProgress:
+        return EngineProgress(0, 0, 0, 0, 0, False)
+
+    def finished(self) -> list[str]:
         waited = time.monotonic() - self.asked_at
         half = len(self.asked) // 2 if waited >= self.half_s else 0
-        done = self.asked[: len(self.asked) if waited >= self.all_s else half]
-        return Collected(len(done), [completion(id, self.version) for id in done[ack:]])
+        return self.asked[: len(self.asked) if waited >= self.all_s else half]
+
+
+class Answer:
+    """The answer to `collect`, which comes when there is something new."""
+
+    def __init__(self, engine: Engine, ack: int) -> None:
+        self.engine, self.ack = engine, ack
+
+    def done(self) -> bool:
+        return len(self.engine.finished()) > self.ack
+
+    def on_done(self, callback: Any) -> None:
+        for due in (self.engine.half_s, self.engine.all_s):
+            timer = threading.Timer(max(0.0, self.engine.asked_at + due - time.monotonic()) + 0.001, callback)
+            timer.daemon = True
+            timer.start()
+
+    def result(self, why: str) -> Collected:
+        done = self.engine.finished()
+        return Collected(len(done), [completion(id, self.engine.version) for id in done[self.ack :]])
 
 
 def completion(id: str, version: int) -> Completion:

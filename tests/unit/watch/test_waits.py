@@ -303,3 +303,17 @@ def test_a_wait_is_taken_back_when_it_fails(tmp_path: Path, monkeypatch: pytest.
         assert beacon.read_beacons("r")[0].waits == ()
     finally:
         beacon.close_beacon()
+
+
+def test_a_poll_that_is_woken_looks_at_once():
+    wake, looks = threading.Event(), []
+
+    def look():
+        looks.append(time.monotonic())
+        if len(looks) == 1:
+            threading.Timer(0.05, wake.set).start()
+        return len(looks) == 2 or None
+
+    began = time.monotonic()
+    assert waits.poll(look, kind="queue", whom="x", why="y", every_s=30.0, timeout_s=60.0, wake=wake)
+    assert looks[1] - began < 5
