@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.generation import projections
 from benchmarks.workloads import Work, document_lengths, lengths
 
 
@@ -85,14 +86,3 @@ def training_floor(lm: Any, work: Work, repeats: int = 3) -> float:
         return TrainingFloor(lm, work).seconds(repeats)
     finally:
         torch.set_num_threads(threads)
-
-
-def projections(layer: Any) -> list[list[Any]]:
-    """The layer's matrices, those of the same input together."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]

@@ -189,7 +189,7 @@ def generate_side(lm: Any, work: Work) -> Callable[[], None]:
 def floor_side(lm: Any, work: Work) -> Callable[[], None]:
     """Matrix products alone: fused projections, scores and values of attention, no copies in between."""
     layers = [
-        [torch.cat([module.weight for module in modules]) for modules in _projections(layer)]
+        [torch.cat([module.weight for module in modules]) for modules in projections(layer)]
         for layer in lm.model.layers
     ]
     head = lm.lm_head.weight
@@ -226,7 +226,8 @@ def floor_side(lm: Any, work: Work) -> Callable[[], None]:
     return products
 
 
-def _projections(layer: Any) -> list[list[Any]]:
+def projections(layer: Any) -> list[list[Any]]:
+    """The layer's matrices, those of the same input together."""
     attention, mlp = layer.self_attn, layer.mlp
     return [
         [attention.q_proj, attention.k_proj, attention.v_proj],

@@ -191,6 +191,7 @@ FIXED = Work(
     details=3,
 )
 BFD = {"packing": True, "packing_strategy": "bfd"}
+BY_32 = {"steps_per_generation": 4}
 LONG = ("trl default", "trl best")
 WORKS: dict[str, Work] = {
     work.name: work
@@ -203,8 +204,10 @@ WORKS: dict[str, Work] = {
             "grpo",
             (
                 _lockstep(1),
-                replace(_trl(LONG[0], "TRL, micro-batch 128", 128, 1), repeats=2, warm=False),
-                replace(_trl(LONG[1], "TRL, micro-batch 8", 8, 1), repeats=3, warm=False),
+                replace(_trl(LONG[0], "TRL, micro-batch 8 (its default)", 8, 1), repeats=3, warm=False),
+                replace(
+                    _trl(LONG[1], "TRL, micro-batch 8, 32 generated at once", 8, 1, **BY_32), repeats=3, warm=False
+                ),
             ),
             dict(zip(LONG, (9.0, 6.0), strict=True)),
             prompt_tokens=512,
@@ -235,8 +238,7 @@ def quick(work: Work) -> Work:
     sides = []
     for side in work.sides:
         small = {"per_device_train_batch_size": 2}
-        if "gradient_accumulation_steps" in side.settings:
-            small["gradient_accumulation_steps"] = 1
+        small |= dict.fromkeys({"gradient_accumulation_steps", "steps_per_generation"} & set(side.settings), 1)
         settings = merged(side.settings, small) if side.program == "trl" else side.settings
         sides.append(replace(side, settings=settings, steps=1, warm=False))
     tokens, details = (64 if work.kind == "sft" else 4), min(work.details, 1)
