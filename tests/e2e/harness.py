@@ -148,7 +148,7 @@ class Launched:
         hold: dict[str, Any] | None = None,
     ) -> "Launched":  # fmt: skip
         """`lockstep train ARGUMENTS`; `folder` is the run's. A cold start runs the installed command itself; other
-        ones may hold a stage, as `zygote.hold` says."""
+        ones may hold a stage, or stop when a file exists, as `zygote.become` says."""
         output = folder.parent.parent / f"{folder.name}-{time.monotonic_ns()}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         process: subprocess.Popen[bytes] | Forked
@@ -202,14 +202,9 @@ class Launched:
 
         return self.wait_until(there, f"in {stage} of step {step}", near, timeout_s)
 
-    def wait_for_file(self, path: Path, timeout_s: float = BOUND_S) -> None:
-        """Returns in the moment in which a file (or folder) appears, however soon it vanishes again."""
-
-        def near() -> bool:
-            place = self.place()  # what vanishes soon may come with its folder, so that alone would be too late
-            return path.parent.exists() or (place is not None and place.stage != "start")
-
-        self.wait_until(lambda: True if path.exists() else None, str(path), near, timeout_s)
+    def wait_for_file(self, folder: Path, pattern: str, timeout_s: float = BOUND_S) -> None:
+        """Returns in the moment in which a file (or folder) appears."""
+        self.wait_until(lambda: True if [*folder.glob(pattern)] else None, pattern, folder.exists, timeout_s)
 
     def wait_until(
         self, there: Callable[[], T | None], what: str, near: Callable[[], bool], timeout_s: float = BOUND_S

@@ -118,16 +118,10 @@ class Life:
         pytest.fail(f"never hit {stage} of step {step}: {missed}")
 
     def kill_at(self, file: str) -> Place | None:
-        """Kills everything in the moment in which a file of the run appears."""
-        for _ in range(4):
-            launched = self.launch()
-            try:
-                launched.wait_for_file(self.run / file)
-            except Ended:
-                self.missed(launched)
-                continue
-            return self.stopped(launched)
-        pytest.fail(f"never saw {file}")
+        """Kills everything when a file of the run (a pattern) has appeared and nothing has happened to it yet."""
+        launched = self.launch(hold={"file": str(self.run / file)})
+        launched.wait_for_file(self.run, file)
+        return self.stopped(launched)
 
     def missed(self, launched: Launched) -> None:
         """This machine was too busy to look in time: that was a life without a kill, and another one begins."""

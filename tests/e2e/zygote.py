@@ -20,6 +20,7 @@ from pathlib import Path
 
 PRELOAD = ("torch", "transformers", "pandas", "matplotlib.figure", "lockstep.cli.training", "lockstep.cli.top")
 PR_SET_PDEATHSIG = 1
+STOP_WHEN = "LOCKSTEP_TEST_STOP_WHEN"
 
 
 def serve(control: socket.socket) -> dict | None:
@@ -60,8 +61,11 @@ def become(request: dict, control: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = ["lockstep", *request["argv"]]
-    if request["hold"]:
-        hold(**request["hold"])
+    match request["hold"]:
+        case {"file": file}:
+            stop_when(file)
+        case {"stage": stage, "seconds": seconds, "at_end": at_end}:
+            hold(stage, seconds, at_end)
     from lockstep.cli import app
 
     try:
@@ -89,6 +93,16 @@ def hold(stage: str, seconds: float, at_end: bool) -> None:
                 time.sleep(seconds)
 
     Stages.__call__ = held  # type: ignore[method-assign]
+
+
+def stop_when(file: str) -> None:
+    """Stops this process and those that it starts once the file (a pattern) exists, as `stop/sitecustomize.py` says."""
+    folder = Path(__file__).with_name("stop")
+    os.environ[STOP_WHEN] = file
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, str(folder))
+    importlib.import_module("sitecustomize")
+    sys.path.pop(0)
 
 
 def main() -> None:
