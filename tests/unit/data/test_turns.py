@@ -44,7 +44,7 @@ def test_what_the_model_wrote_comes_out_once_per_completion(rollouts, mode, rank
 @given(conversations())
 def test_weights_count_what_the_model_wrote(rollouts) -> None:
     lengths = np.array([each.generated for group in rollouts.groups for each in group.completions])
-    batch = pack(trees_of_rollouts(rollouts, np.zeros((2, 4))), 1, 500)
+    batch = pack(trees_of_rollouts(rollouts, np.ones((2, 4))), 1, 500)
     for aggregation, wanted in {
         "token-mean": np.repeat(1 / lengths.sum(), lengths.size),
         "seq-mean-token-mean": 1 / lengths / lengths.size,
