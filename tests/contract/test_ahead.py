@@ -9,17 +9,41 @@ import pytest
 import torch
 
 from lockstep.cluster.calls import PendingCall
+from lockstep.cluster.protocol import Later
 from lockstep.config.rollout import Sampling
 from lockstep.data.samples import Prompt
 from lockstep.models.tiny import make_tiny
+from lockstep.rollout.api import Collected
 from lockstep.rollout.service import EngineService
+from lockstep.run import engines as engines_room
 from lockstep.run.engines import Engines
 
 torch.set_num_threads(1)
 
 
+class Answer:
+    """An answer that comes when the engine has something to tell; it decodes a little whenever somebody looks."""
+
+    def __init__(self, service: EngineService, later: Later[Collected]) -> None:
+        self.service = service
+        self.outcome: list[Any] = []
+        later.when_over(lambda value, error: self.outcome.append(value))
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Nobody sleeps until it is: `LOOK_S` is short here."""
+
+    def done(self) -> bool:
+        if not self.outcome:
+            self.service.background()
+        return bool(self.outcome)
+
+    def result(self, why: str) -> Collected:
+        found: Collected = self.outcome[0]
+        return found
+
+
 class Here:
-    """A worker in this process: the engine decodes a little whenever it is asked for completions."""
+    """A worker in this process."""
 
     name, moves, moved_at, stall_limit_s, notice_after_s = "engine-0", 0, 0.0, 60.0, 60.0
 
@@ -27,18 +51,23 @@ class Here:
         self.service = EngineService({"path": str(folder)}, {"max_rows": rows}, threads=1)
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        if method.__name__ == "collect":
-            self.service.background()
         return getattr(self.service, method.__name__)(*arguments)
 
     def submit(self, method: Callable[..., Any], *arguments: Any) -> Any:
         value = self.call(method, *arguments)
+        if isinstance(value, Later):
+            return Answer(self.service, value)
         call: PendingCall[Any] = PendingCall(self, method.__name__, lambda payload: value)
         call.settle(memoryview(b""))
         return call
 
     def describe(self) -> str:
         return "is here"
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines_room, "LOOK_S", 0.0)
 
 
 @pytest.fixture(scope="module")
