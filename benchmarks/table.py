@@ -54,31 +54,34 @@ def row(work: Work, side: Side, lines: Sequence[Line]) -> Row | None:
 
 
 def comparison(works: Sequence[Work], lines: Sequence[Line]) -> list[str]:
-    """The issue's table: a line per peer of each workload. Ratios are of rates per CPU second."""
+    """The issue's table: a line per peer of each workload, and per way to run Lockstep. Ratios are of rates per CPU
+    second."""
     out = markdown_head(
         "workload", "against", "Lockstep", "peer", "Lockstep / peer", "goal", "repeats (spread)", "memory"
     )
     for work in works:
-        ours = row(work, work.sides[0], lines)
-        for side in work.sides[1:]:
-            theirs = row(work, side, lines)
-            if ours is None or theirs is None:
-                continue
-            ratio = ours.rate / theirs.rate
-            goal = work.goals.get(side.name)
-            out.append(
-                markdown(
-                    work.title,
-                    side.title or side.name,
-                    amount(work, ours),
-                    amount(work, theirs),
-                    f"**{ratio:.2f}x**",
-                    "" if goal is None else f"{goal:g}x{'' if ratio >= goal else ' (not met)'}",
-                    f"{ours.repeats} ({ours.spread:.0%}), {theirs.repeats} ({theirs.spread:.0%})",
-                    f"{ours.peak_bytes / 2**20:,.0f}, {theirs.peak_bytes / 2**20:,.0f} MiB",
-                )
-            )
+        for own in (side for side in work.sides if side.program == "lockstep"):
+            for side in (side for side in work.sides if side.program != "lockstep"):
+                ours, theirs = row(work, own, lines), row(work, side, lines)
+                if ours is not None and theirs is not None:
+                    title = f"{work.title}; {own.title}" if own.title else work.title
+                    goal = work.goals.get(side.name if own is work.sides[0] else f"{own.name} / {side.name}")
+                    out.append(_compared(work, title, side, ours, theirs, goal))
     return out
+
+
+def _compared(work: Work, title: str, side: Side, ours: Row, theirs: Row, goal: float | None) -> str:
+    ratio = ours.rate / theirs.rate
+    return markdown(
+        title,
+        side.title or side.name,
+        amount(work, ours),
+        amount(work, theirs),
+        f"**{ratio:.2f}x**",
+        "" if goal is None else f"{goal:g}x{'' if ratio >= goal else ' (not met)'}",
+        f"{ours.repeats} ({ours.spread:.0%}), {theirs.repeats} ({theirs.spread:.0%})",
+        f"{ours.peak_bytes / 2**20:,.0f}, {theirs.peak_bytes / 2**20:,.0f} MiB",
+    )
 
 
 def amount(work: Work, row: Row) -> str:
@@ -128,11 +131,11 @@ def floors(works: Sequence[Work], lines: Sequence[Line]) -> list[str]:
 
 
 def process_seconds(work: Work, process: str, lines: Sequence[Line]) -> float | None:
-    """Median CPU seconds a step of one of Lockstep's processes."""
+    """Median CPU seconds a step of one of Lockstep's processes, as it is by default."""
     found = [
         line["by_process"][process] / line["steps"]
         for line in lines
-        if line.get("work") == work.name and process in line.get("by_process", {})
+        if (line.get("work"), line.get("side")) == (work.name, work.sides[0].name) and process in line["by_process"]
     ]
     return statistics.median(found) if found else None
 

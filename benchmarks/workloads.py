@@ -24,7 +24,7 @@ LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to run a workload."""
+    """One way to run a workload. The first of a workload is Lockstep as it is by default."""
 
     name: str
     """`lockstep`, or what the column of the table is called."""
@@ -50,7 +50,7 @@ class Work:
     kind: Literal["grpo", "sft"]
     sides: tuple[Side, ...]
     goals: dict[str, float]
-    """Goal of Lockstep / side by the name of the side."""
+    """Goal of Lockstep / peer by the name of the peer; of another way to run Lockstep by `way / peer`."""
     prompts: int = 16
     """Per step; of documents in SFT."""
     group: int = 8
@@ -236,7 +236,7 @@ def quick(work: Work) -> Work:
     """The same in seconds: two prompts or documents, few tokens, one step."""
     group = min(work.group, 2)
     sides = []
-    for side in work.sides:
+    for side in (side for side in work.sides if side is work.sides[0] or side.program == "trl"):
         small = {"per_device_train_batch_size": 2}
         small |= dict.fromkeys({"gradient_accumulation_steps", "steps_per_generation"} & set(side.settings), 1)
         settings = merged(side.settings, small) if side.program == "trl" else side.settings

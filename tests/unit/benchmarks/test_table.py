@@ -1,5 +1,7 @@
 """The table, from measurements written by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import results, table
@@ -33,6 +35,16 @@ def test_ratios_are_of_medians_per_step():
 def test_a_goal_that_is_not_met_says_so():
     text = "\n".join(table.comparison([WORK], [line("w", "lockstep", 2.0), line("w", "trl", 4.0)]))
     assert "**2.00x** | 2.5x (not met) |" in text
+
+
+def test_other_ways_to_run_lockstep_have_goals_of_their_own():
+    compiled = Side("compiled", "lockstep", title="compiled layers")
+    work = replace(WORK, sides=(*WORK.sides, compiled), goals={"trl": 2.0, "compiled / trl": 9.0})
+    text = "\n".join(
+        table.comparison([work], [line("w", *each) for each in (("lockstep", 2.0), ("trl", 4.0), ("compiled", 1.0))])
+    )
+    assert "**2.00x** | 2x |" in text
+    assert "| Some work; compiled layers | TRL |" in text and "**4.00x** | 9x (not met) |" in text
 
 
 def test_documents_are_compared_by_real_tokens_as_sides_may_batch_others():
