@@ -222,7 +222,7 @@ def test_summary(seen: Seen) -> None:
 
 
 EXPECTED = {
-    *("reward/mean", "reward/std", "rollout/groups_without_signal", "reward/sorted_share"),
+    *("reward/mean", "reward/std", "rollout/groups_without_signal", "reward/sorted_share/mean"),
     *("rollout/length_mean", "rollout/truncated", "rollout/tokens"),
     *("policy/loss", "policy/entropy", "policy/clip_fraction", "policy/grad_norm", "policy/lr"),
     *("policy/engine_gap_mean", "policy/engine_gap_max", "time/rollout_s", "time/train_s", "throughput/tokens_per_s"),
