@@ -1,17 +1,35 @@
 """Where samples come from and what their columns mean."""
 
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lockstep.config.base import Section
 
 
+class Task(Section):
+    """How a procedural task of reasoning-gym is generated. Row i is made of the seed plus i."""
+
+    size: int = Field(1000, gt=0)
+    """Rows of an epoch."""
+    seed: int = Field(0, ge=0)
+    arguments: dict[str, Any] = {}
+    """Of the task's configuration, such as `{max_terms: 3}` of `chain_sum`."""
+
+    def overlaps(self, other: "Task") -> bool:
+        """Whether some seed makes a row of both."""
+        return self.seed < other.seed + other.size and other.seed < self.seed + self.size
+
+
 class Dataset(Section):
-    """JSONL, JSON, Parquet, a folder of these, or a Hugging Face dataset (`kind: hub`, or auto-detected)."""
+    """JSONL, JSON, Parquet, a folder of these, a Hugging Face dataset (`kind: hub`, or auto-detected), or a procedural
+    task (`kind: reasoning_gym`)."""
 
     path: str
-    kind: Literal["auto", "jsonl", "parquet", "hub"] = "auto"
+    """A file, a folder, a name on the hub, or the name of a task."""
+    kind: Literal["auto", "jsonl", "parquet", "hub", "reasoning_gym"] = "auto"
+    task: Task | None = None
+    """Of `kind: reasoning_gym`."""
     name: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"
@@ -32,3 +50,9 @@ class Dataset(Section):
     """System message put before conversational prompts that have none."""
     overlong: Literal["error", "drop"] = "error"
     """What happens with a prompt longer than the context: refuse the run, or drop the row and count it."""
+
+    @model_validator(mode="after")
+    def _task_of_tasks(self) -> Self:
+        if self.task is not None and self.kind != "reasoning_gym":
+            raise ValueError("task belongs to kind: reasoning_gym")
+        return self

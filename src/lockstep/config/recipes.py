@@ -14,7 +14,7 @@ from lockstep.config.algorithm import (
     PolicyLoss,
     PPOClip,
 )
-from lockstep.config.reward import EnvironmentReward, Reward
+from lockstep.config.reward import EnvironmentReward, Reward, TaskReward
 from lockstep.config.rollout import Sampling
 from lockstep.config.run import RunConfig
 
@@ -93,6 +93,8 @@ class GRPOConfig(RunConfig):
                 "trainer.offload makes room for engines while the trainer has nothing to do, and with "
                 "rollout.max_staleness they generate while it trains: leave one of the two out"
             )
+        if self.data.kind != "reasoning_gym" and any(isinstance(term, TaskReward) for term in self.reward.terms):
+            raise ValueError(f"reward.terms has kind task, and data.kind is {self.data.kind}, not reasoning_gym")
         return self
 
 

@@ -248,8 +248,18 @@ class EnvironmentReward(_Term):
     kind: Literal["environment"] = "environment"
 
 
+class TaskReward(_Term):
+    """What the scorer of a procedural task says (`data.kind: reasoning_gym`): 1 for a right answer, less for others."""
+
+    kind: Literal["task"] = "task"
+    extract: str | None = None
+    """A regular expression whose last match (group 1 where there is one) is the answer, instead of the whole."""
+
+    _pattern = field_validator("extract")(_valid_pattern)
+
+
 Term = Annotated[
-    ExactMatch | Math | Regex | Length | JsonSchema | Function | Http | Judge | EnvironmentReward,
+    ExactMatch | Math | Regex | Length | JsonSchema | Function | Http | Judge | EnvironmentReward | TaskReward,
     Field(discriminator="kind"),
 ]
 

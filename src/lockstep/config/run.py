@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.base import Section
 from lockstep.config.cluster import LocalCluster
-from lockstep.config.data import Dataset
+from lockstep.config.data import Dataset, Task
 from lockstep.config.model import Model
 from lockstep.config.reward import Reward
 from lockstep.config.rollout import Rollout, Sampling
@@ -81,3 +81,19 @@ class RunConfig(Section):
     @classmethod
     def _shorthand(cls, value: object) -> object:
         return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _held_out(self) -> Self:
+        """Tasks are made of seed + row: neighbouring seeds share nearly all of their rows."""
+        if self.evaluation is None:
+            return self
+        ours, theirs = self.data, self.evaluation.data
+        one, other = ours.task or Task(), theirs.task or Task()
+        alike = ours.kind == theirs.kind == "reasoning_gym" and ours.path == theirs.path
+        if alike and one.arguments == other.arguments and one.overlaps(other):
+            raise ValueError(
+                f"evaluation.data has rows of data: a task's row is made of its seed plus its number, and the seeds "
+                f"{other.seed} to {other.seed + other.size - 1} meet those from {one.seed} to "
+                f"{one.seed + one.size - 1}. Set evaluation.data.task.seed to {one.seed + one.size} or more"
+            )
+        return self

@@ -224,6 +224,10 @@ def load_rows(cfg: Dataset) -> Rows:
     Raises:
         DataError: it is missing, empty, malformed, or of a kind that is not known.
     """
+    if cfg.kind == "reasoning_gym":
+        from lockstep.data.tasks import TaskRows  # takes seconds to import
+
+        return TaskRows(cfg)
     path = Path(cfg.path).expanduser()
     if cfg.kind == "hub" or (cfg.kind == "auto" and not path.exists() and _looks_like_hub(cfg.path)):
         return _hub(cfg)

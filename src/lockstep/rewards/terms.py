@@ -86,10 +86,19 @@ def weighted_sum(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.n
     return rewards
 
 
-def _verifier(
-    term: config.ExactMatch | config.Math | config.Regex | config.Length | config.JsonSchema | config.EnvironmentReward,
-    base: Path,
-) -> Verifier:
+Local = (
+    config.ExactMatch
+    | config.Math
+    | config.Regex
+    | config.Length
+    | config.JsonSchema
+    | config.EnvironmentReward
+    | config.TaskReward
+)
+"""Terms that look at one completion and ask nobody."""
+
+
+def _verifier(term: Local, base: Path) -> Verifier:
     match term:
         case config.JsonSchema():
             return _fits_schema(term, base)
@@ -103,12 +112,24 @@ def _verifier(
             return lambda prompt, sample: verifiers.overlong_penalty(sample.generated, soft, hard)
         case config.EnvironmentReward():
             return lambda prompt, sample: _of_environment(sample)
+        case config.TaskReward(extract=extract):
+            return lambda prompt, sample: _of_task(prompt, sample.text, extract)
 
 
 def _of_environment(sample: Sample) -> float:
     if sample.episode is None:
         raise BadReward("the completion comes from no environment: set rollout.environment")
     return math.fsum(sample.episode.rewards)
+
+
+def _of_task(prompt: Prompt, text: str, extract: str | None) -> float:
+    from lockstep.data.tasks import COLUMN, task_score  # takes seconds to import, for a term that few runs have
+
+    made = prompt.columns.get(COLUMN)
+    if made is None:
+        raise BadReward("the row is of no task: the term is for data of kind reasoning_gym")
+    said = text if extract is None else verifiers.last_match(extract, text)
+    return 0.0 if said is None else task_score(made, said.strip())
 
 
 def _fits_schema(term: config.JsonSchema, base: Path) -> Verifier:

@@ -107,8 +107,9 @@ class EnvironmentService:
             return News(self._sequence, list(self._kept), running)
 
     def background(self) -> bool:
-        """Begins what is wanted and lets it run for a moment; whether there is more to do."""
-        if self._inbox:
+        """Begins all that is wanted and lets it run for a moment; whether there is more to do. Plain functions are
+        done one after the other, and what they answer is heard together, so that engines begin the next turns so."""
+        while self._inbox:
             wanted = self._inbox.popleft()
             self._tasks.add(self._loop.create_task(self._do(wanted), name=str(wanted.number)))
         if self._tasks:

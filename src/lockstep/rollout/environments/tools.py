@@ -73,7 +73,7 @@ class Tools:
         pattern = self.config.pattern
         calls = hermes_calls(action) if pattern is None else regex_calls(action, pattern)
         if not calls:
-            return Observation(done=True)
+            return Observation(done=True, metrics={"calls": 0, "call_errors": 0})
         messages, errors = [], 0
         for call in calls:
             try:

@@ -1,0 +1,71 @@
+"""The examples with tools and with procedural tasks go through all of their parts, in a few steps each."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness import train
+
+from lockstep.config.load import load_config
+from lockstep.ledger.ledger import Ledger
+from lockstep.models.tiny import make_tiny
+
+pytestmark = [pytest.mark.xdist_group("examples"), pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+TINY = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64}
+
+
+def example(name: str, home: Path, **changes: Any) -> dict[str, Any]:
+    """An example's file with the paths in `home`, and short."""
+    values = yaml.safe_load((ROOT / "examples" / name).read_text().replace("runs/", f"{home}/runs/"))
+    load_config(ROOT / "examples" / name)
+    values |= {"folder": f"{home}/runs", "report": {"tensorboard": False, "html": False}, **changes}
+    values["trainer"] |= {"threads": 1, "schedule": {"kind": "constant"}}
+    if values["recipe"] == "grpo":
+        values |= {"prompts_per_step": 4, "group_size": 4}
+        values["rollout"]["engine"] = {"threads": 1}
+        values["evaluation"] |= {"prompts": 4}
+    else:
+        values |= {"batch_size": 16}
+    return values
+
+
+def test_the_calculator(tmp_path: Path) -> None:
+    """With a model that has learned nothing: whatever ends in "]" is a call, most of them bad ones."""
+    runs = tmp_path / "runs"
+    script = ROOT / "examples" / "calculator.py"
+    subprocess.run([sys.executable, script, runs / "calculator-data"], check=True, timeout=60)
+    make_tiny(runs / "calculator-model", alphabet="0123456789*=[];", max_length=64, **TINY)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    load_config(ROOT / "examples" / "calculator_sft.yaml")
+    values = example("calculator.yaml", tmp_path, steps=2, model={"path": str(runs / "calculator-model")})
+    environment = values["rollout"]["environment"]
+    environment |= {"tools": [f"{tmp_path}/examples/calculator.py:calculator"], "pattern": "(?P<arguments>.*)\\]"}
+    values["rollout"]["sampling"]["max_tokens"] = 48
+    run = train(tmp_path, values)
+    with Ledger.reader(run) as ledger:
+        rows = [row.values for row in ledger.metrics_rows()]
+        stored = ledger.rollouts(0)
+    assert rows[0]["environment/calls"] > 0
+    assert {"environment/call_errors", "environment/ended_turns", "rollout/turns_mean"} <= set(rows[0])
+    completions = [each for group in stored.groups for each in group.completions]
+    talked = [each for each in completions if len(each.episode.messages) > 1]
+    assert talked and all(not each.mask.all() for each in talked)
+    assert all(each.episode.messages[0]["content"].endswith("]") for each in talked)
+
+
+def test_a_procedural_task(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    model = make_tiny(tmp_path / "runs" / "chain-sum-model", max_length=96, **TINY)
+    load_config(ROOT / "examples" / "chain_sum_sft.yaml")
+    run = train(tmp_path, example("grpo_chain_sum.yaml", tmp_path, steps=2, model={"path": str(model)}))
+    with Ledger.reader(run) as ledger:
+        rows = [row.values for row in ledger.metrics_rows()]
+        stored = ledger.rollouts(0)
+    assert "reward/task/mean" in rows[0]
+    assert stored.groups[0].prompt.columns["reasoning_gym"]["task"] == "chain_sum"
