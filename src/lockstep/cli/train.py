@@ -25,6 +25,9 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show config, processes, memory and collectives; start nothing.")
     ] = False,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="With --dry-run: plan for a host with N GPUs.")
+    ] = None,
 ) -> None:
     """Train a model: SFT or GRPO, as the file says.
 
@@ -34,6 +37,8 @@ def command(
 
         lockstep train --resume runs/sort-grpo
     """
+    if gpus is not None and not dry_run:
+        raise typer.BadParameter("goes with --dry-run: a run takes the GPUs that there are", param_hint="--gpus")
     values = list(overrides or [])
     if resume is not None and file is not None and "=" in file:
         values.insert(0, file)
@@ -47,5 +52,5 @@ def command(
     from lockstep.cli.training import show_plan, start
 
     if dry_run:
-        raise typer.Exit(show_plan(config, resume, values, Console()))
+        raise typer.Exit(show_plan(config, resume, values, Console(), gpus))
     raise typer.Exit(start(config, resume, values))

@@ -14,7 +14,9 @@ from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.ledger.errors import LedgerError
 from lockstep.recipes import train
 from lockstep.run.errors import Finished, Interrupted, Refused
-from lockstep.run.prepare import Prepared, prepare
+from lockstep.run.plan import ModelFacts, Plan
+from lockstep.run.prepare import prepare
+from lockstep.run.survey import survey
 
 Config = SFTConfig | GRPOConfig | None
 
@@ -47,50 +49,56 @@ def start(config: Config, resume: Path | None, overrides: Sequence[str]) -> int:
     return 0
 
 
-def show_plan(config: Config, resume: Path | None, overrides: Sequence[str], console: Console) -> int:
-    """Prints the resolved config and the plan; the exit code."""
+def show_plan(
+    config: Config, resume: Path | None, overrides: Sequence[str], console: Console, gpus: int | None = None
+) -> int:
+    """Prints the resolved config and the plan, for a host with so many GPUs where it is not for this one; the exit
+    code."""
     try:
-        prepared = prepare(config, resume, overrides)
+        found = survey(config, resume, overrides, gpus)
     except Finished as done:
         show_note(str(done))
         return 0
     except (Refused, LedgerError, ValueError, OSError) as error:
         show_refusal(error)
         return REFUSED
-    for note in prepared.notes:
+    for note in found.notes:
         show_note(note)
-    text = yaml.safe_dump(prepared.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(found.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     console.print(Syntax(text, "yaml", background_color="default"))
-    console.print(_processes(prepared))
-    console.print(_collectives(prepared))
-    gib = prepared.plan.memory / 2**30
-    adapter = prepared.model.adapter
-    trained = "" if adapter is None else f", {adapter.parameters / 1e6:,.2f} M trained (adapter)"
-    console.print(
-        f"{prepared.model.parameters / 1e6:,.2f} M parameters, {prepared.model.dtype}{trained}; "
-        f"about {gib:.2f} GiB in all, "
-        f"{prepared.plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights"
-    )
+    console.print(_processes(found.plan))
+    if found.model is not None:
+        console.print(_collectives(found.plan))
+        console.print(_sizes(found.plan, found.model))
     return 0
 
 
-def _processes(prepared: Prepared) -> Table:
+def _sizes(plan: Plan, model: ModelFacts) -> str:
+    adapter = model.adapter
+    trained = "" if adapter is None else f", {adapter.parameters / 1e6:,.2f} M trained (adapter)"
+    return (
+        f"{model.parameters / 1e6:,.2f} M parameters, {model.dtype}{trained}; about {plan.memory / 2**30:.2f} GiB in "
+        f"all, {plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights"
+    )
+
+
+def _processes(plan: Plan) -> Table:
     table = Table(title="processes", title_justify="left", box=None, pad_edge=False)
     for column in ("name", "role", "device", "threads", "memory"):
         table.add_column(column, justify="right" if column in ("threads", "memory") else "left")
-    for process in prepared.plan.processes:
+    for process in plan.processes:
         memory = f"{process.memory / 2**20:,.0f} MiB" if process.memory else ""
         table.add_row(process.name, process.role, process.device, str(process.threads), memory)
     return table
 
 
-def _collectives(prepared: Prepared) -> Table:
+def _collectives(plan: Plan) -> Table:
     table = Table(title="collectives of a step, on every trainer rank", title_justify="left", box=None, pad_edge=False)
     for column in ("operation", "communicator", "times", "largest"):
         table.add_column(column)
-    for collective in prepared.plan.collectives:
+    for collective in plan.collectives:
         size = f"{collective.bytes / 2**20:,.2f} MiB" if collective.bytes > 2**14 else f"{collective.bytes} B"
         table.add_row(collective.operation, collective.communicator, collective.times, size)
-    if not prepared.plan.collectives:
+    if not plan.collectives:
         table.add_row("none", "", "one rank", "")
     return table

@@ -53,6 +53,10 @@ class DataError(ValueError):
         super().__init__(f"{', '.join(where)}: {message}. {remedy}")
 
 
+class HubDataUnreachable(DataError):
+    """A hub dataset that is not on this machine, and cannot be asked for now."""
+
+
 class Rows(ABC):
     """A sequence of rows with named columns."""
 
@@ -331,5 +335,6 @@ def _hub(cfg: Dataset) -> Rows:
         remedy = (
             "Check data.path, data.name and data.split, the network and HF_TOKEN; a local file needs its whole path."
         )
-        raise DataError(cfg.path, f"the hub dataset cannot be loaded: {error}", remedy) from error
+        refusal = HubDataUnreachable if isinstance(error, ConnectionError) else DataError
+        raise refusal(cfg.path, f"the hub dataset cannot be loaded: {error}", remedy) from error
     return Table(cfg.path, source.column_names, source, cfg.limit)

@@ -19,6 +19,10 @@ class ModelError(ValueError):
         return type(self), (self.field, self.value, self.problem, self.remedy)
 
 
+class HubUnreachable(ModelError):
+    """A hub model that is not on this machine, and cannot be asked for now: whether it exists is not known."""
+
+
 def first_line(error: BaseException) -> str:
     """The point of a message: libraries add paragraphs of advice to it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

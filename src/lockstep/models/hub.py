@@ -8,7 +8,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
-from lockstep.models.errors import ModelError, first_line
+from lockstep.models.errors import HubUnreachable, ModelError, first_line
 from lockstep.watch import waits
 
 STALL_S = 120.0
@@ -54,7 +54,9 @@ def download(name: str, revision: str | None, *, field: str, weights: bool) -> P
     if isinstance(found := outcome[0], Path):
         return found
     problem = f"there is no such folder, and the hub does not give it ({type(found).__name__}: {first_line(found)})"
-    raise ModelError(field, name, problem, "give an existing folder or a hub name `owner/name`") from found
+    silent = isinstance(found, LocalEntryNotFoundError | ConnectionError)  # and not: the hub has said no
+    refusal = HubUnreachable if silent else ModelError
+    raise refusal(field, name, problem, "give an existing folder or a hub name `owner/name`") from found
 
 
 def _bytes_in(cache: Path) -> int:

@@ -291,7 +291,9 @@ def resolve_folder(name: str, revision: str | None = None, *, field: str = "mode
     try:
         return download(name, revision, field=field, weights=weights)
     except ModelError as error:
-        raise ModelError(field, name, error.problem, close or error.remedy) from error
+        local = close or (path.parent.is_dir() and str(path.parent) != ".")  # then it was meant to be a folder
+        refusal = ModelError if local else type(error)
+        raise refusal(field, name, error.problem, close or error.remedy) from error
 
 
 def _nearest(path: Path) -> str:

@@ -95,13 +95,15 @@ def needs_engine(config: SFTConfig | GRPOConfig) -> bool:
     return config.recipe == "grpo" or config.evaluation is not None
 
 
-def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts, host: HostFacts) -> Plan:
-    """The processes of the run and what they need.
+def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: HostFacts) -> Plan:
+    """The processes of the run and what they need. Without a model, what does not depend on it: no sizes, no
+    collectives.
 
     Raises:
         InfeasibleError: a context without room for prompts, more ranks than GPUs, too little memory or shared memory.
     """
-    _must_leave_room(config, model)
+    if model is not None:
+        _must_leave_room(config, model)
     trainer, engine = config.trainer, config.rollout.engine
     engines = engine.count if needs_engine(config) else 0
     processes = [
@@ -111,7 +113,7 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts, host: HostFacts
             rank,
             _device(host, rank),
             trainer.threads or max(1, host.cores // trainer.ranks),
-            trainer_memory(config, model),
+            0 if model is None else trainer_memory(config, model),
         )
         for rank in range(trainer.ranks)
     ]
@@ -122,7 +124,7 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts, host: HostFacts
             rank,
             _device(host, trainer.ranks + rank),
             engine.threads or max(1, host.cores // engines),
-            engine_memory(config, model),
+            0 if model is None else engine_memory(config, model),
         )
         for rank in range(engines)
     ]
@@ -135,8 +137,8 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts, host: HostFacts
             PlannedProcess(f"environment-{rank}", "environment", rank, "cpu", 1, 0)
             for rank in range(config.rollout.environment.workers)
         ]
-    shared = 2 * model.parameters * BYTES[engine_dtype(config, model)] if engines else 0
-    plan = Plan(processes, trainer_collectives(config, model), shared)
+    shared = 2 * model.parameters * BYTES[engine_dtype(config, model)] if engines and model is not None else 0
+    plan = Plan(processes, [] if model is None else trainer_collectives(config, model), shared)
     _must_fit(plan, config, host)
     return plan
 

@@ -55,13 +55,19 @@ class Prepared:
         return 0 if source is None else len(source)
 
 
-def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str] = ()) -> Prepared:
+def prepare(
+    config: SFTConfig | GRPOConfig | None,
+    resume: Path | None,
+    overrides: Sequence[str] = (),
+    host: HostFacts | None = None,
+) -> Prepared:
     """Checks a run whole.
 
     Args:
         config: of the file; None where a run goes on with its own.
         resume: folder of the run to go on with.
         overrides: applied to the run's own config, where there is no file.
+        host: to plan for, instead of this one.
 
     Raises:
         Refused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError: what is wrong and what to do.
@@ -75,7 +81,7 @@ def prepare(config: SFTConfig | GRPOConfig | None, resume: Path | None, override
     folder = resume or Path(config.folder) / config.name
     if resume is None and folder.exists():
         raise FolderExists(folder, is_run=(folder / INDEX).is_file())
-    host = host_facts(config.cluster)
+    host = host or host_facts(config.cluster)
     model = model_facts(config.model, host.device)
     plan = make_plan(config, model, host)
     if config.reward is not None:
