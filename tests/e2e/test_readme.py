@@ -87,7 +87,7 @@ def test_python_is_that_of_the_examples(block: Block) -> None:
         ast.unparse(node)
         for file in (ROOT / "examples").glob("*.py")
         for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
     shown = ast.parse(block.text).body
     assert shown and all(ast.unparse(node) in examples for node in shown)
@@ -116,6 +116,10 @@ NOT_RUN = {
 }
 
 
+EXAMPLES = ("environments.md", "tasks.md")
+"""Pages whose runs are made by test_examples_learn.py; here their commands are followed as far as a dry run goes."""
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkout as a user sees it, without what is built."""
@@ -138,8 +142,8 @@ def environment() -> dict[str, str]:
 def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
     sourced, ran = "", []
     for block in blocks("bash"):
-        if block.page.name == "CONTRIBUTING.md":
-            continue  # all of it is about the checkout itself: NOT_RUN
+        if block.page.name == "CONTRIBUTING.md" or block.page.name in EXAMPLES:
+            continue  # about the checkout itself (NOT_RUN), or below
         for command in commands(block):
             if command.startswith("source "):
                 sourced += f"{command}; "
@@ -159,6 +163,32 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
     assert "finished after 2 of 2" not in done.stderr and "is finished: 2 of 2 steps" in done.stderr, "--resume of it"
+
+
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_the_commands_of_an_example_follow_from_each_other(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page == "tasks.md":
+        pytest.importorskip("reasoning_gym")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    found = [command for block in blocks("bash") if block.page.name == page for command in commands(block)]
+    models: list[str] = []
+    for program, *arguments in map(shlex.split, found):
+        if program == "python":
+            subprocess.run([sys.executable, *arguments], check=True, timeout=60)
+            continue
+        if arguments[0] == "train":
+            values = load_config(Path(arguments[1]))
+            exported = f"{values.folder}/{values.name}/export"
+            assert values.model.path in models, "made by an earlier command"
+            arguments += ["--dry-run", f"model.path={models[0]}"]
+            models.append(exported)
+        else:
+            models.append(arguments[1])
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("command", sorted({c for block in blocks("bash") for c in commands(block)}))
