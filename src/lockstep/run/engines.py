@@ -45,7 +45,7 @@ class Engines:
         self._arrived: dict[str, list[Completion]] = {}
         """By queue: what finished and was not collected yet."""
         self.sampling, self.seed = sampling, seed
-        self.stall_s = stall_s
+        self.stall_s, self.look_s = stall_s, LOOK_S
         self._news = threading.Event()
         """An engine has told something."""
         self.version = 0
@@ -123,7 +123,7 @@ class Engines:
             why=why,
             stall_s=self.stall_s,
             progress=self._moves,
-            every_s=LOOK_S,
+            every_s=self.look_s,
             wake=self._news,
         )
 

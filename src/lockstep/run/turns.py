@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _TURNS = "turns"
 """The queue in which single turns come back."""
+LOOK_S = 0.01
+"""How often environments are asked for their answers."""
 _TOLD = 5
 """Failures of environments that are logged with their traceback; the others are counted."""
 
@@ -101,6 +103,7 @@ class Conversations(Engines):
     ) -> None:
         # An answer may take its time without any token being made.
         super().__init__(workers, sampling, seed, max(stall_s, 2 * pool.config.timeout_s))
+        self.look_s = LOOK_S  # engines wake who waits, environments are looked after
         self.pool, self.turns, self.config = pool, turns, pool.config
         self._prompts: dict[str, Prompt] = {}
         self._talks: dict[str, _Talk] = {}
