@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.base import Section
 
@@ -60,9 +60,20 @@ class Trainer(Section):
     max_grad_norm: float | None = Field(1.0, gt=0)
     head_chunk: int = Field(1024, gt=0)
     """Target positions per chunk of the head and loss: `[chunk, vocabulary]` is the largest logits tensor."""
+    compile: Literal["off", "layers"] = "off"
+    """`layers` compiles the decoder layers with torch.compile (a C++ compiler is needed on the CPU): some CPU seconds
+    once per rank, then faster steps."""
+    malloc: Literal["tuned", "default"] = "tuned"
+    """`tuned` lets the C library keep memory between steps instead of giving it back (glibc; the CPU's steps get
+    faster, the process stays at its peak)."""
     offload: Offload = Offload()
     collective_timeout_s: float = Field(1800.0, gt=0)
     """Bound of one collective, on every communicator."""
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        return "off" if value is False else value  # what YAML makes of it
 
     @property
     def shards(self) -> int:

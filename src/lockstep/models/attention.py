@@ -187,5 +187,10 @@ def _refuse_misfits(module: nn.Module, query: Tensor, key: Tensor, layout: Layou
         raise ValueError(f"{name}: a position bias over packed rows is not supported; use packing: single")
 
 
+def hide_from_compiler() -> None:
+    """From now on compiled layers call the attention as it is: its calls depend on the row, and are kernels anyway."""
+    AttentionInterface.register(NAME, torch.compiler.disable(forest_attention))  # type: ignore[no-untyped-call]
+
+
 AttentionInterface.register(NAME, forest_attention)
 AttentionMaskInterface.register(NAME, forest_mask)

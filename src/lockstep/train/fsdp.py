@@ -28,6 +28,7 @@ from lockstep.train.rows import Row
 from lockstep.train.schedule import learning_rate, optimizer_steps
 from lockstep.train.sharding import begin_microbatch, checkpoint_activations, free_gathered, local, shard
 from lockstep.train.shards import Shard
+from lockstep.train.speed import compile_layers
 from lockstep.watch import beacon
 
 log = logging.getLogger(__name__)
@@ -220,6 +221,8 @@ class FSDP2Trainer:
         policy = load_policy(self.config.model, self.ranks.device, meta=True, dtype=dtype)
         if adapter is not None:
             add_adapter(policy, adapter)
+        if trainer.compile == "layers":
+            compile_layers(policy, self.ranks.device)
         if trainer.activation_checkpointing:
             checkpoint_activations(policy)
         shard(policy, self.ranks, trainer.reshard_after_forward, self.compute)

@@ -20,6 +20,7 @@ from lockstep.train.distributed import join
 from lockstep.train.fsdp import FSDP2Trainer
 from lockstep.train.protocol import StepStats, Want
 from lockstep.train.sharding import free_gathered
+from lockstep.train.speed import tune_malloc
 from lockstep.watch import beacon
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class TrainerService(TrainerAPI):
         self.device = choose_device(device, rank)
         self._trainer: FSDP2Trainer | None = None
         self._info: TrainerInfo | None = None
+        if self.config.trainer.malloc == "tuned":
+            tune_malloc()
         torch.set_num_threads(self.config.trainer.threads or max(1, (os.cpu_count() or 1) // world))
 
     def setup(self) -> TrainerInfo:

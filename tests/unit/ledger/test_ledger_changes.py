@@ -51,6 +51,7 @@ def test_equal_configs():
         ("reward.terms.2.url", "http://b.invalid"),
         ("reward.terms.2.retries", 9),
         ("trainer.collective_timeout_s", 60.0),
+        ("trainer.malloc", "default"),
     ],
 )
 def test_what_a_resumed_run_may_change(path, value):
@@ -88,6 +89,7 @@ def test_what_would_change_the_result(path, value):
         ("trainer.threads", 4),
         ("trainer.ranks", 2),
         ("trainer.activation_checkpointing", True),
+        ("trainer.compile", "layers"),
         ("rollout.engine.count", 2),
     ],
 )
