@@ -1,0 +1,175 @@
+"""A trainer's step beside transformers' padded forward and backward and beside its own matrix products.
+
+    python -m benchmarks.training [--work fixed tail p512 sft] [--repeats 5] [--compile] [--json FILE]
+
+The same tokens, one thread, one process, CPU seconds; the ways take turns, medians and ratios are told. `lockstep` is
+packing and the optimizer step of `FSDP2Trainer` with its defaults; `malloc default` the same with the C library's own
+allocation; `compiled` (with `--compile`) with `trainer.compile: layers`, whose first step is told apart; `padded` one
+left-padded batch of transformers per micro-batch, mean log-likelihood, forward and backward alone. One process cannot
+forget a tuned allocator, so `tune_malloc` is undone and done between turns.
+"""
+
+import argparse
+import ctypes
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.floors import TrainingFloor, segments
+from benchmarks.workloads import MODEL, WORKS, Work, prepare
+from lockstep.config.algorithm import CrossEntropy, PPOClip
+from lockstep.config.recipes import SFTConfig
+from lockstep.data.packing import pack
+from lockstep.data.trees import Segment, Tree
+from lockstep.train.distributed import Ranks
+from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.speed import tune_malloc
+
+MICRO = {"fixed": 128, "tail": 128, "p512": 8, "sft": 1}
+"""Rows of a padded micro-batch: what suits it best here."""
+
+
+def trees(work: Work) -> list[Tree]:
+    """The workload's prompts with their completions, or its documents, of random tokens, with advantages in every
+    group."""
+    draw = np.random.default_rng(3)
+
+    def tokens(count: int) -> np.ndarray:
+        return draw.integers(4, 60, count).astype(np.int32)
+
+    made, number = [], 0
+    for root, own in segments(work):
+        first = Segment(tokens(root), -1, np.arange(root) > 0 if not own else None, {}, () if own else number)
+        children = []
+        for place, size in enumerate(own):
+            fields = {
+                "engine_logprob": np.full(size, -4.1, np.float32),
+                "advantage": np.full(size, (-1.0) ** place, np.float32),
+            }
+            children.append(Segment(tokens(size), 0, np.ones(size, np.bool_), fields, number + place))
+        number += max(1, len(own))
+        made.append(Tree([first, *children], str(len(made)), max(1, len(own))))
+    return made
+
+
+class LockstepStep:
+    """Packing and one optimizer step."""
+
+    def __init__(self, work: Work, model: Path, **trainer: Any) -> None:
+        settings = {"recipe": "sft", "name": "bench", "steps": 1000, "data": {"path": "none"}}
+        config = SFTConfig.model_validate({**settings, "model": {"path": str(model)}, "trainer": trainer})
+        self._trainer, self._trees = FSDP2Trainer(config, Ranks()), trees(work)
+        self._loss = CrossEntropy() if work.kind == "sft" else PPOClip()
+        self._budget = config.token_budget
+
+    def __call__(self) -> None:
+        batch = pack(self._trees, 1, self._budget)
+        for minibatch in batch.minibatches(loss=self._loss):
+            self._trainer.step(minibatch.ranks[0], self._loss)
+
+
+class PaddedStep:
+    """Forward and backward of transformers over padded rows."""
+
+    def __init__(self, work: Work, model: Path, rows: int) -> None:
+        self._lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        paths = [
+            np.concatenate([tree.segments[i].tokens for i in tree.path(leaf)])
+            for tree in trees(work)
+            for leaf in (range(1, len(tree.segments)) if len(tree.segments) > 1 else [0])
+        ]
+        self._kept = 0 if work.kind == "sft" else work.max_tokens + 1
+        """Last positions whose logits are computed; all of them for documents."""
+        self._batches = [self._padded(paths[first : first + rows]) for first in range(0, len(paths), rows)]
+
+    def __call__(self) -> None:
+        for tokens, mask in self._batches:
+            logits = self._lm(tokens, attention_mask=mask, use_cache=False, logits_to_keep=self._kept).logits
+            targets = tokens[:, -logits.shape[1] + 1 :]
+            found = logits[:, :-1].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+            (found * mask[:, -targets.shape[1] :]).mean().neg().backward()
+        self._lm.zero_grad()
+
+    @staticmethod
+    def _padded(rows: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+        longest = max(len(row) for row in rows)
+        tokens = torch.full((len(rows), longest), 5)  # no pad id: its embedding of zeros blows up RMSNorm's gradient
+        mask = torch.zeros_like(tokens)
+        for place, row in enumerate(rows):
+            tokens[place, longest - len(row) :] = torch.from_numpy(row)
+            mask[place, longest - len(row) :] = 1
+        return tokens, mask
+
+
+def default_malloc() -> None:
+    """Undoes `tune_malloc`: glibc's initial thresholds."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for threshold in (-3, -1):
+            libc.mallopt(threshold, 128 * 1024)
+        libc.malloc_trim(0)
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def measure(work: Work, repeats: int, compiled: bool = False) -> dict[str, Any]:
+    """Median CPU seconds of a step by way, `compile` (the first compiled step) among them."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        prepare(work, folder, 1, MODEL)
+        step = LockstepStep(work, folder / "model")
+        padded = PaddedStep(work, folder / "model", MICRO[work.name])
+        ways: dict[str, tuple[Callable[[], object], bool]] = {"lockstep": (step, True), "malloc default": (step, False)}
+        once: dict[str, float] = {}
+        if compiled:
+            fast = LockstepStep(work, folder / "model", compile="layers")
+            once["compile"] = cpu_seconds(fast)
+            ways["compiled"] = (fast, True)
+        ways["padded"] = (padded, False)
+    floor = TrainingFloor(padded._lm, work)
+    ways["floor"] = (torch.inference_mode()(floor.run), True)
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, (run, tuned) in ways.items():
+            _ = tune_malloc() if tuned else default_malloc()
+            seconds = cpu_seconds(run)
+            if turn:  # the first one warms up
+                taken[name].append(seconds)
+    return {"work": work.name, "tokens": floor.tokens, **{name: median(all_) for name, all_ in taken.items()}, **once}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A trainer's step beside padded transformers and its floor.")
+    parser.add_argument("--work", nargs="+", choices=list(WORKS), default=list(WORKS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for name in options.work:
+        row = measure(WORKS[name], options.repeats, options.compile)
+        rows.append(row)
+        base = row["lockstep"]
+        for way, seconds in row.items():
+            if way not in ("work", "tokens"):
+                print(f"{name:6} {way:15} {seconds:8.3f} s   x {seconds / base:.2f} of lockstep", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
