@@ -16,6 +16,8 @@ from lockstep.models.probe import probe_packing
 from lockstep.models.tiny import make_tiny
 from lockstep.models.varlen import CUDA
 from lockstep.rollout.builtin import BuiltinEngine
+from lockstep.rollout.builtin.fused import FusedForward
+from lockstep.rollout.builtin.runner import CachedRunner, use_plain
 from lockstep.rollout.protocol import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -89,6 +91,35 @@ def test_the_engine_is_greedy_as_transformers_is(folder: Path) -> None:
     while len(done) < 3:
         done.update({completion.request: completion.tokens.tolist() for completion in engine.step()})
     assert [done[str(n)] for n in range(3)] == wanted
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.15)])
+def test_fused_steps_as_graphs_compute_what_the_model_computes(
+    folder: Path, dtype: torch.dtype, tolerance: float
+) -> None:
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda()
+    engine = BuiltinEngine(lm, AutoTokenizer.from_pretrained(folder), max_rows=6)
+    runner = engine._runner
+    assert isinstance(runner, CachedRunner) and isinstance(runner.forward, FusedForward) and runner._graphs is not None
+    random = np.random.default_rng(1)
+    prompts = [random.integers(4, 60, size).astype(np.int32) for size in (20, 1, 7)]
+    requests = [
+        Request(f"{g}/{k}", str(g), prompts[g], 9 * g + k, max_tokens=5 + 9 * k, ignore_eos=True)
+        for g in range(3)
+        for k in range(4)
+    ]
+    engine.submit(requests)
+    done = {}
+    while len(done) < len(requests):
+        done.update({completion.request: completion for completion in engine.step()})
+    use_plain(lm)
+    for request in requests:
+        got = done[request.id]
+        whole = torch.from_numpy(np.concatenate([request.prompt, got.tokens]).astype(np.int64)).cuda()
+        with torch.inference_mode():
+            logprobs = torch.log_softmax(lm(whole.unsqueeze(0), use_cache=False).logits[0].float(), -1).cpu()
+        at = torch.arange(len(request.prompt), len(whole))
+        np.testing.assert_allclose(got.logprobs, logprobs[at - 1, whole.cpu()[at]].numpy(), atol=tolerance)
 
 
 @pytest.mark.parametrize(

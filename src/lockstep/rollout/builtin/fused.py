@@ -36,7 +36,8 @@ class Projection:
         for module in modules:
             if type(module) is not nn.Linear:
                 raise NotFusible(f"{type(module).__name__} is no plain linear layer")
-        with torch.no_grad():
+        # Ordinary tensors, which may be written outside of inference mode too.
+        with torch.inference_mode(False), torch.no_grad():
             weight = torch.cat([module.weight for module in modules])
             # Small batches times a matrix that lies [inputs, outputs] are up to twice as fast in MKL.
             stored = weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
@@ -188,6 +189,7 @@ class FusedForward:
         self.rotary = Rotary(lm.model.rotary_emb, self.embedding)
         self.layers = [Layer(index, module) for index, module in enumerate(lm.model.layers)]
         self.norm, self.head = Norm.of(lm.model.norm), lm.lm_head
+        self.windows = {layer.index: layer.window for layer in self.layers if layer.window is not None}
 
     def __call__(self, tokens: Tensor, positions: Tensor, longest: int, turn: Turn) -> Tensor:
         """Logits `[tokens, vocabulary]`; `positions` are below `longest`."""

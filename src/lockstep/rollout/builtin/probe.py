@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.rollout.builtin.fused import FusedForward
+from lockstep.rollout.builtin.fused import FusedForward, NotFusible
+from lockstep.rollout.builtin.graphs import captured
 from lockstep.rollout.builtin.rows import Rows
 from lockstep.rollout.builtin.runner import CachedRunner, ModelForward, PlainRunner, Runner, use_cached, use_plain
 from lockstep.rollout.builtin.scheduler import Group
@@ -43,7 +44,11 @@ def choose_runner(lm: Any, device: torch.device, context: int, budget: int | Non
         log.warning("%s decodes through its own forward, not the fused one, slower: %s", name, why)
         return CachedRunner(own.forward, device, dtype, budget)
     log.info("%s decodes through the fused forward", name)
-    return CachedRunner(forward, device, dtype, budget)
+    capture = captured if device.type == "cuda" else None
+    if capture and (why := _wrong(CachedRunner(forward, device, dtype, capture=capture), expected)):
+        log.warning("%s decodes without CUDA graphs, slower: %s", name, why)
+        capture = None
+    return CachedRunner(forward, device, dtype, budget, capture)
 
 
 def _cached(lm: Any, device: torch.device, context: int, expected: Tensor) -> tuple[CachedRunner | None, str]:
@@ -76,14 +81,21 @@ def _fused(lm: Any, device: torch.device, windows: dict[int, int], expected: Ten
     """
     try:
         forward = FusedForward(lm)
-        runner = CachedRunner(forward, device, next(lm.parameters()).dtype)
-        got = _logits(runner, *_play(lm.config.get_text_config().vocab_size))
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+    except (NotFusible, AttributeError) as error:
         return None, str(error)
-    if runner.windows != windows:
+    if forward.windows != windows:
         return None, "its layers have other sliding windows"
-    why = _differs(got, expected, runner.dtype)
+    why = _wrong(CachedRunner(forward, device, next(lm.parameters()).dtype), expected)
     return (None, why) if why else (forward, "")
+
+
+def _wrong(runner: CachedRunner, expected: Tensor) -> str:
+    """What is wrong with the runner; nothing where its logits are the expected ones."""
+    try:
+        got = _logits(runner, *_play(expected.shape[-1]))
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        return str(error)
+    return _differs(got, expected, runner.dtype)
 
 
 def _differs(got: Tensor, expected: Tensor, dtype: torch.dtype) -> str:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lockstep.rollout.builtin.attention import NAME, Turn
 from lockstep.rollout.builtin.cache import Cache, index
+from lockstep.rollout.builtin.fused import FusedForward
+from lockstep.rollout.builtin.graphs import Capture, Graphs
 from lockstep.rollout.builtin.rows import Rows
 from lockstep.rollout.builtin.scheduler import Group
 from lockstep.rollout.builtin.turns import Prefill, RowSet
@@ -65,9 +67,20 @@ class ModelForward:
 class CachedRunner:
     """Through our own cache and attention: each token is computed once, each prompt once per group."""
 
-    def __init__(self, forward: Forward, device: torch.device, dtype: torch.dtype, budget: int | None = None) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        device: torch.device,
+        dtype: torch.dtype,
+        budget: int | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        """`capture`: how decode steps become graphs; they do not when None, or under a `budget` or windows."""
         self.forward, self.device, self.dtype = forward, device, dtype
         self.cache = Cache(budget)
+        self._graphs: Graphs | None = None
+        if capture is not None and budget is None and isinstance(forward, FusedForward) and not forward.windows:
+            self._graphs = Graphs(forward, self.cache, device, dtype, capture)
         self.windows: dict[int, int] = {}
         """Layers that asked for a sliding window, and its size."""
         self._chunk = _PREFILL_TOKENS_CPU if device.type == "cpu" else _PREFILL_TOKENS
@@ -102,7 +115,7 @@ class CachedRunner:
         count = len(rows)
         if rows.changed or self._among is None:
             lengths = np.array([each.cached for each in groups])
-            self._among = RowSet(rows.group[:count].copy(), lengths, self.device, self.dtype)
+            self._among = RowSet.of(rows.group[:count].copy(), lengths, self.device, self.dtype)
             rows.changed = False
         counts = rows.counts[:count].copy()
         budgeted = self.cache.budget is not None
@@ -110,9 +123,13 @@ class CachedRunner:
         self.cache.reserve(len(groups), self._among.prompt, count, suffix)
         turn = self._among.decode(self.cache, counts)
         self._filled = turn.longest
-        tokens, positions = torch.from_numpy(rows.last[:count].copy()), turn.positions()
-        longest = int(positions.max()) + 1
-        logits = self.forward(tokens.to(self.device), torch.from_numpy(positions).to(self.device), longest, turn)
+        made = turn.positions()
+        longest = int(made.max()) + 1
+        tokens = torch.from_numpy(rows.last[:count].copy()).to(self.device)
+        positions = torch.from_numpy(made).to(self.device)
+        if self._graphs is not None:
+            return self._graphs(self._among, counts, tokens, positions).float()
+        logits = self.forward(tokens, positions, longest, turn)
         self.windows |= turn.windows
         return logits.float()
 

@@ -113,10 +113,15 @@ class Fold:
     @classmethod
     def of(cls, group: np.ndarray, groups: int, device: torch.device) -> "Fold":
         """`group` int64 `[rows]`: slot of each row's group."""
-        counts = np.bincount(group, minlength=groups)
-        width, rows = int(counts.max()), len(group)
-        if width * groups == rows and np.array_equal(group, np.repeat(np.arange(groups), width)):
+        width = int(np.bincount(group, minlength=groups).max())
+        if width * groups == len(group) and np.array_equal(group, np.repeat(np.arange(groups), width)):
             return cls(groups, width)
+        return cls.spread(group, groups, width, device)
+
+    @classmethod
+    def spread(cls, group: np.ndarray, groups: int, width: int, device: torch.device) -> "Fold":
+        """With `width` places for each group, at least as many as it has rows."""
+        counts, rows = np.bincount(group, minlength=groups), len(group)
         order = np.argsort(group, kind="stable")
         starts = np.cumsum(counts) - counts
         place = group[order] * width + np.arange(rows) - starts[group[order]]
@@ -125,26 +130,34 @@ class Fold:
         return cls(groups, width, torch.from_numpy(into).to(device), torch.from_numpy(out).to(device))
 
 
+@dataclass(slots=True)
 class RowSet:
     """What the forwards of the same rows have in common."""
 
-    def __init__(self, group: np.ndarray, lengths: np.ndarray, device: torch.device, dtype: torch.dtype) -> None:
-        """
-        Args:
-            group: int64 `[rows]`: slot of each row's group.
-            lengths: int64 `[groups]`: tokens of each prompt in the cache.
-        """
-        self.group, self.lengths, self.device, self.dtype = group, lengths, device, dtype
-        self.prompt = int(lengths.max())
-        self.start = lengths[group]
-        """Position of each row's first token in the cache."""
-        self.fold = Fold.of(group, len(lengths), device)
-        self.rows = torch.arange(len(group), device=device)
-        self.prompt_mask: Tensor | None = None
-        """Added to the scores, `[groups, 1, 1, prompt]`."""
-        if int(lengths.min()) < self.prompt:
-            visible = torch.arange(self.prompt) < torch.from_numpy(lengths).unsqueeze(1)
-            self.prompt_mask = bias(visible.to(device), dtype)[:, None, None, :]
+    group: np.ndarray
+    """int64 `[rows]`: slot of each row's group."""
+    lengths: np.ndarray
+    """int64 `[groups]`: tokens of each prompt in the cache."""
+    device: torch.device
+    dtype: torch.dtype
+    prompt: int
+    """Tokens of the longest prompt."""
+    start: np.ndarray
+    """int64 `[rows]`: position of each row's first token in its suffix."""
+    fold: Fold
+    rows: Tensor
+    """int64 `[rows]`: their slots."""
+    prompt_mask: Tensor | None
+    """Added to the scores, `[groups, 1, 1, prompt]`."""
+
+    @classmethod
+    def of(cls, group: np.ndarray, lengths: np.ndarray, device: torch.device, dtype: torch.dtype) -> "RowSet":
+        prompt, mask = int(lengths.max()), None
+        if int(lengths.min()) < prompt:
+            visible = torch.arange(prompt) < torch.from_numpy(lengths).unsqueeze(1)
+            mask = bias(visible.to(device), dtype)[:, None, None, :]
+        fold, rows = Fold.of(group, len(lengths), device), torch.arange(len(group), device=device)
+        return cls(group, lengths, device, dtype, prompt, lengths[group], fold, rows, mask)
 
     def decode(self, cache: Cache, counts: np.ndarray) -> "Decode":
         """The forward of rows that have `counts` int64 `[rows]` tokens in the cache."""
