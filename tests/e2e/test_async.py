@@ -118,7 +118,8 @@ def test_a_run_ahead_killed_again_and_again(home: Path, tmp_path: Path, bound: i
     run, file = tmp_path / "runs" / "ahead", write(tmp_path, made)
     digests: dict[str, bytes] = {}
     for stage, step in (("rollout", 0), ("reward", 1), ("logprobs", 2), ("publish", 2), ("evaluate", 3), ("train", 4)):
-        launched = Launched.resume(run) if run.exists() else Launched.start(run, str(file))
+        held = {"stage": stage, "seconds": 0.1, "at_end": False}  # some are over before anybody could look
+        launched = Launched.resume(run, hold=held) if run.exists() else Launched.start(run, str(file), hold=held)
         launched.wait_for(stage, step)
         launched.kill()
         check(run, bound)
@@ -146,7 +147,8 @@ def test_replaced_groups_are_the_same_after_a_resume(home: Path, tmp_path: Path)
     whole = train(tmp_path, values(home, tmp_path, "whole", **changes))
     run, file = tmp_path / "runs" / "killed", write(tmp_path, values(home, tmp_path, "killed", **changes))
     for stage, step in (("rollout", 1), ("reward", 2), ("ledger", 3), ("train", 4)):
-        launched = Launched.resume(run) if run.exists() else Launched.start(run, str(file))
+        held = {"stage": stage, "seconds": 0.1, "at_end": False}  # some are over before anybody could look
+        launched = Launched.resume(run, hold=held) if run.exists() else Launched.start(run, str(file), hold=held)
         launched.wait_for(stage, step)
         launched.kill()
     launched = Launched.resume(run)
