@@ -64,10 +64,12 @@ def test_an_adapter_that_does_not_fit_is_refused(home: Path, tmp_path: Path) -> 
     file, folder = str(write(tmp_path, made)), tmp_path / "runs" / "grpo"
     for change, words in (
         ("model.adapter.target_modules=[q_prj]", ["model.adapter.target_modules", "'q_prj'", "did you mean q_proj"]),
+        # without bitsandbytes or without a GPU
+        ("model.quantization.kind=nf4 trainer.ranks=1", ["model.quantization.kind = 'nf4'"]),
         ("model.adapter.r=0", ["model.adapter.r"]),
         ("model.adapter.rank=8", ["model.adapter.rank", "'model.adapter.r'"]),
     ):
-        refused = Launched.start(folder, file, change)
+        refused = Launched.start(folder, file, *change.split(), "cluster.device=cpu")
         assert refused.finish() == 2, refused.text()
         for word in words:
             assert word in refused.said().replace("\n", " "), word

@@ -164,3 +164,20 @@ def test_offloading_frees_the_device_and_brings_everything_back(folder: Path) ->
     trainer.onload()
     assert all(torch.equal(rows.cpu(), before[name]) for name, rows in trainer._rows().items())
     assert {rows.device.type for rows in trainer.optimizer.exp_avg.values()} == {"cuda"}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_a_quantized_base_trains_its_adapter(tmp_path: Path, kind: str, adapter: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    from harness import config, task, train
+
+    folder = task(tmp_path)
+    model = {"path": str(folder / "model"), "adapter": {"kind": adapter, "r": 4}, "quantization": {"kind": kind}}
+    cluster = {"kind": "local", "device": "cuda"}
+    run = train(folder, config(folder, "grpo", steps=3, trainer={"ranks": 1}, cluster=cluster, model=model))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["policy/engine_gap_max"] for row in rows if "policy/engine_gap_max" in row]
+    assert len(gaps) == 3 and max(gaps) < 0.3, "the engine serves what the quantized bits stand for"
+    exported = AutoModelForCausalLM.from_pretrained(run / "export")
+    assert getattr(exported.config, "quantization_config", None) is None

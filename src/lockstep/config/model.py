@@ -1,8 +1,8 @@
 """Which model, in which precision."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lockstep.config.base import Section
 
@@ -33,6 +33,15 @@ class Adapter(Section):
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
+class Quantization(Section):
+    """Keeps the weights that an adapter froze in 4 or 8 bits on the trainer's GPU (QLoRA, Dettmers et al. 2023),
+    through bitsandbytes."""
+
+    kind: Literal["nf4", "int8"] = "nf4"
+    double_quant: bool = True
+    """Of nf4: the constants of blocks are quantized as well (`bnb_4bit_use_double_quant`)."""
+
+
 class Model(Section):
     path: str
     """A local folder or a hub name; also where the tokenizer comes from."""
@@ -49,5 +58,15 @@ class Model(Section):
     else one sample per row (single)."""
     adapter: Adapter | None = None
     """Train a LoRA or DoRA adapter; all weights are trained when absent."""
+    quantization: Quantization | None = None
+    """Of the frozen weights, beside an adapter."""
     max_length: int | None = Field(None, gt=0)
     """Longest sequence (prompt and completion); the model's own limit when absent."""
+
+    @model_validator(mode="after")
+    def _quantized_weights_are_frozen(self) -> Self:
+        if self.quantization is not None and self.adapter is None:
+            raise ValueError(
+                "quantization keeps frozen weights in few bits, which cannot be trained: set model.adapter as well"
+            )
+        return self

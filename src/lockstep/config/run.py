@@ -77,6 +77,17 @@ class RunConfig(Section):
             raise ValueError("checkpoint.export 'adapter' needs one: set model.adapter, or checkpoint.export=true")
         return self
 
+    @model_validator(mode="after")
+    def _quantized_weights_are_whole(self) -> Self:
+        if self.model.quantization is not None and self.trainer.ranks > 1:
+            raise ValueError(
+                f"model.quantization needs trainer.ranks=1, got {self.trainer.ranks}: weights of bitsandbytes are not "
+                "sharded; leave the quantization out to shard them"
+            )
+        if self.model.quantization is not None and self.trainer.offload.parameters:
+            raise ValueError("model.quantization keeps its weights on the GPU: set trainer.offload.parameters=false")
+        return self
+
     @field_validator("cluster", mode="before")
     @classmethod
     def _shorthand(cls, value: object) -> object:

@@ -14,6 +14,7 @@ from lockstep.config.model import DType, Model
 from lockstep.models import attention
 from lockstep.models.errors import ModelError, first_line
 from lockstep.models.policy import Policy, supports_forest_attention
+from lockstep.models.quantized import check_quantization, quantization_config
 from lockstep.models.quiet import quiet
 from lockstep.models.weights import resolve_folder
 
@@ -96,6 +97,21 @@ def load_policy(cfg: Model, device: torch.device | str, meta: bool = False, dtyp
     return policy
 
 
+def load_quantized(cfg: Model, device: torch.device, dtype: torch.dtype) -> Policy:
+    """The model as a `Policy` with its linear layers (not the output layer) quantized as the config says.
+
+    Raises:
+        ModelError: as `load_policy`, or where the quantization cannot run.
+    """
+    assert cfg.quantization is not None
+    check_quantization(cfg, str(device))
+    config = model_config(cfg)
+    settings = quantization_config(cfg.quantization, dtype)
+    policy = Policy(_from_checkpoint(cfg, config, dtype, quantization_config=settings, device_map={"": device}))
+    policy.eval()
+    return policy
+
+
 def resolve_dtype(dtype: DType, device: torch.device | str) -> torch.dtype:
     """Compute precision: "auto" is float32 on CPU and bfloat16 elsewhere."""
     if dtype == "auto":
@@ -124,7 +140,7 @@ def context_length(hf_config: Any) -> int:
     )
 
 
-def _from_checkpoint(cfg: Model, config: Any, dtype: torch.dtype) -> Any:
+def _from_checkpoint(cfg: Model, config: Any, dtype: torch.dtype, **settings: Any) -> Any:
     folder = resolve_folder(cfg.path, cfg.revision)
     with quiet():
         lm, report = AutoModelForCausalLM.from_pretrained(
@@ -135,6 +151,7 @@ def _from_checkpoint(cfg: Model, config: Any, dtype: torch.dtype) -> Any:
             trust_remote_code=cfg.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are in the report, with their names
+            **settings,
         )
     missing = sorted(report["missing_keys"])
     if missing or report["mismatched_keys"]:

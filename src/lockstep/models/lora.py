@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from lockstep.config.model import Adapter
 from lockstep.models.errors import ModelError
 from lockstep.models.policy import Policy, hf_name
+from lockstep.models.quantized import plain_weight
 from lockstep.models.weights import Places, in_adapter
 
 NAME = "default"
@@ -107,8 +108,7 @@ def fill_adapter(policy: Policy, cfg: Adapter, seed: int, device: torch.device |
         places.fill(down, lambda first, last, start=start: start[first:last])  # type: ignore[misc]
         places.fill(up, lambda first, last, like=up: torch.zeros(last - first, *like.shape[1:]))  # type: ignore[misc]
         if NAME in layer.lora_magnitude_vector:
-            base = _local(layer.get_base_layer().weight)
-            norms = torch.linalg.norm(base, dim=1)
+            norms = torch.linalg.norm(_rows(layer.get_base_layer()), dim=1)
             places.fill(layer.lora_magnitude_vector[NAME].weight, lambda *_, norms=norms: norms)
 
 
@@ -186,9 +186,10 @@ def _initial(down: nn.Parameter, cfg: Adapter, seed: int, name: str) -> Tensor:
     return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
 
 
-def _local(parameter: Tensor) -> Tensor:
-    data = parameter.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
+def _rows(base: Any) -> Tensor:
+    """This rank's rows of a layer's weight."""
+    data = base.weight.detach()
+    return data.to_local() if isinstance(data, DTensor) else plain_weight(base)
 
 
 def _modules(policy: Policy) -> Iterator[tuple[str, nn.Module]]:

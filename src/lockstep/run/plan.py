@@ -160,7 +160,10 @@ def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
     if adapter is None:
         states = 16 * model.parameters // config.trainer.shards
     else:  # merging needs the whole of it
-        states = (width * model.parameters + 16 * adapter.parameters) // config.trainer.shards + 4 * adapter.parameters
+        frozen = config.model.quantization
+        bits = 8 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]  # with the blocks' constants
+        sharded = int(bits * model.parameters / 8) + 16 * adapter.parameters
+        states = sharded // config.trainer.shards + 4 * adapter.parameters
     per_layer = (2 if config.trainer.activation_checkpointing else 34) * config.token_budget * model.hidden
     activations = per_layer * model.layers * width // 2
     head = 3 * config.trainer.head_chunk * model.vocabulary * 4

@@ -18,6 +18,7 @@ from lockstep.ledger.errors import FolderExists
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.rules import INDEX
 from lockstep.models.load import load_tokenizer
+from lockstep.models.quantized import check_quantization
 from lockstep.rewards.static import check_terms, compares_answers
 from lockstep.rewards.terms import names
 from lockstep.rollout.environments.static import told_tools
@@ -81,7 +82,9 @@ def prepare(
     folder = resume or Path(config.folder) / config.name
     if resume is None and folder.exists():
         raise FolderExists(folder, is_run=(folder / INDEX).is_file())
-    host = host or host_facts(config.cluster)
+    if host is None:
+        host = host_facts(config.cluster)
+        check_quantization(config.model, host.device)
     model = model_facts(config.model, host.device)
     plan = make_plan(config, model, host)
     if config.reward is not None:

@@ -131,6 +131,8 @@ def _write_rest(folder: Path, policy: Policy, model: Model, dtype: torch.dtype) 
     source = resolve_folder(model.path, model.revision)
     config = copy.deepcopy(policy.config)
     config.dtype = dtype
+    if hasattr(config, "quantization_config"):  # what is written are plain weights
+        del config.quantization_config
     config.architectures = [type(policy.lm).__name__.removeprefix("FSDP")]
     with quiet():
         config.save_pretrained(folder)

@@ -13,7 +13,7 @@ from lockstep.config.algorithm import CrossEntropy, PolicyLoss
 from lockstep.config.model import Adapter
 from lockstep.config.recipes import Config
 from lockstep.data.batch import Packed
-from lockstep.models.load import load_policy, resolve_dtype
+from lockstep.models.load import load_policy, load_quantized, resolve_dtype
 from lockstep.models.lora import add_adapter, derived_seed, fill_adapter, with_dropout, without_adapter
 from lockstep.models.policy import Policy
 from lockstep.models.weights import fill, folder_digest, resolve_folder
@@ -217,16 +217,20 @@ class FSDP2Trainer:
 
     def _load(self, dtype: torch.dtype, adapter: Adapter | None = None) -> Policy:
         """A policy with its parameters in `dtype`, an adapter in float32, each rank reading its own rows."""
-        trainer = self.config.trainer
-        policy = load_policy(self.config.model, self.ranks.device, meta=True, dtype=dtype)
+        trainer, quantized = self.config.trainer, self.config.model.quantization is not None
+        if quantized:
+            policy = load_quantized(self.config.model, self.ranks.device, dtype)
+        else:
+            policy = load_policy(self.config.model, self.ranks.device, meta=True, dtype=dtype)
         if adapter is not None:
             add_adapter(policy, adapter)
         if trainer.compile == "layers":
             compile_layers(policy, self.ranks.device)
         if trainer.activation_checkpointing:
             checkpoint_activations(policy)
-        shard(policy, self.ranks, trainer.reshard_after_forward, self.compute)
-        fill(policy, self._folder(), self.ranks.device)
+        if not quantized:
+            shard(policy, self.ranks, trainer.reshard_after_forward, self.compute)
+            fill(policy, self._folder(), self.ranks.device)
         if adapter is not None:
             fill_adapter(policy, adapter, self.config.seed, self.ranks.device)
         return policy

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models.lora import NAME, LowRank, adapted, named_adapter
-from lockstep.models.policy import Policy
+from lockstep.models.policy import Policy, hf_name
+from lockstep.models.quantized import plain_shape, plain_weight
 from lockstep.models.weights import named_weights
 from lockstep.train.distributed import Ranks
 from lockstep.train.sharding import local
@@ -56,8 +57,15 @@ class Outgoing:
                 names[id(layer.lora_B[NAME].weight)],
                 names[id(magnitudes[NAME].weight)] if NAME in magnitudes else None,
                 layer.scaling[NAME],
-                layer.fan_in_fan_out,
+                getattr(layer, "fan_in_fan_out", False),
             )
+        self._packed = _packed(policy)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a weight as it leaves, whatever it is kept as."""
+        parameter = self.weights[name]
+        module = self._packed.get(name)
+        return tuple(parameter.shape) if module is None else plain_shape(module, parameter)
 
     def merged(self) -> dict[str, Weight]:
         """Every weight of the model, merged with its adapter where it has one.
@@ -67,14 +75,22 @@ class Outgoing:
         whole = self.gather_adapter()
         found = {}
         for name, parameter in self.weights.items():
-            layer, rows = self._layers.get(name), partial(local, parameter)
+            layer, rows = self._layers.get(name), partial(self._plain, name)
             if layer is not None:
                 magnitude = None if layer.magnitude is None else whole[layer.magnitude]
                 factors = LowRank(whole[layer.down], whole[layer.up], layer.scaling, magnitude, layer.transposed)
                 first = self.ranks.rows(parameter.shape[0])[0]
-                rows = partial(_merged, factors, parameter, first)
-            found[name] = Weight(tuple(parameter.shape), rows, constant=bool(whole) and layer is None)
+                rows = partial(self._merged, factors, name, first)
+            found[name] = Weight(self.shape(name), rows, constant=bool(whole) and layer is None)
         return found
+
+    def _plain(self, name: str) -> Tensor:
+        module = self._packed.get(name)
+        return local(self.weights[name]) if module is None else plain_weight(module)
+
+    @torch.no_grad()
+    def _merged(self, factors: LowRank, name: str, first: int) -> Tensor:
+        return factors.merged(self._plain(name), first)
 
     @torch.no_grad()
     def gather_adapter(self) -> dict[str, Tensor]:
@@ -98,6 +114,7 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(count - rows.shape[0], *rows.shape[1:])])
 
 
-@torch.no_grad()
-def _merged(factors: LowRank, parameter: Tensor, first: int) -> Tensor:
-    return factors.merged(local(parameter), first)
+def _packed(policy: Policy) -> dict[str, nn.Module]:
+    """The layers that keep their weight in other bits than its own, by the weight's checkpoint name."""
+    linear = ((path, module) for path, module in policy.named_modules() if isinstance(module, nn.Linear))
+    return {hf_name(f"{path}.weight"): module for path, module in linear if not module.weight.is_floating_point()}

@@ -87,7 +87,7 @@ class TrainerService(TrainerAPI):
             device=str(self.device),
             compute_dtype=str(trainer.compute).removeprefix("torch."),
             parameters=[
-                ParameterInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+                ParameterInfo(name, trainer.outgoing.shape(name), str(parameter.dtype).removeprefix("torch."))
                 for name, parameter in trainer.outgoing.weights.items()
             ],
             packing=packing,
