@@ -36,7 +36,7 @@ def test_offline_it_plans_what_it_can_and_says_what_it_could_not_look_up(monkeyp
         for name in (f"policy-{rank}", f"engine-{rank}"):
             (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name]]
             assert f"cuda:{rank}" in line
-    assert "scorer-7" in shown and "collectives" not in shown and "parameters" not in shown
+    assert "scorer-7" in shown and "collectives of a step" not in shown and "M parameters" not in shown
     for words in ("planned for a host with 8 GPUs", "not looked up: model.path = 'Qwen/Qwen2.5-1.5B-Instruct'"):
         assert words in notes
     assert "not looked up: data = openai/gsm8k" in notes and "not looked up: evaluation.data = openai/gsm8k" in notes
