@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lockstep.config.errors import ConfigError
+from lockstep.config.load import check_config
+
 Effect = Literal["none", "bits", "result"]
 
 _HARMLESS = (
@@ -88,8 +91,9 @@ class Change:
 
 
 def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
-    """Every field that differs between two resolved configs (`model_dump(mode="json")`), in their order."""
-    changes = []
+    """Every field that differs between two resolved configs (`model_dump(mode="json")`), in their order. A field that
+    did not exist yet when the old one was written had today's default."""
+    changes, old = [], _completed(old)
     for path, before, after in _differences("", old, new):
         if path == "steps":
             changes.append(_steps(before, after, old))
@@ -99,6 +103,14 @@ def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
         else:
             changes.append(Change(path, before, after, _effect(path)))
     return changes
+
+
+def _completed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the defaults of fields it is too old to have; as it is where it cannot be read as a config any more."""
+    try:
+        return check_config(dict(config), "the run's config").model_dump(mode="json")
+    except ConfigError:
+        return config
 
 
 def _effect(path: str) -> Effect:

@@ -29,6 +29,10 @@ def changed(path: str, value: object, base: dict = BASE) -> dict:
     return config
 
 
+def resolved(values: dict) -> dict:
+    return GRPOConfig.model_validate(values).model_dump(mode="json")
+
+
 def test_equal_configs():
     assert compare_config(BASE, copy.deepcopy(BASE)) == []
     assert compare_config({"a": (1, 2.0)}, {"a": [1, 2]}) == []  # as YAML and JSON give them back
@@ -101,7 +105,7 @@ def test_what_changes_the_last_bits_only(path, value):
 
 def test_ranks_change_the_result_where_an_adapter_drops_out():
     for dropout, effect in ((0.0, "bits"), (0.1, "result")):
-        old = changed("model.adapter", {"kind": "lora", "r": 8, "lora_dropout": dropout})
+        old = resolved(changed("model.adapter", {"kind": "lora", "r": 8, "lora_dropout": dropout}))
         (change,) = compare_config(old, changed("trainer.ranks", 2, old))
         assert change.effect == effect
     for field, value in (("r", 4), ("target_modules", ["q_proj"]), ("lora_alpha", 8.0)):
@@ -124,6 +128,19 @@ def test_sections_that_come_and_go():
     del less["loss"]["clip_low"]
     (change,) = compare_config(BASE, less)
     assert str(change) == "loss.clip_low: 0.2 -> (absent)"
+
+
+def test_a_field_that_did_not_exist_when_the_run_began_had_its_default():
+    old = copy.deepcopy(BASE)
+    for path in ("trainer.malloc", "model.adapter", "loss.mask_truncated", "rollout.max_staleness", "tracking"):
+        *parents, last = path.split(".")
+        section = old
+        for key in parents:
+            section = section[key]
+        del section[last]
+    assert compare_config(old, BASE) == []
+    (change,) = compare_config(old, changed("rollout.max_staleness", 2))
+    assert str(change) == "rollout.max_staleness: 0 -> 2" and change.changes_result
 
 
 def test_a_boolean_is_not_a_number():
