@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lockstep.config.base import Section
+from lockstep.config.base import OFF_IS_A_WORD, Section
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -77,7 +77,7 @@ class KL(Section):
 class ImportanceCorrection(Section):
     """Importance weights from the engine's to the trainer's log-probabilities, which multiply a token's loss."""
 
-    kind: Literal["off", "truncate", "mask"] = "off"
+    kind: Annotated[Literal["off", "truncate", "mask"], OFF_IS_A_WORD] = "off"
     """`truncate` cuts weights at `cap` (TIS); `mask` drops what is above it, or below `floor` (MIS)."""
     level: Literal["token", "sequence"] = "token"
     """A weight per token, or one per completion: the product of its tokens'."""

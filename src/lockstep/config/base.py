@@ -1,6 +1,9 @@
 """What every config model shares."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+OFF_IS_A_WORD = BeforeValidator(lambda value: "off" if value is False else value)
+"""For choices of which one is `off`: YAML 1.1 reads that as false."""
 
 
 class Section(BaseModel):

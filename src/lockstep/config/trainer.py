@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from lockstep.config.base import Section
+from lockstep.config.base import OFF_IS_A_WORD, Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -60,7 +60,7 @@ class Trainer(Section):
     max_grad_norm: float | None = Field(1.0, gt=0)
     head_chunk: int = Field(1024, gt=0)
     """Target positions per chunk of the head and loss: `[chunk, vocabulary]` is the largest logits tensor."""
-    compile: Literal["off", "layers"] = "off"
+    compile: Annotated[Literal["off", "layers"], OFF_IS_A_WORD] = "off"
     """`layers` compiles the decoder layers with torch.compile (a C++ compiler is needed on the CPU): some CPU seconds
     once per rank, then faster steps."""
     malloc: Literal["tuned", "default"] = "tuned"
@@ -69,11 +69,6 @@ class Trainer(Section):
     offload: Offload = Offload()
     collective_timeout_s: float = Field(1800.0, gt=0)
     """Bound of one collective, on every communicator."""
-
-    @field_validator("compile", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: object) -> object:
-        return "off" if value is False else value  # what YAML makes of it
 
     @property
     def shards(self) -> int:

@@ -225,3 +225,11 @@ def test_exports_are_those_that_there_can_be() -> None:
         assert check_config(GRPO | extra | {"checkpoint": {"export": export}}, "test").exports == folders
     with pytest.raises(ConfigError, match=r"checkpoint\.export 'adapter' needs one"):
         check_config(GRPO | {"checkpoint": {"export": "adapter"}}, "test")
+
+
+def test_off_is_a_word_though_yaml_reads_it_as_false() -> None:
+    values = yaml.safe_load("{trainer: {compile: off}, loss: {importance: {kind: off}}}")
+    assert values["trainer"]["compile"] is False
+    config = check_config(grpo(**values), "test")
+    assert isinstance(config, GRPOConfig)
+    assert config.trainer.compile == "off" and config.loss.importance.kind == "off"
