@@ -45,7 +45,8 @@ def main() -> None:
         tell(f"results go to {folder}")
         if not (folder / RAW).exists():
             write(folder / RAW, {"made": facts()})
-        (folder / SETTINGS).write_text(json.dumps(settings(list(WORKS.values())), indent=2) + "\n")
+        text = json.dumps(settings(list(WORKS.values())), indent=2)
+        (folder / SETTINGS).write_text(text.replace(f"{ROOT}/", "") + "\n")
         repeats = 1 if options.quick else options.repeats
         with tempfile.TemporaryDirectory(prefix="lockstep-benchmark-") as scratch:
             run(works, repeats, Path(scratch), folder / RAW, tell, model)
