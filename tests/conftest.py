@@ -1,7 +1,31 @@
 """One torch thread per test process: two of them share two cores, and the number of threads decides the last bits."""
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from lockstep.watch import beacon
+
+if TYPE_CHECKING:
+    from lockstep.cluster.local import LocalCluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator["LocalCluster"]:
+    """Worker processes of a run of this module's own; a module may have another one under the same name."""
+    from lockstep.cluster.local import LocalCluster
+    from lockstep.config.cluster import LocalCluster as Config
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    run = beacon.new_run_id(request.path.stem.removeprefix("test_"))
+    made = LocalCluster(Config(device="cpu"), run, tmp_path_factory.mktemp("run"), generation=1, token=None)
+    try:
+        yield made
+    finally:
+        made.close()

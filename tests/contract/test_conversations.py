@@ -1,7 +1,6 @@
 """Conversations of a real engine with real environments, every token accounted for."""
 
 import itertools
-import os
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import WorkerSpec
-from lockstep.config.cluster import LocalCluster as ClusterConfig
 from lockstep.config.data import Dataset
 from lockstep.config.environment import Environment
 from lockstep.config.model import Model
@@ -28,7 +25,6 @@ from lockstep.run.buffer import RolloutBuffer
 from lockstep.run.draws import PromptDraws
 from lockstep.run.services import ENGINE
 from lockstep.run.turns import Conversations
-from lockstep.watch import beacon
 
 HERE = Path(__file__).parent
 DIGITS = "0123456789"
@@ -41,17 +37,6 @@ def home(tmp_path_factory):
     make_tiny(made / "model", hidden=32, layers=1, heads=2, kv_heads=1, ffn=48, max_length=256, chat=True, seed=4)
     (made / "data.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(9)))
     return made
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    run = beacon.new_run_id("conversations")
-    made = LocalCluster(ClusterConfig(device="cpu"), run, tmp_path_factory.mktemp("run"), generation=1, token=None)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture(scope="module")

@@ -8,26 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.cluster.local import LocalCluster
-from lockstep.config.cluster import LocalCluster as ClusterConfig
 from lockstep.config.environment import Environment
 from lockstep.data.samples import Prompt
 from lockstep.rollout.environments.api import EnvironmentFailed
 from lockstep.rollout.environments.pool import EnvironmentPool, Reply
-from lockstep.watch import beacon, waits
+from lockstep.watch import waits
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    run = beacon.new_run_id("environments")
-    made = LocalCluster(ClusterConfig(device="cpu"), run, tmp_path_factory.mktemp("run"), generation=1, token=None)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -11,26 +11,12 @@ import psutil
 import pytest
 from reward_server import Reply, serving
 
-from lockstep.cluster.local import LocalCluster
-from lockstep.config.cluster import LocalCluster as ClusterConfig
 from lockstep.config.reward import ExactMatch, Function, Http, Length, Math, Regex, Reward
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.rewards.api import RewardError
 from lockstep.rewards.pool import LOSSES_PER_SCORER, ScorerPool
-from lockstep.watch import beacon
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    run = beacon.new_run_id("scorers")
-    made = LocalCluster(ClusterConfig(device="cpu"), run, tmp_path_factory.mktemp("run"), generation=1, token=None)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

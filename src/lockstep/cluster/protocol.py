@@ -52,6 +52,20 @@ class WorkerDied(RuntimeError):
         super().__init__(f"{worker} {how}\n\n--- end of its log ---\n{log_tail}")
         self.worker, self.rank, self.exit_code, self.log_tail = worker, rank, exit_code, log_tail
 
+    @property
+    def how(self) -> str:
+        """How it ended, for a sentence that begins with whose process it was."""
+        if self.exit_code is None:
+            return "vanished"
+        if self.exit_code < 0:
+            return f"was ended by signal {-self.exit_code}"
+        return f"exited with {self.exit_code}"
+
+    @property
+    def last_words(self) -> str:
+        """The end of its log under a heading; empty when it wrote nothing."""
+        return f"--- end of the log of {self.worker} ---\n{self.log_tail}" if self.log_tail.strip() else ""
+
 
 class Pending(Protocol[R_co]):
     """A call under way."""

@@ -92,8 +92,8 @@ class Scorer:
             raise RewardError(functions, lost.problem, traceback=lost.log_tail) from error
         except WorkerDied as error:
             self._forget()
-            problem = f"the scorer process {_how(error)} while loading"
-            raise RewardError(functions, problem, traceback=_tail(error)) from error
+            problem = f"the scorer process {error.how} while loading"
+            raise RewardError(functions, problem, traceback=error.last_words) from error
         if prepared.failure is not None:
             failure = prepared.failure
             raise RewardError(prepared.function or functions, failure.problem, traceback=failure.traceback)
@@ -114,7 +114,7 @@ class Scorer:
             raise self._end(problem, pending) from None
         except WorkerDied as error:
             self._forget()
-            raise Lost(f"its process {_how(error)}", _tail(error)) from None
+            raise Lost(f"its process {error.how}", error.last_words) from None
         except RemoteError as error:
             if error.kind != "MemoryError":
                 raise
@@ -148,19 +148,7 @@ class Scorer:
             try:
                 pending.result(why=f"the last words of {self.name}", stall_s=LAST_WORDS_S)
             except WorkerDied as error:
-                log_tail = _tail(error)
+                log_tail = error.last_words
             except (WaitTimeout, RemoteError):
                 log.warning("%s left no last words", self.name)
         return Lost(problem, log_tail)
-
-
-def _how(error: WorkerDied) -> str:
-    if error.exit_code is None:
-        return "vanished"
-    if error.exit_code < 0:
-        return f"was ended by signal {-error.exit_code}"
-    return f"exited with {error.exit_code}"
-
-
-def _tail(error: WorkerDied) -> str:
-    return f"--- end of the log of {error.worker} ---\n{error.log_tail}" if error.log_tail.strip() else ""

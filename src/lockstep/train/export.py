@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -83,18 +84,12 @@ def export_adapter(folder: Path, policy: Policy, adapter: Mapping[str, Tensor], 
     settings = peft_config(policy, model.adapter)
     settings.base_model_name_or_path = str(base.resolve()) if base.is_dir() else model.path
     settings.inference_mode = True
-    try:
+    with _published(temporary, folder, "adapter"):
         shutil.rmtree(temporary, ignore_errors=True)
         _write_weights(temporary, "adapter_model.safetensors", {name: part.cpu() for name, part in adapter.items()})
         with quiet():
             settings.save_pretrained(temporary)
             load_tokenizer(model).save_pretrained(temporary)
-        for path in temporary.iterdir():
-            sync_file(path)
-        publish(temporary, folder)
-    except (OSError, SafetensorError) as problem:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(folder, f"the adapter could not be exported: {problem}") from problem
 
 
 def _finish(
@@ -107,18 +102,25 @@ def _finish(
     dtype: torch.dtype,
     error: OSError | SafetensorError | None,
 ) -> None:
-    try:
+    with _published(temporary, folder, "model"):
         if error is not None:
             raise error
         _write_rest(temporary, policy, model, dtype)
         if len(files) > 1 or "model.safetensors" not in files:
             _write_index(temporary, files, size)
+
+
+@contextmanager
+def _published(temporary: Path, folder: Path, what: str) -> Iterator[None]:
+    """Makes what the block writes durable and gives it its name, or leaves nothing of it."""
+    try:
+        yield
         for path in temporary.iterdir():
             sync_file(path)
         publish(temporary, folder)
     except (OSError, SafetensorError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(folder, f"the model could not be exported: {problem}") from problem
+        raise CheckpointError(folder, f"the {what} could not be exported: {problem}") from problem
 
 
 def _write_weights(folder: Path, file: str, tensors: dict[str, Tensor]) -> None:

@@ -195,21 +195,11 @@ def test_yaml_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None
     assert load_config(file).trainer.optimizer.lr == 1e-4
 
 
-GRPO: dict[str, Any] = {
-    "recipe": "grpo",
-    "name": "x",
-    "steps": 1,
-    "model": {"path": "m"},
-    "data": {"path": "d.jsonl"},
-    "reward": {"terms": [{"kind": "exact_match"}]},
-}
-
-
 def test_copies_must_divide_the_ranks_and_be_sharded() -> None:
     for ranks, replicas in ((4, 3), (4, 4), (2, 2)):
         with pytest.raises(ConfigError, match=f"replicas {replicas} must divide ranks {ranks}"):
-            check_config(GRPO | {"trainer": {"ranks": ranks, "replicas": replicas}}, "test")
-    assert check_config(GRPO | {"trainer": {"ranks": 8, "replicas": 2}}, "test").trainer.shards == 4
+            check_config(grpo(trainer={"ranks": ranks, "replicas": replicas}), "test")
+    assert check_config(grpo(trainer={"ranks": 8, "replicas": 2}), "test").trainer.shards == 4
 
 
 def test_exports_are_those_that_there_can_be() -> None:
@@ -222,9 +212,9 @@ def test_exports_are_those_that_there_can_be() -> None:
         (adapter, "adapter", ["adapter"]),
         (adapter, "merged", ["export"]),
     ):
-        assert check_config(GRPO | extra | {"checkpoint": {"export": export}}, "test").exports == folders
+        assert check_config(grpo(**extra, checkpoint={"export": export}), "test").exports == folders
     with pytest.raises(ConfigError, match=r"checkpoint\.export 'adapter' needs one"):
-        check_config(GRPO | {"checkpoint": {"export": "adapter"}}, "test")
+        check_config(grpo(checkpoint={"export": "adapter"}), "test")
 
 
 def test_off_is_a_word_though_yaml_reads_it_as_false() -> None:

@@ -89,9 +89,7 @@ class Host:
             raise EnvironmentFailed(path, lost.problem, traceback=lost.traceback) from error
         except WorkerDied as error:
             self._worker = None
-            raise EnvironmentFailed(
-                path, f"its process {_how(error)} while loading", traceback=error.log_tail
-            ) from error
+            raise EnvironmentFailed(path, f"its process {error.how} while loading", traceback=error.log_tail) from error
         if prepared.failure is not None:
             raise EnvironmentFailed(path, prepared.failure.problem, traceback=prepared.failure.traceback)
         return prepared
@@ -132,7 +130,7 @@ class Host:
             self._gone()
             holding = self._holding if self._holding in self.open else None
             culprit = next(iter(self.open)) if holding is None and len(self.open) == 1 else holding
-            raise Lost(Failure(f"its process {_how(error)}", _tail(error)), culprit) from None
+            raise Lost(Failure(f"its process {error.how}", error.last_words or None), culprit) from None
         self._ack = news.sequence
         self._look(news)
         for answer in news.answers:
@@ -184,7 +182,7 @@ class Host:
         try:
             pending.result(why=f"the last words of {worker.spec.name}", stall_s=LAST_WORDS_S)
         except WorkerDied as error:
-            return Failure(problem, _tail(error))
+            return Failure(problem, error.last_words or None)
         except (WaitTimeout, RemoteError):
             log.warning("%s left no last words", worker.spec.name)
         return Failure(problem)
@@ -196,15 +194,3 @@ def _settled(call: Pending[None]) -> bool:
         return False
     call.result(why="hand over tasks")
     return True
-
-
-def _how(error: WorkerDied) -> str:
-    if error.exit_code is None:
-        return "vanished"
-    if error.exit_code < 0:
-        return f"was ended by signal {-error.exit_code}"
-    return f"exited with {error.exit_code}"
-
-
-def _tail(error: WorkerDied) -> str | None:
-    return f"--- end of the log of {error.worker} ---\n{error.log_tail}" if error.log_tail.strip() else None
