@@ -173,7 +173,7 @@ class Ledger:
                 fsync_folder(path.parent)
         except BaseException:
             # No file without its row. An interrupt may also come when the row is durable already.
-            if fresh and step not in self.collected_steps():
+            if fresh and not self.is_collected(step):
                 path.unlink(missing_ok=True)
             raise
         finally:
@@ -203,6 +203,10 @@ class Ledger:
     def collected_steps(self) -> list[int]:
         """Steps whose rollouts are durable, those included that `retain` has let go of."""
         return [row[0] for row in self._index.rows("SELECT step FROM steps ORDER BY step")]
+
+    def is_collected(self, step: int) -> bool:
+        """Whether the step is one of `collected_steps`."""
+        return bool(self._index.rows("SELECT 1 FROM steps WHERE step = ?", step))
 
     def prompts_used(self) -> dict[str, int]:
         """Step by uid of every prompt of a collected step."""

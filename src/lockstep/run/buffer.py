@@ -83,9 +83,8 @@ class RolloutBuffer:
 
     def request(self, step: int) -> None:
         """Hands over what is to be with the engines while `step` is generated and trained, as far as it is not."""
-        collected = set(self.ledger.collected_steps())
         for ahead in steps_to_request(step, self.steps, self.max_staleness):
-            if ahead not in collected and ahead not in self._asked:
+            if ahead not in self._asked and not self.ledger.is_collected(ahead):
                 self._ask(ahead, self.draws.draw(ahead))
 
     def take(self, step: int, count: int) -> Rollouts:
