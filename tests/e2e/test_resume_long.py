@@ -180,7 +180,8 @@ def test_a_finished_run_is_made_longer(reference: References, tmp_path: Path, re
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_completions_of_an_unfinished_step_are_kept(reference: References, tmp_path: Path) -> None:
-    """A rollout of seconds: what was made durable on the way is not generated again, however often it is killed."""
+    """What was made durable in the middle of a rollout is not generated again, however often it is killed. Every
+    completion is kept at once: how long the rollout takes must not decide whether there is a middle."""
     prompts, group, step = 24, 16, 1
     rollout = {"sampling": {"max_tokens": 16, "ignore_eos": True}, "engine": {"max_rows": 8, "threads": 1}}
     checkpoint = {"every": 0, "export": False}
@@ -194,7 +195,7 @@ def test_completions_of_an_unfinished_step_are_kept(reference: References, tmp_p
         def grown(size: int = size) -> bool | None:
             return True if partial.exists() and partial.stat().st_size > size else None
 
-        launched = life.launch()
+        launched = life.launch(hold={"keep_every_s": 0.0})
         launched.wait_until(grown, "that completions are kept", lambda: False)
         launched.kill()
         with Ledger.reader(life.run) as ledger:

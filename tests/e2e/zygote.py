@@ -66,6 +66,8 @@ def become(request: dict, control: socket.socket) -> None:
             stop_when(file)
         case {"stage": stage, "seconds": seconds, "at_end": at_end}:
             hold(stage, seconds, at_end)
+        case {"keep_every_s": seconds}:
+            importlib.import_module("lockstep.run.buffer").KEEP_EVERY_S = seconds
     from lockstep.cli import app
 
     try:
