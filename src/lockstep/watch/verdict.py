@@ -1,0 +1,158 @@
+"""A verdict: what is wrong, who did it, how sure that is, and why; and its one form in JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """What the wait graph says, structurally."""
+
+    DEAD = "dead"
+    MISMATCH = "mismatch"
+    ABSENT = "absent"
+    DEVICE_LAG = "device_lag"
+    IN_FLIGHT = "in_flight"
+    CYCLE = "cycle"
+    STARVED = "starved"
+    SLOW = "slow"
+    UNKNOWN = "unknown"
+
+
+class Level(StrEnum):
+    """How much a verdict claims."""
+
+    NOTICE = "notice"
+    """Who waits for whom; accuses and does nothing."""
+    CONFIRMED = "confirmed"
+    """Proven by structure, or by stillness for long enough."""
+    ACT = "act"
+    """Confirmed, and something was done about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    rank: int | None
+    role: str = ""
+    host: str = ""
+    pid: int | None = None
+    where: str = ""
+    """The line that it is in: `score() at reward.py:31`."""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The call that everybody waits in."""
+
+    communicator: str
+    seq: int
+    operation: str = ""
+    call_site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One link of the wait chain in words, the longest wait first."""
+
+    who: str
+    on: str
+    what: str
+    since_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A piece of evidence: a line of a file, or what a source said."""
+
+    text: str
+    source: str = ""
+    file: str = ""
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    what: str
+    """A kind or class."""
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `diagnose` and `explain` answer."""
+
+    kind: Kind
+    level: Level
+    culprits: tuple[Culprit, ...] = ()
+    cause: str = "unknown"
+    """A class of FAILURES.md."""
+    collective: Collective | None = None
+    waiting: tuple[Waiting, ...] = ()
+    confidence: float = 0.0
+    alternatives: tuple[Alternative, ...] = ()
+    evidence: tuple[Fact, ...] = ()
+    explanation: str = ""
+    fix: str = ""
+    collect: tuple[str, ...] = ()
+    """What would tell more."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def json(self) -> dict[str, Any]:
+        """The form of `--json` and `verdict.json`, the same for live verdicts and for files."""
+        collective = self.collective
+        return {
+            "kind": str(self.kind),
+            "class": self.cause,
+            "culprits": [
+                {"rank": each.rank, "role": each.role, "host": each.host, "pid": each.pid, "where": each.where}
+                for each in self.culprits
+            ],
+            "collective": None
+            if collective is None
+            else {
+                "communicator": collective.communicator,
+                "seq": collective.seq,
+                "operation": collective.operation,
+                "call_site": collective.call_site,
+            },
+            "waiting": [
+                {"who": each.who, "on": each.on, "what": each.what, "since_s": each.since_s} for each in self.waiting
+            ],
+            "level": str(self.level),
+            "confidence": round(self.confidence, 3),
+            "alternatives": [{"class": each.what, "confidence": each.confidence} for each in self.alternatives],
+            "evidence": [_fact(each) for each in self.evidence],
+            "explanation": self.explanation,
+            "fix": self.fix,
+            "collect": list(self.collect),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long what may last before it counts. Seconds."""
+
+    notice_s: float = 3.0
+    """A wait in which nothing moved for so long is told."""
+    still_s: float = 40.0
+    """`--confirm-after`: without CPU, I/O, counter or GPU movement and with equal stacks for so long, an alive process
+    that others wait for is confirmed; where there is history, `history_factor` times the longest so far if that is
+    more."""
+    history_factor: float = 3.0
+    slow_factor: float = 3.0
+    """A rank that needs so many times what its peers need is slow."""
+    host_s: float = 5.0
+    """A host that is silent for so long is lost."""
+
+
+def _fact(fact: Fact) -> dict[str, Any]:
+    if fact.file:
+        return {"file": fact.file, "line": fact.line, "text": fact.text}
+    return {"source": fact.source, "text": fact.text}
+
+
+def first(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """The one that explains the others: `diagnose` puts it first."""
+    return verdicts[0] if verdicts else None
