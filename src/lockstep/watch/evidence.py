@@ -2,66 +2,25 @@
 
 Arrays, because 16,000 ranks in several communicators are judged many times a minute. Times are seconds on one clock,
 the one of who made the snapshot; NaN means "not known", and what is not known is never held against anybody.
+Whoever makes evidence fills what it knows; every field with a default may be left out.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.watch.facts import NO_CODE, UNKNOWN, Call, Communicator, Life, Needs, Note, Process
+
+__all__ = [
+    "NO_CODE", "UNKNOWN", "Call", "Calls", "Communicator", "Communicators", "Edge", "Evidence", "Floats", "Integers",
+    "Life", "Needs", "Note", "Process", "Processes",
+]  # fmt: skip
+
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-NO_CODE = -(2**31)
-"""The exit code of a process that has not ended, or of which nobody knows it."""
-UNKNOWN = -1
-"""A sequence number of which there is no evidence; 0 means that nothing was entered yet, for certain."""
-
-
-class Life(IntEnum):
-    """How a process is, as its parent or its host says."""
-
-    RUNNING = 0
-    STOPPED = 1
-    """By a signal or a debugger (`T`, `t` in /proc)."""
-    DEAD = 2
-    """Ended by a signal or with an exit code that is not 0."""
-    LEFT = 3
-    """Ended with exit code 0."""
-    UNSEEN = 4
-    """It should be there and was never heard of."""
-    LOST = 5
-    """Its host is not heard of any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """Who a process is. Ranks are unique within a role."""
-
-    name: str
-    role: str
-    rank: int
-    host: str = ""
-    pid: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """What is known of few processes only."""
-
-    where: str = ""
-    """The innermost line of the user's code: `score() at reward.py:31`."""
-    error: str = ""
-    """The exception that it raised, as printed."""
-    cause: str = ""
-    """A class of FAILURES.md that its end proves (`host_oom`, `storage_fault`), empty without proof."""
-    ours: bool = False
-    """It was ended or stopped by an action of ours: an effect, never a cause."""
-    expected_s: float = float("nan")
-    """How long the stage it is in has taken at most in this job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +41,8 @@ class Processes:
     stage: Sequence[str] = ()
     notes: Mapping[int, Note] = field(default_factory=dict)
     """By index."""
-
-
-@dataclass(frozen=True, slots=True)
-class Communicator:
-    name: str
-    description: str = ""
-    backend: str = ""
+    seen_at: Floats | None = None
+    """When what is said here was so; older than the snapshot where a host's news are late. None: at the snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +61,14 @@ class Communicators:
     entered_at: Floats
     completed_at: Floats
     ranks: Integers | None = None
-    """What the member says of the communicator's size, `UNKNOWN` if nothing; for members made with different lists."""
+    """A number that stands for the list of members that the member made the communicator with (its size, or better a
+    digest of the list), `UNKNOWN` if nothing is known; for members made with different lists."""
     blind: NDArray[np.bool_] | None = None
-    """True where counts miss part of what the member does (point-to-point with gloo): absence proves nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a collective was called with."""
-
-    operation: str
-    shapes: str = ""
-    dtype: str = ""
-    root: int | None = None
-    site: str = ""
-    """`file.py:31 in function`; not part of what must agree between ranks."""
+    """True where counts miss part of what the member does, or count other things too (point-to-point with gloo):
+    absence proves nothing."""
+    blocked: NDArray[np.int8] | None = None
+    """1 where a thread that matters waits inside of the collective entered last (or in its handle's `wait()`), 0 where
+    it is known to be elsewhere (an asynchronous one goes on behind it), `UNKNOWN` where nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,22 +78,17 @@ class Calls:
     membership: Integers
     seq: Integers
     signature: NDArray[np.uint64]
-    """Of operation, shapes, dtype and root: equal where the members fit together."""
+    """Of operation, shapes, dtype and root: equal where the members fit together. Best made without the shapes for
+    operations whose shapes may differ. Signatures of different makers (Python's calls, the flight recorder) must not
+    be mixed within a communicator."""
     about: Mapping[int, Call]
     """By signature: one of the calls."""
     sites: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """By (membership, sequence number), where known."""
     sizes_vary: frozenset[str] = frozenset({"all_to_all", "gather_object", "all_gather_object", "send", "recv"})
     """Operations whose shapes may differ between ranks."""
-
-
-class Needs(IntEnum):
-    """What ends a wait."""
-
-    ALL = 0
-    """Every one of those waited for."""
-    ANY = 1
-    """One of them: a queue fed by many, a receive from anybody."""
+    schedule: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """By (communicator, sequence number): the signature that the step's schedule says, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +108,12 @@ class Edge:
     """When the one waited for last made progress, as far as the waiter saw."""
     main: bool = True
     """False for a wait of a background thread, which keeps nobody else waiting."""
+    idle: bool = False
+    """A wait for the next order of whom it serves: it has answered all that it was asked, so who waits for it is not
+    waited for in turn, and it is no deadlock that the two wait for each other."""
+    meeting: str = ""
+    """Waits with equal, not empty names wait for each other's arrival (a rendezvous, a store barrier): who is in it has
+    arrived and is waited for no longer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,25 @@ class Kind(StrEnum):
     """What the wait graph says, structurally."""
 
     DEAD = "dead"
+    """The process has ended while it was needed, by a signal, with an error, or with exit code 0 before its time."""
     MISMATCH = "mismatch"
+    """Members of a communicator called different things under one number: operation, shape, dtype, root, one too many
+    or too few; or made it with different lists of members."""
     ABSENT = "absent"
+    """Others wait for it and it does not come: it has not entered their collective, or does not answer. A process that
+    is stopped by a signal is absent, wherever it was stopped; so is one that never joined, and a service outside."""
     DEVICE_LAG = "device_lag"
+    """It entered, peers completed, it did not."""
     IN_FLIGHT = "in_flight"
+    """All entered, none completes: the link or the kernel."""
     CYCLE = "cycle"
+    """They wait for each other."""
     STARVED = "starved"
+    """Somebody waits and nobody is about to give: a queue is empty, all who could fill it are idle or have left."""
     SLOW = "slow"
+    """It goes on, far behind its peers. Never more than a notice."""
     UNKNOWN = "unknown"
+    """What is known does not decide; `collect` says what would."""
 
 
 class Level(StrEnum):

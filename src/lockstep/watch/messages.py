@@ -1,0 +1,277 @@
+"""What an agent tells the supervisor of its host's processes. Imports the standard library only.
+
+Two kinds of messages, both JSON-able. A *roster* says who is there; it is sent at first, and again with the next
+number whenever a process or a communicator was added or has gone. A *state* says how they are; it is sent at every
+tick and names the roster that its indices mean. A state of an unknown roster is dropped, so a roster goes first after
+every reconnect. What is said of times is said as *ages*, seconds before the message was made (`ages` below), NaN if
+not known: clocks of hosts need not agree.
+
+    {"m": "roster", "host": "b", "number": 7,
+     "processes": [[name, role, rank, pid], ...],
+     "communicators": [[key, name, description, backend, size, ranks], ...],
+     "members": [[process, communicator, rank in it, made with], ...]}
+
+- `key` names a communicator uniquely in the job: `policy/fsdp`; torch's own names ("0", "1") need the role or the
+  world before them, because the worlds of two roles both have a "0".
+- `size` is how many members it should have, 0 if not known. `ranks` are their ranks within the role of the members,
+  in the order of the communicator; null where it is not known, or longer than is worth sending (64).
+- *made with* is a number that stands for the list of members (see `Communicators.ranks`), -1 if not known.
+
+    {"m": "state", "host": "b", "number": 7,
+     "processes": base64 of PROCESS records, one for each of the roster's processes
+     "members": base64 of MEMBER records, one for each of the roster's members
+     "stages": [text, ...] of each process; may be empty
+     "notes": {process: {"where", "error", "cause", "ours", "expected_s"}}, each field only if it says something
+     "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see Waiter, as ages
+     "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
+     "sites": [[member, seq, site], ...], "gaps": [text, ...]}
+
+- CALL records hold the newest calls of members, at most a few each (eight are plenty). `about` need only hold
+  signatures that were not told since the agent's last connect: the supervisor keeps what it heard.
+- `whom` of a wait is a process's name, several with commas, a role (`policy`), an alias that the supervisor was given
+  (`the scorers`), or, when it is none of these, somebody outside of the job (`judge.example:8000`).
+"""
+
+import base64
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.watch.facts import NO_CODE, UNKNOWN, Call, Communicator, Life, Needs, Note, Process
+from lockstep.watch.records import WaitRecord
+
+NAN = float("nan")
+
+PROCESS = struct.Struct("<biffff")
+"""life, exit code, then ages: ended, moved, active, same stack."""
+MEMBER = struct.Struct("<qqffbB")
+"""entered, completed, then ages: entered, completed; blocked (1, 0, -1), blind (1, 0)."""
+CALL = struct.Struct("<IqQ")
+"""member, sequence number, signature."""
+
+NEXT_ORDER = "the next call"
+"""Why a service waits when it waits for work and owes nobody anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A communicator as its members on one host know it."""
+
+    key: str
+    about: Communicator
+    size: int = 0
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    process: int
+    communicator: int
+    rank: int
+    made_with: int = UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """Who is on a host. Indices of members and of the state's records are places in these."""
+
+    host: str
+    number: int
+    processes: tuple[Process, ...] = ()
+    communicators: tuple[Named, ...] = ()
+    members: tuple[Member, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """A wait of a process, by whom it names. Ages in seconds."""
+
+    process: int
+    whom: str
+    kind: str = ""
+    why: str = ""
+    since: float = NAN
+    moved: float = NAN
+    needs: Needs | None = None
+    """None: as the alias says, else all."""
+    main: bool = True
+    idle: bool = False
+    meeting: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How the processes of a roster are. `processes`, `members` and `calls` are packed records."""
+
+    host: str
+    number: int
+    processes: bytes = b""
+    members: bytes = b""
+    stages: tuple[str, ...] = ()
+    notes: Mapping[int, Note] = field(default_factory=dict)
+    waits: tuple[Waiter, ...] = ()
+    calls: bytes = b""
+    about: Mapping[int, Call] = field(default_factory=dict)
+    sites: Sequence[tuple[int, int, str]] = ()
+    gaps: tuple[str, ...] = ()
+
+
+def process_record(
+    life: Life = Life.RUNNING,
+    exit_code: int | None = None,
+    ended: float = NAN,
+    moved: float = NAN,
+    active: float = NAN,
+    same_stack: float = NAN,
+) -> bytes:
+    """How a process is; ages."""
+    return PROCESS.pack(life, NO_CODE if exit_code is None else exit_code, ended, moved, active, same_stack)
+
+
+def member_record(
+    entered: int = UNKNOWN,
+    completed: int = UNKNOWN,
+    entered_age: float = NAN,
+    completed_age: float = NAN,
+    blocked: bool | None = None,
+    blind: bool = False,
+) -> bytes:
+    """How far a member is in a communicator."""
+    return MEMBER.pack(
+        entered, completed, entered_age, completed_age, UNKNOWN if blocked is None else int(blocked), int(blind)
+    )
+
+
+def call_records(calls: Iterable[tuple[int, int, int]]) -> bytes:
+    """Of (member, sequence number, signature)."""
+    return b"".join(CALL.pack(member, seq, signature & (2**64 - 1)) for member, seq, signature in calls)
+
+
+def waiter(process: int, record: WaitRecord, now_ns: int, main: bool = True) -> Waiter:
+    """A wait that a beacon shows. `now_ns` is the same monotonic clock."""
+    since, moved = (now_ns - record.since_ns) / 1e9, (now_ns - record.moved_ns) / 1e9
+    idle = record.why == NEXT_ORDER
+    return Waiter(process, record.whom, record.kind, record.why, since, moved, main=main, idle=idle)
+
+
+def encode(said: Roster | State) -> dict[str, Any]:
+    """The message, to be given to `json.dumps`."""
+    return _encode_roster(said) if isinstance(said, Roster) else _encode_state(said)
+
+
+def decode(message: Mapping[str, Any]) -> Roster | State:
+    """The other way.
+
+    Raises:
+        ValueError: it is neither of the two, or not as above.
+    """
+    try:
+        if message["m"] == "roster":
+            return _decode_roster(message)
+        if message["m"] == "state":
+            return _decode_state(message)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"no message of an agent: {error!r}") from error
+    raise ValueError(f"no message of an agent: m={message['m']!r}, expected 'roster' or 'state'")
+
+
+def _encode_roster(roster: Roster) -> dict[str, Any]:
+    return {
+        "m": "roster",
+        "host": roster.host,
+        "number": roster.number,
+        "processes": [[each.name, each.role, each.rank, each.pid] for each in roster.processes],
+        "communicators": [
+            [each.key, each.about.name, each.about.description, each.about.backend, each.size,
+             None if each.ranks is None else list(each.ranks)]
+            for each in roster.communicators
+        ],
+        "members": [[each.process, each.communicator, each.rank, each.made_with] for each in roster.members],
+    }  # fmt: skip
+
+
+def _decode_roster(message: Mapping[str, Any]) -> Roster:
+    host = str(message["host"])
+    return Roster(
+        host,
+        int(message["number"]),
+        tuple(Process(name, role, rank, host, pid) for name, role, rank, pid in message["processes"]),
+        tuple(
+            Named(key, Communicator(name, about, backend), size, None if ranks is None else tuple(ranks))
+            for key, name, about, backend, size, ranks in message["communicators"]
+        ),
+        tuple(Member(*row) for row in message["members"]),
+    )
+
+
+def _encode_state(state: State) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "m": "state",
+        "host": state.host,
+        "number": state.number,
+        "processes": base64.b64encode(state.processes).decode(),
+        "members": base64.b64encode(state.members).decode(),
+        "calls": base64.b64encode(state.calls).decode(),
+        "stages": list(state.stages),
+    }
+    if state.notes:
+        message["notes"] = {str(index): _encode_note(note) for index, note in state.notes.items()}
+    if state.waits:
+        message["waits"] = [_encode_wait(each) for each in state.waits]
+    if state.about:
+        message["about"] = {
+            str(signature): [call.operation, call.shapes, call.dtype, call.root, call.site]
+            for signature, call in state.about.items()
+        }
+    if state.sites:
+        message["sites"] = [list(each) for each in state.sites]
+    if state.gaps:
+        message["gaps"] = list(state.gaps)
+    return message
+
+
+def _decode_state(message: Mapping[str, Any]) -> State:
+    return State(
+        str(message["host"]),
+        int(message["number"]),
+        base64.b64decode(message["processes"]),
+        base64.b64decode(message["members"]),
+        tuple(message["stages"]),
+        {int(index): Note(**note) for index, note in message.get("notes", {}).items()},
+        tuple(_decode_wait(each) for each in message.get("waits", ())),
+        base64.b64decode(message["calls"]),
+        {int(signature): Call(*call) for signature, call in message.get("about", {}).items()},
+        [(member, seq, site) for member, seq, site in message.get("sites", ())],
+        tuple(message.get("gaps", ())),
+    )
+
+
+def _encode_note(note: Note) -> dict[str, Any]:
+    said = {"where": note.where, "error": note.error, "cause": note.cause, "ours": note.ours}
+    said = {name: value for name, value in said.items() if value}
+    return said if math.isnan(note.expected_s) else {**said, "expected_s": note.expected_s}
+
+
+def _encode_wait(wait: Waiter) -> dict[str, Any]:
+    said: dict[str, Any] = {"process": wait.process, "whom": wait.whom, "kind": wait.kind, "why": wait.why}
+    for name, age in (("since", wait.since), ("moved", wait.moved)):
+        if not math.isnan(age):
+            said[name] = round(age, 4)
+    if wait.needs is not None:
+        said["needs"] = int(wait.needs)
+    if not wait.main:
+        said["main"] = False
+    if wait.idle:
+        said["idle"] = True
+    if wait.meeting:
+        said["meeting"] = wait.meeting
+    return said
+
+
+def _decode_wait(said: Mapping[str, Any]) -> Waiter:
+    fields = dict(said)
+    if "needs" in fields:
+        fields["needs"] = Needs(fields["needs"])
+    return Waiter(**fields)
