@@ -4,11 +4,10 @@ A beacon is one small file of fixed layout, mapped into its writer, at `<base>/<
 `$LOCKSTEP_BEACONS`, else `/dev/shm/lockstep`, else a folder in the temporary directory. Readers copy the file; they
 need no help from the writer, which may be stopped, wedged or dead.
 
-Every record of the file is framed by its write number, first and last (`front body back`), and written by one
-`pack_into`. A record is valid when front equals back and two successive copies agree; this detects a copy made
-during a write as well as a writer that died in the middle of one, without locks between processes.
+The records are those of `layout`; the communicators and calls those of `tape`.
 """
 
+import contextlib
 import mmap
 import os
 import re
@@ -19,13 +18,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.watch import tape as tapes
 from lockstep.watch.folders import base_dir, make_run_dir, new_run_id, run_dir
+from lockstep.watch.layout import EMPTY, NUMBER, Reading, Slot, clear, fit, text_of
 from lockstep.watch.procs import alive, process_state, start_ticks
-from lockstep.watch.records import BeaconState, Counter, Event, WaitRecord
+from lockstep.watch.records import BeaconState, CallRecord, CommunicatorRecord, Counter, Event, WaitRecord
 
 __all__ = [
     "Beacon",
     "BeaconState",
+    "CallRecord",
+    "CommunicatorRecord",
     "Counter",
     "Event",
     "WaitRecord",
@@ -39,63 +42,39 @@ __all__ = [
     "process_state",
     "read_beacon",
     "read_beacons",
+    "read_calls",
     "run_dir",
     "start_ticks",
 ]
 
 MAGIC = b"LOCKSTEP"
-VERSION = 1
+VERSION = 2
 COUNTERS = 24
 WAITS = 16
-COMMUNICATORS = 16
 EVENTS = 128
 
 _HEADER = struct.Struct(
     "<8sIIIiQQd64s96s32s"
 )  # magic version size pid rank start created_ns created_wall run name role
-_NUMBER = struct.Struct("<Q")
 _STAGE = struct.Struct("<QQ96sQ")  # front since_ns stage back
 _COUNTER = struct.Struct("<QqqQ40sQ")  # front value total updated_ns name back
 _WAIT = struct.Struct(
     "<QQQQQ24s96s160s32sQ"
 )  # front thread since_ns deadline_ns moved_ns kind whom why thread_name back
 _EVENT = struct.Struct("<QQ24s72sQ")  # front at_ns kind text back
-_COMMUNICATOR_BYTES = 256
-
-_EMPTY = 1
-"""The write number of a record that has not been written yet; zero is a record in the middle of its writing."""
 
 _BEAT_AT = 512
 _STAGE_AT = 576
 _COUNTERS_AT = 768
 _WAITS_AT = _COUNTERS_AT + COUNTERS * 96
 _COMMUNICATORS_AT = _WAITS_AT + WAITS * 384
-_EVENTS_AT = _COMMUNICATORS_AT + COMMUNICATORS * _COMMUNICATOR_BYTES
-SIZE = _EVENTS_AT + EVENTS * 128
+_EVENTS_AT = _COMMUNICATORS_AT + tapes.COMMUNICATORS_BYTES
+_TAPE_AT = _EVENTS_AT + EVENTS * 128
+SIZE = _TAPE_AT
+"""What a reader copies at once; the rings of calls behind it are read where they are needed."""
+FILE_SIZE = SIZE + tapes.TAPE_BYTES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
-
-
-def _fit(text: str, size: int) -> bytes:
-    raw = text.encode("utf-8", "replace")
-    return raw if len(raw) <= size else raw[:size]
-
-
-def _text(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode("utf-8", "ignore")
-
-
-class _Slot:
-    """One record of the mapped file."""
-
-    __slots__ = ("layout", "memory", "number", "offset")
-
-    def __init__(self, memory: mmap.mmap, offset: int, layout: struct.Struct) -> None:
-        self.memory, self.offset, self.layout, self.number = memory, offset, layout, _EMPTY
-
-    def write(self, *fields: object) -> None:
-        self.number += 1
-        self.layout.pack_into(self.memory, self.offset, self.number, *fields, self.number)
 
 
 class Beacon:
@@ -105,12 +84,14 @@ class Beacon:
         self.path = path
         self._memory = memory
         self._lock = threading.RLock()  # reentrant: a signal handler may write while its thread writes
-        self._stage = _Slot(memory, _STAGE_AT, _STAGE)
-        self._counters: dict[str, tuple[_Slot, int, int | None]] = {}
-        self._waits = [_Slot(memory, _WAITS_AT + 384 * i, _WAIT) for i in range(WAITS)]
+        self._stage = Slot(memory, _STAGE_AT, _STAGE)
+        self._counters: dict[str, tuple[Slot, int, int | None]] = {}
+        self._waits = [Slot(memory, _WAITS_AT + 384 * i, _WAIT) for i in range(WAITS)]
         self._free = list(range(WAITS - 1, -1, -1))
         self._events = 0
         self._moves = 0
+        self._stage_name = ""
+        self._tape: tapes.Tape | None = None
         self._open = True
 
     @property
@@ -118,11 +99,24 @@ class Beacon:
         """Grows with every change of a counter or of the stage: the progress of this process in one number."""
         return self._moves
 
+    @property
+    def stage_name(self) -> str:
+        """What `stage` was told last."""
+        return self._stage_name
+
+    def tape(self) -> tapes.Tape | None:
+        """Where calls on communicators are noted; None when the beacon is closed."""
+        with self._lock:
+            if self._open and self._tape is None:
+                self._tape = tapes.Tape(self._memory, _COMMUNICATORS_AT, _TAPE_AT)
+            return self._tape
+
     def stage(self, name: str) -> None:
         with self._lock:
+            self._stage_name = name
             if self._open:
                 self._moves += 1
-                self._stage.write(time.monotonic_ns(), _fit(name, 96))
+                self._stage.write(time.monotonic_ns(), fit(name, 96))
 
     def progress(self, counter: str, value: int, total: int | None = None) -> None:
         """Sets a counter. Counters beyond the 24th are counted in `moves` only."""
@@ -135,12 +129,12 @@ class Beacon:
                 used = len(self._counters)
                 if used >= COUNTERS or not self._open:
                     return
-                slot = _Slot(self._memory, _COUNTERS_AT + 96 * used, _COUNTER)
+                slot = Slot(self._memory, _COUNTERS_AT + 96 * used, _COUNTER)
             else:
                 slot = known[0]
             self._counters[counter] = (slot, value, total)
             if self._open:
-                slot.write(value, -1 if total is None else total, time.monotonic_ns(), _fit(counter, 40))
+                slot.write(value, -1 if total is None else total, time.monotonic_ns(), fit(counter, 40))
 
     def add(self, counter: str, n: int = 1) -> None:
         """Adds to a counter (from 0); keeps its total."""
@@ -155,7 +149,7 @@ class Beacon:
         """A sign of life by a background thread: tells a frozen process from one that is busy elsewhere."""
         with self._lock:
             if self._open:
-                _NUMBER.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
+                NUMBER.pack_into(self._memory, _BEAT_AT, time.monotonic_ns())
 
     def event(self, kind: str, text: str = "") -> None:
         """Appends to the ring of the last 128 events."""
@@ -163,8 +157,8 @@ class Beacon:
             if self._open:
                 self._events += 1
                 at = _EVENTS_AT + 128 * ((self._events - 1) % EVENTS)
-                number = self._events + _EMPTY
-                _EVENT.pack_into(self._memory, at, number, time.monotonic_ns(), _fit(kind, 24), _fit(text, 72), number)
+                number = self._events + EMPTY
+                _EVENT.pack_into(self._memory, at, number, time.monotonic_ns(), fit(kind, 24), fit(text, 72), number)
 
     def take_wait_slot(self) -> int | None:
         """A free wait slot, None when 16 threads wait already. For `watch.waits`."""
@@ -176,7 +170,7 @@ class Beacon:
             if self._open:
                 self._waits[slot].write(
                     wait.thread, wait.since_ns, wait.deadline_ns or 0, wait.moved_ns,
-                    _fit(wait.kind, 24), _fit(wait.whom, 96), _fit(wait.why, 160), _fit(wait.thread_name, 32),
+                    fit(wait.kind, 24), fit(wait.whom, 96), fit(wait.why, 160), fit(wait.thread_name, 32),
                 )  # fmt: skip
 
     def free_wait_slot(self, slot: int) -> None:
@@ -190,6 +184,9 @@ class Beacon:
         with self._lock:
             if self._open:
                 self._open = False
+                if self._tape is not None:
+                    self._tape.close()
+                    self._tape = None
                 self._memory.close()
             if remove:
                 self.path.unlink(missing_ok=True)
@@ -199,7 +196,7 @@ class _NoBeacon(Beacon):
     """Before `open_beacon`: counts moves, writes nowhere."""
 
     def __init__(self) -> None:
-        super().__init__(Path(os.devnull), mmap.mmap(-1, SIZE))
+        super().__init__(Path(os.devnull), mmap.mmap(-1, mmap.PAGESIZE))
         self.close()
 
     def close(self, remove: bool = False) -> None:
@@ -223,15 +220,15 @@ def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
     path, draft = folder / f"{name}.beacon", folder / f".{name}.{os.getpid()}.{secrets.token_hex(3)}"
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(descriptor, SIZE)
-        memory = mmap.mmap(descriptor, SIZE)
+        os.ftruncate(descriptor, FILE_SIZE)  # sparse: what is never written costs nothing
+        memory = mmap.mmap(descriptor, FILE_SIZE)
     finally:
         os.close(descriptor)
     _clear(memory)
     pid = os.getpid()
     _HEADER.pack_into(
         memory, 0, MAGIC, VERSION, SIZE, pid, rank, start_ticks(pid) or 0, time.monotonic_ns(), time.time(),
-        _fit(run, 64), _fit(name, 96), _fit(role, 32),
+        fit(run, 64), fit(name, 96), fit(role, 32),
     )  # fmt: skip
     draft.rename(path)
     previous, _current = _current, Beacon(path, memory)
@@ -244,8 +241,8 @@ def _clear(memory: mmap.mmap) -> None:
     ring = [(_COUNTERS_AT, 96, COUNTERS, _COUNTER), (_WAITS_AT, 384, WAITS, _WAIT), (_EVENTS_AT, 128, EVENTS, _EVENT)]
     for start, stride, count, layout in [(_STAGE_AT, 0, 1, _STAGE), *ring]:
         for at in range(start, start + max(stride, 1) * count, max(stride, 1)):
-            for end in (at, at + layout.size - 8):
-                _NUMBER.pack_into(memory, end, _EMPTY)
+            clear(memory, at, layout)
+    tapes.clear_slots(memory, _COMMUNICATORS_AT)
 
 
 def close_beacon(remove: bool = False) -> None:
@@ -277,89 +274,69 @@ def read_beacons(run: str) -> list[BeaconState]:
 
 def read_beacon(path: Path) -> BeaconState | None:
     """One beacon, None when the file is missing, too short, or no beacon of this version."""
+    with _opened(path) as reading:
+        return None if reading is None else _decode(path, _HEADER.unpack_from(reading.second), reading)
+
+
+def read_calls(path: Path, slot: int, newest: int = tapes.CALLS) -> tuple[CallRecord, ...]:
+    """The newest calls (256 at most) of the communicator in that slot, oldest first."""
+    with _opened(path) as reading:
+        return () if reading is None else tapes.read_calls(reading, _COMMUNICATORS_AT, _TAPE_AT, slot, newest)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Reading | None]:
+    """Copies of the part of a beacon that is read at once; None when it is no beacon of this version."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        return None
+        yield None
+        return
     try:
-        first, second = _copy(descriptor), _copy(descriptor)
-        if len(first) != SIZE or first[:8] != MAGIC:
-            return None
-        header = _HEADER.unpack_from(second)
-        if header[1] != VERSION or header[2] != SIZE:
-            return None
-        return _decode(path, header, _Reading(descriptor, first, second))
-    except OSError:
-        return None
+        yield _checked(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _copy(descriptor: int) -> bytes:
-    return os.pread(descriptor, SIZE, 0)
-
-
-class _Reading:
-    """Two copies of a beacon, and the means to copy a record again that changed between them."""
-
-    def __init__(self, descriptor: int, first: bytes, second: bytes) -> None:
-        self._descriptor, self._first, self._second = descriptor, first, second
-        self._patience = 20
-        """Milliseconds that all records together may be waited for."""
-        self.torn = 0
-
-    def record(self, offset: int, layout: struct.Struct) -> tuple[int, tuple[object, ...]] | None:
-        """Write number and fields of a record, None when it was never written or is torn."""
-        end = offset + layout.size
-        older, newer = self._first[offset:end], self._second[offset:end]
-        tries = 0
-        while True:
-            front = newer[:8]
-            if older == newer and front == newer[-8:]:  # all zero: `pack_into` clears before it writes
-                number = int.from_bytes(front, "little")
-                if number:
-                    return None if number == _EMPTY else (number - _EMPTY, layout.unpack(newer)[1:-1])
-            tries += 1
-            if tries > 20:  # a writer that lost its CPU in the middle gets it back; a stopped or dead one does not
-                if self._patience == 0:
-                    break
-                self._patience -= 1
-                time.sleep(1e-3)
-            older, newer = newer, os.pread(self._descriptor, layout.size, offset)
-        self.torn += 1
+def _checked(descriptor: int) -> Reading | None:
+    try:
+        reading = Reading(descriptor, 0, SIZE)
+    except OSError:
         return None
-
-    def records(self, offset: int, stride: int, count: int, layout: struct.Struct) -> Iterator[tuple[int, tuple]]:  # type: ignore[type-arg]
-        for i in range(count):
-            found = self.record(offset + i * stride, layout)
-            if found is not None:
-                yield found
+    if reading.complete != SIZE or reading.first[:8] != MAGIC:
+        return None
+    _, version, size, *_ = _HEADER.unpack_from(reading.second)
+    return reading if (version, size) == (VERSION, SIZE) else None
 
 
-def _decode(path: Path, header: tuple, reading: _Reading) -> BeaconState:  # type: ignore[type-arg]
+def _decode(path: Path, header: tuple, reading: Reading) -> BeaconState:  # type: ignore[type-arg]
     moves = 0
     stage, stage_since = "", 0
     for number, (since, name) in reading.records(_STAGE_AT, 0, 1, _STAGE):
-        moves, stage, stage_since = moves + number, _text(name), since
+        moves, stage, stage_since = moves + number, text_of(name), since
     counters = {}
     for number, (value, total, updated, name) in reading.records(_COUNTERS_AT, 96, COUNTERS, _COUNTER):
         moves += number
-        counters[_text(name)] = Counter(value, None if total == -1 else total, updated)
+        counters[text_of(name)] = Counter(value, None if total == -1 else total, updated)
     waits = [
-        WaitRecord(_text(kind), _text(whom), _text(why), since, deadline or None, moved, thread, _text(thread_name))
+        WaitRecord(
+            text_of(kind), text_of(whom), text_of(why), since, deadline or None, moved, thread, text_of(thread_name)
+        )
         for _, (thread, since, deadline, moved, kind, whom, why, thread_name) in reading.records(
             _WAITS_AT, 384, WAITS, _WAIT
         )
         if since
     ]
     events = [
-        Event(number, at, _text(kind), _text(text))
+        Event(number, at, text_of(kind), text_of(text))
         for number, (at, kind, text) in reading.records(_EVENTS_AT, 128, EVENTS, _EVENT)
     ]
+    communicators = tapes.read_communicators(reading, _COMMUNICATORS_AT, _TAPE_AT)
+    moves += tapes.calls_of(reading, _COMMUNICATORS_AT)
     _, _, _, pid, rank, start, created_ns, created_wall, run, name, role = header
     return BeaconState(
-        path, _text(run), _text(name), _text(role), rank, pid, start, created_ns, created_wall,
-        _NUMBER.unpack_from(reading._second, _BEAT_AT)[0], stage, stage_since, counters,
+        path, text_of(run), text_of(name), text_of(role), rank, pid, start, created_ns, created_wall,
+        reading.number(_BEAT_AT), stage, stage_since, counters,
         tuple(sorted(waits, key=lambda wait: wait.since_ns)),
-        tuple(sorted(events, key=lambda event: event.number)), moves, reading.torn,
+        tuple(sorted(events, key=lambda event: event.number)), communicators, moves, reading.torn,
     )  # fmt: skip
