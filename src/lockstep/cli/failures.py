@@ -19,7 +19,7 @@ from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.rules import INDEX
 from lockstep.rewards.api import RewardError
 from lockstep.rollout.environments.api import EnvironmentFailed
-from lockstep.run.errors import NotStarted
+from lockstep.run.errors import GaveUp, NotStarted
 from lockstep.watch.waits import WaitTimeout
 
 LOG_LINES = 12
@@ -47,6 +47,9 @@ def show_failure(error: BaseException, folder: Path) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     cause = error.__cause__ or error if isinstance(error, NotStarted) else error
     told = tell(cause)
+    if isinstance(cause, GaveUp) and cause.__cause__ is not None:
+        why = tell(cause.__cause__)
+        told = Told(told.what, why.facts, why.lines)
     console.print(f"[bold red]error[/] {escape(told.what)}")
     width = max((len(label) for label, _ in told.facts), default=0)
     for label, value in told.facts:
@@ -79,7 +82,7 @@ def tell(error: BaseException) -> Told:
             return Told(f"{error.worker}: {_short(error.kind)}: {error.message}", [], _remote_lines(error))
         case WorkerDied():
             return Told(f"{error.worker} {_end(error.exit_code)}", [], error.log_tail.splitlines()[-LOG_LINES:])
-        case ConfigError() | LedgerError() | WaitTimeout():
+        case ConfigError() | LedgerError() | WaitTimeout() | GaveUp():
             return Told(str(error))
         case OSError():
             return Told(str(error) or type(error).__name__)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from lockstep.cluster.protocol import Pending, WorkerDied
+from lockstep.cluster.protocol import Pending, RemoteError, WorkerDied
 from lockstep.watch import waits
 from lockstep.watch.waits import Stalled, WaitTimeout
 
 R = TypeVar("R")
+Failed = RemoteError | WorkerDied | Stalled
+"""What a call may end with instead of a result."""
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +127,29 @@ def gather(pendings: Sequence[Pending[R]], why: str, stall_s: float | None = Non
     watch = _Watch([_own(pending) for pending in pendings], why, stall_s)
     watch.wait()
     return [call.take() for call in watch.calls]
+
+
+def settle(pendings: Sequence[Pending[R]], why: str, stall_s: float | None = None) -> list[R | Failed]:
+    """The outcome of every call, in their order: its result, or what it failed with. Nobody's failure ends the wait
+    for the others."""
+    calls = [_own(pending) for pending in pendings]
+    stalled: dict[PendingCall[R], Stalled] = {}
+    while left := [call for call in calls if not call.done() and call not in stalled]:
+        try:
+            watch = _Watch(left, why, stall_s)
+            watch.wait()
+        except Stalled as error:
+            still = [call for call in left if call.worker.name == error.whom] or left
+            stalled |= dict.fromkeys(still, error)
+        except (RemoteError, WorkerDied):
+            continue  # what the call itself says, below
+    outcomes: list[R | Failed] = []
+    for call in calls:
+        try:
+            outcomes.append(call.take() if call.done() else stalled[call])
+        except (RemoteError, WorkerDied) as error:
+            outcomes.append(error)
+    return outcomes
 
 
 def _own(pending: Pending[R]) -> PendingCall[R]:

@@ -95,6 +95,9 @@ class Worker(Protocol):
 
     def alive(self) -> bool: ...
 
+    def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
+        """Calls `callback` once the worker's end is known, in the thread that hears of it; now, when it is."""
+
 
 class Cluster(Protocol):
     """Starts and stops workers."""

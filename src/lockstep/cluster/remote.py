@@ -39,6 +39,7 @@ class RemoteWorker:
         self._ids = itertools.count(STARTED + 1)
         self._open: dict[int, tuple[PendingCall[Any], tuple[bytes, Payload | bytearray]]] = {}
         self._death: WorkerDied | None = None
+        self._mourners: list[Callable[[WorkerDied], None]] = []
         self._pulse: Pulse | None = None
         self._probed: object = None
         self.started: PendingCall[None] = PendingCall(self, "start", lambda payload: None)
@@ -74,6 +75,14 @@ class RemoteWorker:
 
     def alive(self) -> bool:
         return self._death is None and self.pid > 0 and procs.alive(self.pid)
+
+    def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
+        """Calls `callback` once its end is known, in the thread that hears of it; now, when it is."""
+        with self._lock:
+            if self._death is None:
+                self._mourners.append(callback)
+                return
+        callback(self._death)
 
     @property
     def dead(self) -> bool:
@@ -160,11 +169,14 @@ class RemoteWorker:
                 return
             self._death = WorkerDied(self.name, self.spec.rank, exit_code, tail(self.log))
             owed, self._open = list(self._open.values()), {}
+            mourners, self._mourners = self._mourners, []
             if self._connection is not None:
                 self.lost(self._connection)
         self.started.fail(self._death)
         for call, _ in owed:
             call.fail(self._death)
+        for callback in mourners:
+            callback(self._death)
 
     def _resume(self, connection: wire.Connection, received: int) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ from lockstep.config.base import Section
 from lockstep.config.cluster import LocalCluster
 from lockstep.config.data import Dataset, Task
 from lockstep.config.model import Model
+from lockstep.config.recovery import Recovery
 from lockstep.config.reward import Reward
 from lockstep.config.rollout import Rollout, Sampling
 from lockstep.config.tracking import Tracker
@@ -51,6 +52,7 @@ class RunConfig(Section):
     rollout: Rollout = Rollout()
     reward: Reward | None = None
     cluster: LocalCluster = LocalCluster()
+    recovery: Recovery = Recovery()
     report: Report = Report()
     tracking: tuple[Tracker, ...] = ()
     """Where metrics go besides the run's folder: at most one of each kind."""

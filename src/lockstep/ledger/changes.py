@@ -16,6 +16,7 @@ _HARMLESS = (
     "report",
     "tracking",
     "cluster",
+    "recovery",
     "filter_groups.at_limit",
     "evaluation.samples_shown",
     "reward.workers",

@@ -3,18 +3,17 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lockstep.cluster.calls import gather
-from lockstep.cluster.protocol import Pending, Worker
+from lockstep.cluster.protocol import Worker
 from lockstep.config.rollout import Sampling
 from lockstep.data.samples import Completion, Prompt
-from lockstep.rollout.api import Collected
 from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.seeds import request_seed
-from lockstep.run.services import EngineAPI
+from lockstep.run.fleet import Fleet, Hires
+from lockstep.run.recovery.recovery import Recovery
 from lockstep.watch import beacon, waits
+from lockstep.watch.waits import Stalled
 
 T = TypeVar("T")
 
@@ -24,36 +23,34 @@ PROGRESS_S = 1.0
 """How often engines are asked for their counters while nothing finishes."""
 
 
-@dataclass(slots=True)
-class _Engine:
-    """What one engine owes us."""
-
-    worker: Worker
-    acknowledged: int = 0
-    asked: Pending[Collected] | None = None
-    """Our question for completions, not answered or not read yet."""
-    open: set[str] = field(default_factory=set)
-
-
 class Engines:
     """All rollout engines. Whole groups go to the engine that owes least, so that a prompt is prefilled once."""
 
-    def __init__(self, workers: Sequence[Worker], sampling: Sampling, seed: int, stall_s: float = 900.0) -> None:
-        self._engines = [_Engine(worker) for worker in workers]
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        sampling: Sampling,
+        seed: int,
+        stall_s: float = 900.0,
+        hires: Hires | None = None,
+        recovery: Recovery | None = None,
+    ) -> None:
+        self._news = threading.Event()
+        """An engine has told something."""
+        self._fleet = Fleet(workers, self._news, hires, recovery)
         self._queue_of: dict[str, str] = {}
-        """Of every request that an engine works on, the queue that its completion goes to."""
+        """Of every request under way, the queue that its completion goes to."""
         self._arrived: dict[str, list[Completion]] = {}
         """By queue: what finished and was not collected yet."""
         self.sampling, self.seed = sampling, seed
         self.stall_s, self.look_s = stall_s, LOOK_S
-        self._news = threading.Event()
-        """An engine has told something."""
         self.version = 0
         self._made, self._asked = 0, 0.0
 
     @property
     def workers(self) -> list[Worker]:
-        return [engine.worker for engine in self._engines]
+        """Those that live."""
+        return self._fleet.workers
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, purpose: str) -> list[Completion]:
         """One completion per prompt, outside of training; the same seeds at every call of the same purpose."""
@@ -83,53 +80,44 @@ class Engines:
         Raises:
             RemoteError: BadRequest, for a request that cannot be served or an id that is under way already.
         """
-        groups: dict[str, list[Request]] = {}
-        for request in requests:
-            groups.setdefault(request.group, []).append(request)
-        batches: list[list[Request]] = [[] for _ in self._engines]
-        for group in groups.values():
-            owed = [len(engine.open) + len(batch) for engine, batch in zip(self._engines, batches, strict=True)]
-            batches[owed.index(min(owed))].extend(group)
-        pendings = []
-        for engine, batch in zip(self._engines, batches, strict=True):
-            if batch:
-                engine.open.update(request.id for request in batch)
-                self._queue_of.update((request.id, queue) for request in batch)
-                pendings.append(engine.worker.submit(EngineAPI.submit, batch))
-        gather(pendings, why="hand over requests")
+        self._queue_of.update((request.id, queue) for request in requests)
+        self._fleet.submit(requests)
 
     def collect(self, queue: str = "") -> list[Completion]:
         """What finished of a queue since the last call; returns at once. What finished of others waits for theirs.
 
         Raises:
-            RemoteError, WorkerDied: what stopped an engine, if something did.
+            RemoteError, WorkerDied, GaveUp: what stopped an engine and could not be healed.
         """
-        for engine in self._engines:
-            if engine.open:
-                for completion in self._fetch(engine):
-                    self._arrived.setdefault(self._queue_of.pop(completion.request), []).append(completion)
+        for completion in self._fleet.collect():
+            self._arrived.setdefault(self._queue_of.pop(completion.request), []).append(completion)
         return self._arrived.pop(queue, [])
 
     def until(self, look: Callable[[], T | None], why: str) -> T:
         """The first answer of `look` that is not None, asked again and again as long as tokens or completions move.
 
         Raises:
-            Stalled: none did for `stall_s`.
+            Stalled: none did for `stall_s`, and replacing the engines that owe something is out of the question.
         """
-        return waits.poll(
-            look,
-            kind="queue",
-            whom="rollout engines",
-            why=why,
-            stall_s=self.stall_s,
-            progress=self._moves,
-            every_s=self.look_s,
-            wake=self._news,
-        )
+        while True:
+            try:
+                return waits.poll(
+                    look,
+                    kind="queue",
+                    whom="rollout engines",
+                    why=why,
+                    stall_s=self.stall_s,
+                    progress=self._moves,
+                    every_s=self.look_s,
+                    wake=self._news,
+                )
+            except Stalled as error:
+                if not self._fleet.stalled(error):
+                    raise
 
     def _moves(self) -> object:
         """Changes as long as completions come or tokens are made."""
-        return len(self._queue_of), self._tokens_made()
+        return len(self._queue_of), self._tokens_made(), self._fleet.changes
 
     def _tokens_made(self) -> int:
         """Tokens generated by all engines, as they said at most a second ago: every question takes time from
@@ -141,31 +129,15 @@ class Engines:
 
     def load_weights(self, source: str, version: int) -> None:
         """Every engine takes the weights of `version`, between two decode steps."""
-        gather(
-            [worker.submit(EngineAPI.load_weights, source, version) for worker in self.workers],
-            why=f"weights of version {version}",
-        )
+        self._fleet.load_weights(source, version)
         self.version = version
 
     def progress(self) -> list[EngineProgress]:
-        return [worker.call(EngineAPI.progress) for worker in self.workers]
+        return self._fleet.progress()
 
-    def _fetch(self, engine: _Engine) -> list[Completion]:
-        """What it has told by now. It is asked once and answers when there is something: many questions would take
-        time from decoding."""
-        found: list[Completion] = []
-        while engine.open:
-            if engine.asked is None:
-                engine.asked = engine.worker.submit(EngineAPI.collect, engine.acknowledged)
-                engine.asked.on_done(self._news.set)
-            if not engine.asked.done():
-                break
-            collected, engine.asked = engine.asked.result(why="completions"), None
-            engine.acknowledged = collected.sequence
-            new = [completion for completion in collected.completions if completion.request in engine.open]
-            engine.open.difference_update(completion.request for completion in new)
-            found += new
-        return found
+    def close(self) -> None:
+        """Engines that end from now on were meant to."""
+        self._fleet.close()
 
     def request(
         self, id: str, step: int, prompt: Prompt, k: int, sampling: Sampling | None = None, suffix: str = ""

@@ -27,3 +27,17 @@ class NotStarted(RuntimeError):
 
 class Finished(Exception):
     """The run that was to go on has come to its end already; nothing was started and nothing on disk was touched."""
+
+
+class GaveUp(RuntimeError):
+    """A failure that recovery does not heal (any more). Its `__cause__` is the failure itself.
+
+    Args:
+        worker: what failed.
+        what: how, after its name.
+        reason: why it was not restarted.
+    """
+
+    def __init__(self, worker: str, what: str, reason: str) -> None:
+        super().__init__(f"{worker} {what}, and is not restarted: {reason}")
+        self.worker, self.what, self.reason = worker, what, reason

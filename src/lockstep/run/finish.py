@@ -33,6 +33,7 @@ def finished(run: Run) -> Iterator[None]:
 def _tell(run: Run, reason: str) -> None:
     reason = redact_text(reason, secret_values(os.environ))
     try:
+        run.recovery.flush()
         run.ledger.event("end", reason=reason, steps=run.ledger.done())
         run.monitor.finish(reason)
     except (LedgerError, OSError) as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.cluster.calls import gather
 from lockstep.cluster.local import LocalCluster
-from lockstep.cluster.protocol import Worker, WorkerSpec
+from lockstep.cluster.protocol import Worker
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
 from lockstep.rewards.pool import ScorerPool
@@ -28,8 +28,10 @@ from lockstep.run.plan import engine_dtype
 from lockstep.run.policy import Policy
 from lockstep.run.prepare import START, Prepared
 from lockstep.run.publish import WeightSync
+from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.run import Roles, Run
-from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER, PolicyAPI
+from lockstep.run.services import PolicyAPI
+from lockstep.run.staff import Staff
 from lockstep.run.turns import Conversations
 from lockstep.train.api import TrainerInfo
 from lockstep.watch import beacon
@@ -38,11 +40,6 @@ from lockstep.weights.plan import Plan as WeightPlan
 from lockstep.weights.shared import SharedWeights
 
 log = logging.getLogger(__name__)
-
-ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
-"""Of trainer ranks and engines. Idle OpenMP threads sleep instead of spinning, as the roles take turns on the same
-cores. How many threads there are is an argument of each service: the environment is one for all, so that one template
-process serves them all."""
 
 
 @contextmanager
@@ -102,54 +99,18 @@ def _set_aside(folder: Path) -> Path | None:
 def _running(prepared: Prepared, ledger: Ledger, monitor: Monitor, interrupt: Interrupt, name: str) -> Iterator[Run]:
     beacon.open_beacon(name, "controller", "controller", 0)
     cluster = LocalCluster(prepared.config.cluster, name, prepared.folder, ledger.generation)
-    try:
+    with ExitStack() as closing:
+        closing.callback(cluster.close)
+        recovery = Recovery(prepared.config.recovery, ledger)
         with monitor.stage("start"):
-            specs = _specs(prepared, cluster, ledger.generation)
-            workers = cluster.start(specs)
-            policy, start = _policy(prepared, ledger, [w for w in workers if w.spec.role == "policy"])
-            engines = [w for w in workers if w.spec.role == "rollout"]
+            staff = Staff(prepared, cluster, ledger.generation)
+            ranks, workers = staff.everybody()
+            policy, start = _policy(prepared, ledger, ranks)
+            engines = _engines(prepared, staff, recovery, workers)
+            if engines is not None:
+                closing.callback(engines.close)
             roles = _roles(prepared, ledger, monitor, cluster, policy, engines, start, run_dir(name) / "weights")
-        yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start)
-    finally:
-        cluster.close()
-
-
-def _specs(prepared: Prepared, cluster: LocalCluster, generation: int) -> list[WorkerSpec]:
-    """What to start, as the plan says; scorers start with their pool."""
-    config = prepared.config
-    host, port = cluster.store()
-    specs = []
-    for process in prepared.plan.processes:
-        if process.role == "policy":
-            trainer = config.trainer.model_copy(update={"threads": process.threads})
-            arguments = {
-                "config": config.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
-                "rank": process.rank,
-                "world": config.trainer.ranks,
-                "store_host": host,
-                "store_port": port,
-                "run_folder": str(prepared.folder),
-                "device": process.device,
-                "generation": generation,
-            }
-            service = POLICY
-        elif process.role == "rollout":
-            arguments = {
-                "model": config.model.model_dump(mode="json"),
-                "engine": config.rollout.engine.model_dump(mode="json"),
-                "device": process.device,
-                "threads": process.threads,
-                "reader": READER,
-            }
-            service = ENGINE
-        else:
-            continue
-        # A forked process cannot use CUDA that its parent has touched; there, every worker starts from nothing.
-        preload = PRELOAD if process.device == "cpu" else ()
-        specs.append(
-            WorkerSpec(process.name, process.role, process.rank, service, arguments, dict(ENVIRONMENT), preload)
-        )
-    return specs
+        yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, recovery)
 
 
 def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[Policy, int]:
@@ -174,7 +135,7 @@ def _roles(
     monitor: Monitor,
     cluster: LocalCluster,
     policy: Policy,
-    engine_workers: list[Worker],
+    engines: Engines | None,
     version: int,
     store: Path,
 ) -> Roles:
@@ -183,21 +144,21 @@ def _roles(
     if config.reward is not None:
         roles.rewards = ScorerPool(cluster, config.reward)
         roles.rewards.start()
-    if not engine_workers:
+    if engines is None:
         return roles
-    roles.engines = _engines(prepared, cluster, engine_workers)
-    roles.weights = WeightSync(policy, roles.engines, _store(prepared, policy, ledger.generation, store), ledger)
+    roles.engines = engines
+    roles.weights = WeightSync(policy, engines, _store(prepared, policy, ledger.generation, store), ledger)
     roles.weights.publish(version)
     if config.recipe == "grpo" and prepared.prompts is not None:
         draws = PromptDraws(prepared.prompts, ledger, config.prompts_per_step, config.filter_groups.enable)
         size, ahead = config.group_size, config.rollout.max_staleness
-        roles.rollouts = RolloutBuffer(roles.engines, ledger, draws, size, config.steps, ahead)
+        roles.rollouts = RolloutBuffer(engines, ledger, draws, size, config.steps, ahead)
     if config.evaluation is not None:
         roles.evaluator = Evaluator(
             config.evaluation,
             prepared.held_out,
             config.rollout.sampling,
-            roles.engines,
+            engines,
             roles.rewards,
             ledger,
             monitor,
@@ -205,15 +166,17 @@ def _roles(
     return roles
 
 
-def _engines(prepared: Prepared, cluster: LocalCluster, workers: list[Worker]) -> Engines:
-    """Engines whose completions are conversations where the config names an environment."""
+def _engines(prepared: Prepared, staff: Staff, recovery: Recovery, workers: list[Worker]) -> Engines | None:
+    """Engines whose completions are conversations where the config names an environment; None where none is needed."""
+    if not workers:
+        return None
     config = prepared.config
-    stall_s = config.cluster.stall_limit_s
+    sampling, stall_s = config.rollout.sampling, config.cluster.stall_limit_s
     if prepared.turns is None or config.rollout.environment is None:
-        return Engines(workers, config.rollout.sampling, config.seed, stall_s)
-    pool = EnvironmentPool(cluster, config.rollout.environment)
+        return Engines(workers, sampling, config.seed, stall_s, staff, recovery)
+    pool = EnvironmentPool(staff.cluster, config.rollout.environment)
     pool.start()
-    return Conversations(workers, config.rollout.sampling, config.seed, stall_s, pool=pool, turns=prepared.turns)
+    return Conversations(workers, sampling, config.seed, stall_s, staff, recovery, pool=pool, turns=prepared.turns)
 
 
 def _store(prepared: Prepared, policy: Policy, generation: int, folder: Path) -> SharedWeights:

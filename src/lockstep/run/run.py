@@ -20,6 +20,7 @@ from lockstep.run.metrics import rollout_metrics, update_metrics
 from lockstep.run.monitor import Monitor
 from lockstep.run.policy import Policy
 from lockstep.run.publish import WeightSync
+from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.selection import Selection
 
 T = TypeVar("T")
@@ -66,7 +67,9 @@ class Run:
         monitor: Monitor,
         interrupt: Interrupt,
         start: int,
+        recovery: Recovery,
     ) -> None:
+        self.recovery = recovery
         self.config, self.folder, self.ledger, self.roles = config, folder, ledger, roles
         self.monitor, self.interrupt = monitor, interrupt
         self.policy = roles.policy
@@ -108,6 +111,7 @@ class Run:
         self._boundary(self._start)
         for step in range(self._start, self.config.steps):
             self.monitor.step_begins(step)
+            self.recovery.step = step
             yield step
             row, self._row = self._row, {}
             self.monitor.step_ends(step, row)
@@ -121,6 +125,7 @@ class Run:
             if name in GENERATING and self.config.trainer.offload.anything:
                 self.policy.offload()
             yield
+        self.recovery.flush()
 
     def groups(self, step: int) -> Selection:
         """The step's groups, complete where they are durable already and to be collected otherwise. Asks the engines

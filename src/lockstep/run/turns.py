@@ -23,6 +23,8 @@ from lockstep.rollout.environments.protocol import Observation
 from lockstep.rollout.protocol import Request
 from lockstep.rollout.seeds import request_seed
 from lockstep.run.engines import Engines
+from lockstep.run.fleet import Hires
+from lockstep.run.recovery.recovery import Recovery
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +99,14 @@ class Conversations(Engines):
         sampling: Sampling,
         seed: int,
         stall_s: float = 900.0,
+        hires: Hires | None = None,
+        recovery: Recovery | None = None,
         *,
         pool: EnvironmentPool,
         turns: Turns,
     ) -> None:
         # An answer may take its time without any token being made.
-        super().__init__(workers, sampling, seed, max(stall_s, 2 * pool.config.timeout_s))
+        super().__init__(workers, sampling, seed, max(stall_s, 2 * pool.config.timeout_s), hires, recovery)
         self.look_s = LOOK_S  # engines wake who waits, environments are looked after
         self.pool, self.turns, self.config = pool, turns, pool.config
         self._prompts: dict[str, Prompt] = {}

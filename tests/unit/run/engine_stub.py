@@ -21,17 +21,19 @@ class Engine:
         self.asked_at = 0.0
         self.version = 0
 
-    def submit(self, method: Any, argument: Any) -> Any:
+    def submit(self, method: Any, *arguments: Any) -> Any:
         if method.__name__ == "collect":
-            return Answer(self, argument)
-        self.asked += [request.id for request in argument]
+            return Answer(self, *arguments)
+        if method.__name__ == "progress":
+            return self.answer(method, EngineProgress(0, 0, 0, 0, 0, False))
+        self.asked += [request.id for request in arguments[0]]
         self.asked_at = time.monotonic()
-        call: PendingCall[None] = PendingCall(self, "submit", lambda payload: None)  # type: ignore[arg-type]
+        return self.answer(method, None)
+
+    def answer(self, method: Any, value: Any) -> PendingCall[Any]:
+        call: PendingCall[Any] = PendingCall(self, method.__name__, lambda payload: value)  # type: ignore[arg-type]
         call.settle(memoryview(b""))
         return call
-
-    def call(self, method: Any) -> EngineProgress:
-        return EngineProgress(0, 0, 0, 0, 0, False)
 
     def finished(self) -> list[str]:
         waited = time.monotonic() - self.asked_at

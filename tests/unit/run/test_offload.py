@@ -11,6 +11,7 @@ from lockstep.config.trainer import Offload
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.interrupt import Interrupt
 from lockstep.run.policy import Policy
+from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.run import Roles, Run
 from lockstep.run.stages import Stages
 
@@ -48,7 +49,9 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool]) -> Run:
     policy = Policy([worker], [SimpleNamespace()], config.trainer.offload)  # type: ignore[list-item]
     monitor: Any = SimpleNamespace(stage=Stages())
     with Ledger.create(folder / "run", {"name": "x"}) as ledger:
-        return Run(config, ledger.folder, ledger, Roles(policy), monitor, Interrupt(), 0)
+        return Run(
+            config, ledger.folder, ledger, Roles(policy), monitor, Interrupt(), 0, Recovery(config.recovery, ledger)
+        )
 
 
 def a_step(run: Run) -> None:

@@ -10,6 +10,7 @@ from lockstep.config.load import check_config
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.interrupt import Interrupt
+from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.run import Roles, Run
 
 
@@ -29,7 +30,9 @@ def test_a_step_done_again_is_not_written_again(tmp_path: Path) -> None:
     with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
         asked = SimpleNamespace(request=lambda step: None, metrics=lambda step: {})
         roles: Any = Roles(policy=None, rollouts=asked)  # type: ignore[arg-type]
-        run = Run(check_config(values, "test"), ledger.folder, ledger, roles, None, Interrupt(), 0)  # type: ignore[arg-type]
+        config = check_config(values, "test")
+        recovery = Recovery(config.recovery, ledger)
+        run = Run(config, ledger.folder, ledger, roles, None, Interrupt(), 0, recovery)  # type: ignore[arg-type]
         ledger.collected(0, rollouts(0), {"written by": "an older version"})
         before = ledger.step_path(0).read_bytes()
         stored = run.groups(0)

@@ -1,0 +1,25 @@
+"""What is restarted when it fails, and how often."""
+
+from pydantic import Field
+
+from lockstep.config.base import Section
+
+
+class Budget(Section):
+    """So many restarts in so long; the next failure stops the run, which can be resumed."""
+
+    max_restarts: int = Field(5, ge=0)
+    """0 restarts nothing."""
+    window_s: float = Field(3600.0, gt=0)
+    """Restarts longer ago do not count."""
+
+
+class Recovery(Section):
+    """Restarts by role: an engine without touching the trainer, the trainer with its engines kept warm."""
+
+    enable: bool = True
+    """False stops the run at the first failure of an engine or a trainer rank."""
+    policy: Budget = Budget()
+    """Of the trainer ranks, which are restarted together."""
+    rollout: Budget = Budget()
+    """Of each engine."""

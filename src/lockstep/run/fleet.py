@@ -1,0 +1,329 @@
+"""The engines' workers: requests are shared out among those that live, and who is lost is replaced.
+
+A lost engine's finished completions are kept; its unfinished requests go to the other engines at once, or to its
+successor where it was the only one. Completions depend on their requests' seeds and not on who makes them.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from lockstep.cluster.calls import Failed, settle
+from lockstep.cluster.protocol import Pending, RemoteError, Worker, WorkerDied
+from lockstep.data.samples import Completion
+from lockstep.rollout.api import Collected
+from lockstep.rollout.protocol import EngineProgress, Request
+from lockstep.run.recovery.failures import Failure, failure_of
+from lockstep.run.recovery.recovery import Recovery
+from lockstep.run.services import EngineAPI
+from lockstep.watch import waits
+from lockstep.watch.agent_client import AgentError
+from lockstep.watch.waits import Stalled, WaitTimeout
+
+T = TypeVar("T")
+
+PUBLISH_S = 60.0
+"""Between the commit of a version and the engines being told of it there are microseconds."""
+_STALE = "lockstep.weights.errors.StaleVersion"
+
+
+class Hires(Protocol):
+    """Who starts and ends engines."""
+
+    def engine(self, rank: int) -> Worker: ...
+
+    def dismiss(self, workers: Sequence[Worker]) -> None: ...
+
+
+@dataclass(slots=True)
+class _Place:
+    """An engine, whichever process it is now, and what it owes us."""
+
+    rank: int
+    worker: Worker | None
+    """None while it is replaced."""
+    acknowledged: int = 0
+    asked: Pending[Collected] | None = None
+    """Our question for completions, not answered or not read yet."""
+    open: dict[str, Request] = field(default_factory=dict)
+
+
+class Fleet:
+    """All engines. The run's thread submits and collects; losses are seen to by threads of their own, so that an engine
+    comes back while the run waits for something else.
+
+    Args:
+        news: set when there is something to look at.
+        hires: without, the first loss is an error.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        news: threading.Event,
+        hires: Hires | None = None,
+        recovery: Recovery | None = None,
+    ) -> None:
+        self._places = [_Place(rank, worker) for rank, worker in enumerate(workers)]
+        self._news, self._hires, self._recovery = news, hires, recovery
+        self._lock = threading.RLock()
+        self._homeless: list[Request] = []
+        """Requests that no engine has."""
+        self._ready: list[Completion] = []
+        self._weights: tuple[str, int] | None = None
+        """Where the version that all are to serve is, and which."""
+        self._error: Exception | None = None
+        self._closed = False
+        self.changes = 0
+        """Engines lost and come back: moves while nothing else does."""
+        for place, worker in zip(self._places, workers, strict=True):
+            self._watch(place, worker)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those that live."""
+        return [place.worker for place in self._places if place.worker is not None]
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Hands requests over, whole groups to the engine that owes least.
+
+        Raises:
+            RemoteError: BadRequest.
+        """
+        self._raise()
+        with self._lock:
+            self._homeless += requests
+            asked = self._share_out()
+        for place, worker, outcome in self._outcomes(asked, "hand over requests"):
+            if isinstance(outcome, RemoteError):
+                raise outcome
+            if isinstance(outcome, WorkerDied | Stalled):
+                self._lose(place, worker, outcome)
+        self._raise()
+
+    def collect(self) -> list[Completion]:
+        """What finished since the last call; returns at once. Raises what could not be healed."""
+        self._raise()
+        for place in self._places:
+            self._fetch(place)
+        self._raise()
+        with self._lock:
+            ready, self._ready = self._ready, []
+        return ready
+
+    def load_weights(self, source: str, version: int) -> None:
+        """Every engine takes the weights of `version`; one that is replaced meanwhile begins with them."""
+        with self._lock:
+            self._weights = source, version
+        self._all(
+            lambda worker: worker.submit(EngineAPI.load_weights, source, version), f"weights of version {version}"
+        )
+
+    def progress(self) -> list[EngineProgress]:
+        """Counters of those that live."""
+        return self._all(lambda worker: worker.submit(EngineAPI.progress), "progress")
+
+    def stalled(self, error: Stalled) -> bool:
+        """Nothing has moved: who owes something is lost. Whether that helps."""
+        owing = [(place, place.worker) for place in self._places if place.worker is not None and place.open]
+        for place, worker in owing:
+            self._lose(place, worker, error)
+        return bool(owing) and self._error is None
+
+    def close(self) -> None:
+        """Nobody is replaced any more."""
+        with self._lock:
+            self._closed = True
+
+    # --- requests
+
+    def _share_out(self) -> list[tuple[_Place, Worker, Pending[None]]]:
+        """Hands what is homeless to those that live. Needs the lock."""
+        living = [(place, place.worker) for place in self._places if place.worker is not None]
+        if not living or not self._homeless:
+            return []
+        groups: dict[str, list[Request]] = {}
+        for request in self._homeless:
+            groups.setdefault(request.group, []).append(request)
+        batches: list[list[Request]] = [[] for _ in living]
+        for group in groups.values():
+            owed = [len(place.open) + len(batch) for (place, _), batch in zip(living, batches, strict=True)]
+            batches[owed.index(min(owed))].extend(group)
+        asked = []
+        for (place, worker), batch in zip(living, batches, strict=True):
+            if batch:
+                place.open.update((request.id, request) for request in batch)
+                asked.append((place, worker, worker.submit(EngineAPI.submit, batch)))
+        self._homeless = []
+        return asked
+
+    def _fetch(self, place: _Place) -> None:
+        """Takes what an engine has told by now. It is asked once and answers when there is something: many questions
+        would take time from decoding."""
+        while True:
+            with self._lock:
+                worker, asked = place.worker, self._question(place)
+            if worker is None or asked is None or not asked.done():
+                return
+            try:
+                collected = asked.result(why="completions")
+            except (RemoteError, WorkerDied) as error:
+                self._lose(place, worker, error)
+                return
+            with self._lock:
+                if place.asked is asked:
+                    place.asked = None
+                    self._take(place, collected)
+
+    def _question(self, place: _Place) -> Pending[Collected] | None:
+        if place.worker is None or not place.open:
+            return None
+        if place.asked is None:
+            place.asked = place.worker.submit(EngineAPI.collect, place.acknowledged)
+            place.asked.on_done(self._news.set)
+        return place.asked
+
+    def _take(self, place: _Place, collected: Collected) -> None:
+        place.acknowledged = collected.sequence
+        self._ready += [each for each in collected.completions if place.open.pop(each.request, None) is not None]
+
+    # --- losses
+
+    def _all(self, ask: Callable[[Worker], Pending[T]], why: str) -> list[T]:
+        """The answers of all that live to the end of the call."""
+        self._raise()
+        with self._lock:
+            asked = [(place, place.worker, ask(place.worker)) for place in self._places if place.worker is not None]
+        found = []
+        for place, worker, outcome in self._outcomes(asked, why):
+            if isinstance(outcome, RemoteError | WorkerDied | Stalled):
+                self._lose(place, worker, outcome)
+            else:
+                found.append(outcome)
+        self._raise()
+        return found
+
+    def _outcomes(
+        self, asked: Sequence[tuple[_Place, Worker, Pending[T]]], why: str
+    ) -> list[tuple[_Place, Worker, T | Failed]]:
+        outcomes = settle([pending for _, _, pending in asked], why)
+        return [(place, worker, outcome) for (place, worker, _), outcome in zip(asked, outcomes, strict=True)]
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _over(self) -> bool:
+        return self._closed or self._error is not None
+
+    def _watch(self, place: _Place, worker: Worker) -> None:
+        if self._hires is not None:
+            worker.on_death(lambda error: self._lose(place, worker, error))
+
+    def _lose(self, place: _Place, worker: Worker, error: Failed) -> None:
+        """An engine is lost: keeps what it has told, gives the rest to others, and has it replaced. From any thread."""
+        with self._lock:
+            if place.worker is not worker or self._closed:
+                return
+            self.changes += 1
+            unfinished = self._empty(place)
+            try:
+                failure = self._decide(place, worker, error)
+            except Exception as final:  # noqa: BLE001 - raised by whoever of the run's thread comes next
+                self._error = final
+            else:
+                self._listen(self._share_out())
+                task = (place, worker, failure, unfinished)
+                name = f"replaces {worker.spec.name}"
+                threading.Thread(target=self._replace, args=task, name=name, daemon=True).start()
+        self._news.set()
+
+    def _empty(self, place: _Place) -> int:
+        """Takes everything from a place; how many requests it had not finished."""
+        asked, place.asked, place.worker = place.asked, None, None
+        if asked is not None and asked.done():
+            with contextlib.suppress(RemoteError, WorkerDied):  # then it had told nothing
+                self._take(place, asked.result(why="completions"))
+        unfinished, place.open, place.acknowledged = list(place.open.values()), {}, 0
+        self._homeless += unfinished
+        return len(unfinished)
+
+    def _decide(self, place: _Place, worker: Worker, error: Failed, starting: bool = False) -> Failure:
+        """Raises what ends the run, where this does."""
+        if self._recovery is None or self._hires is None:
+            raise error
+        failure = failure_of(error, "rollout", worker.spec.name, place.rank, self._recovery.step, starting)
+        self._recovery.decide(failure, error)
+        return failure
+
+    def _replace(self, place: _Place, worker: Worker, failure: Failure, unfinished: int) -> None:
+        """In a thread of its own: another process in the place, as often as the budget allows."""
+        assert self._hires is not None and self._recovery is not None
+        began = time.monotonic()
+        while not self._over():
+            try:
+                self._hires.dismiss([worker])
+                worker = self._hires.engine(place.rank)
+                self._move_in(place, worker)
+            except (RemoteError, WorkerDied, Stalled) as error:
+                if self._over():
+                    return
+                try:
+                    self._decide(place, worker, error, starting=True)
+                except Exception as final:  # noqa: BLE001 - as above
+                    self._error = final
+            except (AgentError, WaitTimeout) as error:
+                self._error = error
+            else:
+                told = f", {unfinished} requests re-issued" if unfinished else ""
+                self._recovery.restarted(failure, time.monotonic() - began, told, requests=unfinished)
+                break
+        self._news.set()
+
+    def _move_in(self, place: _Place, worker: Worker) -> None:
+        """Gives a new engine the current weights, and work."""
+        while True:
+            weights = self._weights
+            if weights is not None and not self._load(worker, weights):
+                continue
+            with self._lock:
+                if self._weights != weights:
+                    continue
+                place.worker = worker
+                self.changes += 1
+                asked = self._share_out()
+            self._watch(place, worker)
+            self._listen(asked)
+            return
+
+    def _load(self, worker: Worker, weights: tuple[str, int]) -> bool:
+        """Whether the version was still current."""
+        try:
+            worker.submit(EngineAPI.load_weights, *weights).result(why=f"weights of version {weights[1]}")
+        except RemoteError as error:
+            if error.kind != _STALE:
+                raise
+            waits.poll(
+                lambda: True if self._weights != weights else None, kind="queue", whom="controller",
+                why="the version after the one that is replaced", timeout_s=PUBLISH_S,
+            )  # fmt: skip
+            return False
+        return True
+
+    def _listen(self, asked: Sequence[tuple[_Place, Worker, Pending[Any]]]) -> None:
+        """Requests that were handed over with nobody waiting for the answer: it matters where it is an error. Of a
+        death hears who watches the worker."""
+        for _, _, pending in asked:
+            pending.on_done(lambda pending=pending: self._accepted(pending))  # type: ignore[misc]
+
+    def _accepted(self, pending: Pending[Any]) -> None:
+        try:
+            pending.result(why="hand over requests")
+        except RemoteError as error:
+            self._error = error
+            self._news.set()
+        except WorkerDied:
+            return

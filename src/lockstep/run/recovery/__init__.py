@@ -1,0 +1,1 @@
+"""Recovery by role: what failed, what is done about it, and who does it."""

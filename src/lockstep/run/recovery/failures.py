@@ -1,0 +1,68 @@
+"""What failed, in the words of recovery: made from the errors that calls to workers end with."""
+
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.cluster.calls import Failed
+from lockstep.cluster.protocol import RemoteError, WorkerDied
+
+How = Literal["died", "stalled", "raised"]
+_FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A worker that failed."""
+
+    role: str
+    worker: str
+    rank: int
+    how: How
+    what: str
+    """After the worker's name: `died (SIGKILL)`, `raised RuntimeError: ...`."""
+    kind: str = ""
+    """Type of the exception, where one was raised."""
+    place: str = ""
+    """File and line that raised it."""
+    step: int = -1
+    """That was under way; -1 before the first."""
+    starting: bool = False
+    """Whether it was a replacement that did not come up."""
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def signature(self) -> tuple[str, str, str, int]:
+        """The same for the same error of the same data or code."""
+        return self.role, self.kind, self.place, self.step
+
+
+def failure_of(error: Failed, role: str, worker: str, rank: int, step: int, starting: bool = False) -> Failure:
+    """What an error of a call says about the worker that was called."""
+    match error:
+        case WorkerDied():
+            return Failure(role, worker, rank, "died", died(error), step=step, starting=starting)
+        case RemoteError():
+            brief = f"{error.kind.rpartition('.')[2]}: {error.message.partition(chr(10))[0]}"
+            place = innermost(error.traceback)
+            return Failure(role, worker, rank, "raised", f"raised {brief}", error.kind, place, step, starting)
+    what = f"made no progress for {error.stall_s:g} s"
+    return Failure(role, worker, rank, "stalled", what, step=step, starting=starting)
+
+
+def died(error: WorkerDied) -> str:
+    """How a worker ended: `died (SIGKILL)`, `died (exit code 3)`, `vanished`."""
+    if error.exit_code is None:
+        return "vanished"
+    if error.exit_code >= 0:
+        return f"died (exit code {error.exit_code})"
+    known = -error.exit_code in set(signal.Signals)
+    return f"died ({signal.Signals(-error.exit_code).name if known else f'signal {-error.exit_code}'})"
+
+
+def innermost(traceback: str) -> str:
+    """`file:line` of the last frame of a printed traceback; empty where there is none."""
+    frames = list(_FRAME.finditer(traceback))
+    return f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""

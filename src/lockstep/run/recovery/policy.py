@@ -1,0 +1,61 @@
+"""What is done about a failure: a pure function of it, of what failed before, and of the budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.config.recovery import Budget, Recovery
+from lockstep.run.recovery.failures import Failure
+
+_OURS = "lockstep."
+"""Our own errors say what is wrong with data, config or code: trying again cannot help..."""
+_PASSING = ("lockstep.watch.",)
+"""...but for those that tell of a wait or a collective that others broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The worker (of the trainer: all ranks) is replaced."""
+
+    number: int
+    """Which restart within the window this is, from 1."""
+    budget: Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run ends; it can be resumed."""
+
+    reason: str
+    """Why it was not healed; empty where the error says all there is to say."""
+
+
+Action = Restart | Stop
+
+
+def decide(failure: Failure, history: Sequence[Failure], config: Recovery) -> Action:
+    """What to do about a failure.
+
+    Args:
+        history: what was restarted for, oldest first.
+    """
+    if not config.enable:
+        return Stop("")
+    if failure.how == "raised":
+        if failure.kind.startswith(_OURS) and not failure.kind.startswith(_PASSING):
+            return Stop("")
+        if any(failure.signature == earlier.signature for earlier in history if earlier.how == "raised"):
+            return Stop(f"the same error came again in step {failure.step} after a restart; see {failure.place}")
+    budget = config.policy if failure.role == "policy" else config.rollout
+    spent = sum(_counts(failure, earlier, budget) for earlier in history)
+    if spent >= budget.max_restarts:
+        return Stop(
+            f"{spent} restarts within {budget.window_s:g} s are spent (recovery.{failure.role}.max_restarts "
+            f"{budget.max_restarts}, window_s {budget.window_s:g})"
+        )
+    return Restart(spent + 1, budget)
+
+
+def _counts(failure: Failure, earlier: Failure, budget: Budget) -> bool:
+    """Whether an earlier restart is of the same budget: the trainer's ranks share one, every engine has its own."""
+    same = earlier.role == failure.role and (failure.role == "policy" or earlier.rank == failure.rank)
+    return same and failure.at - earlier.at <= budget.window_s

@@ -1,0 +1,97 @@
+"""Keeps the history of failures, decides, and tells: on the console at once, in the ledger from the run's thread."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from lockstep.config.recovery import Recovery as Config
+from lockstep.ledger.ledger import Ledger
+from lockstep.run.errors import GaveUp
+from lockstep.run.recovery.failures import Failure
+from lockstep.run.recovery.policy import Restart, Stop, decide
+
+log = logging.getLogger(__name__)
+
+EVENT = "recovery"
+"""The ledger's event of everything that recovery does."""
+
+
+class Verdicts(Protocol):
+    """Where confirmed verdicts come from: the supervisor."""
+
+    def subscribe(self, act: Callable[[Sequence[str], str], None]) -> None:
+        """`act(workers, why)` is to be called, from any thread, with the names of workers that are to be replaced."""
+
+
+class Recovery:
+    """What the roles ask when something of theirs failed. Any thread may."""
+
+    def __init__(self, config: Config, ledger: Ledger) -> None:
+        self.config = config
+        self.step = -1
+        """Under way; -1 before the first."""
+        self._ledger = ledger
+        self._history: list[Failure] = []
+        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._kill: Callable[[str], bool] | None = None
+        self._accused: dict[str, str] = {}
+
+    def decide(self, failure: Failure, cause: Exception) -> Restart:
+        """The restart that a failure gets.
+
+        Raises:
+            GaveUp: it gets none, and why.
+            Exception: `cause`, where that says it all.
+        """
+        with self._lock:
+            action = decide(failure, self._history, self.config)
+            if isinstance(action, Restart):
+                self._history.append(failure)
+        why = self._accused.get(failure.worker, "")
+        what = f"{failure.what}, {why}" if why else failure.what
+        self.note("failed", worker=failure.worker, role=failure.role, what=what, step=failure.step)
+        if isinstance(action, Stop):
+            self.note("gave up", worker=failure.worker, role=failure.role, reason=action.reason or failure.what)
+            if not action.reason:
+                raise cause
+            raise GaveUp(failure.worker, what, action.reason) from cause
+        log.warning(
+            "%s %s in step %d; restart %d of %d within %g s begins",
+            failure.worker, what, failure.step + 1, action.number, action.budget.max_restarts, action.budget.window_s,
+        )  # fmt: skip
+        return action
+
+    def restarted(self, failure: Failure, seconds: float, text: str, **facts: Any) -> None:
+        """A failure is healed: `text` says what came of it, for a sentence that goes on after the time it took."""
+        log.warning("%s %s; restarted in %.1f s%s", failure.worker, failure.what, seconds, text)
+        facts |= {"what": failure.what, "step": failure.step, "seconds": round(seconds, 3)}
+        self.note("restarted", worker=failure.worker, role=failure.role, **facts)
+
+    def note(self, action: str, **fields: Any) -> None:
+        """Something for the ledger; written by the next `flush`."""
+        self._events.put({"action": action, "at": time.time(), **fields})
+
+    def flush(self) -> None:
+        """Writes what was noted into the ledger. From the run's thread, the ledger's only writer."""
+        while not self._events.empty():
+            self._ledger.event(EVENT, **self._events.get_nowait())
+
+    def listen(self, verdicts: Verdicts, kill: Callable[[str], bool]) -> None:
+        """Lets confirmed verdicts act: their culprits are killed, and what follows is recovery from their deaths.
+
+        Args:
+            kill: ends the worker of that name at once; whether there was one.
+        """
+        self._kill = kill
+        verdicts.subscribe(self.failed)
+
+    def failed(self, workers: Sequence[str], why: str) -> None:
+        """Workers that a verdict names."""
+        for worker in workers:
+            self._accused[worker] = why
+            if self._kill is None or not self._kill(worker):
+                log.info("%s is accused (%s) and no worker of this run any more", worker, why)

@@ -1,0 +1,79 @@
+"""Who is started for a run, as the plan says, and again in place of who was lost."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.cluster.protocol import Cluster, Worker, WorkerSpec
+from lockstep.run.plan import PlannedProcess
+from lockstep.run.prepare import Prepared
+from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER
+
+ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+"""Of trainer ranks and engines. Idle OpenMP threads sleep instead of spinning, as the roles take turns on the same
+cores. How many threads there are is an argument of each service: the environment is one for all, so that one template
+process serves them all."""
+
+
+class Staff:
+    """Starts trainer ranks and engines; scorers and environments start with their pools."""
+
+    def __init__(self, prepared: Prepared, cluster: Cluster, generation: int) -> None:
+        self.prepared, self.cluster, self.generation = prepared, cluster, generation
+        self._lives: Counter[str] = Counter()
+
+    def everybody(self) -> tuple[list[Worker], list[Worker]]:
+        """Trainer ranks and engines, started side by side."""
+        specs = [self._rank(each) for each in self._planned("policy")]
+        specs += [self._engine(each) for each in self._planned("rollout")]
+        workers = self.cluster.start(specs)
+        return [w for w in workers if w.spec.role == "policy"], [w for w in workers if w.spec.role == "rollout"]
+
+    def engine(self, rank: int) -> Worker:
+        """Another engine in the place of that rank."""
+        (worker,) = self.cluster.start([self._engine(self._planned("rollout")[rank])])
+        return worker
+
+    def dismiss(self, workers: Sequence[Worker]) -> None:
+        """Ends workers at once, whatever they do; they may have ended already."""
+        for worker in workers:
+            self.cluster.stop(worker, grace_s=0.0)
+
+    def _planned(self, role: str) -> list[PlannedProcess]:
+        return [process for process in self.prepared.plan.processes if process.role == role]
+
+    def _rank(self, process: PlannedProcess) -> WorkerSpec:
+        config = self.prepared.config
+        trainer = config.trainer.model_copy(update={"threads": process.threads})
+        host, port = self.cluster.store()
+        arguments = {
+            "config": config.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
+            "rank": process.rank,
+            "world": config.trainer.ranks,
+            "store_host": host,
+            "store_port": port,
+            "run_folder": str(self.prepared.folder),
+            "device": process.device,
+            "generation": self.generation,
+        }
+        return self._spec(process, POLICY, arguments)
+
+    def _engine(self, process: PlannedProcess) -> WorkerSpec:
+        config = self.prepared.config
+        arguments = {
+            "model": config.model.model_dump(mode="json"),
+            "engine": config.rollout.engine.model_dump(mode="json"),
+            "device": process.device,
+            "threads": process.threads,
+            "reader": READER,
+        }
+        return self._spec(process, ENGINE, arguments)
+
+    def _spec(self, process: PlannedProcess, service: str, arguments: dict[str, Any]) -> WorkerSpec:
+        """Successors have names of their own, so that beacon and log of the dead stay."""
+        life = self._lives[process.name]
+        self._lives[process.name] += 1
+        name = f"{process.name}.{life}" if life else process.name
+        # A forked process cannot use CUDA that its parent has touched; there, every worker starts from nothing.
+        preload = PRELOAD if process.device == "cpu" else ()
+        return WorkerSpec(name, process.role, process.rank, service, arguments, dict(ENVIRONMENT), preload)

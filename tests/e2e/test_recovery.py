@@ -1,0 +1,122 @@
+"""Recovery by role: what fails in the middle of a run is replaced, and the run ends as if nothing had happened."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Launched, config, prompts_used, weights, write
+from lives import Reference, References, assert_close, evaluations, metrics
+
+from lockstep.ledger.ledger import Ledger
+
+
+def begin(reference: Reference, folder: Path, hold: dict[str, Any] | None = None, **changes: Any) -> Launched:
+    """The reference's run again, to be disturbed."""
+    values = config(reference.home, "grpo", folder=str(folder / "runs"), **changes)
+    return Launched.start(folder / "runs" / values["name"], str(write(folder, values)), hold=hold)
+
+
+def pid_of(launched: Launched, name: str) -> int:
+    state = launched.beacon(name)
+    assert state is not None, launched.text()
+    return state.pid
+
+
+def lose(launched: Launched, name: str, seconds: float = 0.0) -> None:
+    """Kills a worker; some time after it was stopped, so that it is in the middle of what it is asked for next."""
+    pid = pid_of(launched, name)
+    if seconds:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+    os.kill(pid, signal.SIGKILL)
+
+
+def recoveries(run: Path, action: str = "restarted") -> list[dict[str, Any]]:
+    """What recovery wrote into the ledger."""
+    with Ledger.reader(run) as ledger:
+        return [e.fields for e in ledger.events() if e.kind == "recovery" and e.fields["action"] == action]
+
+
+def lives(run: Path) -> list[str]:
+    """Who was started in place of somebody."""
+    return sorted(path.stem for path in (run / "logs").glob("*.[0-9].log"))
+
+
+def undisturbed(launched: Launched, reference: Reference) -> None:
+    """The run ended by itself, with the reference's weights, and every prompt was used once."""
+    assert launched.finish() == 0, launched.text()
+    assert launched.gone(2.0)
+    assert prompts_used(launched.folder) == prompts_used(reference.run)
+    assert weights(launched.folder) == weights(reference.run)
+    assert metrics(launched.folder) == metrics(reference.run)
+    assert evaluations(launched.folder) == evaluations(reference.run)
+    with Ledger.reader(launched.folder) as ledger:
+        assert ledger.generation == 1, "one life"
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_that_is_killed_while_it_generates_and_while_it_takes_weights(
+    reference: References, tmp_path: Path
+) -> None:
+    of = reference("grpo")
+    launched = begin(of, tmp_path, hold={"stage": "rollout", "seconds": 0.3, "at_end": False})
+    launched.wait_for("rollout", 2)
+    lose(launched, "engine-0", seconds=1.0)  # it is handed its requests and goes no further
+    launched.wait_for("train", 5)
+    lose(launched, "engine-0.1", seconds=1.0)  # the next it is asked for is to take the weights
+    undisturbed(launched, of)
+    one, other = recoveries(launched.folder)
+    assert (one["worker"], one["what"], one["step"], one["requests"]) == ("engine-0", "died (SIGKILL)", 2, 16)
+    assert (other["worker"], other["step"], other["requests"]) == ("engine-0.1", 5, 0)
+    assert "engine-0 died (SIGKILL); restarted in" in launched.said() and "16 requests re-issued" in launched.said()
+    assert lives(launched.folder) == ["engine-0.1", "engine-0.2"], "the trainer was not touched"
+
+
+@pytest.mark.timeout(300)
+def test_a_budget_that_is_spent_stops_the_run_which_resumes(reference: References, tmp_path: Path) -> None:
+    of = reference("grpo")
+    launched = begin(of, tmp_path, recovery={"rollout": {"max_restarts": 0}})
+    launched.wait_for("train", 1)
+    began = time.monotonic()
+    os.kill(pid_of(launched, "engine-0"), signal.SIGKILL)
+    assert launched.finish() == 1
+    assert time.monotonic() - began < 20
+    said = " ".join(launched.said().split())
+    assert "engine-0 died (SIGKILL), and is not restarted: 0 restarts within 3600 s are spent" in said
+    assert "recovery.rollout.max_restarts" in said and f"--resume {launched.folder}" in said
+    assert [each["worker"] for each in recoveries(launched.folder, "gave up")] == ["engine-0"]
+    launched = Launched.resume(launched.folder)
+    assert launched.finish() == 0, launched.text()
+    assert weights(launched.folder) == weights(of.run)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_of_two_engines_is_killed_in_the_middle_of_its_completions(reference: References, tmp_path: Path) -> None:
+    """Batches are others then, and so are the last bits of log-probabilities: what is held is what was sampled."""
+    long = {"sampling": {"max_tokens": 20, "ignore_eos": True}, "engine": {"max_rows": 2, "threads": 1, "count": 2}}
+    quick = {"steps": 3, "evaluation": None, "rollout": long, "trainer": {"ranks": 1, "threads": 1}}
+    of = reference("grpo")
+    whole = begin(of, tmp_path / "whole", **quick)
+    assert whole.finish() == 0, whole.text()
+
+    launched = begin(of, tmp_path, hold={"keep_every_s": 0.0}, **quick)
+    launched.wait_for_file(launched.folder, "steps/00000001.partial")
+    os.kill(pid_of(launched, "engine-1"), signal.SIGKILL)
+    assert launched.finish() == 0, launched.text()
+    (done,) = recoveries(launched.folder)
+    assert (done["worker"], done["step"]) == ("engine-1", 1) and 0 < done["requests"] <= 8
+    assert prompts_used(launched.folder) == prompts_used(whole.folder)
+    assert sampled(launched.folder) == sampled(whole.folder)
+    assert_close(launched.folder, whole.folder)
+
+
+def sampled(run: Path) -> dict[str, list[int]]:
+    """The tokens of every completion."""
+    with Ledger.reader(run) as ledger:
+        rollouts = [ledger.rollouts(step) for step in ledger.collected_steps()]
+    groups = [group for each in rollouts if each is not None for group in each.groups]
+    return {each.request: each.tokens.tolist() for group in groups for each in group.completions}

@@ -1,0 +1,89 @@
+"""What is done about a failure follows from it, from what failed before, and from the budget."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.config.recovery import Budget, Recovery
+from lockstep.run.recovery.failures import Failure, failure_of, innermost
+from lockstep.run.recovery.policy import Restart, Stop, decide
+from lockstep.watch.waits import Stalled
+
+CONFIG = Recovery(policy=Budget(max_restarts=2, window_s=100), rollout=Budget(max_restarts=1, window_s=10))
+TRACE = """Traceback (most recent call last):
+  File "/x/a.py", line 3, in f
+    g()
+  File "/x/b.py", line 70, in g
+    raise RuntimeError("no")
+RuntimeError: no
+"""
+
+
+def died(role: str = "policy", rank: int = 0, at: float = 0.0, step: int = 0) -> Failure:
+    error = WorkerDied(f"{role}-{rank}", rank, -9, "")
+    return replace(failure_of(error, role, error.worker, rank, step), at=at)
+
+
+def raised(kind: str, step: int = 0, trace: str = TRACE) -> Failure:
+    return failure_of(RemoteError("policy-1", 1, kind, "no\nmore", trace), "policy", "policy-1", 1, step)
+
+
+def test_how_a_worker_failed_is_said_in_words() -> None:
+    assert died().what == "died (SIGKILL)"
+    assert failure_of(WorkerDied("w", 0, 3, ""), "policy", "w", 0, 0).what == "died (exit code 3)"
+    assert failure_of(WorkerDied("w", 0, None, ""), "policy", "w", 0, 0).what == "vanished"
+    stalled = failure_of(Stalled("call", "w", "x", 31.0, 30.0), "policy", "w", 0, 0)
+    assert (stalled.how, stalled.what) == ("stalled", "made no progress for 30 s")
+    found = raised("torch.OutOfMemoryError")
+    assert (found.what, found.place) == ("raised OutOfMemoryError: no", "/x/b.py:70")
+    assert innermost("nothing") == ""
+
+
+def test_trainer_ranks_share_a_budget_and_engines_have_one_each() -> None:
+    assert decide(died("policy", 1, 50), [died("policy", 0, 10)], CONFIG) == Restart(2, CONFIG.policy)
+    stop = decide(died("policy", 1, 50), [died("policy", 0, 10), died("policy", 1, 20)], CONFIG)
+    assert isinstance(stop, Stop)
+    assert stop.reason == ("2 restarts within 100 s are spent (recovery.policy.max_restarts 2, window_s 100)")
+    assert decide(died("rollout", 1, 5), [died("rollout", 0, 1)], CONFIG) == Restart(1, CONFIG.rollout)
+    assert isinstance(decide(died("rollout", 0, 5), [died("rollout", 0, 1)], CONFIG), Stop)
+    assert decide(died("rollout", 0, 12), [died("rollout", 0, 1)], CONFIG) == Restart(1, CONFIG.rollout), "long ago"
+
+
+def test_the_same_error_of_the_same_step_is_not_tried_a_third_time() -> None:
+    first = raised("RuntimeError", 4)
+    assert isinstance(decide(first, [], CONFIG), Restart)
+    again = decide(raised("RuntimeError", 4), [first], CONFIG)
+    assert isinstance(again, Stop) and "the same error came again in step 4" in again.reason
+    assert isinstance(decide(raised("RuntimeError", 5), [first], CONFIG), Restart), "another step, other data"
+    elsewhere = raised("RuntimeError", 4, TRACE.replace("line 70", "line 71"))
+    assert isinstance(decide(elsewhere, [first], CONFIG), Restart)
+    assert isinstance(decide(died(step=4), [died(step=4)], CONFIG), Restart), "a death is no error of data"
+
+
+@pytest.mark.parametrize("kind", ["lockstep.train.fsdp.NonFinite", "lockstep.models.errors.ModelError"])
+def test_an_error_that_says_what_is_wrong_is_not_tried_again(kind: str) -> None:
+    assert decide(raised(kind), [], CONFIG) == Stop("")
+
+
+def test_a_wait_that_others_broke_is_worth_a_restart() -> None:
+    assert isinstance(decide(raised("lockstep.watch.waiting.WaitTimeout"), [], CONFIG), Restart)
+
+
+def test_nothing_is_restarted_where_recovery_is_off() -> None:
+    assert decide(died(), [], Recovery(enable=False)) == Stop("")
+
+
+@given(st.lists(st.floats(0, 1000), max_size=40), st.integers(0, 5), st.floats(1, 300))
+def test_there_are_never_more_restarts_in_a_window_than_the_budget(
+    times: list[float], most: int, window: float
+) -> None:
+    config = Recovery(policy=Budget(max_restarts=most, window_s=window))
+    history: list[Failure] = []
+    for at in sorted(times):
+        failure = died(at=at)
+        if isinstance(decide(failure, history, config), Restart):
+            history.append(failure)
+            assert sum(at - each.at <= window for each in history) <= most
