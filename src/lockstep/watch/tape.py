@@ -23,7 +23,7 @@ NEWEST = 16
 P2P, ASYNC, FAILED, REFUSED, CLOSED, COUNTED = 1, 2, 4, 8, 16, 32
 NO_PEER = -1
 SEPARATOR = "\x1f"
-"""Between operation, shapes, dtype and root in the text of a signature."""
+"""Between operation, dtype, root and shapes in the text of a signature; the long part comes last."""
 
 _ABOUT = struct.Struct("<QQQQiiQ64s64s32sQ")
 # front identity members created_ns size rank loop_thread name description backend back
@@ -254,7 +254,7 @@ def _calls(reading: Reading, texts: _Texts, slot: int, written: int, newest: int
 
 def _call(number: int, fields: tuple[Any, ...], texts: _Texts) -> CallRecord:
     seq, issued, signature, rolling, entered, left, label, site, flags, context, peer, _ = fields
-    operation, shapes, dtype, root_text = (*texts[label].split(SEPARATOR), "", "", "")[:4]
+    operation, dtype, root_text, shapes = (*texts[label].split(SEPARATOR), "", "", "")[:4]
     root = int(root_text) if root_text.isascii() and root_text.isdigit() else None
     return CallRecord(
         number, seq, issued, signature, rolling, operation, shapes, dtype, root, texts[site],

@@ -31,7 +31,7 @@ def read(mine: beacon.Beacon) -> beacon.CommunicatorRecord:
 
 
 def label(mine: beacon.Beacon, operation: str = "all_reduce", root: str = "") -> int:
-    return mine.tape().text(tapes.SEPARATOR.join([operation, "[2, 3]", "float32", root]))
+    return mine.tape().text(tapes.SEPARATOR.join([operation, "float32", root, "[2, 3]"]))
 
 
 def test_a_call_is_read_as_it_was_written(mine):

@@ -1,0 +1,116 @@
+"""What the observer of a job tells its ranks: lines appended to one file of the run's shared folder.
+
+The recorder's thread looks at the file's size about ten times a second. That the file exists says that somebody
+watches. Orders that were given before a rank began are none of its business.
+
+    verdict   "text", "verdict": who waits in a collective that now breaks, gets CollectiveStalled with this
+    free      "communicator": break its connections from inside (see `freeing`); None: all of them
+    dump      "folder": write what c10d's flight recorder holds there, as `<beacon's name>.json`
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.watch.folders import make_run_dir, run_dir
+
+FILE = "orders.jsonl"
+LIMIT = 1 << 20
+"""The longest line, in bytes."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """`names` are the beacons it is for, None for all."""
+
+    number: int
+    op: str
+    names: tuple[str, ...] | None
+    wall: float
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def open_orders(run: str) -> Path:
+    """Says that the run is watched."""
+    path = make_run_dir(run) / FILE
+    path.touch(mode=0o600)
+    return path
+
+
+def give(run: str, op: str, names: Iterable[str] | None = None, **body: Any) -> int:
+    """Appends an order; returns its number, from 1. Several may give at once."""
+    path = open_orders(run)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        number = _lines(descriptor) + 1
+        order = {"n": number, "op": op, "names": None if names is None else list(names), "wall": time.time(), **body}
+        line = json.dumps(order).encode() + b"\n"
+        if len(line) > LIMIT:
+            raise ValueError(f"order {op!r} is {len(line)} bytes long; {LIMIT} is the limit")
+        os.write(descriptor, line)
+        return number
+    finally:
+        os.close(descriptor)
+
+
+def _lines(descriptor: int) -> int:
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, size, 0).count(b"\n")
+
+
+class Inbox:
+    """A rank's view of the orders. `look` may be called by any thread, by one at a time."""
+
+    def __init__(self, run: str, name: str) -> None:
+        self._path = run_dir(run) / FILE
+        self._name = name
+        self._read = 0
+        self.verdict: Order | None = None
+        """The newest verdict that concerns this rank."""
+        self.watched = False
+        self._read = self._size()
+
+    def _size(self) -> int:
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            self.watched = False
+            return 0
+        self.watched = True
+        return size
+
+    def look(self) -> list[Order]:
+        """The orders for this rank that came since the last look, in their order."""
+        size = self._size()
+        if size <= self._read:
+            self._read = min(self._read, size)
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            fresh = file.read(size - self._read)
+        whole = fresh[: fresh.rfind(b"\n") + 1]
+        self._read += len(whole)
+        found = [order for order in map(_parse, whole.splitlines()) if order is not None]
+        mine = [order for order in found if order.names is None or self._name in order.names]
+        for order in mine:
+            if order.op == "verdict":
+                self.verdict = order
+        return mine
+
+
+def _parse(line: bytes) -> Order | None:
+    try:
+        body = json.loads(line)
+        names = body.pop("names")
+        return Order(
+            int(body.pop("n")), str(body.pop("op")), None if names is None else tuple(names),
+            float(body.pop("wall")), body,
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,429 @@
+"""What runs inside a rank: notes what it does on its communicators, and listens to the observer.
+
+Needs the standard library and the torch that the program uses. A failure in here never fails the job: it is counted,
+logged once, and the job goes on unrecorded. docs/recorder.md says what is seen of which library, backend and version of
+torch.
+
+    recorder.install()                # before the communicators are made; the beacon is open
+"""
+
+import atexit
+import functools
+import importlib
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from lockstep.watch import beacon, freeing, hook, orders
+from lockstep.watch.collectives import digest
+from lockstep.watch.counts import Flight, flights
+from lockstep.watch.errors import CollectiveStalled
+from lockstep.watch.member import UNSAID, Context, Member
+from lockstep.watch.patches import C10D, FUNCOL, Wrappers, noted, quiet
+from lockstep.watch.schedule import Board
+from lockstep.watch.sites import Sites
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+VERDICT_S = 2.0
+"""How long a broken collective waits for the observer to say why, where there is one."""
+RECENT_S = 60.0
+"""A verdict older than this explains nothing any more."""
+_BROKEN = re.compile(r"clos|reset|broken pipe|timed? ?out|abort|connect|nccl|gloo|remote|peer", re.IGNORECASE)
+
+
+class Recorder:
+    """One per process. `refuse`: hold collectives against the schedule of this host's peers (`schedule`). `links`: make
+    gloo's sockets notice dead links. `scope` tells communicators of equal names apart (a role and its generation)."""
+
+    def __init__(self, own: beacon.Beacon, refuse: bool, links: bool, scope: str) -> None:
+        tape = own.tape()
+        if tape is None:
+            raise ValueError("the recorder writes into the process's beacon: call beacon.open_beacon() first")
+        self.tape, self._own, self._refuse, self._links, self.scope = tape, own, refuse, links, scope
+        self.run = own.path.parent.name
+        self.inbox = orders.Inbox(self.run, own.path.stem)
+        self.missing: list[str] = []
+        """What this torch does not offer, in words."""
+        self.troubles = 0
+        """Failures in here."""
+        self._torch: Any = None
+        self._members: dict[Any, Member] = {}
+        """By c10d's object."""
+        self._found: dict[Any, Member] = {}
+        """The same, and by what callers give for a communicator: nothing, a name, a mesh."""
+        self._lost: set[str] = set()
+        self._flights: list[Flight] = []
+        self._flying: dict[tuple[str, str], Member] = {}
+        self._worlds = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    # --- putting it in and taking it out
+
+    def attach(self, torch: Any) -> None:
+        """Patches torch.distributed and starts the thread that polls."""
+        self._torch = torch
+        self._c10d = sys.modules[C10D]
+        self._sites, self._context = Sites(self.tape, torch.__file__), Context(self._own)
+        self._flights = flights(torch._C._distributed_c10d)
+        compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None)
+        self._wrappers = Wrappers(self, compiling or (lambda: False))
+        self._wrappers.patch(self._c10d)
+        hook.when_imported(FUNCOL, self._wrappers.patch)
+        self._patch_groups()
+        self._wrappers.patch_copies()
+        self._patch_wait(torch._C._distributed_c10d.Work)
+        self._say_what_is_missing(torch)
+        for group in list(self._c10d._world.pg_map):
+            self.adopt(group)
+        self._thread = threading.Thread(target=self._poll, name="lockstep-recorder", daemon=True)
+        self._thread.start()
+
+    def detach(self) -> None:
+        """Puts everything back. Beacons keep what was written."""
+        self._stop.set()
+        if self._thread is not None and self._thread.is_alive() and os.getpid() == self._pid:
+            self._thread.join(2.0)
+        self._put_back()
+        for member in self._members.values():
+            member.close()
+        self._members.clear()
+        self._found.clear()
+
+    def detach_in_child(self) -> None:
+        """After a fork: the beacon and what is mapped belong to the parent."""
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._torch is not None:
+            hook.forget(FUNCOL)
+            self._wrappers.undo()
+            self._torch._C._distributed_c10d.Work.wait = self._wait
+            self._torch = None
+
+    def _patch_groups(self) -> None:
+        c10d = self._c10d
+        create = c10d._new_process_group_helper
+
+        @functools.wraps(create)
+        def created(*args: Any, **kwargs: Any) -> Any:
+            before = _loops()
+            made = create(*args, **kwargs)
+            with quiet(self):
+                ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group", ())
+                self.adopt(made[0], ranks, _loops() - before)
+            return made
+
+        self._wrappers.replace(c10d, "_new_process_group_helper", create, created)
+        for name in ("destroy_process_group", "_abort_process_group"):
+            if hasattr(c10d, name):
+                self._wrappers.replace(c10d, name, getattr(c10d, name), self._forgetting(getattr(c10d, name)))
+
+    def _forgetting(self, end: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(end)
+        def ended(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return end(*args, **kwargs)
+            finally:
+                with quiet(self):
+                    self._forget_destroyed()
+
+        return ended
+
+    def _patch_wait(self, work: Any) -> None:
+        original = self._wait = work.wait
+
+        @functools.wraps(original)
+        def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(handle, *args, **kwargs)
+            except Exception as error:
+                if noted():
+                    raise
+                told = self.translate(error)
+                if told is error:
+                    raise
+                raise told from error
+
+        work.wait = wait
+
+    def _say_what_is_missing(self, torch: Any) -> None:
+        kinds = {flight.kind for flight in self._flights}
+        if "gloo" not in kinds:
+            self.missing.append("gloo: completed collectives are not counted, C++ callers have no entries")
+        if torch.distributed.is_nccl_available() and not kinds & {"nccl"}:
+            self.missing.append("NCCL: no flight recorder in JSON, completed collectives are not counted")
+        if os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")) == "0":
+            self.missing.append("the flight recorder is switched off (TORCH_FR_BUFFER_SIZE=0)")
+        for gap in self.missing:
+            log.info("recorder, torch %s: %s", torch.__version__, gap)
+            self._own.event("recorder", gap)
+
+    # --- communicators
+
+    def member(self, group: Any) -> Member | None:
+        """This process on a communicator (None: the default one); None where it is no member of it."""
+        try:
+            return self._found[group]
+        except KeyError:
+            found = self._find(group)
+            if found is not None:
+                self._found[group] = found
+            return found
+        except TypeError:  # a list of ranks
+            return self._find(group)
+
+    def _find(self, given: Any) -> Member | None:
+        group = given
+        if group is None:
+            group = self._c10d.GroupMember.WORLD
+        elif not hasattr(group, "_get_sequence_number_for_group"):
+            group = self._resolved(group)
+        known = None if group is None else self._members.get(group)
+        return known if known is not None else self.adopt(group)
+
+    def _resolved(self, group: Any) -> Any:
+        """What functional collectives take for a communicator: a name, ranks, a mesh, or a mesh and its dimension."""
+        funcol = sys.modules.get(FUNCOL)
+        resolve = getattr(funcol, "_resolve_group_name", None)
+        if resolve is None or group is self._c10d.GroupMember.NON_GROUP_MEMBER:
+            return None
+        name = group if isinstance(group, str) else resolve(group, "")
+        return next((each for each, known in self._c10d._world.pg_names.items() if known == name), None)
+
+    def adopt(self, group: Any, ranks: Sequence[int] = (), loops: Set[int] = frozenset()) -> Member | None:
+        """Begins to note what this process does on a communicator. `loops`: gloo's threads that came with it."""
+        if group is None or group not in self._c10d._world.pg_map:
+            return None
+        with self._lock:
+            known = self._members.get(group)
+            if known is not None:
+                return known
+            world = self._c10d._world
+            name = str(world.pg_names[group])
+            self._worlds += not self._members
+            ranks = [int(rank) for rank in ranks or world.pg_group_ranks.get(group) or range(group.size())]
+            description = str(getattr(group, "group_desc", "") or "")
+            line = self.tape.open_line(
+                self._identity(group, name), digest(str(sorted(ranks))), name, description,
+                str(world.pg_backend_config.get(group) or world.pg_map[group][0]), group.size(), group.rank(),
+                next(iter(loops)) if len(loops) == 1 else 0,
+            )  # fmt: skip
+            if line is None:
+                if not self._lost:
+                    log.warning("recorder: no room for communicator %s; it is not recorded", name)
+                self._lost.add(name)
+                return None
+            label = description if description not in ("", "undefined") else name
+            member = Member(group, line, name, label, ranks, group.rank(), self._sites, self._context)
+            if self._refuse and group.size() > 1:
+                member.run = self.run
+                identity, beacon_name = line.about[0], self._own.path.stem
+                member.board = Board(self.run, identity, group.rank(), beacon_name, line.slot)
+            self._members[group] = member
+            self._found.clear()
+            return member
+
+    def _identity(self, group: Any, name: str) -> int:
+        """Equal on all members: where they met, how often, and the communicator's name."""
+        store = self._c10d._world.pg_map[group][1]
+        store = getattr(store, "_underlying_non_prefix_store", store)
+        place = getattr(store, "port", None) or getattr(store, "path", "")
+        return digest(f"{self.scope}|{place}|{self._worlds}|{name}")
+
+    def _forget_destroyed(self) -> None:
+        with self._lock:
+            for group, member in list(self._members.items()):
+                if group not in self._c10d._world.pg_map:
+                    del self._members[group]
+                    member.close()
+            self._found.clear()
+
+    # --- the thread
+
+    def _poll(self) -> None:
+        while not self._stop.wait(POLL_S):
+            with quiet(self):
+                self.tick()
+
+    def tick(self) -> None:
+        """One look at everything; about 50 microseconds."""
+        self._own.beat()
+        self._count()
+        if self._links:
+            self._watch_links()
+        for order in self.inbox.look():
+            with quiet(self):
+                self._obey(order)
+
+    def _count(self) -> None:
+        counted = set()
+        for flight in self._flights:
+            for number, numbers in flight.status().items():
+                member = self._flying.get((flight.kind, number)) or self._fly(flight, number)
+                if member is not None:
+                    member.count(numbers)
+                    counted.add(id(member))
+        for member in list(self._members.values()):
+            if id(member) not in counted and member.sequence() > 0:
+                member.count((member.sequence(), UNSAID))
+
+    def _fly(self, flight: Flight, number: str) -> Member | None:
+        """The newest communicator of that name that has no number yet."""
+        name = flight.name(number)
+        taken = {id(member) for member in self._flying.values()}
+        free = [each for each in self._members.values() if each.name == name and id(each) not in taken]
+        if not free:
+            return None
+        self._flying[flight.kind, number] = free[-1]
+        return free[-1]
+
+    def _watch_links(self) -> None:
+        for member in list(self._members.values()):
+            if member.hardened < 2 and member.line.about[5]:
+                freeing.watch_links(None, [member.line.about[5]])
+                member.hardened += 1
+
+    # --- orders
+
+    def _obey(self, order: orders.Order) -> None:
+        if order.op == "dump":
+            done = self._dump(Path(order.body["folder"]))
+        elif order.op == "free":
+            done = self.free(order.body.get("communicator"))
+        else:
+            done = 0
+        self._own.event("order", f"{order.number} {order.op} {done}")
+
+    def _dump(self, folder: Path) -> int:
+        for flight in self._flights:
+            text = flight.text()
+            raw = text.encode() if isinstance(text, str) else bytes(text)
+            name = self._own.path.stem + ("" if flight.kind == "gloo" else f"-{flight.kind}")
+            draft = folder / f".{name}.{os.getpid()}"
+            draft.write_bytes(raw)
+            draft.rename(folder / f"{name}.json")
+        return len(self._flights)
+
+    def free(self, communicator: str | None = None) -> int:
+        """Breaks a communicator (by name, description or identity in hex; None: all) from inside; returns how many
+        connections."""
+        broken = 0
+        for member in list(self._members.values()):
+            names = (member.name, member.label, f"{member.line.about[0]:016x}")
+            if communicator is None or communicator in names:
+                backend = member.line.about[8].decode()
+                broken += sum(each.free() for each in freeing.freers(backend, member.group, member.line.about[5]))
+        return broken
+
+    def verdict(self) -> CollectiveStalled | None:
+        """What the observer said of this rank in the last minute."""
+        self.inbox.look()
+        order = self.inbox.verdict
+        if order is None or time.time() - order.wall > RECENT_S:
+            return None
+        return CollectiveStalled(str(order.body.get("text", "")), order.body.get("verdict"))
+
+    def translate(self, error: Exception) -> Exception:
+        """The observer's verdict if the error is what it did to free this rank, else the error itself. Where somebody
+        watches, a broken connection waits two seconds for the verdict."""
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveStalled):
+            return error
+        if not _BROKEN.search(str(error)):
+            return error
+        try:
+            found = self.verdict()
+            until = time.monotonic() + VERDICT_S
+            while found is None and self.inbox.watched and time.monotonic() < until:
+                time.sleep(0.02)
+                found = self.verdict()
+        except (OSError, ValueError) as trouble:
+            self.trouble(trouble)
+            return error
+        if found is None:
+            return error
+        found.was = str(error)
+        return found
+
+    def trouble(self, error: Exception) -> None:
+        """Counts a failure in here; the first is logged."""
+        self.troubles += 1
+        if self.troubles == 1:
+            log.warning("the recorder failed (the job goes on, further failures are only counted)", exc_info=error)
+            with quiet(None):
+                self._own.event("recorder", f"failed: {error!r}")
+
+
+def _loops() -> set[int]:
+    try:
+        return freeing.loop_threads()
+    except OSError:
+        return set()
+
+
+_current: Recorder | None = None
+
+
+def current() -> Recorder | None:
+    """The process's recorder."""
+    return _current
+
+
+def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Recorder | None:
+    """Begins to record. Call it before the communicators are made; called again it changes only `scope`.
+
+    Returns None where this torch has no torch.distributed. Raises ValueError when the process has no beacon."""
+    global _current
+    if _current is not None:
+        _current.scope = scope
+        return _current
+    torch = importlib.import_module("torch")
+    if not importlib.import_module("torch.distributed").is_available():
+        return None
+    _current = Recorder(beacon.current(), refuse, links, scope)
+    _current.attach(torch)
+    atexit.register(uninstall)
+    return _current
+
+
+def uninstall() -> None:
+    """Stops recording and puts torch.distributed back as it was."""
+    global _current
+    previous, _current = _current, None
+    if previous is not None:
+        atexit.unregister(uninstall)
+        previous.detach()
+
+
+def translate(error: Exception) -> Exception:
+    """`Recorder.translate`, for errors that come out of C++ callers (a backward pass) and meet no wrapper."""
+    return error if _current is None else _current.translate(error)
+
+
+def check() -> None:
+    """Raises CollectiveStalled when the observer has given a verdict on this rank: for the places where an error that
+    came too late must not be missed (before an optimizer step, a publish, a commit)."""
+    found = None if _current is None else _current.verdict()
+    if found is not None:
+        raise found
+
+
+def _forget_in_child() -> None:
+    # A forked child shares the parent's mapping and has not its thread.
+    global _current
+    previous, _current = _current, None
+    if previous is not None:
+        previous.detach_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,129 @@
+"""The order of collectives as the ranks of one host see it, to refuse a wrong call before the backend sees it.
+
+gloo pairs whatever arrives: the wrong tensors in silence, and with other sizes it aborts the rank that receives,
+which may be the innocent one. Members on one host share a file per communicator with a row per collective and a column
+per member; who is about to enter writes what it is going to do, looks at its row, and commits. Where another member
+has committed something else there, the later one is refused.
+
+Two that write at the same time see each other's intent; the one of the lower column then waits until the other has
+decided (it does so at once, or it is stopped, and then it counts as committed).
+"""
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.watch.folders import make_run_dir
+from lockstep.watch.procs import alive, start_ticks
+
+ROWS = 512
+MEMBERS = 32
+"""Members of one communicator on one host; more are not looked at."""
+DECISION_S = 0.05
+
+_ENTRY = 20
+"""Words of a member: rank + 1, pid, start time, slot in its beacon, and its beacon's name."""
+_NAME = 96
+_TABLE = 8
+_ROWS_AT = _TABLE + MEMBERS * _ENTRY
+_SIZE = 8 * (_ROWS_AT + ROWS * MEMBERS)
+_MASK = (1 << 64) - 1
+_PRIME = 0xD6E8FEB86659FD93
+
+
+def tag_of(number: int, signature: int) -> int:
+    """One word that stands for "collective `number` is this"; even, so that the lowest bit is free for "committed"."""
+    return ((signature ^ (number * _PRIME)) & _MASK & ~1) or 2
+
+
+class Board:
+    """One member's view of the file. One thread uses it at a time."""
+
+    def __init__(self, run: str, identity: int, rank: int, beacon: str, slot: int) -> None:
+        self.path = make_run_dir(run) / f"{identity:016x}.board"
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            if os.fstat(descriptor).st_size < _SIZE:
+                os.ftruncate(descriptor, _SIZE)
+            self._memory = mmap.mmap(descriptor, _SIZE)
+            self._words = memoryview(self._memory).cast("B").cast("Q")
+            self.column = self._register(rank, beacon, slot)
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # the mapping holds the file open, and with it the lock
+            os.close(descriptor)
+        self.rank = rank
+        self._mine = [0] * ROWS
+
+    def _register(self, rank: int, beacon: str, slot: int) -> int:
+        words, count = self._words, self._words[0]
+        free = next((n for n in range(count) if self._gone(n) or words[_TABLE + n * _ENTRY] == rank + 1), count)
+        if free >= MEMBERS:
+            raise OverflowError(f"more than {MEMBERS} members of a communicator on one host")
+        at = _TABLE + free * _ENTRY
+        pid = os.getpid()
+        words[at : at + 4] = memoryview(_packed(rank + 1, pid, start_ticks(pid) or 0, slot)).cast("B").cast("Q")
+        self._memory[8 * (at + 4) : 8 * (at + 4) + _NAME] = beacon.encode()[:_NAME].ljust(_NAME, b"\0")
+        for row in range(ROWS):
+            words[_ROWS_AT + row * MEMBERS + free] = 0
+        words[0] = max(count, free + 1)
+        return free
+
+    def _gone(self, column: int) -> bool:
+        _, pid, start, _ = self._words[_TABLE + column * _ENTRY : _TABLE + column * _ENTRY + 4].tolist()
+        return not alive(pid, start)
+
+    def member(self, column: int) -> tuple[int, str, int]:
+        """Rank, beacon's name and slot of a member."""
+        at = _TABLE + column * _ENTRY
+        name = bytes(self._memory[8 * (at + 4) : 8 * (at + 4) + _NAME]).rstrip(b"\0").decode()
+        return self._words[at] - 1, name, self._words[at + 3]
+
+    def enter(self, number: int, signature: int, same: Callable[[int], bool | None]) -> int | None:
+        """Announces collective `number`; returns the column of a member that has entered another, None when it fits.
+
+        `same(column)` is asked where a row looks unlike: whether that member's collective `number` is the same, None
+        when it has not come so far.
+        """
+        words, row = self._words, number % ROWS
+        at = _ROWS_AT + row * MEMBERS
+        tag = ((signature ^ (number * _PRIME)) & _MASK & ~1) or 2
+        before = self._mine[row]
+        words[at + self.column] = tag
+        if not {tag, tag | 1, before, 0}.issuperset(words[at : at + words[0]]):
+            other = self._look(at, tag, before, same)
+            if other is not None:
+                words[at + self.column] = before
+                return other
+        words[at + self.column] = self._mine[row] = tag | 1
+        return None
+
+    def _look(self, at: int, tag: int, before: int, same: Callable[[int], bool | None]) -> int | None:
+        for column in range(self._words[0]):
+            if column == self.column:
+                continue
+            until = time.monotonic() + DECISION_S
+            while True:
+                word = self._words[at + column]
+                if word & ~1 == tag or word in (before, 0) or same(column) is not False or self._gone(column):
+                    break
+                if word & 1 or column < self.column or time.monotonic() >= until:
+                    return column
+                time.sleep(5e-5)
+        return None
+
+    def close(self) -> None:
+        self._words.release()
+        self._memory.close()
+
+
+def _packed(*words: int) -> bytes:
+    return b"".join(word.to_bytes(8, "little") for word in words)
+
+
+def board_files(folder: Path) -> list[Path]:
+    """The boards of a run, for who tidies up."""
+    return sorted(folder.glob("*.board"))

@@ -1,0 +1,172 @@
+"""Ranks for tests: real gloo processes, forked from a server that has imported torch once.
+
+    outcomes = run_ranks(tmp_path, body, world=2)      # body(rank, job) -> what JSON can say
+
+The body is a function of a module, found by its name. A rank that raises leaves type and text of its error.
+"""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lockstep.watch import beacon, orders, recorder
+from lockstep.watch.beacon import CommunicatorRecord
+
+RUN = "ranks"
+BOUND_S = 60.0
+"""The most that anything here may take on a machine that is busy with other tests."""
+PR_SET_PDEATHSIG = 1
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed", "lockstep.watch.recorder"])
+
+Body = Callable[[int, "Job"], Any]
+
+
+@dataclass
+class Job:
+    """What a rank is told."""
+
+    folder: str
+    world: int
+    options: dict[str, Any] = field(default_factory=dict)
+    go: Any = None
+    """An event that the test sets."""
+
+    def init(self, rank: int, timeout_s: float = BOUND_S, **install: Any) -> None:
+        """Opens the beacon, begins to record, and joins the others."""
+        import torch.distributed as dist
+
+        beacon.open_beacon(RUN, f"policy-{rank}", "policy", rank).stage("train")
+        recorder.install(**{**self.options, **install})
+        store = dist.FileStore(str(Path(self.folder, "store")), self.world)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=self.world, timeout=timedelta(seconds=timeout_s)
+        )
+
+    def wait(self) -> None:
+        """Until the test says go."""
+        assert self.go.wait(BOUND_S)
+
+
+@dataclass
+class Outcome:
+    exit_code: int | None
+    value: Any = None
+    error: str = ""
+    text: str = ""
+
+
+class Ranks:
+    """Running ranks, and what their beacons say."""
+
+    def __init__(self, folder: Path, body: Body, world: int, options: dict[str, Any]) -> None:
+        self.folder, self.world = folder, world
+        self.job = Job(str(folder), world, options, context.Event())
+        self._processes = [
+            context.Process(target=_become, args=(rank, body, self.job, str(beacon.base_dir())))
+            for rank in range(world)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def pid(self, rank: int) -> int:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        return pid
+
+    def communicators(self, rank: int) -> dict[str, CommunicatorRecord]:
+        """By label."""
+        state = beacon.read_beacon(self.path(rank))
+        return {} if state is None else {each.label: each for each in state.communicators}
+
+    def path(self, rank: int) -> Path:
+        return beacon.run_dir(RUN) / f"policy-{rank}.beacon"
+
+    def until(self, rank: int, check: Callable[[dict[str, CommunicatorRecord]], Any]) -> dict[str, CommunicatorRecord]:
+        """Reads a rank's beacon until `check` likes what it says."""
+        end = time.monotonic() + BOUND_S
+        while True:
+            found = self.communicators(rank)
+            if found and check(found):
+                return found
+            assert time.monotonic() < end, f"rank {rank}: {found}"
+            time.sleep(0.01)
+
+    def until_inside(self, rank: int, operation: str, label: str = "default_pg") -> CommunicatorRecord:
+        """Until a rank is in that call."""
+
+        def there(found: dict[str, CommunicatorRecord]) -> bool:
+            inside = found[label].inside if label in found else None
+            return inside is not None and inside.operation == operation
+
+        return self.until(rank, there)[label]
+
+    def go(self) -> None:
+        self.job.go.set()
+
+    def end(self) -> list[Outcome]:
+        """Waits for the end of all ranks."""
+        end = time.monotonic() + BOUND_S
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+        return [self._outcome(rank) for rank in range(self.world)]
+
+    def end_of(self, rank: int) -> Outcome:
+        self._processes[rank].join(BOUND_S)
+        return self._outcome(rank)
+
+    def _outcome(self, rank: int) -> Outcome:
+        path = self.folder / f"result-{rank}.json"
+        said = json.loads(path.read_text()) if path.exists() else {}
+        return Outcome(self._processes[rank].exitcode, **said)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join(BOUND_S)
+
+
+def _become(rank: int, body: Body, job: Job, base: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # tests that are killed leave nothing
+    os.environ["LOCKSTEP_BEACONS"] = base
+    said: dict[str, Any]
+    try:
+        said = {"value": body(rank, job)}
+    except Exception as error:
+        said = {"error": type(error).__name__, "text": str(error)}
+    draft = Path(job.folder, f".result-{rank}")
+    draft.write_text(json.dumps(said))
+    draft.rename(Path(job.folder, f"result-{rank}.json"))
+    os._exit(0)
+
+
+@contextmanager
+def ranks(folder: Path, body: Body, world: int = 2, **options: Any) -> Iterator[Ranks]:
+    """Starts ranks; what is left of them at the end is killed. `options` go to `recorder.install`."""
+    started = Ranks(folder, body, world, options)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def run_ranks(folder: Path, body: Body, world: int = 2, **options: Any) -> list[Outcome]:
+    """Starts ranks and waits for their end."""
+    with ranks(folder, body, world, **options) as started:
+        return started.end()
+
+
+def watched() -> None:
+    """Says that somebody observes the ranks' run."""
+    orders.open_orders(RUN)

@@ -1,0 +1,261 @@
+"""The recorder against real gloo ranks: what it says is what they did, whatever becomes of them."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.watch import beacon, freeing, orders, procs
+from tests.faults import recorded
+from tests.faults.ranks import BOUND_S, RUN, ranks, run_ranks, watched
+
+
+@pytest.fixture(autouse=True)
+def beacons(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path / "beacons"))
+
+
+def calls(rank: int, slot: int = 0) -> list[beacon.CallRecord]:
+    return list(beacon.read_calls(beacon.run_dir(RUN) / f"policy-{rank}.beacon", slot))
+
+
+def good(outcomes):
+    assert [(each.error, each.text) for each in outcomes] == [("", "")] * len(outcomes)
+    return [each.value for each in outcomes]
+
+
+WORLD = [
+    ("all_reduce", "[4]", None), ("broadcast", "[4]", 1), ("barrier", "", None), ("monitored_barrier", "", None),
+    ("all_gather_object", "", None), ("broadcast_object_list", "", 0), ("gather_object", "", 0),
+    ("all_gather", "[4]", None), ("all_gather_into_tensor", "[4]", None), ("reduce_scatter_tensor", "[8]", None),
+    ("gather", "[4]", 1), ("scatter", "[4]", 0), ("all_to_all_single", "", None), ("all_reduce", "[4]", None),
+]  # fmt: skip
+
+
+def test_calls_and_counts_are_what_the_ranks_did(tmp_path):
+    with ranks(tmp_path, recorded.everything) as both:
+        values = good(both.end())
+        assert [value["troubles"] for value in values] == [0, 0]
+        states = [both.communicators(rank) for rank in (0, 1)]
+    for rank, state in enumerate(states):
+        world, second = state["default_pg"], state["second"]
+        collectives = [call for call in calls(rank) if not call.p2p]
+        assert [(call.operation, call.shapes, call.root) for call in collectives] == WORLD
+        assert [call.issued for call in collectives] == list(range(1, len(WORLD) + 1))
+        assert all(call.where.startswith("recorded.py:") and call.context == "train" for call in collectives)
+        # two messages per object collective, three for gather_object's sizes and payload; no point-to-point call
+        assert world.entered == world.completed == collectives[-1].seq
+        assert (world.rank, world.size, world.backend, world.blind) == (rank, 2, "cpu:gloo,cuda:gloo", True)
+        assert [(c.operation, c.dtype, c.root) for c in calls(rank, second.slot)] == [
+            ("reduce", "float32", 0), ("all_reduce", "float64", None),
+        ]  # fmt: skip
+        assert (second.entered, second.completed, second.blind, second.inside) == (2, 2, False, None)
+    passed = [[(call.operation, call.peer) for call in calls(rank) if call.p2p] for rank in (0, 1)]
+    assert passed == [[("send", 1), ("isend", 1)], [("recv", 0), ("irecv", None)]]
+    for label in ("default_pg", "second"):
+        mine, theirs = (state[label] for state in states)
+        assert (mine.identity, mine.members, mine.rolling, mine.issued) == (
+            theirs.identity, theirs.members, theirs.rolling, theirs.issued,
+        )  # fmt: skip
+        # sequence numbers agree although point-to-point calls move c10d's own differently
+        assert (mine.entered, mine.completed) == (theirs.entered, theirs.completed)
+        assert [(c.seq, c.signature) for c in calls(0, mine.slot) if not c.p2p] == [
+            (c.seq, c.signature) for c in calls(1, theirs.slot) if not c.p2p
+        ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [recorded.fsdp, pytest.param(recorded.ddp, marks=pytest.mark.slow),
+     pytest.param(recorded.tensor_parallel, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_counts_see_what_libraries_issue(tmp_path, body):
+    with ranks(tmp_path, body) as both:
+        sequences = good(both.end())
+        states = [both.communicators(rank) for rank in (0, 1)]
+    for state, sequence in zip(states, sequences, strict=True):
+        counted = max(state.values(), key=lambda each: each.entered)
+        assert counted.counted and counted.entered == counted.completed == sequence
+        noted = sum(not call.p2p for call in calls(counted.rank, counted.slot))
+        assert noted == {"ddp": 1, "fsdp": sequence, "tensor_parallel": sequence}[body.__name__]
+
+
+@pytest.mark.slow
+def test_a_collective_in_a_compiled_graph_is_left_to_the_compiler(tmp_path):
+    assert good(run_ranks(tmp_path, recorded.compiled)) == [[5.0, 5.0, 5.0]] * 2
+
+
+REFUSED = {
+    "skip": ("broadcast [4] float32 root 0", "all_reduce [4] float32"),
+    "extra": ("all_reduce [4] float32", "all_reduce [4] float32"),
+    "operation": ("barrier", "all_reduce [4] float32"),
+    "shape": ("all_reduce [400] float32", "all_reduce [4] float32"),
+    "dtype": ("all_reduce [4] float64", "all_reduce [4] float32"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_does_not_fit_is_refused_on_the_later_entrant(tmp_path, how):
+    (tmp_path / "how").write_text(how)
+    mine, theirs = REFUSED[how]
+    with ranks(tmp_path, recorded.diverging) as both:
+        both.until_inside(0, "all_reduce", "fsdp")
+        assert both.until(0, lambda found: found["fsdp"].issued == 3)
+        both.go()
+        late = both.end_of(1)
+        assert (late.error, late.exit_code) == ("CollectiveRefused", 0)
+        assert late.text.startswith(
+            f"collective #3 on 'fsdp' does not fit: rank 1 is about to enter {mine} at recorded.py:"
+        )
+        assert f"but rank 0 has entered {theirs} at recorded.py:" in late.text
+        state = both.communicators(1)["fsdp"]
+        assert state.newest.refused and state.issued in (2, 3) and state.entered == 2
+        first = both.end_of(0)
+        assert first.error == "RuntimeError" and "closed by peer" in first.text  # an error, and no abort
+
+
+def test_another_root_is_refused(tmp_path):
+    with ranks(tmp_path, recorded.other_root) as both:
+        both.until_inside(0, "broadcast")
+        both.go()
+        assert both.end_of(1).error == "CollectiveRefused"
+
+
+def test_ranks_in_step_are_never_refused(tmp_path):
+    assert good(run_ranks(tmp_path, recorded.in_step, world=3)) == [0, 0, 0]
+
+
+def test_a_deadlock_over_two_communicators_shows_on_both(tmp_path):
+    with ranks(tmp_path, recorded.crossed) as both:
+        for rank, label in ((0, "one"), (1, "two")):
+            state = both.until_inside(rank, "all_reduce", label)
+            assert (state.entered, state.inside.seq) == (1, 1)
+        for rank, label in ((0, "two"), (1, "one")):
+            assert both.until(rank, lambda found, label=label: label in found)[label].entered in (-1, 0)
+
+
+@pytest.mark.parametrize("how", ["kill", "stop", "gil"])
+def test_evidence_outlives_the_rank(tmp_path, how):
+    (tmp_path / "how").write_text(how)
+    with ranks(tmp_path, recorded.stuck) as both:
+        both.until_inside(0, "all_reduce")
+        wait_for(tmp_path / "absent")
+        if how != "gil":
+            os.kill(both.pid(1), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            wait_until(lambda: procs.process_state(both.pid(1)) in ("Z", None, "T"))
+        absent = both.communicators(1)["default_pg"]
+        assert (absent.entered, absent.completed, absent.inside) == (2, 2, None)
+        assert [call.operation for call in calls(1)] == ["all_reduce"] * 2
+        waiting = both.until_inside(0, "all_reduce") if how != "kill" else both.communicators(0)["default_pg"]
+        assert (waiting.entered, waiting.newest.issued) == (3, 3)
+        if how != "kill":
+            then = beacon.read_beacon(both.path(1)).beat_ns
+            now = beacon.read_beacon(both.path(0)).beat_ns
+            wait_until(lambda: beacon.read_beacon(both.path(0)).beat_ns > now + 10**9)
+            assert beacon.read_beacon(both.path(1)).beat_ns - then < 10**9  # frozen: no sign of life
+
+
+@pytest.mark.parametrize("way", ["outside", "inside"])
+def test_the_innocent_get_the_verdict_within_a_second(tmp_path, way):
+    (tmp_path / "how").write_text("absent")
+    watched()
+    with ranks(tmp_path, recorded.stuck, world=3) as three:
+        threads = [three.until_inside(rank, "all_reduce").loop_thread for rank in (0, 1)]
+        assert all(threads)
+        names = ["policy-0", "policy-1"]
+        began = time.monotonic()
+        orders.give(RUN, "verdict", names, text="rank 2 has not entered all_reduce #3", verdict={"kind": "absent"})
+        if way == "outside":
+            for rank, thread in enumerate(threads):
+                assert freeing.break_gloo(three.pid(rank), [thread]) >= 1
+        else:
+            orders.give(RUN, "free", names, communicator="default_pg")
+        for rank in (0, 1):
+            outcome = three.end_of(rank)
+            assert (outcome.error, outcome.text) == ("CollectiveStalled", "rank 2 has not entered all_reduce #3")
+            assert float((tmp_path / f"freed-{rank}").read_text()) - began < 1.0
+        assert three.communicators(0)["default_pg"].newest.failed
+        three.go()
+
+
+def test_a_stopped_rank_is_freed_from_outside(tmp_path):
+    (tmp_path / "how").write_text("absent")
+    watched()
+    with ranks(tmp_path, recorded.stuck) as both:
+        thread = both.until_inside(0, "all_reduce").loop_thread
+        os.kill(both.pid(0), signal.SIGSTOP)
+        wait_until(lambda: procs.process_state(both.pid(0)) == "T")
+        orders.give(RUN, "verdict", ["policy-0"], text="why")
+        assert freeing.break_gloo(both.pid(0), [thread]) >= 1
+        os.kill(both.pid(0), signal.SIGCONT)
+        assert both.end_of(0).error == "CollectiveStalled"
+
+
+def test_the_verdict_is_waited_for_and_replaces_what_the_backend_said(tmp_path):
+    watched()
+    with ranks(tmp_path, recorded.waits_on_work) as both:
+        both.until(0, lambda found: found["default_pg"].inside)
+        os.kill(both.pid(1), signal.SIGKILL)
+        orders.give(RUN, "verdict", None, text="rank 1 was killed")
+        outcome = both.end_of(0)
+        assert (outcome.error, outcome.text) == ("CollectiveStalled", "rank 1 was killed")
+
+
+def test_without_an_observer_errors_stay_what_they_are(tmp_path):
+    with ranks(tmp_path, recorded.waits_on_work) as both:
+        both.until(0, lambda found: found["default_pg"].inside)
+        os.kill(both.pid(1), signal.SIGKILL)
+        began = time.monotonic()
+        assert "closed by peer" in both.end_of(0).text
+        assert time.monotonic() - began < 10
+
+
+def test_links_are_watched(tmp_path):
+    for options in good(run_ranks(tmp_path, recorded.hardened)):
+        assert options and all(each == [1, 5000] for each in options)
+
+
+def test_a_failure_of_the_recorder_does_not_fail_the_job(tmp_path):
+    for value in good(run_ranks(tmp_path, recorded.failing_recorder)):
+        assert value["sum"] == 8.0 and value["troubles"] >= 3
+
+
+def test_a_forked_child_does_not_write_for_its_parent(tmp_path):
+    for value in good(run_ranks(tmp_path, recorded.with_child)):
+        assert value == {"child": 0, "calls": ["all_reduce", "all_reduce"]}
+
+
+def test_communicators_of_one_name_are_told_apart(tmp_path):
+    values = good(run_ranks(tmp_path, recorded.again))
+    assert values[0] == values[1]
+    (old, new) = values[0]
+    assert (old[:2], new[:2]) == ([True, 1], [False, 2]) and old[2] != new[2]
+
+
+def test_a_dump_is_written_on_request(tmp_path):
+    (tmp_path / "how").write_text("absent")
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    with ranks(tmp_path, recorded.stuck) as both:
+        both.until_inside(0, "all_reduce")
+        orders.give(RUN, "dump", ["policy-0"], folder=str(folder))
+        wait_for(folder / "policy-0.json")
+        entries = json.loads((folder / "policy-0.json").read_text())["entries"]
+        assert [entry["profiling_name"] for entry in entries] == ["gloo:all_reduce"] * 3
+        assert [entry["retired"] for entry in entries] == [True, True, False]
+        assert not (folder / "policy-1.json").exists()
+        both.go()
+
+
+def wait_for(path: Path) -> None:
+    wait_until(path.exists)
+
+
+def wait_until(check) -> None:
+    end = time.monotonic() + BOUND_S
+    while not check():
+        assert time.monotonic() < end
+        time.sleep(0.01)
