@@ -9,8 +9,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from lockstep.config.errors import ConfigError, Problem
 from lockstep.config.recipes import Config, GRPOConfig, SFTConfig
-from lockstep.config.secrets import found_in, redact_text
 from lockstep.config.spelling import resolve, suggestion
+from lockstep.watch.secrets import found_in, redact_text
 
 _ADAPTER: TypeAdapter[SFTConfig | GRPOConfig] = TypeAdapter(Config)
 _NAME_IT = (

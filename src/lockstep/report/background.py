@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lockstep.config.secrets import redact_text
 from lockstep.report.sinks import Sink
 from lockstep.watch import waits
+from lockstep.watch.secrets import redact_text
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from lockstep.config.secrets import redact
 from lockstep.ledger import EvaluationRow, Ledger, MetricsRow, Sample
 from lockstep.ledger.files import replace
 from lockstep.report.charts import Chart, Drawn, draw
 from lockstep.report.console import number
 from lockstep.report.summary import METRIC, stage_seconds, total_tokens, versions, what_was_done
 from lockstep.report.top import duration
+from lockstep.watch.secrets import redact
 
 CHARTS = (
     Chart("Exact match on held-out prompts", (METRIC,), "share", bounded=True),

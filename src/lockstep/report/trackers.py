@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.config.secrets import redact, redact_text, secret_values
 from lockstep.config.tracking import MLflow, Prometheus, Tracker, WandB
 from lockstep.ledger.files import replace
 from lockstep.report.background import CLOSE_S, Background
 from lockstep.report.exporter import Exporter
 from lockstep.report.sinks import Sink
+from lockstep.watch.secrets import redact, redact_text, secret_values
 
 log = logging.getLogger(__name__)
 

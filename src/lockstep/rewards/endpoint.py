@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 
 import httpx
 
-from lockstep.config.secrets import HIDDEN, redact_text
 from lockstep.watch import waits
+from lockstep.watch.secrets import HIDDEN, redact_text
 
 T = TypeVar("T")
 

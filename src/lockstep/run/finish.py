@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lockstep.config.secrets import redact_text, secret_values
 from lockstep.ledger.errors import LedgerError
 from lockstep.run.errors import Interrupted
 from lockstep.run.run import Run
+from lockstep.watch.secrets import redact_text, secret_values
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.config.secrets import redact_text, secret_values
 from lockstep.report.console import Console
 from lockstep.run.errors import Interrupted
+from lockstep.watch.secrets import redact_text, secret_values
 
 log = logging.getLogger(__name__)
 

@@ -13,6 +13,8 @@ One thread, one selector. JSON frames over `watch.wire`:
     <- {"reply": id, ...} or {"reply": id, "error": why}
     <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at"}   "exit_code" is minus the signal's number
 
+What it sees of the processes goes to supervisors; `watch.watching` says how.
+
 A request that is repeated with the same id after a reconnect is carried out once.
 """
 
@@ -21,6 +23,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import selectors
 import shutil
 import signal
@@ -35,6 +38,7 @@ from typing import Any
 from lockstep.watch import beacon, procs
 from lockstep.watch.children import Child, Nursery, Order
 from lockstep.watch.template import adopt_orphans
+from lockstep.watch.watching import Watching
 from lockstep.watch.wire import Connection, ConnectionClosed, Listener, WireError
 
 log = logging.getLogger("lockstep.watch.agent")
@@ -57,6 +61,8 @@ class Settings:
     orphan_grace_s: float
     kill_grace_s: float
     host: str = "127.0.0.1"
+    node: str = field(default_factory=platform.node)
+    """What this host is called in verdicts."""
 
 
 @dataclass
@@ -102,6 +108,9 @@ class Agent:
         self._wake_end = wake_end
         self._selector.register(self._wake, selectors.EVENT_READ, lambda mask: self._woken())
         self._told_to_leave: str | None = None
+        self._watching = Watching(
+            settings.run, settings.node, self._selector, self._nursery.children, self._send, self._reply
+        )
 
     def run(self) -> None:
         """Serves until everything has ended."""
@@ -116,9 +125,11 @@ class Agent:
                     key.data(mask)
                 self._nursery.reap()
                 self._tick()
+                self._watching.tick()
                 own.beat()
                 own.progress("workers", len(self._nursery.living()))
         finally:
+            self._watching.close()
             self._nursery.kill_all()
             self._clean_up()
 
@@ -187,6 +198,7 @@ class Agent:
 
     def _drop(self, connection: Connection) -> None:
         if self._connections.pop(connection, None) is not None:
+            self._watching.dropped(connection)
             with contextlib.suppress(KeyError, ValueError, OSError):
                 self._selector.unregister(connection)
             connection.close()
@@ -214,6 +226,7 @@ class Agent:
         }  # fmt: skip
         self._events.append(event)
         beacon.current().event("exit", f"{child.name} {child.exit_code}")
+        self._watching.exited()
         for connection, attached in list(self._connections.items()):
             if attached:
                 self._send(connection, event)
@@ -233,9 +246,10 @@ class Agent:
         while len(self._replies) > REMEMBERED:
             oldest, _ = self._replies.popitem(last=False)
             self._askers.pop(oldest, None)
-        operation = getattr(self, f"_op_{message['op']}", None)
+        name = str(message["op"])
+        operation = getattr(self, f"_op_{name}", None) or self._watching.operations.get(name)
         if operation is None:
-            self._reply(number, {"error": f"unknown operation {message['op']!r}"})
+            self._reply(number, {"error": f"unknown operation {name!r}"})
         else:
             operation(connection, number, message)
 
@@ -274,6 +288,7 @@ class Agent:
         if name not in self._nursery.children:
             self._reply(number, {"error": f"no worker is named {name!r}"})
             return
+        self._watching.meant(name)
         self._reply(number, {"alive": self._nursery.kill(name, int(message["signal"]))})
 
     def _op_leave(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
@@ -312,6 +327,7 @@ class Agent:
             return
         log.info("leaving: %s", reason)
         beacon.current().stage("leaving")
+        self._watching.leaving(reason)
         kill_at = time.monotonic() + grace_s
         self._leaving = _Leaving(reason, kill_at, kill_at + REAP_S)
         self._nursery.terminate()
@@ -347,6 +363,7 @@ def main() -> None:
     parser.add_argument("--orphan-grace", type=float, default=0.0)
     parser.add_argument("--kill-grace", type=float, default=2.0, help="between SIGTERM and SIGKILL")
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--node", default=platform.node(), help="what this host is called in verdicts")
     chosen = parser.parse_args()
     token = os.environ.pop("LOCKSTEP_TOKEN", "")
     if not token:
@@ -354,7 +371,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings = Settings(
         chosen.run, chosen.generation, token, chosen.folder, chosen.controller, chosen.orphan_grace,
-        chosen.kill_grace, chosen.host,
+        chosen.kill_grace, chosen.host, chosen.node,
     )  # fmt: skip
     Agent(settings).run()
 

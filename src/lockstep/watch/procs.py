@@ -1,5 +1,8 @@
 """Facts about processes of this host, from /proc."""
 
+import contextlib
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -23,15 +26,78 @@ def alive(pid: int, start: int | None = None) -> bool:
     return process_state(pid, start) not in (None, "Z", "X")
 
 
-def _proc_stat(pid: int) -> list[str] | None:
+def _proc_stat(pid: int, thread: int | None = None) -> list[str] | None:
+    text = _read(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat")
+    return None if text is None else text[text.rindex(")") + 2 :].split()
+
+
+def _read(path: str) -> str | None:
+    """A file of /proc, None when its process is gone. Many times a second: pathlib takes five times as long."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, 8192).decode(errors="replace")
+        finally:
+            os.close(descriptor)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return text[text.rindex(")") + 2 :].split()
 
 
 def place() -> str:
     """Names the set of processes that see each other's pids: this boot of this host, and the pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process has used so far; counters only grow while it lives."""
+
+    state: str
+    """Its letter in /proc."""
+    cpu_s: float
+    """User and system time of all its threads."""
+    main_s: float
+    """Of its main thread alone: others may only watch."""
+    read: int
+    """Bytes read from anywhere, page cache and pipes included; 0 where the kernel does not say."""
+    written: int
+
+
+def usage(pid: int, start: int | None = None) -> Usage | None:
+    """What a process has used, None when it is gone or is another one."""
+    facts = _proc_stat(pid)
+    if facts is None or (start is not None and int(facts[19]) != start):
+        return None
+    main = _proc_stat(pid, pid) or facts
+    read, written = _bytes_moved(pid)
+    return Usage(facts[0], _cpu_s(facts), _cpu_s(main), read, written)
+
+
+def descendants(pid: int) -> list[int]:
+    """Pids of all living processes below this one; empty where the kernel does not list children."""
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        parent = todo.pop()
+        with contextlib.suppress(OSError):  # ended meanwhile
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                children = [int(child) for child in (task / "children").read_text().split()]
+                found += children
+                todo += children
+    return found
+
+
+def _cpu_s(facts: list[str]) -> float:
+    return (int(facts[11]) + int(facts[12])) * TICK_S
+
+
+def _bytes_moved(pid: int) -> tuple[int, int]:
+    try:
+        words = (_read(f"/proc/{pid}/io") or "").split()
+    except PermissionError:
+        words = []
+    return (int(words[1]), int(words[3])) if words else (0, 0)

@@ -9,7 +9,7 @@ import yaml
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.load import check_config
-from lockstep.config.secrets import HIDDEN, found_in, is_secret_name, kind_of, redact, redact_text, secret_values
+from lockstep.watch.secrets import HIDDEN, found_in, is_secret_name, kind_of, redact, redact_text, secret_values
 
 # Made up; put together here so that scanners of repositories do not take them for real ones.
 SECRETS = {

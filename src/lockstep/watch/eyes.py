@@ -1,0 +1,236 @@
+"""What a node agent sees of the processes of its host: their beacons, their state and use of the machine, their ends.
+
+Nothing here blocks or asks a process for anything: it may be stopped, wedged or dead. Times are nanoseconds of the
+host's monotonic clock, 0 where nothing is known.
+"""
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.watch import causes, procs, stacks
+from lockstep.watch.beacon import BeaconState, read_beacons
+from lockstep.watch.children import Child
+from lockstep.watch.ends import End
+from lockstep.watch.facts import NO_CODE, Life
+from lockstep.watch.history import History
+from lockstep.watch.messages import NEXT_ORDER
+from lockstep.watch.procs import Usage
+
+WATCHERS = ("agent", "supervisor")
+"""Roles of processes that watch and do not take part."""
+BUSY = 0.06
+"""A process that uses more of a core than this does something; what polls and beats beside a stuck thread uses less."""
+MOVED_BYTES = 32 << 10
+"""Read and written in a second: less is a line in a log, or a watcher's own."""
+_RANKED = re.compile(r"(.+?)-(\d+)")
+
+
+@dataclass(slots=True)
+class Seen:
+    """A process of this host."""
+
+    name: str
+    role: str
+    rank: int
+    pid: int
+    start_ticks: int
+    log: Path | None = None
+    beacon: BeaconState | None = None
+    life: Life = Life.RUNNING
+    exit_code: int = NO_CODE
+    ended_ns: int = 0
+    moved_ns: int = 0
+    """When a counter, its stage or a collective last changed."""
+    active_ns: int = 0
+    """When it last used the CPU or moved bytes worth speaking of, its children included."""
+    same_stack_ns: int = 0
+    """Since when every stack taken of its main thread was the same."""
+    threads: tuple[stacks.Thread, ...] = ()
+    """Its latest stacks."""
+    stack_ns: int = 0
+    stacks_taken: int = 0
+    where: str = ""
+    error: str = ""
+    cause: str = ""
+    ours: bool = False
+    usage: Usage | None = None
+    usage_ns: int = 0
+    below_s: float = 0.0
+    """CPU time of its descendants, as of the last look."""
+    end: End | None = None
+
+    @property
+    def living(self) -> bool:
+        return self.life in (Life.RUNNING, Life.STOPPED)
+
+    @property
+    def idle(self) -> bool:
+        """Whether its main thread waits for work, as those do that nobody has asked for anything."""
+        waits = self.beacon.waits if self.beacon is not None else ()
+        return any(wait.why == NEXT_ORDER and wait.thread == self.pid for wait in waits)
+
+    def take_stacks(self, threads: tuple[stacks.Thread, ...], at_ns: int) -> None:
+        """Notes stacks that were taken of it."""
+        main = stacks.main_thread(threads, self.pid)
+        if main is None:
+            return
+        before = stacks.main_thread(self.threads, self.pid)
+        if before is None or before.frames != main.frames:
+            self.same_stack_ns = at_ns
+        self.threads, self.stack_ns = threads, at_ns
+        self.stacks_taken += 1
+        self.where = stacks.where(main.frames)
+
+
+@dataclass
+class Eyes:
+    """All processes of a run on this host."""
+
+    run: str
+    ours: set[str] = field(default_factory=set)
+    """Names of processes whose end was asked for: an effect, whatever their exit code says."""
+    seen: dict[str, Seen] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+
+    def __post_init__(self) -> None:
+        self._oom_kills = causes.oom_kills()
+
+    def look(self, children: Mapping[str, Child]) -> list[Seen]:
+        """Looks at everybody once; returns those that were found to have ended since the last look."""
+        now = time.monotonic_ns()
+        beacons = {state.name: state for state in read_beacons(self.run, events=False) if state.role not in WATCHERS}
+        for each in children.values():
+            self._meet(each, beacons.get(each.name))
+        for state in beacons.values():
+            child = children.get(state.name)
+            if child is None or child.pid == state.pid:
+                self._read(state)
+        ended = []
+        for seen in self.seen.values():
+            if seen.living and not self._observe(seen, children.get(seen.name), now):
+                ended.append(seen)
+        return ended
+
+    def suspects(self, after_s: float) -> Iterable[Seen]:
+        """Those whose stacks are worth a look now: alive, nothing moved for so long, and no wait of theirs says why.
+        The longer it lasts, the rarer the looks."""
+        now = time.monotonic_ns()
+        for seen in self.seen.values():
+            if not seen.living or seen.idle or now - max(seen.moved_ns, 1) < after_s * 1e9:
+                continue
+            since_s = (now - seen.moved_ns) / 1e9
+            if now - seen.stack_ns >= min(10.0, max(after_s / 2, since_s / 4)) * 1e9:
+                yield seen
+
+    def _meet(self, child: Child, state: BeaconState | None) -> None:
+        """A worker that the agent started, with or without a beacon yet."""
+        known = self.seen.get(child.name)
+        if known is not None and known.pid == child.pid:
+            return
+        matched = _RANKED.fullmatch(child.name)
+        role, rank = (matched[1], int(matched[2])) if matched else (child.name, 0)
+        if state is not None and state.pid == child.pid:
+            role, rank = state.role, state.rank
+        self._begin(Seen(child.name, role, rank, child.pid, child.start_ticks, Path(child.log)))
+
+    def _begin(self, seen: Seen) -> None:
+        before = self.seen.get(seen.name)
+        if before is not None and before.end is not None:
+            before.end.close()
+        self.ours.discard(seen.name)
+        seen.moved_ns = seen.active_ns = time.monotonic_ns()
+        self.seen[seen.name] = seen
+
+    def _read(self, state: BeaconState) -> None:
+        seen = self.seen.get(state.name)
+        if seen is None or (seen.pid, seen.start_ticks) != (state.pid, state.start_ticks):
+            if seen is not None and seen.pid == state.pid:  # a child whose start time was not known when it was met
+                seen.start_ticks = state.start_ticks
+            else:
+                seen = Seen(state.name, state.role, state.rank, state.pid, state.start_ticks)
+                self._begin(seen)
+        seen.role, seen.rank = state.role, state.rank
+        if seen.beacon is not None and seen.beacon.stage_since_ns != state.stage_since_ns:
+            self.history.stage_ended(seen.role, seen.beacon.stage, seen.beacon.stage_since_ns, state.stage_since_ns)
+        seen.moved_ns = max(seen.moved_ns, last_move(state))
+        seen.beacon = state
+
+    def _observe(self, seen: Seen, child: Child | None, now: int) -> bool:
+        """Its state and what it used; False when it has ended."""
+        mine = child is not None and child.pid == seen.pid
+        if mine and child is not None and child.exit_code is not None:
+            self._ended(seen, child.exit_code, now)
+            return False
+        usage = procs.usage(seen.pid, seen.start_ticks or None)
+        if usage is None or usage.state in "ZX":
+            if mine:  # the agent collects it in a moment, and then knows how it ended
+                return True
+            code = seen.end.exit_code() if seen.end is not None else None
+            self._ended(seen, NO_CODE if code is None else code, now)
+            return False
+        if seen.end is None and not mine:
+            try:
+                seen.end = End(seen.pid)
+            except OSError:
+                seen.end = None
+        seen.life = Life.STOPPED if usage.state in "Tt" else Life.RUNNING
+        if self._active(seen, usage, now):
+            seen.active_ns = now
+        seen.usage, seen.usage_ns = usage, now
+        return True
+
+    def _active(self, seen: Seen, usage: Usage, now: int) -> bool:
+        before = seen.usage
+        if before is None:
+            return True
+        seconds = (now - seen.usage_ns) / 1e9
+        spent = usage.cpu_s - before.cpu_s
+        moved = usage.read - before.read + usage.written - before.written
+        if spent > BUSY * seconds + procs.TICK_S or moved > MOVED_BYTES * seconds:
+            return True
+        if now - seen.moved_ns < 1e9:  # it moves: what its children do decides nothing
+            return False
+        below = 0.0
+        for pid in procs.descendants(seen.pid):
+            used = procs.usage(pid)
+            below += used.cpu_s if used is not None else 0.0
+        before_s, seen.below_s = seen.below_s, below
+        return below - before_s > BUSY * seconds + procs.TICK_S
+
+    def _ended(self, seen: Seen, code: int, now: int) -> None:
+        seen.life = Life.LEFT if code == 0 else Life.DEAD
+        seen.exit_code, seen.ended_ns = code, now
+        seen.ours = seen.name in self.ours
+        known = None if code == NO_CODE else code
+        end = causes.why(
+            known, causes.tail(seen.log) if seen.log is not None else "", self._oom(seen, known), seen.ours
+        )
+        seen.cause, seen.error = end.cause, end.error
+        if seen.end is not None:
+            seen.end.close()
+            seen.end = None
+
+    def _oom(self, seen: Seen, code: int | None) -> bool | None:
+        """Whether the kernel killed it for memory, as its counter and its log say."""
+        if code not in (None, -9) or seen.ours:
+            return False
+        logged = causes.killed_by_kernel(seen.pid)
+        kills = causes.oom_kills()
+        rose = None if kills is None or self._oom_kills is None else kills > self._oom_kills
+        self._oom_kills = kills
+        if logged:
+            return True
+        return rose if logged is None or rose else False
+
+
+def last_move(state: BeaconState) -> int:
+    """When a counter, the stage or a communicator of a beacon last changed."""
+    moves = [state.created_ns, state.stage_since_ns, *(counter.updated_ns for counter in state.counters.values())]
+    for communicator in state.communicators:
+        moves += (communicator.created_ns, communicator.entered_ns, communicator.completed_ns)
+        if communicator.newest is not None:
+            moves += (communicator.newest.entered_ns, communicator.newest.left_ns)
+    return max(moves)

@@ -1,0 +1,216 @@
+"""The controller's handle on the supervisor: starts it, hears it, starts it again when it dies."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep.watch import procs, waits, wire
+from lockstep.watch.agent_client import Address
+
+if TYPE_CHECKING:
+    from lockstep.watch.settings import Settings
+
+log = logging.getLogger(__name__)
+
+RESTARTS = 5
+RESTARTS_WITHIN_S = 600.0
+"""More deaths of the supervisor than this in so long: it is left dead, and the run goes on unwatched."""
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a supervisor tells of a stall."""
+
+    number: int
+    """The same for all that is said of one stall."""
+    change: str
+    """told, updated or withdrawn."""
+    level: str
+    """notice, confirmed or act."""
+    headline: str
+    verdict: Mapping[str, Any]
+    """The one form of verdicts."""
+    since_s: float
+    incident: str | None
+    """Folder, where one was written."""
+    wall: float
+
+    @staticmethod
+    def of(frame: Mapping[str, Any]) -> "Said":
+        return Said(
+            int(frame["number"]), str(frame["change"]), str(frame["level"]), str(frame["headline"]),
+            frame["verdict"], float(frame["since_s"]), frame["incident"], float(frame["wall"]),
+        )  # fmt: skip
+
+
+def spawn_supervisor(settings: "Settings", token: str) -> "subprocess.Popen[bytes]":
+    """Starts a supervisor in a session of its own; its output goes to `folder/supervisor.log`."""
+    folder = settings.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "supervisor.json").unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "lockstep.watch.supervisor", "--settings", settings.dumped()]
+    environment = {**os.environ, "LOCKSTEP_TOKEN": token, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with (folder / "supervisor.log").open("ab") as output:
+        return subprocess.Popen(
+            argv, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+
+
+def read_address(folder: Path) -> Address | None:
+    """Where a folder's supervisor listens, None when none does."""
+    try:
+        return Address(**json.loads((folder / "supervisor.json").read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def connect(address: Address, token: str, name: str, after: int = 0, timeout_s: float = 5.0) -> wire.Connection:
+    """A subscription; frames after number `after` are repeated. Raises wire.WireError."""
+    connection = wire.connect(
+        address.host, address.port, token=token, run=address.run, generation=address.generation, name=name,
+        timeout_s=timeout_s, max_frame=64 << 20,
+    )  # fmt: skip
+    pid = os.getpid()
+    hello = {
+        "id": "subscribe", "op": "subscribe", "pid": pid, "start": procs.start_ticks(pid), "place": procs.place(),
+        "after": after,
+    }  # fmt: skip
+    connection.send(json.dumps(hello).encode())
+    return connection
+
+
+class Supervision:
+    """Keeps a supervisor running and hears it, in a thread of its own: starting it delays nobody, and a run never
+    fails because its watcher did.
+
+    `on_said` is called in that thread, once for each thing said; it must be quick. `on_trouble` is told in words when
+    the watcher died or cannot be started."""
+
+    def __init__(
+        self, settings: "Settings", token: str, on_said: Callable[[Said], None],
+        on_trouble: Callable[[str], None] = log.warning, name: str = "controller",
+    ) -> None:  # fmt: skip
+        self._settings, self._token, self._name = settings, token, name
+        self._on_said, self._on_trouble = on_said, on_trouble
+        self._lock = threading.Lock()
+        self._connection: wire.Connection | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._heard, self._closing = 0, threading.Event()
+        self._deaths: deque[float] = deque(maxlen=RESTARTS)
+        self.up = threading.Event()
+        """Set while a supervisor is connected."""
+        self._thread = threading.Thread(target=self._keep, name="supervision", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the supervisor, None while there is none."""
+        popen = self._popen
+        return popen.pid if popen is not None and popen.poll() is None else None
+
+    def watch(self, agents: Sequence[Address]) -> None:
+        """The agents that are to be heard from now on."""
+        self._settings.agents = list(agents)
+        self._send({"id": "agents", "op": "agents", "agents": [asdict(each) for each in agents]})
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the supervisor: what ends from here on is meant to. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._send({"id": "leave", "op": "leave"})
+        if threading.current_thread() is not self._thread:
+            with contextlib.suppress(waits.WaitTimeout):
+                waits.join(self._thread, whom="supervision", why="its thread ends", timeout_s=timeout_s)
+        popen = self._popen
+        if popen is None:
+            return
+        try:
+            waits.process(popen, whom="supervisor", why="its end", timeout_s=timeout_s, notice_after_s=None)
+        except waits.WaitTimeout:
+            popen.kill()
+            waits.process(popen, whom="supervisor", why="its end after SIGKILL", timeout_s=10.0)
+
+    def _keep(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._popen = spawn_supervisor(self._settings, self._token)
+            except OSError as error:
+                self._on_trouble(f"the supervisor cannot be started ({error}): the run goes on without it")
+                return
+            self._heard = 0
+            self._hear(self._popen)
+            self.up.clear()
+            if self._closing.is_set():
+                return
+            code = self._popen.poll()
+            now = time.monotonic()
+            if len(self._deaths) == RESTARTS and now - self._deaths[0] < RESTARTS_WITHIN_S:
+                self._on_trouble(
+                    f"the supervisor ended {RESTARTS} times (now {_end(code)}): the run goes on without it"
+                )
+                return
+            self._deaths.append(now)
+            self._on_trouble(f"the supervisor ended ({_end(code)}), it is started again")
+
+    def _hear(self, popen: "subprocess.Popen[bytes]") -> None:
+        """Until it ends."""
+        started = time.monotonic()
+        while popen.poll() is None and not self._closing.is_set():
+            address = read_address(self._settings.folder)
+            if address is None or address.pid != popen.pid:
+                if time.monotonic() - started > START_S:
+                    popen.kill()
+                time.sleep(0.05)
+                continue
+            try:
+                with connect(address, self._token, self._name, self._heard) as connection:
+                    self._connection = connection
+                    self.up.set()
+                    self._listen(connection)
+            except wire.WireError:
+                self.up.clear()
+                time.sleep(0.1)
+        if not self._closing.is_set():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.wait(1.0)
+
+    def _listen(self, connection: wire.Connection) -> None:
+        while True:
+            if self._closing.is_set():
+                self._send({"id": "leave", "op": "leave"})
+            frame = connection.recv(0.5)
+            if frame is None:
+                continue
+            message = json.loads(frame)
+            if "told" not in message or message["told"] <= self._heard:
+                continue
+            self._heard = int(message["told"])
+            try:
+                self._on_said(Said.of(message))
+            except Exception:
+                log.exception("what the supervisor said could not be passed on")
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(wire.WireError):
+                connection.send(json.dumps(message).encode(), timeout_s=2.0)
+
+
+def _end(code: int | None) -> str:
+    if code is None:
+        return "silent"
+    return f"killed by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exit code {code}"

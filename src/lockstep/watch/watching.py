@@ -1,0 +1,170 @@
+"""The part of a node agent that watches: what it sees goes to supervisors, what they ask for is done.
+
+    {"id", "op": "observe", "every_s", "suspect_after_s"} -> {"host", "pid"}; then rosters and states (`messages`)
+    {"id", "op": "clock"} -> {"monotonic_ns", "wall"}
+    {"id", "op": "stacks", "pids", "native"} -> {"stacks": {pid: threads}}
+    {"id", "op": "collect", "names", "lines"} -> {"beacons", "logs", "environment", "facts"}, see `gathering`
+    {"id", "op": "end", "pid", "signal"} -> {"sent"}   a process of the run, a worker or not
+    <- {"m": "leaving", "host", "reason"}: what ends from here on was meant to
+
+Driven by the agent's loop; nothing here blocks.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.watch import gathering, procs, stacks
+from lockstep.watch.children import Child
+from lockstep.watch.eyes import Eyes, Seen
+from lockstep.watch.frames import Connection
+from lockstep.watch.messages import encode
+from lockstep.watch.spying import Spy
+from lockstep.watch.telling import Teller
+
+log = logging.getLogger(__name__)
+
+Reply = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass
+class _Observer:
+    every_s: float
+    suspect_after_s: float
+    roster: int = 0
+    """Number of the roster it has."""
+
+
+class Watching:
+    """Eyes, and who is told of what they see."""
+
+    def __init__(
+        self,
+        run: str,
+        host: str,
+        selector: selectors.BaseSelector,
+        children: Mapping[str, Child],
+        send: Callable[[Connection, dict[str, Any]], None],
+        reply: Reply,
+    ) -> None:
+        self._eyes, self._teller, self._spy = Eyes(run), Teller(host), Spy(selector)
+        self._host, self._children, self._send, self._reply = host, children, send, reply
+        self._observers: dict[Connection, _Observer] = {}
+        self._looked = 0.0
+        self._due = False
+        self.operations: Mapping[str, Callable[[Connection, str, dict[str, Any]], None]] = {
+            "observe": self._observe, "clock": self._clock, "stacks": self._stacks, "collect": self._collect,
+            "end": self._end,
+        }  # fmt: skip
+
+    def meant(self, name: str) -> None:
+        """Whatever happens to this worker now was asked for."""
+        self._eyes.ours.add(name)
+
+    def exited(self) -> None:
+        """A worker has ended: that is looked at and told at once."""
+        self._due = True
+
+    def dropped(self, connection: Connection) -> None:
+        self._observers.pop(connection, None)
+
+    def leaving(self, reason: str) -> None:
+        """All ends are meant from here on."""
+        for connection in list(self._observers):
+            self._send(connection, {"m": "leaving", "host": self._host, "reason": reason})
+        self._observers.clear()
+
+    def tick(self) -> None:
+        """Looks and tells, where somebody listens and it is time."""
+        self._spy.tick()
+        if not self._observers:
+            return
+        now = time.monotonic()
+        every_s = min(observer.every_s for observer in self._observers.values())
+        if self._due or now - self._looked >= every_s:
+            self._look(now)
+
+    def close(self) -> None:
+        self._spy.close()
+
+    def _look(self, now: float) -> None:
+        self._looked, self._due = now, False
+        self._eyes.look(self._children)
+        roster, state = self._teller.tell(self._eyes)
+        said = encode(state)
+        for connection, observer in list(self._observers.items()):
+            if observer.roster != roster.number:
+                observer.roster = roster.number
+                self._send(connection, encode(roster))
+            self._send(connection, said)
+        if not self._spy.busy:
+            after_s = min((each.suspect_after_s for each in self._observers.values()), default=2.0)
+            for seen in list(self._eyes.suspects(after_s)):
+                self._spy.order(seen.pid, self._noting(seen))
+
+    def _noting(self, seen: Seen) -> Callable[[tuple[stacks.Thread, ...]], None]:
+        ordered = time.monotonic_ns()
+
+        def told(threads: tuple[stacks.Thread, ...]) -> None:
+            if threads:
+                seen.take_stacks(threads, ordered)
+            else:
+                seen.stack_ns = ordered  # none to be had: not asked for again at once
+
+        return told
+
+    # --- what supervisors ask for
+
+    def _observe(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._observers[connection] = _Observer(float(message["every_s"]), float(message["suspect_after_s"]))
+        self._teller.forget()
+        self._due = True
+        self._reply(number, {"host": self._host, "pid": os.getpid()})
+
+    def _clock(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._reply(number, {"monotonic_ns": time.monotonic_ns(), "wall": time.time()})
+
+    def _stacks(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        ours = {seen.pid: seen for seen in self._eyes.seen.values() if seen.living}
+        wanted = [int(pid) for pid in message["pids"] if int(pid) in ours]
+        found: dict[str, Any] = {}
+        if not wanted:
+            self._reply(number, {"stacks": {}})
+
+        def taken(pid: int) -> Callable[[tuple[stacks.Thread, ...]], None]:
+            note = self._noting(ours[pid])
+
+            def told(threads: tuple[stacks.Thread, ...]) -> None:
+                if not message.get("native"):
+                    note(threads)
+                found[str(pid)] = stacks.to_json(threads)
+                if len(found) == len(wanted):
+                    self._reply(number, {"stacks": found})
+
+            return told
+
+        for pid in reversed(wanted):
+            self._spy.order(pid, taken(pid), native=bool(message.get("native")), first=True)
+
+    def _collect(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        names = set(message["names"])
+        chosen = [seen for seen in self._eyes.seen.values() if seen.name in names]
+        self._reply(number, {"host": self._host, **gathering.gather(chosen, int(message["lines"]))})
+
+    def _end(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        """Sends a signal to a process of the run."""
+        pid = int(message["pid"])
+        seen = next((each for each in self._eyes.seen.values() if each.pid == pid and each.living), None)
+        sent = False
+        if seen is not None and procs.alive(pid, seen.start_ticks or None):
+            self.meant(seen.name)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.Signals(int(message["signal"])))
+                sent = True
+        self._reply(number, {"sent": sent})

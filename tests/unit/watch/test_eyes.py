@@ -1,0 +1,191 @@
+"""What an agent sees of real processes, without asking them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.watch import beacon, procs
+from lockstep.watch.ends import End
+from lockstep.watch.eyes import Eyes
+from lockstep.watch.facts import Life
+from lockstep.watch.history import History
+from lockstep.watch.links import ClockOffset
+from lockstep.watch.messages import PROCESS, decode, encode
+from lockstep.watch.telling import Teller
+
+CHILD = "import sys; sys.stdin.readline(); "
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    name = beacon.new_run_id("eyes")
+    beacon.open_beacon(name, "policy-0", "policy", 0).stage("train")
+    yield name
+    beacon.close_beacon(remove=True)
+
+
+def until(check: object, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not check():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_look_says_who_is_there_and_moves(run: str) -> None:
+    eyes, teller = Eyes(run), Teller("here")
+    eyes.look({})
+    roster, state = teller.tell(eyes)
+    (who,) = roster.processes
+    assert (who.name, who.role, who.rank, who.pid, who.host) == ("policy-0", "policy", 0, os.getpid(), "here")
+    life, _, ended, moved, _, same = PROCESS.unpack(state.processes)
+    assert life == Life.RUNNING and moved < 5 and ended != ended and same != same and state.stages == ("train",)
+    beacon.current().progress("steps", 1)
+    eyes.look({})
+    again, state = teller.tell(eyes)
+    assert again is roster and PROCESS.unpack(state.processes)[3] < moved + 5
+    assert decode(encode(roster)) == roster and decode(encode(state)) == state
+
+
+def test_a_wait_is_told_with_its_age(run: str) -> None:
+    from lockstep.watch import waits
+
+    with waits.waiting("future", "reward-0", "scores of step 7"):
+        eyes = Eyes(run)
+        eyes.look({})
+        _, state = Teller("here").tell(eyes)
+    (wait,) = state.waits
+    assert (wait.process, wait.whom, wait.kind, wait.main, wait.idle) == (0, "reward-0", "future", True, False)
+
+
+@pytest.mark.parametrize(
+    ("how", "life", "code"),
+    [("sys.exit(0)", Life.LEFT, 0), ("sys.exit(3)", Life.DEAD, 3), ("import os; os.abort()", Life.DEAD, -6)],
+)
+def test_the_end_of_somebody_elses_child_is_known_with_its_code(run: str, how: str, life: Life, code: int) -> None:
+    """A grandchild: its parent collects it before anybody looks."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]);"
+         "print(p.pid, flush=True); p.wait(); print('over', flush=True); sys.stdin.readline()", CHILD + how],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert parent.stdin is not None and parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    end = End(pid)
+    assert end.exit_code() is None
+    parent.stdin.write("\n")
+    parent.stdin.flush()
+    assert parent.stdout.readline() == "over\n"
+    known = end.exit_code()
+    end.close()
+    parent.kill()
+    parent.wait()
+    assert known in (code, None)
+    if known is None:
+        pytest.skip("this kernel tells exit codes to parents only (Linux before 6.15)")
+    assert (Life.LEFT if known == 0 else Life.DEAD) == life
+
+
+def test_a_stopped_process_is_seen_as_stopped(run: str) -> None:
+    script = (
+        "import sys, time; from lockstep.watch import beacon;"
+        f"beacon.open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "up\n"
+        eyes = Eyes(run)
+        eyes.look({})
+        assert eyes.seen["policy-1"].life is Life.RUNNING
+        os.kill(child.pid, signal.SIGSTOP)
+        until(lambda: procs.process_state(child.pid) == "T")
+        eyes.look({})
+        assert eyes.seen["policy-1"].life is Life.STOPPED
+        child.kill()
+        child.wait()
+        (ended,) = eyes.look({})
+        assert ended.name == "policy-1" and ended.life is Life.DEAD and ended.exit_code in (-9, -(2**31))
+        assert eyes.look({}) == []
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_work_counts_as_activity_and_waiting_does_not(run: str) -> None:
+    script = (
+        "import sys, time; from lockstep.watch import beacon;"
+        f"beacon.open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True);"
+        "sys.stdin.readline(); end = time.process_time() + 1.0\n"
+        "while time.process_time() < end: pass\n"
+        "print('done', flush=True); sys.stdin.readline()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+    try:
+        assert child.stdin is not None and child.stdout is not None and child.stdout.readline() == "up\n"
+        until(lambda: procs.process_state(child.pid) == "S")
+        eyes = Eyes(run)
+        eyes.look({})
+        seen = eyes.seen["policy-1"]
+        began = seen.active_ns
+        time.sleep(0.2)
+        eyes.look({})
+        assert seen.active_ns == began
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "done\n"
+        eyes.look({})
+        assert seen.active_ns > began
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_suspects_are_those_that_stand_still_and_are_not_idle(run: str) -> None:
+    from lockstep.watch import waits
+    from lockstep.watch.messages import NEXT_ORDER
+
+    eyes = Eyes(run)
+    eyes.look({})
+    assert list(eyes.suspects(60.0)) == []
+    assert [seen.name for seen in eyes.suspects(0.0)] == ["policy-0"]
+    with waits.waiting("condition", "controller", NEXT_ORDER):
+        eyes.look({})
+        assert list(eyes.suspects(0.0)) == []
+
+
+def test_stages_that_ended_are_what_others_are_held_against(run: str) -> None:
+    eyes = Eyes(run)
+    eyes.look({})
+    beacon.current().stage("save")
+    eyes.look({})
+    assert 0 < eyes.history.expected_s("policy", "train") < 60
+    assert eyes.history.expected_s("policy", "save") != eyes.history.expected_s("policy", "save")
+
+
+def test_the_longest_of_a_stage_counts() -> None:
+    history = History()
+    for took in (3, 7, 5):
+        history.stage_ended("policy", "train", 10, 10 + took * 10**9)
+    history.stage_ended("policy", "", 1, 10**12)
+    assert history.longest == {("policy", "train"): 7.0}
+
+
+def test_the_quickest_answer_sets_the_clock() -> None:
+    clock = ClockOffset()
+    assert not clock.known and clock.ns == 0
+    clock.add(0, 1_000_000 + 400, 800)
+    clock.add(1000, 1_000_000 + 1000 + 900, 2000)
+    assert clock.ns == 1_000_000
+    clock.add(5000, 1, 4000)
+    assert len(clock.samples) == 2
+    for number in range(20):
+        clock.add(number, number, number + 100)
+    assert len(clock.samples) == clock.window

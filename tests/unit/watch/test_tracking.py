@@ -1,0 +1,76 @@
+"""Verdicts over time: told once, updated by news, withdrawn when over."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.watch.tracking import Change, Tracker
+from lockstep.watch.verdict import Collective, Culprit, Kind, Level, Verdict
+
+NOTICE = Verdict(Kind.ABSENT, Level.NOTICE, (Culprit(1, "policy", "a", 7),), explanation="since 3 s")
+
+
+def told(tracker: Tracker, verdicts: list[Verdict], at: float) -> list[tuple[int, Change, Level]]:
+    return [(each.number, each.change, each.verdict.level) for each in tracker.update(verdicts, at)]
+
+
+def test_the_same_is_told_once() -> None:
+    tracker = Tracker()
+    assert told(tracker, [NOTICE], 0.0) == [(1, Change.TOLD, Level.NOTICE)]
+    assert told(tracker, [replace(NOTICE, explanation="since 4 s", confidence=0.5)], 1.0) == []
+
+
+def test_news_are_told_under_the_same_number() -> None:
+    tracker = Tracker()
+    tracker.update([NOTICE], 0.0)
+    somewhere = replace(NOTICE, culprits=(replace(NOTICE.culprits[0], where="score() at reward.py:31"),))
+    assert told(tracker, [somewhere], 1.0) == [(1, Change.UPDATED, Level.NOTICE)]
+    confirmed = replace(somewhere, level=Level.CONFIRMED)
+    assert told(tracker, [confirmed], 2.0) == [(1, Change.UPDATED, Level.CONFIRMED)]
+    assert tracker.standing == [confirmed]
+
+
+def test_what_is_confirmed_stays_so_while_it_lasts() -> None:
+    tracker = Tracker()
+    tracker.update([replace(NOTICE, level=Level.CONFIRMED)], 0.0)
+    assert told(tracker, [NOTICE], 0.5) == []
+    assert tracker.standing[0].level is Level.CONFIRMED
+
+
+def test_it_is_withdrawn_when_it_stays_away() -> None:
+    tracker = Tracker(hold_s=1.5)
+    tracker.update([NOTICE], 0.0)
+    assert told(tracker, [], 1.0) == []
+    assert told(tracker, [NOTICE], 1.4) == []
+    assert told(tracker, [], 3.0) == [(1, Change.WITHDRAWN, Level.NOTICE)]
+    assert told(tracker, [NOTICE], 4.0) == [(2, Change.TOLD, Level.NOTICE)]
+
+
+def test_two_stalls_are_two() -> None:
+    other = Verdict(Kind.IN_FLIGHT, Level.NOTICE, collective=Collective("fsdp", 4))
+    later = replace(other, collective=Collective("fsdp", 5))
+    tracker = Tracker()
+    assert [each[0] for each in told(tracker, [NOTICE, other], 0.0)] == [1, 2]
+    assert [each[0] for each in told(tracker, [NOTICE, later], 0.5)] == [3]
+
+
+def test_an_action_is_said_from_then_on() -> None:
+    tracker = Tracker()
+    (first,) = tracker.update([replace(NOTICE, level=Level.CONFIRMED)], 0.0)
+    tracker.acted(first.number)
+    assert tracker.standing[0].level is Level.ACT
+
+
+@given(st.lists(st.sets(st.integers(0, 3)), max_size=30))
+def test_told_and_withdrawn_balance(looks: list[set[int]]) -> None:
+    tracker, open_cases = Tracker(hold_s=1.0), set()
+    for at, culprits in enumerate(looks):
+        verdicts = [replace(NOTICE, culprits=(Culprit(each, "policy"),)) for each in sorted(culprits)]
+        for each in tracker.update(verdicts, float(at)):
+            if each.change is Change.TOLD:
+                assert each.number not in open_cases
+                open_cases.add(each.number)
+            elif each.change is Change.WITHDRAWN:
+                open_cases.remove(each.number)
+        assert len(open_cases) == len(tracker.standing) >= len(culprits)
