@@ -152,6 +152,9 @@ class Patience:
     that others wait for is confirmed; where there is history, `history_factor` times the longest so far if that is
     more."""
     history_factor: float = 3.0
+    busy_factor: float = 10.0
+    """One that burns CPU with equal stacks and without any counter moving is confirmed after so many times as long as
+    one that does nothing: a long computation looks the same."""
     slow_factor: float = 3.0
     """A rank that needs so many times what its peers need is slow."""
     host_s: float = 5.0

@@ -1,0 +1,137 @@
+"""The class of a failure (FAILURES.md) where an exit code, an exception or a note proves one; what is an effect only.
+
+A class names the cause. A watchdog's time-out, a reset connection or a SIGABRT are never a cause by themselves: they
+are what the others see.
+"""
+
+import re
+import signal
+from dataclasses import dataclass
+
+from lockstep.watch.facts import NO_CODE, Life, Note
+from lockstep.watch.verdict import Alternative
+
+_EFFECTS = re.compile(
+    r"connection (?:was )?(?:reset|closed|aborted)|reset by peer|closed by (?:remote )?peer|broken pipe|socket closed"
+    r"|ncclRemoteError|communicator (?:was|has been) aborted|CollectiveStalled|WorkerDied|ActorDiedError"
+    r"|watchdog (?:caught|thread)|DistBackendError.*timeout|timed? ?out waiting|Timed out after|TimeoutError"
+    r"|Detected mismatch between collectives|EnforceNotMet|op\.preamble"
+    r"|Application timeout caused pair closure|KeyboardInterrupt|SystemExit|Store(?:Timeout|Error)|EngineDeadError",
+    re.IGNORECASE,
+)
+
+_CAUSES: tuple[tuple[str, str], ...] = (
+    (r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", "rank_oom"),
+    (
+        r"No space left on device.*?/dev/shm|/dev/shm.*?No space left on device|insufficient shared memory",
+        "shm_too_small",
+    ),
+    (r"No space left on device|ENOSPC|Errno 28|Disk quota exceeded", "storage_fault"),
+    (r"Read-only file system|Stale file handle|Input/output error|Errno 5\b", "storage_fault"),
+    (r"MemoryError|Cannot allocate memory|std::bad_alloc|Errno 12\b", "host_oom"),
+    (r"Address already in use|EADDRINUSE|Errno 98\b", "port_in_use"),
+    (r"Too many open files|Errno 24\b|can't start new thread|Resource temporarily unavailable", "os_limits"),
+    (r"device-side assert|illegal memory access|CUDA error: unspecified launch failure", "cuda_kernel_error"),
+    (r"uncorrectable ECC|fallen off the bus|\bXid\b", "gpu_hardware_fault"),
+    (r"\bibv_|vendor error|RDMA|GID index", "ib_rdma_fault"),
+    (r"(?:loss|logits?|rewards?|gradients?|probability tensor).{0,40}\b(?:nan|inf)\b|FloatingPointError", "nan_or_inf"),
+    (r"clients joined|rendezvous.*time|RendezvousTimeout|RendezvousConnectionError", "rendezvous_incomplete"),
+    (r"Name or service not known|Temporary failure in name resolution|getaddrinfo", "master_unreachable"),
+    (r"ReadTimeout|ConnectTimeout|HTTPStatusError|50[234] (?:Server Error|Bad Gateway)", "remote_service_timeout"),
+    (r"Detected mismatch between collectives|op\.preamble", "rank_divergent_branch"),
+    (r"ValidationError|ConfigError", "config_error"),
+)
+_PATTERNS = tuple((re.compile(pattern, re.IGNORECASE | re.DOTALL), cause) for pattern, cause in _CAUSES)
+
+_SEEN_BY_OTHERS = ("", "rendezvous_incomplete", "rank_divergent_branch")
+"""Classes whose message comes from whoever notices, guilty or not."""
+
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP})
+_ASKED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR2})
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A class, what else it may be, and how sure the end of the process alone makes it a culprit."""
+
+    name: str = "unknown"
+    alternatives: tuple[Alternative, ...] = ()
+    own: float = 0.9
+    """0..1: how surely a process that ended so ended by itself and not by what happened to another."""
+
+
+def is_effect(error: str) -> bool:
+    """Whether an exception only says that somebody else is gone or late."""
+    return bool(error) and bool(_EFFECTS.search(error)) and of_text(error) in _SEEN_BY_OTHERS
+
+
+def of_text(error: str) -> str:
+    """The class that an exception's text proves, empty when it proves none."""
+    return next((cause for pattern, cause in _PATTERNS if pattern.search(error)), "")
+
+
+def of_end(life: int, code: int, note: Note) -> Cause:
+    """The class of a process that has ended."""
+    if note.cause:
+        return Cause(note.cause, own=0.95)
+    if note.error:
+        proven = of_text(note.error)
+        if proven and not is_effect(note.error):
+            return Cause(proven, own=0.95)
+        if is_effect(note.error):
+            return Cause(proven or "unknown", own=0.3)
+        return Cause("rank_exception_masked", own=0.9)
+    if life == Life.LEFT or code == 0:
+        return Cause("unknown", (Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.3)), own=0.85)
+    return _of_code(code)
+
+
+def _of_code(code: int) -> Cause:
+    number = -code if NO_CODE < code < 0 else code - 128 if 128 < code < 128 + 65 else 0
+    if number == signal.SIGKILL:
+        return Cause("unknown", (Alternative("host_oom", 0.5), Alternative("external_kill", 0.4)), own=0.9)
+    if number == signal.SIGBUS:
+        return Cause("unknown", (Alternative("shm_too_small", 0.6),), own=0.9)
+    if number in _CRASHES:
+        return Cause("unknown", (Alternative("framework_bug", 0.3),), own=0.9)
+    if number in _ASKED:
+        return Cause("external_kill", own=0.6)
+    if number == signal.SIGABRT:
+        return Cause("unknown", (Alternative("rank_divergent_branch", 0.3), Alternative("framework_bug", 0.2)), own=0.5)
+    if code == NO_CODE:
+        return Cause("unknown", (Alternative("host_oom", 0.3), Alternative("external_kill", 0.3)), own=0.7)
+    return Cause("rank_exception_masked", (Alternative("unknown", 0.4),), own=0.6)
+
+
+def ending(life: int, code: int) -> str:
+    """In words: `was killed by SIGKILL`."""
+    if life == Life.LEFT or code == 0:
+        return "has ended with exit code 0"
+    if code == NO_CODE:
+        return "has died"
+    if code > 0:
+        return f"has ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+FIXES: dict[str, str] = {
+    "rank_oom": "Lower the micro-batch or the token budget of the rank, or free memory before the collective.",
+    "host_oom": "Give the host or the container more memory, or start fewer loader workers.",
+    "shm_too_small": "Give the container more shared memory (--shm-size, --ipc=host), or remove stale segments.",
+    "storage_fault": "Free space or repair the file system, then resume.",
+    "port_in_use": "End what holds the port, or choose another one.",
+    "os_limits": "Raise the limit that the message names (ulimit -n, -u, pids of the cgroup).",
+    "uneven_data": "Give every rank the same number of batches (drop the last, or pad with empty ones).",
+    "rank_divergent_branch": "Make every rank take the same branch: data and rank must not decide whether a collective "
+    "is entered.",
+    "rendezvous_incomplete": "Look at the log of the rank that did not join: it never started, or cannot reach the "
+    "store.",
+    "remote_service_timeout": "Look at the service; give its calls a time-out and a retry.",
+    "network_blocked": "Test the link between the hosts that the collective spans (firewall, cable, switch).",
+    "external_kill": "Find out who sent the signal: a scheduler, a preemption, a shell.",
+    "checkpoint_timeout": "Write checkpoints asynchronously or to a faster disk.",
+}
+"""What helps, by class."""

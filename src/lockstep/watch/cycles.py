@@ -1,0 +1,166 @@
+"""Deadlocks: cycles of waits for all, knots of waits for any; and whose order was the odd one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.watch.evidence import Integers
+from lockstep.watch.finding import Case, Finding
+from lockstep.watch.graph import Graph, cores
+from lockstep.watch.verdict import Alternative, Fact, Kind, Level
+
+ODD, ALL = 0.75, 0.7
+_SMALL = 64
+"""Nodes of a cycle up to which is tried without whom there were none."""
+
+
+def deadlocks(case: Case, graph: Graph) -> list[Finding]:
+    """A finding for each cycle or knot in which everybody waits for longer than the notice: less may be a snapshot
+    taken at different moments."""
+    found = []
+    for core in cores(graph):
+        if graph.stalled[core].all():
+            found.append(_finding(case, graph, core))
+    return found
+
+
+def _finding(case: Case, graph: Graph, core: Integers) -> Finding:
+    sides = [_inside(graph, core, node) for node in core.tolist()]
+    everybody = sorted(set().union(*sides))
+    counted = _odd_by_count(case, graph, core, sides)
+    odd = [] if counted else _odd_ones(graph, core, sides)
+    node = max(core.tolist(), key=lambda each: (len(graph.waiters(each)), -graph.since[each]))
+    order = len(core) >= 2 and (graph.edge[core] < 0).all()
+    text = "waits in another order than the others" if odd else "wait for each other"
+    if counted is not None:
+        odd, text = counted
+    return Finding(
+        Kind.CYCLE,
+        Level.CONFIRMED,
+        ODD if odd else ALL,
+        text,
+        tuple(odd or everybody),
+        node=node,
+        since=float(np.max(graph.since[core])),
+        cause="unknown",
+        alternatives=(Alternative("rank_divergent_branch", 0.6 if order else 0.3), Alternative("framework_bug", 0.3)),
+        facts=tuple(_who_waits_where(case, graph, each, side) for each, side in zip(core.tolist(), sides, strict=True)),
+        structural=True,
+        others=tuple(everybody),
+    )
+
+
+def _inside(graph: Graph, core: Integers, node: int) -> set[int]:
+    """Who waits in a node and keeps others of the core waiting."""
+    blocks = set(graph.block_process[np.isin(graph.block_node, core)].tolist())
+    return set(graph.waiters(node)) & blocks
+
+
+def _odd_ones(graph: Graph, core: Integers, sides: Sequence[set[int]]) -> list[int]:
+    """Those without whom there were no deadlock, if they are fewer than the others; empty when that does not tell."""
+    if len(core) == 2:
+        small, large = sorted(sides, key=len)
+        return sorted(small) if len(small) < len(large) else []
+    alone = [each for each in sorted(set().union(*sides)) if _resolves(graph, core, each)]
+    return alone if len(alone) == 1 else []
+
+
+def _odd_by_count(case: Case, graph: Graph, core: Integers, sides: Sequence[set[int]]) -> tuple[list[int], str] | None:
+    """Who has entered one collective more or fewer than its peers had when they came to where the cycle is."""
+    everybody = set().union(*sides)
+    for x in core.tolist():
+        for y, side in zip(core.tolist(), sides, strict=True):
+            if x == y or graph.edge[x] >= 0 or graph.edge[y] >= 0:
+                continue
+            usual, unusual = _usual_count(case, graph, x, y)
+            odd = sorted(unusual & everybody)
+            if not odd and usual is not None and graph.seq[y] > usual:
+                odd = sorted(side)
+            if odd and len(odd) < len(everybody):
+                there = int(graph.communicator[y])
+                rows = case.members(there)
+                own = case.evidence.communicators.entered[rows][case.evidence.communicators.process[rows] == odd[0]]
+                name = case.evidence.communicators.about[there].name
+                return odd, f"has entered {int(own[0])} collectives of '{name}' where its peers have entered {usual}"
+    return None
+
+
+def _usual_count(case: Case, graph: Graph, x: int, y: int) -> tuple[int | None, set[int]]:
+    """How many collectives of y's sister communicators (equal description and size) most of those have entered that
+    came to x, and who of them has not entered so many; None where that does not tell."""
+    members = case.evidence.communicators
+    here, there = int(graph.communicator[x]), int(graph.communicator[y])
+    about, sizes = members.about[there], np.diff(members.starts)
+    if not about.description or here == there:
+        return None, set()
+    sisters = [
+        i
+        for i, each in enumerate(members.about)
+        if each.description == about.description and sizes[i] == sizes[there] and i != here
+    ]
+    rows = case.members(here)
+    came = members.process[rows][members.entered[rows] >= graph.seq[x]]
+    of = np.flatnonzero(np.isin(case.inside.communicator, sisters) & np.isin(members.process, came))
+    counts = members.entered[of]
+    if len(counts) < 3 or (counts < 0).any():
+        return None, set()
+    values, votes = np.unique(counts, return_counts=True)
+    if 2 * votes.max() <= len(counts):
+        return None, set()
+    usual = int(values[np.argmax(votes)])
+    return usual, set(members.process[of[counts != usual]].tolist())
+
+
+def _resolves(graph: Graph, core: Integers, process: int) -> bool:
+    """Whether nobody would be held if this one waited for nothing."""
+    if len(core) > _SMALL:
+        return False
+    within = np.isin(graph.block_node, core)
+    blocks = list(zip(graph.block_node[within].tolist(), graph.block_process[within].tolist(), strict=True))
+    within = np.isin(graph.wait_node, core) & (graph.wait_process != process)
+    waits = list(zip(graph.wait_process[within].tolist(), graph.wait_node[within].tolist(), strict=True))
+    held = set(core.tolist())
+    while held:
+        stuck = {each for each, node in waits if node in held}
+        now = {node for node, each in blocks if each in stuck and node in held}
+        if now == held:
+            return False
+        held = now
+    return True
+
+
+def _who_waits_where(case: Case, graph: Graph, node: int, side: set[int]) -> Fact:
+    who = ", ".join(case.evidence.processes.who[each].name for each in sorted(side)[:4])
+    if len(side) > 4:
+        who += f" and {len(side) - 4} more"
+    blockers = graph.blockers(node)
+    whom = ", ".join(case.evidence.processes.who[each].name for each in blockers[:4])
+    if len(blockers) > 4:
+        whom += f" and {len(blockers) - 4} more"
+    if graph.edge[node] >= 0:
+        edge = case.evidence.edges[int(graph.edge[node])]
+        return Fact(f"{who} waits for {whom} ({edge.kind}): {edge.why}", "waits")
+    communicator, seq = int(graph.communicator[node]), int(graph.seq[node])
+    call, site = case.call(communicator, seq)
+    name = case.evidence.communicators.about[communicator].name
+    operation = call.operation if call else "collective"
+    at = f" at {site}" if site else ""
+    return Fact(f"{who} in {operation} #{seq} on '{name}'{at}, which {whom} has not entered", "waits")
+
+
+def out_of_order(case: Case, nodes: Sequence[tuple[int, int]]) -> list[int]:
+    """Of collectives that all their members have entered and none completes: who entered two of them in another order
+    than the others did (kernels of two communicators wait for each other on the device)."""
+    members = case.evidence.communicators
+    votes: dict[int, int] = {}
+    for i, (first, _) in enumerate(nodes):
+        for second, _ in nodes[i + 1 :]:
+            a, b = case.members(first), case.members(second)
+            common, ia, ib = np.intersect1d(members.process[a], members.process[b], return_indices=True)
+            lead = members.entered_at[b][ib] - members.entered_at[a][ia]
+            before, after = common[lead > 0], common[lead < 0]
+            if not len(before) or not len(after) or len(before) == len(after):
+                continue
+            for process in (before if len(before) < len(after) else after).tolist():
+                votes[process] = votes.get(process, 0) + 1
+    return sorted(votes)

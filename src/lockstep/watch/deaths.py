@@ -1,0 +1,88 @@
+"""Deaths: which came by themselves, and which are what the others saw of them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.watch.classify import Cause, of_end
+from lockstep.watch.facts import Life
+from lockstep.watch.finding import Case, Finding
+from lockstep.watch.graph import Bools
+from lockstep.watch.sinks import _what_it_holds_up, ended
+from lockstep.watch.verdict import Fact, Kind, Level
+
+OWN = 0.85
+"""From here on an end speaks for itself (a crash, a kill, an exception of its own)."""
+TOGETHER_S = 0.1
+"""Deaths this near to each other have no order: clocks and reapers are no better."""
+TEARDOWN_S = 10.0
+"""A process that raised may need so long to end, while those that its sockets' end tells of it end at once."""
+AFTERMATH_S = 5.0
+"""Who is killed so long after another died was killed for it, by a launcher."""
+
+
+def deaths(case: Case, reached: Bools | None) -> list[Finding]:
+    """The deaths that are causes; of each incident the first, and those that do not look like effects."""
+    life = case.evidence.processes.life
+    dead = [int(p) for p in np.flatnonzero(life == Life.DEAD) if not case.note(int(p)).ours]
+    if not dead:
+        return []
+    causes = {p: of_end(Life.DEAD, int(case.evidence.processes.exit_code[p]), case.note(p)) for p in dead}
+    groups: dict[int, list[int]] = {}
+    label = case.incident_of if len(dead) > 1 else np.zeros(len(life), dtype=np.int64)
+    for process in dead:
+        groups.setdefault(int(label[process]), []).append(process)
+    found = []
+    for group in groups.values():
+        culprits = _first(case, group, causes)
+        for process in culprits:
+            found.append(_finding(case, process, causes[process], sorted(set(group) - set(culprits)), reached))
+    return found
+
+
+def _first(case: Case, group: Sequence[int], causes: dict[int, Cause]) -> list[int]:
+    """Who died of itself. Where no end speaks for itself: who died first."""
+    ended_at = {p: float(np.nan_to_num(case.evidence.processes.ended_at[p], nan=np.inf)) for p in group}
+    own = [p for p in group if causes[p].own >= OWN]
+    if own:
+        first = min(ended_at[p] for p in own)
+        kept = [p for p in own if not (_is_kill(case, p) and ended_at[p] > first + AFTERMATH_S)]
+        earlier = [p for p in group if p not in own and ended_at[p] < first - TEARDOWN_S]
+        return sorted(kept + (_earliest(earlier, ended_at, causes) if earlier else []))
+    return _earliest(group, ended_at, causes)
+
+
+def _earliest(group: Sequence[int], ended_at: dict[int, float], causes: dict[int, Cause]) -> list[int]:
+    real = [p for p in group if causes[p].own > 0.3] or list(group)
+    first = min(ended_at[p] for p in real)
+    together = [p for p in real if ended_at[p] <= first + TOGETHER_S or not np.isfinite(ended_at[p])]
+    best = max(causes[p].own for p in together)
+    return sorted(p for p in together if causes[p].own == best)
+
+
+def _is_kill(case: Case, process: int) -> bool:
+    return int(case.evidence.processes.exit_code[process]) in (-9, 137)
+
+
+def _finding(case: Case, process: int, cause: Cause, effects: list[int], reached: Bools | None) -> Finding:
+    node, _ = _what_it_holds_up(case, process, reached)
+    who = case.evidence.processes.who
+    later = [f"{who[p].name} {ended(case, p)}" for p in effects[:4]]
+    facts = [Fact(f"{who[process].name} {ended(case, process)}", "its parent")]
+    facts += [Fact(f"{each}, later or as an effect", "its parent") for each in later]
+    unknown = cause.name == "unknown"
+    return Finding(
+        Kind.DEAD,
+        Level.CONFIRMED,
+        cause.own,
+        ended(case, process),
+        (process,),
+        node=node,
+        since=float(case.evidence.processes.ended_at[process]),
+        cause=cause.name,
+        alternatives=cause.alternatives,
+        facts=tuple(facts),
+        collect=("the last lines of its log, and the kernel log of its host (dmesg)",) if unknown else (),
+        structural=True,
+        others=tuple(effects),
+    )

@@ -1,0 +1,151 @@
+"""What the parts of the judge hand to each other: a snapshot with what is derived from it once, and findings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from lockstep.watch.evidence import Edge, Evidence, Floats, Integers
+from lockstep.watch.facts import Call, Life, Note
+from lockstep.watch.graph import Bools, Graph, Pending
+from lockstep.watch.verdict import Alternative, Fact, Kind, Level, Patience
+
+NOTICE_AT_MOST = 0.6
+"""The confidence of a notice: it accuses nobody."""
+STILL_AT_MOST = 0.78
+"""Of a verdict by stillness: what is waited for may lie outside of what is seen. Only structure proves more."""
+
+_NO_NOTE = Note()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A snapshot, its graph (None when nobody waits), and how patient to be."""
+
+    evidence: Evidence
+    patience: Patience
+    inside: Pending
+    graph: Graph | None
+
+    @property
+    def at(self) -> float:
+        return self.evidence.at
+
+    def note(self, process: int) -> Note:
+        return self.evidence.processes.notes.get(process, _NO_NOTE)
+
+    def life(self, process: int) -> Life:
+        return Life(int(self.evidence.processes.life[process]))
+
+    def role(self, process: int) -> str:
+        return self.evidence.processes.who[process].role
+
+    @cached_property
+    def last_moved(self) -> Floats:
+        """`[processes]`: when anything of it moved for the last time; NaN if not known."""
+        processes = self.evidence.processes
+        return np.fmax(processes.moved_at, processes.active_at)
+
+    def limit(self, process: int) -> float:
+        """How long it may be still before that is proof."""
+        expected = self.note(process).expected_s
+        floor = self.patience.still_s
+        return floor if np.isnan(expected) else max(floor, self.patience.history_factor * expected)
+
+    @cached_property
+    def idle(self) -> Mapping[int, Edge]:
+        """Processes that wait for their next order."""
+        return {edge.process: edge for edge in self.evidence.edges if edge.idle and edge.main}
+
+    @cached_property
+    def unclear(self) -> Bools:
+        """`[processes]`: there is a communicator of which is not known how far it is, so it may wait unseen."""
+        members = self.evidence.communicators
+        mask = np.zeros(len(self.evidence.processes.who), dtype=np.bool_)
+        mask[members.process[members.entered < 0]] = True
+        if members.blind is not None:
+            mask[members.process[members.blind]] = True
+        return mask
+
+    @cached_property
+    def ranked(self) -> frozenset[int]:
+        """Members of a communicator: who is best known by its rank."""
+        return frozenset(np.unique(self.evidence.communicators.process).tolist())
+
+    @cached_property
+    def incident_of(self) -> Integers:
+        """`[processes]`: equal for processes that communicators or waits connect, however indirectly."""
+        members = self.evidence.communicators
+        label = np.arange(len(self.evidence.processes.who))
+        starts = members.starts[:-1][np.diff(members.starts) > 0]
+        sizes = np.diff(members.starts)
+        sizes = sizes[sizes > 0]
+        edges = [(edge.process, *edge.on) for edge in self.evidence.edges if edge.on and not edge.idle]
+        while True:
+            before = label.copy()
+            if len(starts):
+                least = np.repeat(np.minimum.reduceat(label[members.process], starts), sizes)
+                np.minimum.at(label, members.process, least)
+            for joined in edges:
+                rows = list(joined)
+                label[rows] = label[rows].min()
+            if (label == before).all():
+                return label
+
+    def members(self, communicator: int) -> slice:
+        starts = self.evidence.communicators.starts
+        return slice(int(starts[communicator]), int(starts[communicator + 1]))
+
+    def communicators_of(self, process: int) -> set[int]:
+        rows = np.flatnonzero(self.evidence.communicators.process == process)
+        return set(self.inside.communicator[rows].tolist())
+
+    def call(self, communicator: int, seq: int) -> tuple[Call | None, str]:
+        """What was called most often under that number, and from which line."""
+        calls = self.evidence.calls
+        rows = np.flatnonzero(calls.seq == seq)
+        rows = rows[self.inside.communicator[calls.membership[rows]] == communicator]
+        if not len(rows):
+            return None, ""
+        signatures, counts = np.unique(calls.signature[rows], return_counts=True)
+        call = calls.about.get(int(signatures[np.argmax(counts)]))
+        site = next(
+            (calls.sites[key] for row in rows if (key := (int(calls.membership[row]), seq)) in calls.sites),
+            call.site if call else "",
+        )
+        return call, site
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. `text` says of the culprits what they do or did: `has not entered {collective}`."""
+
+    kind: Kind
+    level: Level
+    confidence: float
+    text: str
+    culprits: tuple[int, ...] = ()
+    outside: str = ""
+    node: int | None = None
+    """Of the graph: what the others wait in."""
+    collective: tuple[int, int] | None = None
+    """(communicator, sequence number), where it is not the node's."""
+    since: float = float("nan")
+    """When it began, as far as known."""
+    cause: str = "unknown"
+    alternatives: tuple[Alternative, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    collect: tuple[str, ...] = ()
+    more: str = ""
+    """Further sentences."""
+    structural: bool = False
+    """Proven by what is, not by how long it lasts."""
+    others: tuple[int, ...] = field(default=())
+    """Processes of the incident that are not accused; they tell which findings belong together."""
+
+    def capped(self) -> "Finding":
+        """With a confidence that its level allows."""
+        if self.level is Level.NOTICE:
+            return replace(self, confidence=min(self.confidence, NOTICE_AT_MOST))
+        return self

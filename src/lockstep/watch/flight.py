@@ -1,0 +1,133 @@
+"""Collectives that everybody has entered: some completed and others did not, or nobody did; and those of which too
+little is known."""
+
+import numpy as np
+
+from lockstep.watch.cycles import out_of_order
+from lockstep.watch.facts import Life
+from lockstep.watch.finding import Case, Finding
+from lockstep.watch.graph import Bools, Graph
+from lockstep.watch.verdict import Alternative, Fact, Kind, Level
+
+PAIRS = 32
+"""Collectives in flight that are compared with each other at most."""
+
+
+def in_flight(case: Case, graph: Graph, reached: Bools) -> list[Finding]:
+    """Findings about stalled collectives that nobody is known to block."""
+    blocked = np.zeros(len(graph.seq), dtype=np.bool_)
+    blocked[graph.block_node] = True
+    doubtful = np.zeros(len(graph.seq), dtype=np.bool_)
+    doubtful[graph.suspect_node] = True
+    nodes = np.flatnonzero(reached & graph.stalled & (graph.communicator >= 0) & ~blocked)
+    complete = [int(node) for node in nodes if not doubtful[node]]
+    found = [_too_little(case, graph, int(node)) for node in nodes if doubtful[node]]
+    lagging = [each for node in complete if (each := _lag(case, graph, node)) is not None]
+    if lagging:
+        return found + lagging
+    return found + _nobody_completes(case, graph, complete)
+
+
+def _lag(case: Case, graph: Graph, node: int) -> Finding | None:
+    """Most members have completed it, some have not."""
+    waiters = graph.waiters(node)
+    members = case.evidence.communicators
+    rows = case.members(int(graph.communicator[node]))
+    done = int((members.completed[rows] >= graph.seq[node]).sum())
+    if not done or len(waiters) >= done:
+        return None
+    proven = _still(case, waiters, float(graph.since[node]))
+    return Finding(
+        Kind.DEVICE_LAG,
+        Level.CONFIRMED if proven else Level.NOTICE,
+        0.7 if proven else 0.5,
+        f"has entered {{collective}} and not completed it, as {done} others have",
+        tuple(waiters),
+        node=node,
+        since=float(graph.since[node]),
+        alternatives=(Alternative("gpu_hardware_fault", 0.3), Alternative("network_blocked", 0.3)),
+        collect=("the device's counters and the kernel log of its host", "its native stack (py-spy dump --native)"),
+    )
+
+
+def _still(case: Case, processes: list[int], since: float) -> bool:
+    """Nothing of any of them moved for longer than its limit."""
+    return all(min(case.at - float(case.last_moved[each]), case.at - since) >= case.limit(each) for each in processes)
+
+
+def _nobody_completes(case: Case, graph: Graph, nodes: list[int]) -> list[Finding]:
+    if not nodes:
+        return []
+    nodes = sorted(nodes, key=lambda each: (graph.since[each], each))
+    collectives = [(int(graph.communicator[each]), int(graph.seq[each])) for each in nodes[:PAIRS]]
+    odd = out_of_order(case, collectives) if len(nodes) > 1 else []
+    waiters = np.unique(graph.wait_process[np.isin(graph.wait_node, nodes)]).tolist()
+    since = float(graph.since[nodes[0]])
+    proven = _still(case, waiters[:256], since)
+    if odd:
+        return [
+            Finding(
+                Kind.CYCLE, Level.CONFIRMED if proven else Level.NOTICE, 0.65 if proven else 0.5,
+                "entered its collectives in another order than the others", tuple(odd), node=nodes[0], since=since,
+                alternatives=(Alternative("rank_divergent_branch", 0.5),), others=tuple(waiters),
+            )
+        ]  # fmt: skip
+    culprits, hosts = _host_in_all(case, graph, nodes)
+    several = len(hosts) > 1
+    links = f"{', '.join(sorted(hosts)[:4])}" + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    return [
+        Finding(
+            Kind.IN_FLIGHT,
+            Level.CONFIRMED if proven else Level.NOTICE,
+            0.6 if proven else 0.45,
+            "all members have entered {collective} and none completes it",
+            tuple(culprits),
+            node=nodes[0],
+            since=since,
+            alternatives=(Alternative("network_blocked", 0.5),) if several else (Alternative("p2p_path_broken", 0.3),),
+            facts=(Fact(f"it spans the hosts {links}", "communicators"),) if several else (),
+            collect=(
+                "bytes and retransmits of the links between its hosts" if several else "GPU and link counters",
+                "native stacks of two members (py-spy dump --native)",
+            ),
+            others=tuple(waiters),
+        )
+    ]
+
+
+def _host_in_all(case: Case, graph: Graph, nodes: list[int]) -> tuple[list[int], set[str]]:
+    """The processes of the one host that all collectives in flight have in common, if they have no other; all hosts."""
+    who, spans = case.evidence.processes.who, []
+    for node in nodes[:PAIRS]:
+        rows = case.members(int(graph.communicator[node]))
+        processes = case.evidence.communicators.process[rows].tolist()
+        spans.append(frozenset(who[each].host for each in processes))
+    hosts = frozenset().union(*spans)
+    common = frozenset.intersection(*spans)
+    if len(set(spans)) < 2 or len(common) != 1:
+        return [], set(hosts)
+    waiting = np.unique(graph.wait_process[np.isin(graph.wait_node, nodes)]).tolist()
+    return [each for each in waiting if who[each].host in common], set(hosts)
+
+
+def _too_little(case: Case, graph: Graph, node: int) -> Finding:
+    """Everybody of whom is known how far it is has entered; the one that has not is among the rest, or nobody."""
+    suspects = graph.suspects(node)
+    who = case.evidence.processes.who
+    names = ", ".join(who[each].name for each in suspects[:4])
+    if len(suspects) > 4:
+        names += f" and {len(suspects) - 4} more"
+    unseen = [each for each in suspects if case.life(each) is Life.UNSEEN]
+    what = "a beacon, a dump or the log" if unseen else "the stack and the counts"
+    return Finding(
+        Kind.UNKNOWN,
+        Level.NOTICE,
+        0.4,
+        "nobody is known to be late for {collective}",
+        node=node,
+        since=float(graph.since[node]),
+        alternatives=(Alternative("absent", 0.5), Alternative("in_flight", 0.2)),
+        collect=(f"{what} of {names}",),
+        more=f"Nothing is known of {names}, which may be late or not.",
+        others=tuple(suspects),
+    )
