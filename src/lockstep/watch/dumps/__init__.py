@@ -1,0 +1,1 @@
+"""PyTorch's flight-recorder dumps as evidence: `read.read_dumps(folder)`."""

@@ -1,0 +1,217 @@
+"""One dump, whatever its form and version."""
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from benchmarks.dump_files import Call, Comm, Job, as_json, dump, steps
+from lockstep.watch.dumps.decode import Decoder, Group, Trace, site
+from lockstep.watch.dumps.worker import pack, unpack
+
+WORLD = Comm("0", (0, 1, 2), "default_pg")
+
+
+def stopped(backend: str = "nccl", calls: int = 30) -> Job:
+    """Rank 2 does not enter the last collective."""
+    job = steps(3, [WORLD, Comm("1", (0, 1), "tp")], calls)
+    job.programs[2] = job.programs[2][:10]
+    job.backend = backend
+    return job.play()
+
+
+def read(content: Any) -> Trace:
+    return Decoder().read(content if isinstance(content, bytes) else pickle.dumps(content, 2))
+
+
+def numbers(trace: Trace) -> list[tuple[Any, ...]]:
+    """What must be alike whatever form a dump has."""
+    return [
+        (g.name, g.description, g.backend, g.members, g.entered, g.completed, g.entered_at, g.certain, g.blind,
+         list(g.sequence), list(g.signature), list(g.created))
+        for g in trace.groups
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_pickle_and_json_say_the_same(backend: str) -> None:
+    job = stopped(backend)
+    content = dump(job, 0)
+    first, second = read(content), read(as_json(content))
+    assert numbers(first) == numbers(second) and first.whole and second.whole
+    world, pair = first.groups
+    assert (world.entered, world.completed, world.first) == (11, 10, 1)
+    assert (pair.entered, pair.completed, pair.members) == (10, 10, "" if backend == "gloo" else "[0, 1]")
+    assert world.certain == 10
+    assert world.entered_at == job.entries[0][-1].created / 1e9
+    assert [first.sites[at] for at in world.site][:2] == [
+        "train.py:100 in training_step",
+        "train.py:101 in training_step",
+    ]
+    assert set(second.groups[0].site) == {0}, "JSON dumps have no stacks"
+
+
+def older(content: dict[str, Any], version: str) -> dict[str, Any]:
+    """What a dump of an older version lacks."""
+    made = copy.deepcopy(content) | {"version": version}
+    for entry in made["entries"]:
+        for key in ("thread_name", "thread_id"):
+            del entry[key]
+        if version in ("2.1", "1.5", "1.0"):
+            for key in ("is_p2p", "input_dtypes", "output_dtypes", "timeout_ms"):
+                del entry[key]
+        if version in ("1.5", "1.0"):
+            entry["seq_id"] = entry.pop("collective_seq_id")
+            del entry["p2p_seq_id"], entry["op_id"]
+            entry["process_group"] = entry["process_group"][0]
+    made["nccl_version"] = made.pop("comm_lib_version")
+    if version in ("2.1", "1.5", "1.0"):
+        del made["pg_status"]
+    if version == "1.0":
+        del made["pg_config"]
+    return made
+
+
+@pytest.mark.parametrize("version", ["2.9", "2.3", "2.1", "1.5", "1.0"])
+def test_every_version_gives_the_same_counts(version: str) -> None:
+    content = dump(stopped(), 0)
+    trace = read(older(content, version))
+    assert trace.version == version and not trace.notes
+    new = read(content)
+    assert [(g.name, g.entered, g.completed, list(g.sequence), list(g.site)) for g in trace.groups] == [
+        (g.name, g.entered, g.completed, list(g.sequence), list(g.site)) for g in new.groups
+    ]
+
+
+def test_a_bare_list_of_entries_is_a_dump() -> None:
+    trace = read(older(dump(stopped(), 0), "1.0")["entries"])
+    assert [(g.name, g.entered, g.completed) for g in trace.groups] == [("0", 11, 10), ("1", 10, 10)]
+
+
+def test_a_group_without_a_name_goes_by_its_number() -> None:
+    content = older(dump(stopped(), 0), "1.5")
+    for entry in content["entries"]:
+        del entry["process_group"]
+    assert [g.name for g in read(content).groups if g.sequence] == ["0", "1"]
+
+
+def test_only_active_entries_and_the_counters_say_how_far_it_is() -> None:
+    job = stopped()
+    trace = read(dump(job, 0, only_active=True))
+    world, pair = (next(g for g in trace.groups if g.name == name) for name in "01")
+    assert (world.entered, world.completed, len(world.sequence)) == (11, 10, 1) and not trace.whole
+    assert (pair.entered, pair.completed, len(pair.sequence)) == (10, 10, 0), "from pg_status: the only one left"
+    absent = read(dump(job, 2, only_active=True))
+    assert [(g.entered, g.completed) for g in absent.groups] == [(10, 10)] and absent.entries == 0
+
+
+def test_a_wrapped_ring_counts_on() -> None:
+    trace = read(dump(stopped(calls=30), 0, ring=5))
+    assert not trace.whole and trace.began != trace.began
+    assert [(g.entered, g.first) for g in trace.groups] == [(11, 9), (10, 9)]
+
+
+def test_what_was_not_entered_is_nothing_only_if_the_dump_is_whole() -> None:
+    job = Job([WORLD, Comm("9", (0, 1, 2), "never")], [[Call(0)] * 8] * 3).play()
+    assert {g.name: g.entered for g in read(dump(job, 0)).groups} == {"0": 8, "9": 0}
+    assert {g.name: g.entered for g in read(dump(job, 0, ring=4)).groups} == {"0": 8, "9": -1}
+
+
+def signatures(*entries: dict[str, Any]) -> list[int]:
+    """Of calls, each on a communicator of its own."""
+    base = dump(Job([WORLD], [[Call(0)]] * 3).play(), 0)
+    made = [base["entries"][0] | {"process_group": (str(at), "x")} | entry for at, entry in enumerate(entries)]
+    return [group.signature[0] for group in read(base | {"entries": made, "pg_config": {}, "pg_status": {}}).groups]
+
+
+def call(name: str, ins: list[list[int]], outs: list[list[int]], dtype: str = "Float") -> dict[str, Any]:
+    return {"profiling_name": name, "input_sizes": ins, "output_sizes": outs,
+            "input_dtypes": [dtype] * len(ins), "output_dtypes": [dtype] * len(outs)}  # fmt: skip
+
+
+def test_calls_that_fit_together_have_one_signature() -> None:
+    a, b = signatures(call("nccl:gather", [[3]], []), call("nccl:gather", [[3]], [[3], [3]]))
+    assert a == b, "only the root has outputs"
+    a, b = signatures(call("nccl:scatter", [], [[3]]), call("nccl:scatter", [[3], [3]], [[3]]))
+    assert a == b, "only the root has inputs"
+    a, b = signatures(call("nccl:all_to_all", [[3]], [[9]]), call("nccl:all_to_all", [[4]], [[1]]))
+    assert a == b, "everybody sends what it likes"
+    a, b = signatures(call("nccl:all_gather", [[3]], [[3], [5]]), call("nccl:all_gather", [[5]], [[3], [5]]))
+    assert a == b, "uneven, and known to all"
+
+
+def test_calls_that_do_not_fit_differ() -> None:
+    base = call("nccl:all_reduce", [[4, 2]], [[4, 2]])
+    made = signatures(
+        base, call("nccl:all_reduce", [[8]], [[8]]), call("nccl:all_reduce", [[4, 2]], [[4, 2]], "BFloat16"),
+        call("nccl:broadcast", [[4, 2]], [[4, 2]]), call("nccl:barrier", [], []),
+        call("nccl:reduce_scatter", [[8]], [[4]]), call("nccl:reduce_scatter", [[16]], [[4]]),
+    )  # fmt: skip
+    assert len(set(made)) == len(made)
+
+
+def test_a_coalesced_block_is_one_call() -> None:
+    entries = dump(Job([WORLD], [[Call(0)] * 4] * 3).play(), 0)["entries"]
+    for entry, sequence in zip(entries, (1, 2, 2, 2), strict=True):
+        entry["collective_seq_id"] = sequence
+    entries[3]["profiling_name"] = "nccl:ALLGATHER_coalesced"
+    entries[1]["state"] = entries[2]["state"] = "scheduled"
+    decoder = Decoder()
+    (group,) = decoder.read(pickle.dumps({"version": "2.7", "entries": entries}, 2)).groups
+    assert (list(group.sequence), group.entered, group.completed) == ([1, 2], 2, 2)
+    assert decoder.calls[group.signature[1]][0] == "ALLGATHER_coalesced"
+
+
+def test_point_to_point_is_no_collective() -> None:
+    content = dump(stopped(), 1)
+    recv = content["entries"][-1] | {"profiling_name": "nccl:recv 1<-0", "is_p2p": True, "state": "started",
+                                     "collective_seq_id": 11, "p2p_seq_id": 1}  # fmt: skip
+    done = recv | {"profiling_name": "nccl:send 1->0", "state": "completed"}
+    trace = read(content | {"entries": [*content["entries"], done, recv]})
+    world = trace.groups[0]
+    assert (world.entered, len(world.sequence)) == (11, 11)
+    assert world.waits == [("recv 1<-0", recv["time_created_ns"] / 1e9)]
+
+
+def test_unreadable_entries_are_counted_and_the_rest_is_read() -> None:
+    content = dump(stopped(), 0)
+    content["entries"][3:3] = [None, 7, {}, {"profiling_name": 3}, content["entries"][3] | {"collective_seq_id": 2**70}]
+    content["entries"][0] = content["entries"][0] | {"input_sizes": "?"}
+    trace = read(content)
+    assert trace.notes == ["5 entries are unreadable"] and trace.groups[0].entered == 11
+
+
+@pytest.mark.parametrize("form", ["text", "texts", "tuple"])
+def test_stacks_may_come_as_text(form: str) -> None:
+    content = dump(stopped(), 0)
+    text = "#0 all_reduce from /x/site-packages/torch/distributed/c10d.py:2696\n#1 step from /home/u/job.py:15\n"
+    for entry in content["entries"]:
+        entry["frames"] = {"text": text, "texts": text.splitlines(), "tuple": tuple(entry["frames"])}[form]
+    trace = read(content)
+    expected = "train.py:100 in training_step" if form == "tuple" else "job.py:15 in step"
+    assert trace.sites[trace.groups[0].site[0]] == expected
+
+
+def test_the_line_of_the_user_is_named() -> None:
+    torch, hf = "/v/lib/python3.11/site-packages/torch/distributed/x.py", "/v/lib/python3.11/site-packages/trl/grpo.py"
+    assert site([(torch, 1, "f"), (hf, 2, "g"), ("/home/u/train.py", 3, "main")]) == "train.py:3 in main"
+    assert site([(torch, 1, "f"), (hf, 2, "g")]) == "grpo.py:2 in g"
+    assert site([(torch, 1, "f")]) == "x.py:1 in f"
+    assert site([]) == ""
+
+
+def test_a_trace_survives_the_way_between_processes() -> None:
+    trace = read(dump(stopped(), 0))
+    about, blob = pack(trace)
+    back = unpack(json.loads(json.dumps(about)), blob)
+    assert repr(back) == repr(trace)  # NaN is not equal to itself
+
+
+def test_gloo_shows_that_it_did_something_else() -> None:
+    content = dump(stopped("gloo"), 0)
+    assert not any(g.blind for g in read(content).groups)
+    content["pg_status"]["0"]["last_enqueued_collective"] += 1
+    assert [g.blind for g in read(content).groups] == [True, False], "a send, a receive or a monitored barrier"
+    assert isinstance(read(content).groups[0], Group)
