@@ -1,5 +1,6 @@
 """Recovery by role: what fails in the middle of a run is replaced, and the run ends as if nothing had happened."""
 
+import contextlib
 import os
 import signal
 import time
@@ -7,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Launched, config, prompts_used, weights, write
+from harness import Ended, Launched, config, moment, prompts_used, weights, write
 from lives import Reference, References, assert_close, evaluations, metrics
 
 from lockstep.ledger.ledger import Ledger
+from lockstep.watch.folders import run_dir
 
 
 def begin(reference: Reference, folder: Path, hold: dict[str, Any] | None = None, **changes: Any) -> Launched:
@@ -23,6 +25,18 @@ def pid_of(launched: Launched, name: str) -> int:
     state = launched.beacon(name)
     assert state is not None, launched.text()
     return state.pid
+
+
+def memory_of(launched: Launched) -> Path:
+    """The run's folder in shared memory."""
+    return run_dir((launched.folder / "run-id").read_text().strip())
+
+
+def wait_healed(launched: Launched, count: int = 1) -> None:
+    def healed() -> bool | None:
+        return True if len(recoveries(launched.folder)) >= count else None
+
+    launched.wait_until(healed, "healed", lambda: False)
 
 
 def lose(launched: Launched, name: str, seconds: float = 0.0) -> None:
@@ -120,3 +134,62 @@ def sampled(run: Path) -> dict[str, list[int]]:
         rollouts = [ledger.rollouts(step) for step in ledger.collected_steps()]
     groups = [group for each in rollouts if each is not None for group in each.groups]
     return {each.request: each.tokens.tolist() for group in groups for each in group.completions}
+
+
+@pytest.mark.timeout(300)
+def test_trainer_ranks_that_are_killed_in_a_step(reference: References, tmp_path: Path) -> None:
+    """The first fault costs the step that was under way. Where the copy in memory is lost too, the second costs those
+    since the checkpoint; nothing is generated again, the engine stays."""
+    of = reference("grpo")
+    launched = begin(of, tmp_path, hold={"stage": "train", "seconds": 0.1, "at_end": False})
+    launched.wait_for("train", 4)
+    lose(launched, "policy-1")
+    wait_healed(launched)
+    launched.wait_for("train", 5)
+    for description in memory_of(launched).glob("state/*.json"):
+        description.unlink()
+    lose(launched, "policy-0.1")
+    launched.wait_for("train", 6)
+    engine = launched.beacon("engine-0")
+    assert engine is not None and engine.counters["completions"].value == 16 * (7 + 4), "steps and evaluations, once"
+    undisturbed(launched, of)
+    one, other = recoveries(launched.folder)
+    assert (one["worker"], one["step"], one["restored"], one["again"]) == ("policy-1", 4, 4, 0)
+    assert (other["worker"], other["step"], other["restored"], other["again"]) == ("policy-0.1", 5, 3, 2)
+    assert "policy-1 died (SIGKILL); restarted in" in launched.said() and "2 steps are trained again" in launched.said()
+    assert lives(launched.folder) == ["policy-0.1", "policy-0.2", "policy-1.1", "policy-1.2"], "no engine was touched"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", ["rollout", "logprobs", "publish", "checkpoint", "evaluate"])
+def test_a_trainer_rank_that_is_killed_in_any_stage(reference: References, tmp_path: Path, stage: str) -> None:
+    of, chance = reference("grpo"), moment("rank", stage)
+    hold = {"stage": stage, "seconds": 0.2, "at_end": chance.random() < 0.5}
+    launched = begin(of, tmp_path, hold, recovery={"memory_copy": chance.random() < 0.5})
+    first, second = sorted(chance.sample(range(7), 2))
+    launched.wait_for(stage, first)
+    lose(launched, f"policy-{chance.randrange(2)}", seconds=chance.choice([0.0, 0.5]))
+    wait_healed(launched)
+    with contextlib.suppress(Ended):
+        launched.wait_for(stage, second)
+        lose(launched, f"policy-{chance.randrange(2)}.1")
+    undisturbed(launched, of)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_that_are_killed_in_supervised_training(reference: References, tmp_path: Path) -> None:
+    of = reference("sft")
+    values = config(of.home, "sft", folder=str(tmp_path / "runs"), recovery={"memory_copy": False})
+    hold = {"stage": "train", "seconds": 0.1, "at_end": False}
+    launched = Launched.start(tmp_path / "runs" / "sft", str(write(tmp_path, values)), hold=hold)
+    launched.wait_for("train", 1)
+    lose(launched, "policy-0")
+    wait_healed(launched)
+    launched.wait_for("train", 5)
+    lose(launched, "policy-1.1")
+    assert launched.finish() == 0, launched.text()
+    assert weights(launched.folder) == weights(of.run)
+    assert metrics(launched.folder) == metrics(of.run)
+    assert [done["restored"] for done in recoveries(launched.folder)] == [0, 3]

@@ -101,7 +101,7 @@ def test_two_ctrl_c_at_a_random_moment(reference: References, tmp_path: Path, st
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["policy-1", "engine-0", "scorer-0", "agent"])
 def test_one_process_is_killed(reference: References, tmp_path: Path, victim: str) -> None:
-    """A scorer and an engine are replaced. Without a rank or the agent the run ends, tells who died, and resumes."""
+    """Workers are replaced. Without the agent the run ends, tells so, and resumes."""
     life = Life(reference("grpo"), tmp_path, "grpo")
     launched = life.launch()
     launched.wait_for("train", 4)
@@ -111,13 +111,11 @@ def test_one_process_is_killed(reference: References, tmp_path: Path, victim: st
     code = launched.finish()
     assert launched.gone(1.0)
     life.look(launched, None)
-    if victim in ("scorer-0", "engine-0"):
+    if victim != "agent":
         assert code == 0, launched.text()
         life.compare()
         return
     assert code == 1, launched.text()
-    if victim != "agent":  # the kernel kills all workers with their agent: any of them may be noticed first
-        assert f"{victim} was ended by SIGKILL" in launched.said()
     life.finish()
 
 

@@ -76,9 +76,11 @@ def show_plan(
 def _sizes(plan: Plan, model: ModelFacts) -> str:
     adapter = model.adapter
     trained = "" if adapter is None else f", {adapter.parameters / 1e6:,.2f} M trained (adapter)"
+    copies = plan.memory_copy
+    kept = f", {copies / 2**20:,.0f} MiB for copies of the trainer's state" if copies else ""
     return (
         f"{model.parameters / 1e6:,.2f} M parameters, {model.dtype}{trained}; about {plan.memory / 2**30:.2f} GiB in "
-        f"all, {plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights"
+        f"all, {plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights{kept}"
     )
 
 

@@ -1,5 +1,7 @@
 """What is restarted when it fails, and how often."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from lockstep.config.base import Section
@@ -23,3 +25,6 @@ class Recovery(Section):
     """Of the trainer ranks, which are restarted together."""
     rollout: Budget = Budget()
     """Of each engine."""
+    memory_copy: bool | Literal["auto"] = "auto"
+    """Keep a copy of the trainer's state in shared memory after every step, so that a fault costs the present step only
+    and not those since the checkpoint. `auto`: where two copies fit into memory."""

@@ -10,27 +10,27 @@ from lockstep.run.run import Run
 def grpo(run: Run, cfg: GRPOConfig) -> None:
     """For each prompt a group of completions; those better than their group become likelier."""
     for step in run.steps():
-        with run.stage("rollout"):
-            groups = run.groups(step)  # asks the engines for this step and the next rollout.max_staleness ones
-        while groups.missing:  # more than once where groups without signal are replaced
+        with run.transaction(step):  # where a trainer rank fails, it is healed and steps are trained again
             with run.stage("rollout"):
-                rollouts = run.rollouts.take(step, groups.missing)
-            with run.stage("reward"):
-                groups.add(run.rewards.score(rollouts))
-        with run.stage("ledger"):
-            run.collected(step, groups)  # durable: from here on this step is never generated again
-        rollouts = groups.rollouts
-        with run.stage("pack"):
-            trees = trees_of_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
-            batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
-        with run.stage("logprobs"):
-            run.policy.annotate(batch, cfg.loss)
-        batch.set_per_target("advantage", advantages(rollouts.rewards, batch, cfg.advantage, cfg.loss.kl))
-        minibatches = batch.minibatches(
-            cfg.epochs, cfg.minibatch_size, cfg.loss, seed=run.seed(step), max_tokens=cfg.rollout.sampling.max_tokens
-        )
-        with run.stage("train"):
-            stats = [run.policy.step(minibatch, cfg.loss) for minibatch in minibatches]
-        run.commit(step, stats)
-        with run.stage("publish"):
-            run.weights.publish(version=step + 1)  # idempotent by version
+                groups = run.groups(step)  # asks the engines for this step and the next rollout.max_staleness ones
+            while groups.missing:  # more than once where groups without signal are replaced
+                with run.stage("rollout"):
+                    rollouts = run.rollouts.take(step, groups.missing)
+                with run.stage("reward"):
+                    groups.add(run.rewards.score(rollouts))
+            with run.stage("ledger"):
+                run.collected(step, groups)  # durable: from here on this step is never generated again
+            rollouts = groups.rollouts
+            with run.stage("pack"):
+                trees = trees_of_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
+                batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
+            with run.stage("logprobs"):
+                run.policy.annotate(batch, cfg.loss)
+            batch.set_per_target("advantage", advantages(rollouts.rewards, batch, cfg.advantage, cfg.loss.kl))
+            most, seed = cfg.rollout.sampling.max_tokens, run.seed(step)
+            minibatches = batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed, max_tokens=most)
+            with run.stage("train"):
+                stats = [run.policy.step(minibatch, cfg.loss) for minibatch in minibatches]
+            run.commit(step, stats)
+            with run.stage("publish"):
+                run.weights.publish(version=step + 1)  # idempotent by version

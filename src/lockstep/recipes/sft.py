@@ -9,9 +9,10 @@ from lockstep.run.run import Run
 def sft(run: Run, cfg: SFTConfig) -> None:
     """Cross-entropy on the answers' tokens; documents of a step are packed together, isolated from each other."""
     for step in run.steps():
-        with run.stage("pack"):
-            documents = run.documents.take(step * cfg.batch_size, cfg.batch_size)
-            batch = pack(trees_of_documents(documents), run.policy.ranks, cfg.token_budget, run.policy.info.packing)
-        with run.stage("train"):
-            stats = [run.policy.step(minibatch, cfg.loss) for minibatch in batch.minibatches(loss=cfg.loss)]
-        run.commit(step, stats)
+        with run.transaction(step):
+            with run.stage("pack"):
+                documents = run.documents.take(step * cfg.batch_size, cfg.batch_size)
+                batch = pack(trees_of_documents(documents), run.policy.ranks, cfg.token_budget, run.policy.info.packing)
+            with run.stage("train"):
+                stats = [run.policy.step(minibatch, cfg.loss) for minibatch in batch.minibatches(loss=cfg.loss)]
+            run.commit(step, stats)

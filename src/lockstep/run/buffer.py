@@ -80,9 +80,14 @@ class RolloutBuffer:
         self._asked: dict[int, int] = {}
         """By step: rounds that were asked for."""
         self._told: dict[int, dict[str, float]] = {}
+        self._given: dict[int, list[Rollouts]] = {}
+        """By step: rounds that were taken; steps that are over are forgotten."""
+        self._again: dict[int, list[Rollouts]] = {}
+        """By step: rounds that an attempt had taken when it was cut short, to be taken first."""
 
     def request(self, step: int) -> None:
         """Hands over what is to be with the engines while `step` is generated and trained, as far as it is not."""
+        self._given = {each: rounds for each, rounds in self._given.items() if each >= step}
         for ahead in steps_to_request(step, self.steps, self.max_staleness):
             if ahead not in self._asked and not self.ledger.is_collected(ahead):
                 self._ask(ahead, self.draws.draw(ahead))
@@ -90,6 +95,8 @@ class RolloutBuffer:
     def take(self, step: int, count: int) -> Rollouts:
         """The next round of a step, as soon as its completions are there: the first as it was requested, later ones of
         `count` fresh prompts."""
+        if self._again.get(step):
+            return self._again[step].pop(0)
         if step not in self._rounds:
             self._ask(step, self.draws.draw(step, self._asked.get(step, 0), count))
         current = self._rounds[step]
@@ -103,7 +110,13 @@ class RolloutBuffer:
             for prompt, ids in zip(current.prompts, current.ids, strict=True)
         ]
         self._check(step, groups)
-        return Rollouts(step, current.version, groups)
+        taken = Rollouts(step, current.version, groups)
+        self._given.setdefault(step, []).append(taken)
+        return taken
+
+    def rewind(self) -> None:
+        """Steps begin again: rounds that were taken of one that is not over are handed out again."""
+        self._again = {step: list(rounds) for step, rounds in self._given.items()}
 
     def metrics(self, step: int) -> dict[str, float]:
         """Of what was taken for a step; `rollout/ready` is the share of completions that nobody had to wait for."""

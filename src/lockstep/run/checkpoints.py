@@ -111,6 +111,15 @@ class Checkpoints:
             every_s=0.02,
         )
 
+    def writer_lost(self) -> None:
+        """The ranks that write are gone: what they had completed counts, the rest is cleared away."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending[1].is_dir():  # only what is complete has this name
+            version, path, metric = pending
+            self.ledger.checkpoint(version - 1, path, metric)
+            self._prune()
+        self._clear()
+
     def _prune(self) -> None:
         known = {row.step: row for row in self.ledger.checkpoints()}
         keep = kept({row.step: row.metric for row in known.values()}, self.config.keep_last, self.config.keep_best)

@@ -35,6 +35,7 @@ class Evaluator:
         self.engines, self.rewards, self.ledger, self.monitor = engines, rewards, ledger, monitor
         self.history = {row.step + 1: row.metrics for row in ledger.evaluations()}
         """Metrics by version."""
+        self._told: set[int] = set()
 
     def due(self, version: int, last: bool) -> bool:
         """Before the first step, every `every` steps and after the last; never twice."""
@@ -56,7 +57,8 @@ class Evaluator:
     def tell_again(self, version: int) -> None:
         """Tells of an evaluation that an earlier attempt made, where the sinks were cut back to a checkpoint before
         it; does nothing where there was none."""
-        if version in self.history:
+        if version in self.history and version not in self._told:
+            self._told.add(version)
             self.monitor.evaluated(version, self.history[version])
 
     def evaluate(self, version: int) -> None:
@@ -70,6 +72,7 @@ class Evaluator:
             metrics |= breakdown_metrics(groups, "eval/reward/")
         self.history[version] = metrics
         self.ledger.evaluation(version - 1, metrics, self._samples(groups))
+        self._told.add(version)
         self.monitor.evaluated(version, metrics)
 
     def _samples(self, groups: Sequence[Group]) -> list[Sample]:

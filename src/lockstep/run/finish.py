@@ -19,8 +19,7 @@ def finished(run: Run) -> Iterator[None]:
     try:
         yield
         for name in run.config.exports:
-            with run.stage("export"):
-                (run.policy.export_adapter if name == "adapter" else run.policy.export)(run.folder / name)
+            run.export(name)
     except (Interrupted, KeyboardInterrupt):
         _tell(run, "interrupted")
         raise

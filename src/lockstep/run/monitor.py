@@ -74,6 +74,12 @@ class Monitor:
             self._sinks.write(step, row)
         self.console.step(step, row)
 
+    def step_again(self, step: int) -> None:
+        """A step that was told of is trained again after a fault: the same metrics, and more time."""
+        seconds = self.stages.take()
+        recovery = seconds.pop("recovery", 0.0)
+        self.ledger.metrics(step, {"time/recovery_s": recovery, "time/again_s": sum(seconds.values())})
+
     def boundary_ends(self, version: int) -> None:
         """Adds what evaluation and checkpoint took to the step before them, which is not for a resumed run to say of
         the step that it goes on from."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from lockstep.cluster.calls import gather
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import Worker
 from lockstep.ledger.errors import LedgerError
@@ -25,12 +24,12 @@ from lockstep.run.logs import logged
 from lockstep.run.monitor import Monitor
 from lockstep.run.place import take_place
 from lockstep.run.plan import engine_dtype
-from lockstep.run.policy import Policy
+from lockstep.run.policy import Policy, set_up
 from lockstep.run.prepare import START, Prepared
 from lockstep.run.publish import WeightSync
+from lockstep.run.recovery.memory import MemoryCopy
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.run import Roles, Run
-from lockstep.run.services import PolicyAPI
 from lockstep.run.staff import Staff
 from lockstep.run.turns import Conversations
 from lockstep.train.api import TrainerInfo
@@ -110,13 +109,14 @@ def _running(prepared: Prepared, ledger: Ledger, monitor: Monitor, interrupt: In
             if engines is not None:
                 closing.callback(engines.close)
             roles = _roles(prepared, ledger, monitor, cluster, policy, engines, start, run_dir(name) / "weights")
-        yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, recovery)
+            if prepared.plan.memory_copy:
+                roles.memory = MemoryCopy(policy, run_dir(name) / "state")
+        yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, recovery, staff)
 
 
 def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[Policy, int]:
     """The trainer ranks, with the newest checkpoint loaded, and the version they are at."""
-    infos: list[TrainerInfo] = gather([worker.submit(PolicyAPI.setup) for worker in workers], why="load the model")
-    policy = Policy(workers, infos, prepared.config.trainer.offload)
+    policy = Policy(workers, set_up(workers), prepared.config.trainer.offload)
     _tell_packing(prepared, policy.info)
     return policy, restore(policy, ledger)
 
@@ -148,6 +148,7 @@ def _roles(
         return roles
     roles.engines = engines
     roles.weights = WeightSync(policy, engines, _store(prepared, policy, ledger.generation, store), ledger)
+    roles.weights.open_on_ranks()
     roles.weights.publish(version)
     if config.recipe == "grpo" and prepared.prompts is not None:
         draws = PromptDraws(prepared.prompts, ledger, config.prompts_per_step, config.filter_groups.enable)
@@ -184,6 +185,4 @@ def _store(prepared: Prepared, policy: Policy, generation: int, folder: Path) ->
     dtype = engine_dtype(prepared.config, prepared.model)
     plan = WeightPlan.of([(each.name, each.shape, dtype) for each in policy.info.parameters])
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    shared = SharedWeights.create(folder, plan, policy.ranks, generation)
-    gather([worker.submit(PolicyAPI.open_weights, str(folder)) for worker in policy.workers], why="open weights")
-    return shared
+    return SharedWeights.create(folder, plan, policy.ranks, generation)

@@ -1,6 +1,6 @@
 """What a run will start and need, computed before anything starts: processes, threads, memory, collectives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 
@@ -80,6 +80,8 @@ class Plan:
     collectives: list[Collective]
     shared_memory: int
     """Bytes of /dev/shm for the published weights."""
+    memory_copy: int = 0
+    """Bytes of /dev/shm for copies of the trainer's state; 0 where none are kept."""
 
     @property
     def memory(self) -> int:
@@ -140,7 +142,7 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: Ho
     shared = 2 * model.parameters * BYTES[engine_dtype(config, model)] if engines and model is not None else 0
     plan = Plan(processes, [] if model is None else trainer_collectives(config, model), shared)
     _must_fit(plan, config, host)
-    return plan
+    return plan if model is None else replace(plan, memory_copy=_memory_copy(config, model, plan, host))
 
 
 def engine_dtype(config: SFTConfig | GRPOConfig, model: ModelFacts) -> str:
@@ -180,6 +182,31 @@ def engine_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
     longest = min(config.model.max_length or model.context, model.context)
     tokens = engine.cache_tokens or engine.max_rows * min(longest, 2 * config.rollout.sampling.max_tokens)
     return model.parameters * width + 2 * model.layers * model.kv_heads * model.head_dim * tokens * width
+
+
+def copies_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
+    """Bytes of two copies of what is trained, on all ranks: fp32 weights and two Adam moments."""
+    trained = model.parameters if model.adapter is None else model.adapter.parameters
+    return 2 * 12 * trained * config.trainer.replicas
+
+
+def _memory_copy(config: SFTConfig | GRPOConfig, model: ModelFacts, plan: Plan, host: HostFacts) -> int:
+    """Bytes for copies of the trainer's state, 0 where they are not wanted or (auto) do not fit: they count as memory
+    of this container like any other."""
+    wanted = config.recovery.memory_copy
+    if not wanted or not config.recovery.enable:
+        return 0
+    size = copies_memory(config, model)
+    memory = host.memory - plan.shared_memory - (plan.memory if host.device == "cpu" else 0)
+    free = min(memory, host.shared_memory - plan.shared_memory)
+    if size <= free:
+        return size
+    if wanted == "auto":
+        return 0
+    raise InfeasibleError(
+        f"recovery.memory_copy needs {size / 2**20:.0f} MiB of shared memory for two copies of the trainer's state and "
+        f"{max(free, 0) / 2**20:.0f} MiB are free beside the rest: set it to false, or to auto"
+    )
 
 
 def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> list[Collective]:

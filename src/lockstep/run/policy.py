@@ -16,13 +16,22 @@ from lockstep.train.api import TrainerInfo
 from lockstep.train.protocol import Want
 
 
+def set_up(workers: Sequence[Worker]) -> list[TrainerInfo]:
+    """Has trainer ranks meet and load the model."""
+    return gather([worker.submit(PolicyAPI.setup) for worker in workers], why="load the model")
+
+
 class Policy:
     """The trainer ranks of the policy. Every method goes to all ranks, in rank order, with equal schedules."""
 
     def __init__(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo], offload: Offload | None = None) -> None:
+        self._offload = offload or Offload()
+        self.use(workers, infos)
+
+    def use(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo]) -> None:
+        """Takes other ranks, which are set up."""
         self.workers = list(workers)
         self.info = infos[0]
-        self._offload = offload or Offload()
         self._away = False
 
     @property
@@ -95,6 +104,13 @@ class Policy:
     def load(self, folder: Path) -> None:
         self.onload()
         gather([worker.submit(PolicyAPI.load, str(folder)) for worker in self.workers], why="load checkpoint")
+
+    def copy_state(self, folder: Path, version: int) -> None:
+        gather([worker.submit(PolicyAPI.copy_state, str(folder), version) for worker in self.workers], why="copy")
+
+    def load_copy(self, folder: Path, version: int) -> None:
+        self.onload()
+        gather([worker.submit(PolicyAPI.load_copy, str(folder), version) for worker in self.workers], why="load copy")
 
     def export(self, folder: Path) -> None:
         gather([worker.submit(PolicyAPI.export, str(folder)) for worker in self.workers], why="export")

@@ -1,8 +1,10 @@
 """Weights from the trainer to the engines: versioned, fenced, idempotent."""
 
+from lockstep.cluster.calls import gather
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.engines import Engines
 from lockstep.run.policy import Policy
+from lockstep.run.services import PolicyAPI
 from lockstep.weights.shared import SharedWeights
 
 
@@ -14,9 +16,15 @@ class WeightSync:
         self.policy, self.engines, self.store, self.ledger = policy, engines, store, ledger
         self.published: int | None = None
 
+    def open_on_ranks(self) -> None:
+        """Lets the policy's ranks write into the store."""
+        folder = str(self.store.folder)
+        gather([worker.submit(PolicyAPI.open_weights, folder) for worker in self.policy.workers], why="open weights")
+
     def publish(self, version: int) -> None:
-        """Makes `version` what the engines serve; does nothing where they do already."""
-        if self.published == version:
+        """Makes `version` what the engines serve; does nothing where they do already, or serve a later one: steps that
+        are trained again after a fault make the versions again that there were."""
+        if self.published is not None and version <= self.published:
             return
         self.policy.write_weights(version)
         self.store.commit(version)

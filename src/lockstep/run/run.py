@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.data.documents import DocumentSource
 from lockstep.ledger.ledger import Ledger
@@ -20,8 +21,11 @@ from lockstep.run.metrics import rollout_metrics, update_metrics
 from lockstep.run.monitor import Monitor
 from lockstep.run.policy import Policy
 from lockstep.run.publish import WeightSync
+from lockstep.run.recovery.memory import MemoryCopy
 from lockstep.run.recovery.recovery import Recovery
+from lockstep.run.recovery.trainers import Forms, Trainers
 from lockstep.run.selection import Selection
+from lockstep.watch.waits import Stalled
 
 T = TypeVar("T")
 
@@ -48,6 +52,7 @@ class Roles:
     rollouts: RolloutBuffer | None = None
     documents: DocumentSource | None = None
     evaluator: Evaluator | None = None
+    memory: MemoryCopy | None = None
 
 
 class Run:
@@ -68,13 +73,20 @@ class Run:
         interrupt: Interrupt,
         start: int,
         recovery: Recovery,
+        staff: Forms,
     ) -> None:
         self.recovery = recovery
         self.config, self.folder, self.ledger, self.roles = config, folder, ledger, roles
         self.monitor, self.interrupt = monitor, interrupt
         self.policy = roles.policy
         self.checkpoints = Checkpoints(config.checkpoint, folder / "checkpoints", ledger, roles.policy)
-        self._start = start
+        self.trainers = Trainers(roles.policy, staff, recovery, self.checkpoints, ledger, roles.weights, roles.memory)
+        self._start = self._version = start
+        """Steps done at the start, and now."""
+        self._settled = -1
+        """The version whose evaluation and checkpoint are done."""
+        self._told = start - 1
+        """The last step whose metrics were told."""
         self._row: dict[str, float] = {}
 
     @property
@@ -108,14 +120,49 @@ class Run:
             Interrupted: after a Ctrl-C, once the step is finished and a checkpoint of it is complete.
         """
         self.monitor.begin(self._start)
-        self._boundary(self._start)
-        for step in range(self._start, self.config.steps):
-            self.monitor.step_begins(step)
-            self.recovery.step = step
-            yield step
-            row, self._row = self._row, {}
+        while True:
+            while self._settled != self._version:
+                with self._healing():
+                    self._boundary(self._version)
+                    self._settled = self._version
+            if self._version == self.config.steps:
+                return
+            self.monitor.step_begins(self._version)
+            self.recovery.step = self._version
+            yield self._version
+
+    @contextmanager
+    def transaction(self, step: int) -> Iterator[None]:
+        """Around a step. Where a trainer rank fails in it, all are restarted, and `steps` goes on from the newest state
+        that they can be given: steps since then are trained again from their stored rollouts.
+
+        Raises:
+            GaveUp: recovery's budget is spent, or the same error came again.
+        """
+        with self._healing():
+            yield
+            self._finish(step)
+
+    @contextmanager
+    def _healing(self) -> Iterator[None]:
+        try:
+            yield
+        except (RemoteError, WorkerDied, Stalled) as error:
+            with self.monitor.stage("recovery"):
+                self._version = self.trainers.heal(error, self._version)
+            if self.roles.rollouts is not None:
+                self.roles.rollouts.rewind()
+            self._settled, self._row = -1, {}
+            self.recovery.flush()
+
+    def _finish(self, step: int) -> None:
+        row, self._row = self._row, {}
+        if step > self._told:
             self.monitor.step_ends(step, row)
-            self._boundary(step + 1)
+            self._told = step
+        else:
+            self.monitor.step_again(step)
+        self._version = step + 1
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -150,6 +197,18 @@ class Run:
         joined = update_metrics(stats)
         self._row |= {name if "/" in name else f"policy/{name}": value for name, value in joined.items()}
         self.ledger.commit(step, joined)
+        if self.roles.memory is not None:
+            with self.stage("copy"):
+                self.roles.memory.write(step + 1)
+
+    def export(self, name: str) -> None:
+        """Writes `export` or `adapter`."""
+        done = False
+        while not done:
+            with self._healing():
+                with self.stage("export"):
+                    (self.policy.export_adapter if name == "adapter" else self.policy.export)(self.folder / name)
+                done = True
 
     def _boundary(self, version: int) -> None:
         """Between two steps, with `version` steps done: evaluation, checkpoint, Ctrl-C."""

@@ -21,13 +21,20 @@ class Staff:
     def __init__(self, prepared: Prepared, cluster: Cluster, generation: int) -> None:
         self.prepared, self.cluster, self.generation = prepared, cluster, generation
         self._lives: Counter[str] = Counter()
+        """By process: how often it was started."""
+        self._formed = 0
+        """How often the trainer's ranks were started."""
 
     def everybody(self) -> tuple[list[Worker], list[Worker]]:
         """Trainer ranks and engines, started side by side."""
-        specs = [self._rank(each) for each in self._planned("policy")]
+        specs = self._ranks()
         specs += [self._engine(each) for each in self._planned("rollout")]
         workers = self.cluster.start(specs)
         return [w for w in workers if w.spec.role == "policy"], [w for w in workers if w.spec.role == "rollout"]
+
+    def ranks(self) -> list[Worker]:
+        """All trainer ranks, in place of those that were."""
+        return self.cluster.start(self._ranks())
 
     def engine(self, rank: int) -> Worker:
         """Another engine in the place of that rank."""
@@ -42,7 +49,11 @@ class Staff:
     def _planned(self, role: str) -> list[PlannedProcess]:
         return [process for process in self.prepared.plan.processes if process.role == role]
 
-    def _rank(self, process: PlannedProcess) -> WorkerSpec:
+    def _ranks(self) -> list[WorkerSpec]:
+        life, self._formed = self._formed, self._formed + 1
+        return [self._rank(process, life) for process in self._planned("policy")]
+
+    def _rank(self, process: PlannedProcess, life: int) -> WorkerSpec:
         config = self.prepared.config
         trainer = config.trainer.model_copy(update={"threads": process.threads})
         host, port = self.cluster.store()
@@ -55,6 +66,7 @@ class Staff:
             "run_folder": str(self.prepared.folder),
             "device": process.device,
             "generation": self.generation,
+            "life": life,
         }
         return self._spec(process, POLICY, arguments)
 

@@ -86,6 +86,14 @@ class TrainerAPI(ABC):
         Raises CheckpointError for a torn one or one of another model."""
 
     @abstractmethod
+    def copy_state(self, folder: str, version: int) -> None:
+        """Copies what a checkpoint would have into shared memory in `folder`. Raises NoRoomForCopy."""
+
+    @abstractmethod
+    def load_copy(self, folder: str, version: int) -> int:
+        """Loads a copy that as many ranks have left there; the optimizer step behind it. Raises NoCopy."""
+
+    @abstractmethod
     def export(self, folder: str) -> None:
         """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, an adapter merged."""
 

@@ -1,7 +1,7 @@
 """The FSDP2 trainer: one rank of a policy with its optimizer, and of the frozen reference where KL needs one."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from lockstep.models.policy import Policy
 from lockstep.models.weights import fill, folder_digest, resolve_folder
 from lockstep.train import checkpoint, losses
 from lockstep.train.checkpoint import Rows
+from lockstep.train.copies import Copies
 from lockstep.train.distributed import Ranks
 from lockstep.train.export import export_adapter, export_model
 from lockstep.train.merge import Outgoing
@@ -180,9 +181,25 @@ class FSDP2Trainer:
         random = self._random_state()
         manifest = checkpoint.load(folder, self._state(), random, self.ranks, self.base)
         self.optimizer.steps = int(manifest["optimizer_step"])
-        torch.set_rng_state(random[f"random.cpu.{self.ranks.rank}"])
-        if self.ranks.device.type == "cuda":
-            torch.cuda.set_rng_state(random[f"random.cuda.{self.ranks.rank}"], self.ranks.device)
+        self._set_random_state(random)
+
+    def copy_state(self, copies: Copies, version: int) -> None:
+        """Copies what a checkpoint would have into shared memory, as `version`. Raises NoRoomForCopy."""
+        copies.write(version, self._everything(), {"optimizer_step": self.optimizer.steps})
+
+    def load_copy(self, copies: Copies, version: int) -> None:
+        """Continues from a copy of as many ranks. Raises NoCopy."""
+        self._check_on_device()
+        for model in self._models():
+            free_gathered(model)
+        state = self._everything()
+        with torch.no_grad():
+            facts = copies.read(version, state)
+        self.optimizer.steps = int(facts["optimizer_step"])
+        self._set_random_state(state)
+
+    def _everything(self) -> dict[str, Tensor]:
+        return {name: rows.local for name, rows in self._state().items()} | self._random_state()
 
     def export(self, folder: Path) -> None:
         """Writes a folder that `AutoModelForCausalLM.from_pretrained` loads, in the compute precision, merged.
@@ -303,6 +320,11 @@ class FSDP2Trainer:
         if self.ranks.device.type == "cuda":
             state[f"random.cuda.{self.ranks.rank}"] = torch.cuda.get_rng_state(self.ranks.device)
         return state
+
+    def _set_random_state(self, state: Mapping[str, Tensor]) -> None:
+        torch.set_rng_state(state[f"random.cpu.{self.ranks.rank}"])
+        if self.ranks.device.type == "cuda":
+            torch.cuda.set_rng_state(state[f"random.cuda.{self.ranks.rank}"], self.ranks.device)
 
     def _models(self) -> list[Policy]:
         return [self.policy] if self.reference is None else [self.policy, self.reference]

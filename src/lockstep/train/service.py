@@ -16,6 +16,7 @@ from lockstep.data.batch import Packed
 from lockstep.models.load import context_length
 from lockstep.models.probe import probe_packing
 from lockstep.train.api import ParameterInfo, TrainerAPI, TrainerInfo
+from lockstep.train.copies import Copies
 from lockstep.train.distributed import join
 from lockstep.train.fsdp import FSDP2Trainer
 from lockstep.train.protocol import StepStats, Want
@@ -36,7 +37,8 @@ class TrainerService(TrainerAPI):
         config: of the run, resolved, as `model_dump(mode="json")`.
         rank, world: among the ranks of this role.
         store_host, store_port: of the store at which two or more ranks meet.
-        generation: of the run; a restarted role meets under keys of its own.
+        generation: of the run.
+        life: how often this role was started before in it; a restarted one meets under keys of its own.
         device: `cpu`, `cuda` or `cuda:1`; `auto` takes a GPU where there is one.
         role: prefix of the store's keys.
     """
@@ -52,14 +54,16 @@ class TrainerService(TrainerAPI):
         device: str = "auto",
         generation: int = 1,
         role: str = "policy",
+        life: int = 0,
     ) -> None:
         self.config = _CONFIG.validate_python(config)
-        self.rank, self.world, self.generation, self.role = rank, world, generation, role
+        self.rank, self.world, self.generation, self.role, self.life = rank, world, generation, role, life
         self.run_folder = Path(run_folder)
         self.store = None if store_host is None or store_port is None else (store_host, store_port)
         self.device = choose_device(device, rank)
         self._trainer: FSDP2Trainer | None = None
         self._info: TrainerInfo | None = None
+        self._copies: Copies | None = None
         if self.config.trainer.malloc == "tuned":
             tune_malloc()
         torch.set_num_threads(self.config.trainer.threads or max(1, (os.cpu_count() or 1) // world))
@@ -74,7 +78,7 @@ class TrainerService(TrainerAPI):
             self.world,
             self.device,
             self.store,
-            prefix=f"gen{self.generation}/{self.role}",
+            prefix=f"gen{self.generation}/{self.role}/{self.life}",
             timeout_s=self.config.trainer.collective_timeout_s,
             replicas=self.config.trainer.replicas,
         )
@@ -131,6 +135,15 @@ class TrainerService(TrainerAPI):
         self.trainer.load(Path(folder))
         return self.trainer.optimizer.steps
 
+    def copy_state(self, folder: str, version: int) -> None:
+        beacon.current().stage("copy")
+        self.trainer.copy_state(self._copies_in(folder), version)
+
+    def load_copy(self, folder: str, version: int) -> int:
+        beacon.current().stage("load")
+        self.trainer.load_copy(self._copies_in(folder), version)
+        return self.trainer.optimizer.steps
+
     def export(self, folder: str) -> None:
         beacon.current().stage("export")
         self.trainer.export(Path(folder))
@@ -146,9 +159,16 @@ class TrainerService(TrainerAPI):
         self.trainer.onload()
 
     def close(self) -> None:
+        if self._copies is not None:
+            self._copies.close()
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None
+
+    def _copies_in(self, folder: str) -> Copies:
+        if self._copies is None:
+            self._copies = Copies(Path(folder), self.rank, self.world)
+        return self._copies
 
     def _packing(self, trainer: FSDP2Trainer) -> tuple[Literal["forest", "block", "single"], str]:
         """The configured packing, or what the probe finds the model to compute correctly."""

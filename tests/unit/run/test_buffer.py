@@ -153,3 +153,21 @@ def test_overlap_leaves_the_controller_free(ledger: Ledger) -> None:
     began = time.monotonic()
     made.request(0)
     assert time.monotonic() - began < 1
+
+
+def test_rounds_of_an_attempt_that_was_cut_short_are_handed_out_again(ledger: Ledger) -> None:
+    engine = Engine()
+    made = buffer(ledger, engine, replaced=True)
+    rounds = [take(made, 0, 2), made.take(0, 1)]
+    asked = list(engine.asked)
+    made.rewind()  # a trainer rank failed in the step
+    made.request(0)
+    assert [uids(made.take(0, count)) for count in (2, 1)] == [uids(each) for each in rounds]
+    assert engine.asked == asked, "nothing is generated twice"
+    third = made.take(0, 1)
+    assert uids(third) == ["0:3"], "and what is missing still is drawn as it would have been"
+    made.rewind()
+    assert [uids(made.take(0, 1)) for _ in range(3)] == [uids(each) for each in (*rounds, third)]
+    collect(ledger, rounds[0])
+    made.request(1)
+    assert made._given == {}

@@ -155,3 +155,15 @@ def test_other_errors_are_no_damage(ledger: Ledger) -> None:
     with pytest.raises(RemoteError):
         restore(Ranks(4, kind="RuntimeError"), ledger)
     assert versions(ledger) == [2, 4]
+
+
+def test_a_save_whose_writer_was_lost_counts_where_it_was_complete(ledger: Ledger) -> None:
+    checkpoints = make(ledger, looks=99)
+    checkpoints.begin(3, 0.5)
+    (checkpoints.folder / "00000004.tmp-1-1").mkdir()
+    checkpoints.writer_lost()
+    assert [(row.step, row.metric) for row in ledger.checkpoints()] == [(2, 0.5)]
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["00000003"]
+    checkpoints.poll()
+    checkpoints.writer_lost()
+    assert checkpoints.newest() == 3

@@ -48,10 +48,10 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool]) -> Run:
     config = check_config(values, "test")
     policy = Policy([worker], [SimpleNamespace()], config.trainer.offload)  # type: ignore[list-item]
     monitor: Any = SimpleNamespace(stage=Stages())
+    staff: Any = None
     with Ledger.create(folder / "run", {"name": "x"}) as ledger:
-        return Run(
-            config, ledger.folder, ledger, Roles(policy), monitor, Interrupt(), 0, Recovery(config.recovery, ledger)
-        )
+        recovery = Recovery(config.recovery, ledger)
+        return Run(config, ledger.folder, ledger, Roles(policy), monitor, Interrupt(), 0, recovery, staff)
 
 
 def a_step(run: Run) -> None:

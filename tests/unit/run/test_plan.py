@@ -96,3 +96,22 @@ def test_what_does_not_fit_is_refused_with_a_remedy(host: HostFacts, words: list
 def test_gpu_processes_share_gpus_in_turn() -> None:
     plan = make_plan(config(), MODEL, replace(HOST, device="cuda", gpus=2))
     assert [process.device for process in plan.processes[:3]] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+def test_copies_of_the_trainers_state_count_as_memory() -> None:
+    """Two copies of fp32 weights and two Adam moments; what does not fit is left out, or refused where it is wanted."""
+    size = 2 * 12 * MODEL.parameters
+    plan = make_plan(config(), MODEL, HOST)
+    assert plan.memory_copy == size
+    assert make_plan(config(recovery={"memory_copy": False}), MODEL, HOST).memory_copy == 0
+    assert make_plan(config(recovery={"enable": False}), MODEL, HOST).memory_copy == 0
+    assert make_plan(config(), replace(MODEL, adapter=AdapterFacts(1000, 2, 0)), HOST).memory_copy == 24_000
+    copies = {"trainer": {"ranks": 4, "replicas": 2}}
+    assert make_plan(config(**copies), MODEL, HOST).memory_copy == 2 * size
+
+    needed = plan.memory + plan.shared_memory + size
+    for tight in (replace(HOST, memory=needed - 1), replace(HOST, shared_memory=plan.shared_memory + size - 1)):
+        assert make_plan(config(), MODEL, tight).memory_copy == 0
+        with pytest.raises(InfeasibleError, match=r"recovery.memory_copy needs 23 MiB"):
+            make_plan(config(recovery={"memory_copy": True}), MODEL, tight)
+    assert make_plan(config(), MODEL, replace(HOST, memory=needed)).memory_copy == size

@@ -32,7 +32,7 @@ def test_a_step_done_again_is_not_written_again(tmp_path: Path) -> None:
         roles: Any = Roles(policy=None, rollouts=asked)  # type: ignore[arg-type]
         config = check_config(values, "test")
         recovery = Recovery(config.recovery, ledger)
-        run = Run(config, ledger.folder, ledger, roles, None, Interrupt(), 0, recovery)  # type: ignore[arg-type]
+        run = Run(config, ledger.folder, ledger, roles, None, Interrupt(), 0, recovery, None)  # type: ignore[arg-type]
         ledger.collected(0, rollouts(0), {"written by": "an older version"})
         before = ledger.step_path(0).read_bytes()
         stored = run.groups(0)
