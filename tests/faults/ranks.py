@@ -102,12 +102,12 @@ class Ranks:
             assert time.monotonic() < end, f"rank {rank}: {found}"
             time.sleep(0.01)
 
-    def until_inside(self, rank: int, operation: str, label: str = "default_pg") -> CommunicatorRecord:
-        """Until a rank is in that call."""
+    def until_inside(self, rank: int, operation: str, label: str = "default_pg", number: int = 1) -> CommunicatorRecord:
+        """Until a rank is in that call, its `number`th collective or a later one."""
 
         def there(found: dict[str, CommunicatorRecord]) -> bool:
             inside = found[label].inside if label in found else None
-            return inside is not None and inside.operation == operation
+            return inside is not None and inside.operation == operation and inside.issued >= number
 
         return self.until(rank, there)[label]
 

@@ -90,7 +90,8 @@ class Beacon:
         self._free = list(range(WAITS - 1, -1, -1))
         self._events = 0
         self._moves = 0
-        self._stage_name = ""
+        self.stage_name = ""
+        """What `stage` was told last."""
         self._tape: tapes.Tape | None = None
         self._open = True
 
@@ -98,11 +99,6 @@ class Beacon:
     def moves(self) -> int:
         """Grows with every change of a counter or of the stage: the progress of this process in one number."""
         return self._moves
-
-    @property
-    def stage_name(self) -> str:
-        """What `stage` was told last."""
-        return self._stage_name
 
     def tape(self) -> tapes.Tape | None:
         """Where calls on communicators are noted; None when the beacon is closed."""
@@ -113,7 +109,7 @@ class Beacon:
 
     def stage(self, name: str) -> None:
         with self._lock:
-            self._stage_name = name
+            self.stage_name = name
             if self._open:
                 self._moves += 1
                 self._stage.write(time.monotonic_ns(), fit(name, 96))

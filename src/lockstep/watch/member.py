@@ -1,7 +1,6 @@
 """A process as a member of one communicator: what it has issued there, and whether that fits the others."""
 
-import time
-from types import FrameType
+from time import monotonic_ns
 from typing import Any
 
 from lockstep.watch import beacon
@@ -9,29 +8,39 @@ from lockstep.watch.counts import Offsets
 from lockstep.watch.errors import CollectiveRefused
 from lockstep.watch.records import CallRecord
 from lockstep.watch.schedule import Board
-from lockstep.watch.sites import Sites
-from lockstep.watch.tape import P2P, REFUSED, Line, roll
+from lockstep.watch.tape import (
+    CALL_BYTES,
+    CALLS,
+    FRESH,
+    LEFT,
+    MASK,
+    NO_PEER,
+    P2P,
+    PRIME,
+    REFUSED,
+    Line,
+    Tape,
+    pack_call,
+)
 
 UNSAID = -2
+What = tuple[int, int, int, int, int]
+"""Of a call: signature, numbers of the texts of it and of its site, the site's digest, and the smaller number."""
 
 
 class Context:
     """The stage a call is issued in, by number of its text; changes rarely."""
 
-    def __init__(self, own: beacon.Beacon) -> None:
-        self._own, self._stage, self._number = own, "", 0
+    def __init__(self, own: beacon.Beacon, tape: Tape) -> None:
+        self.own, self.tape = own, tape
+        self.stage = ""
+        self.number = 0
 
-    def number(self) -> int:
-        stage = self._own.stage_name
-        if stage is not self._stage or not (self._number == 0 or self._tape_fresh()):
-            tape = self._own.tape()
-            self._number = tape.text(stage) if tape is not None and stage else 0
-            self._stage = stage
-        return self._number
-
-    def _tape_fresh(self) -> bool:
-        tape = self._own.tape()
-        return tape is None or tape.fresh(self._number)
+    def renew(self) -> int:
+        """The number of the present stage."""
+        self.stage = self.own.stage_name
+        self.number = self.tape.text(self.stage) if self.stage else 0
+        return self.number
 
 
 class Member:
@@ -39,15 +48,14 @@ class Member:
 
     __slots__ = (
         "board", "context", "counted", "entered", "group", "hardened", "issued", "label", "line", "name", "offsets",
-        "rank", "ranks", "raw", "rolling", "run", "sequence", "sites",
+        "rank", "ranks", "raw", "rolling", "run", "sequence",
     )  # fmt: skip
 
     def __init__(
-        self, group: Any, line: Line, name: str, label: str, ranks: list[int], rank: int, sites: Sites,
-        context: Context,
+        self, group: Any, line: Line, name: str, label: str, ranks: list[int], rank: int, context: Context
     ) -> None:  # fmt: skip
         self.group, self.line, self.name, self.label = group, line, name, label
-        self.ranks, self.rank, self.sites, self.context = ranks, rank, sites, context
+        self.ranks, self.rank, self.context = ranks, rank, context
         self.board: Board | None = None
         self.run = ""
         self.issued = self.rolling = 0
@@ -67,32 +75,49 @@ class Member:
     def global_rank(self) -> int:
         return self.ranks[self.rank] if self.rank < len(self.ranks) else self.rank
 
-    def enter(self, signature: int, label: int, frame: FrameType) -> int:
-        """Notes that a collective begins; returns where, for `Line.leave`.
+    def enter(self, what: What) -> int:
+        """Notes that a collective begins; returns what `Line.leave` needs.
 
         Raises:
             CollectiveRefused: another member on this host has entered something else at this place.
         """
-        site, where = self.sites.find(frame)
-        issued, rolling = self.issued + 1, self.rolling
-        seq = self.sequence() + 1 - self.offsets.total
-        self.issued, self.rolling = issued, roll(rolling, signature)
-        at = self.line.enter(seq, issued, signature, self.rolling, label, site, self.context.number())
-        board = self.board
-        if board is not None:
-            other = board.enter(issued, signature ^ where, self._same)
-            if other is not None:
-                self.line.fail(at, REFUSED)
-                self.issued, self.rolling = issued - 1, rolling
-                raise self._refusal(issued, other)
-        return at
+        # Written out, without the calls that it stands for (Line.enter, roll): they would double its cost.
+        signature, label, site, where, _ = what
+        context, line = self.context, self.line
+        number = context.number
+        if context.own.stage_name is not context.stage or number <= context.tape.newest_text - FRESH:
+            number = context.renew()
+        self.issued = issued = self.issued + 1
+        before = self.rolling
+        self.rolling = rolling = ((before ^ signature) * PRIME) & MASK
+        calls = line.calls
+        at = line.ring_at + (calls % CALLS) * CALL_BYTES
+        line.calls = calls = calls + 1
+        pack_call(
+            line.memory, at, calls, self.sequence() + 1 - self.offsets.total, issued, signature, rolling,
+            monotonic_ns(), 0, label, site, 0, number, NO_PEER, calls,
+        )  # fmt: skip
+        line.words[line.calls_word] = calls
+        left = (at + LEFT) >> 3
+        if self.board is not None:
+            self._hold_against(self.board, signature ^ where, left, before)
+        return left
 
-    def pass_message(self, signature: int, label: int, frame: FrameType, peer: int | None) -> int:
+    def _hold_against(self, board: Board, signature: int, left: int, rolling: int) -> None:
+        other = board.enter(self.issued, signature, self._same)
+        if other is not None:
+            self.line.leave(left, REFUSED)
+            refusal = self._refusal(self.issued, other)
+            self.issued, self.rolling = self.issued - 1, rolling
+            raise refusal
+
+    def pass_message(self, what: What, peer: int | None) -> int:
         """Notes that a point-to-point call begins."""
         self.line.blind()
+        signature, label, site, _, _ = what
         return self.line.enter(
-            self.sequence() - self.offsets.total, self.issued, signature, self.rolling, label,
-            self.sites.find(frame)[0], self.context.number(), P2P, -1 if peer is None else peer,
+            self.sequence() - self.offsets.total, self.issued, signature, self.rolling, label, site,
+            self.context.renew(), P2P, NO_PEER if peer is None else peer,
         )  # fmt: skip
 
     # --- the schedule: rare, so it may read the others' beacons
@@ -131,7 +156,7 @@ class Member:
             self.line.counted()
         if raw == self.raw:
             return
-        now, old = time.monotonic_ns(), self.entered
+        now, old = monotonic_ns(), self.entered
         entered = self.offsets.collective(raw[0]) if raw[0] >= 0 else 0
         completed = self.offsets.collective(raw[1]) if raw[1] >= 0 else (-1 if raw[1] == UNSAID else 0)
         self.raw = raw

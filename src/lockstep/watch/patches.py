@@ -10,17 +10,17 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from time import monotonic_ns
 from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 from lockstep.watch.collectives import FORMS, FUNCTIONAL, Form, Places, describe, given, rank_given
 from lockstep.watch.errors import CollectiveRefused
-from lockstep.watch.member import Member
-from lockstep.watch.tape import ASYNC, Tape
+from lockstep.watch.member import Member, What
+from lockstep.watch.sites import Sites
+from lockstep.watch.tape import ASYNC, FAILED, FRESH, Line, Tape
 
 _CACHED = 4096
-_UNKNOWN = (0, -(1 << 62))
-"""No signature, and a text that is long gone."""
 C10D = "torch.distributed.distributed_c10d"
 FUNCOL = "torch.distributed._functional_collectives"
 
@@ -29,6 +29,9 @@ class Owner(Protocol):
     """The recorder, as the wrappers see it."""
 
     tape: Tape
+    sites: Sites
+    found: dict[Any, Member]
+    """By what callers give for a communicator."""
 
     def member(self, group: Any) -> Member | None: ...
     def trouble(self, error: Exception) -> None: ...
@@ -51,8 +54,8 @@ def noted() -> bool:
 class Wrappers:
     """Makes a wrapper per function and remembers what to put back."""
 
-    def __init__(self, owner: Owner, is_compiling: Callable[[], bool]) -> None:
-        self._owner, self._is_compiling = owner, is_compiling
+    def __init__(self, owner: Owner, torch: Any) -> None:
+        self._owner, self._torch = owner, torch
         self._wrapped: dict[int, tuple[Any, Any]] = {}
         """By id of the original: it and its wrapper."""
         self._put: list[tuple[ModuleType, str, Any]] = []
@@ -88,66 +91,111 @@ class Wrappers:
         self._put.clear()
         self._wrapped.clear()
 
+    def patch_functional(self, module: ModuleType) -> None:
+        """Functional collectives; and the compiler's table of what stands for which function: it has to know ours."""
+        remaps = getattr(module, "traceable_collective_remaps", {})
+        for original, wrapper in list(self._wrapped.values()):
+            if original in remaps:
+                remaps[wrapper] = remaps[original]
+        self.patch(module)
+
     def _wrapper_of(self, original: Callable[..., Any], form: Form) -> Callable[..., Any]:
         if form.p2p or form.unseen:
             return self._uncounted(original, form)
+        if original.__module__ == FUNCOL:
+            return self._traced(original, self._collective(original, form))
         return self._collective(original, form)
 
-    def _collective(self, original: Callable[..., Any], form: Form) -> Callable[..., Any]:
-        """The common case, written for speed: about two microseconds."""
-        owner, is_compiling, thread, getframe = self._owner, self._is_compiling, _thread, sys._getframe
-        places = Places(original, form)
-        (group_at, group_name), (tensor_at, tensor_name) = places.group, places.tensor
-        roots = places.root
-        known: dict[Any, tuple[int, int]] = {}
-        fresh = owner.tape.fresh
+    def _traced(self, original: Callable[..., Any], noting: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiler looks into functional collectives: it is to see the original."""
+        torch = self._torch
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or thread.inside:
+            if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            at, line = -1, None
+            return noting(*args, **kwargs)
+
+        return wrapper
+
+    def _collective(self, original: Callable[..., Any], form: Form) -> Callable[..., Any]:
+        """The common case, written for speed: a wrapper costs about two microseconds."""
+        owner, thread, getframe, now = self._owner, _thread, sys._getframe, monotonic_ns
+        found, tape, look_up = owner.found, owner.tape, self._look_up
+        places = Places(original, form)
+        (group_at, group_name), (tensor_at, tensor_name) = places.group, places.tensor
+        roots, nests = places.root, _calls_others(original)
+        known: dict[Any, What] = {}
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if thread.inside:
+                return original(*args, **kwargs)
+            member: Member | None
+            line: Line | None = None
+            left = -1
             try:
-                member = owner.member(args[group_at] if len(args) > group_at else kwargs.get(group_name))
+                group = args[group_at] if len(args) > group_at else kwargs.get(group_name)
+                try:
+                    member = found[group]
+                except (KeyError, TypeError):
+                    member = owner.member(group)
                 if member is not None:
                     root = rank_given(roots, args, kwargs, member.ranks) or 0 if roots else None
-                    tensor = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
-                    if type(tensor) is list or type(tensor) is tuple:
-                        what = _described(owner.tape, form, tensor, root, known, None)
-                    else:
-                        key = (root, None) if tensor is None else (tensor.shape, tensor.dtype, root)
-                        what = known.get(key, _UNKNOWN)
-                        if not fresh(what[1]):
-                            what = _described(owner.tape, form, tensor, root, known, key)
+                    tensor: Any = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
+                    frame = getframe(1)
+                    try:
+                        key = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
+                    except AttributeError:  # none, or a list of them
+                        key = id(frame.f_code), frame.f_lasti, root, None, id(None if tensor is None else tensor)
+                    what = known.get(key)
+                    if what is None or tape.newest_text - what[4] > FRESH:
+                        what = look_up(form, tensor, root, frame, known, key)
                     line = member.line
-                    at = member.enter(what[0], what[1], getframe(1))
+                    left = member.enter(what)
             except CollectiveRefused:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever goes wrong in here, the job goes on
                 owner.trouble(error)
-            if line is None or at < 0:
+            if line is None or left < 0:
                 return original(*args, **kwargs)
-            thread.inside = True
+            if nests:
+                thread.inside = True
             try:
                 result = original(*args, **kwargs)
             except Exception as error:
-                _failed(owner, line, at, error)
-                told = owner.translate(error)
-                if told is error:
-                    raise
-                raise told from error
+                told = _failed(owner, line, left, error)
+                if told is not error:
+                    raise told from error
+                raise
             finally:
-                thread.inside = False
+                if nests:
+                    thread.inside = False
             try:
                 if result is None:
-                    line.leave(at)
+                    line.words[left] = now()
                 else:
-                    line.fail(at, ASYNC)
+                    line.leave(left, ASYNC)
             except Exception as error:  # noqa: BLE001
                 owner.trouble(error)
             return result
 
         return wrapper
+
+    def _look_up(
+        self, form: Form, tensors: Any, root: int | None, frame: FrameType, known: dict[Any, What], key: Any
+    ) -> What:
+        """What a call is; kept under `key` where that stands for it."""
+        owner = self._owner
+        signature, text = describe(form, tensors, root)
+        label = owner.tape.text(text)
+        site, where = owner.sites.find(frame)
+        what = signature, label, site, where, min(label, site)
+        if (tensors is None or hasattr(tensors, "dtype")) and owner.sites.keep(frame):
+            if len(known) >= _CACHED:
+                known.clear()
+            known[key] = what
+        return what
 
     def _uncounted(self, original: Callable[..., Any], form: Form) -> Callable[..., Any]:
         """Point-to-point calls, and collectives that c10d keeps no account of: noted, and taken off its number."""
@@ -158,7 +206,7 @@ class Wrappers:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if _thread.inside:
                 return original(*args, **kwargs)
-            with _noted(owner, form, places, args, kwargs, sys._getframe(1)) as leave:
+            with _noted(owner, self._look_up, form, places, args, kwargs, sys._getframe(1)) as leave:
                 result = original(*args, **kwargs)
                 leave(result)
                 return result
@@ -168,20 +216,24 @@ class Wrappers:
 
 @contextlib.contextmanager
 def _noted(
-    owner: Owner, form: Form, places: Places, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    owner: Owner,
+    look_up: Callable[..., What],
+    form: Form,
+    places: Places,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    frame: FrameType,
 ) -> Iterator[Callable[[Any], None]]:
     member, at, before = None, -1, 0
     try:
         member = owner.member(_group_of(form, places, args, kwargs))
         if member is not None:
             before = member.sequence()
-            tensor = given(places.tensor, args, kwargs) if places.tensor[1] else None
-            signature, label = _described(owner.tape, form, tensor, None, {}, None)
+            what = look_up(form, given(places.tensor, args, kwargs), None, frame, {}, None)
             if form.p2p:
-                peer = rank_given(places.peer, args, kwargs, member.ranks)
-                at = member.pass_message(signature, label, frame, peer)
+                at = member.pass_message(what, rank_given(places.peer, args, kwargs, member.ranks))
             else:
-                at = member.enter(signature, label, frame)
+                at = member.enter(what)
     except CollectiveRefused:
         raise
     except Exception as error:  # noqa: BLE001 - whatever goes wrong in here, the job goes on
@@ -196,13 +248,13 @@ def _noted(
     try:
         yield leave
     except Exception as error:
-        if member is not None and at >= 0:
-            _failed(owner, member.line, at, error)
-            at = -1
-        told = owner.translate(error)
-        if told is error:
+        if member is None or at < 0:
             raise
-        raise told from error
+        left, at = at, -1
+        told = _failed(owner, member.line, left, error)
+        if told is not error:
+            raise told from error
+        raise
     finally:
         _thread.inside = False
         try:
@@ -210,7 +262,7 @@ def _noted(
                 after = member.sequence()
                 member.offsets.skip(after, after - before - (0 if form.p2p else 1))
                 if at >= 0:
-                    member.line.fail(at, flag)
+                    member.line.leave(at, flag)
         except Exception as error:  # noqa: BLE001
             owner.trouble(error)
 
@@ -222,24 +274,18 @@ def _group_of(form: Form, places: Places, args: tuple[Any, ...], kwargs: dict[st
     return given(places.group, args, kwargs)
 
 
-def _described(
-    tape: Tape, form: Form, tensors: Any, root: int | None, known: dict[Any, tuple[int, int]], key: Any
-) -> tuple[int, int]:
-    """Signature and number of its text; kept under `key` unless that is None."""
-    signature, text = describe(form, tensors, root)
-    what = signature, tape.text(text)
-    if key is not None:
-        if len(known) >= _CACHED:
-            known.clear()
-        known[key] = what
-    return what
+def _failed(owner: Owner, line: Line, left: int, error: Exception) -> Exception:
+    """What to raise for an error of a noted call."""
+    with quiet(owner):
+        line.leave(left, FAILED)
+    return owner.translate(error)
 
 
-def _failed(owner: Owner, line: Any, at: int, error: Exception) -> None:
-    try:
-        line.fail(at)
-    except Exception as trouble:  # noqa: BLE001
-        owner.trouble(trouble)
+def _calls_others(function: Callable[..., Any]) -> bool:
+    """Whether it may call another function that is noted, which is then part of it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = set(code.co_names) if code is not None else set(FORMS)
+    return bool(names & (FORMS.keys() | FUNCTIONAL.keys()) - {function.__name__})
 
 
 @contextlib.contextmanager

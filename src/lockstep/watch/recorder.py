@@ -57,9 +57,11 @@ class Recorder:
         self._torch: Any = None
         self._members: dict[Any, Member] = {}
         """By c10d's object."""
-        self._found: dict[Any, Member] = {}
+        self.found: dict[Any, Member] = {}
         """The same, and by what callers give for a communicator: nothing, a name, a mesh."""
         self._lost: set[str] = set()
+        self._told: Exception | None = None
+        """The newest error for which no verdict came, so that it is not waited for twice on its way up."""
         self._flights: list[Flight] = []
         self._flying: dict[tuple[str, str], Member] = {}
         self._worlds = 0
@@ -71,23 +73,20 @@ class Recorder:
     # --- putting it in and taking it out
 
     def attach(self, torch: Any) -> None:
-        """Patches torch.distributed and starts the thread that polls."""
+        """Patches torch.distributed."""
         self._torch = torch
         self._c10d = sys.modules[C10D]
-        self._sites, self._context = Sites(self.tape, torch.__file__), Context(self._own)
+        self.sites, self._context = Sites(self.tape, torch.__file__), Context(self._own, self.tape)
         self._flights = flights(torch._C._distributed_c10d)
-        compiling = getattr(getattr(torch, "compiler", None), "is_compiling", None)
-        self._wrappers = Wrappers(self, compiling or (lambda: False))
+        self._wrappers = Wrappers(self, torch)
         self._wrappers.patch(self._c10d)
-        hook.when_imported(FUNCOL, self._wrappers.patch)
+        hook.when_imported(FUNCOL, self._wrappers.patch_functional)
         self._patch_groups()
         self._wrappers.patch_copies()
         self._patch_wait(torch._C._distributed_c10d.Work)
         self._say_what_is_missing(torch)
         for group in list(self._c10d._world.pg_map):
             self.adopt(group)
-        self._thread = threading.Thread(target=self._poll, name="lockstep-recorder", daemon=True)
-        self._thread.start()
 
     def detach(self) -> None:
         """Puts everything back. Beacons keep what was written."""
@@ -98,7 +97,7 @@ class Recorder:
         for member in self._members.values():
             member.close()
         self._members.clear()
-        self._found.clear()
+        self.found.clear()
 
     def detach_in_child(self) -> None:
         """After a fork: the beacon and what is mapped belong to the parent."""
@@ -174,11 +173,11 @@ class Recorder:
     def member(self, group: Any) -> Member | None:
         """This process on a communicator (None: the default one); None where it is no member of it."""
         try:
-            return self._found[group]
+            return self.found[group]
         except KeyError:
             found = self._find(group)
             if found is not None:
-                self._found[group] = found
+                self.found[group] = found
             return found
         except TypeError:  # a list of ranks
             return self._find(group)
@@ -225,13 +224,14 @@ class Recorder:
                 self._lost.add(name)
                 return None
             label = description if description not in ("", "undefined") else name
-            member = Member(group, line, name, label, ranks, group.rank(), self._sites, self._context)
+            member = Member(group, line, name, label, ranks, group.rank(), self._context)
             if self._refuse and group.size() > 1:
                 member.run = self.run
                 identity, beacon_name = line.about[0], self._own.path.stem
                 member.board = Board(self.run, identity, group.rank(), beacon_name, line.slot)
             self._members[group] = member
-            self._found.clear()
+            self.found.clear()
+            self._watch()
             return member
 
     def _identity(self, group: Any, name: str) -> int:
@@ -247,9 +247,15 @@ class Recorder:
                 if group not in self._c10d._world.pg_map:
                     del self._members[group]
                     member.close()
-            self._found.clear()
+            self.found.clear()
 
     # --- the thread
+
+    def _watch(self) -> None:
+        """Starts the thread with the first communicator: a process that has none pays for none."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._poll, name="lockstep-recorder", daemon=True)
+            self._thread.start()
 
     def _poll(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -339,8 +345,9 @@ class Recorder:
         watches, a broken connection waits two seconds for the verdict."""
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveStalled):
             return error
-        if not _BROKEN.search(str(error)):
+        if error is self._told or not _BROKEN.search(str(error)):
             return error
+        self._told = error
         try:
             found = self.verdict()
             until = time.monotonic() + VERDICT_S

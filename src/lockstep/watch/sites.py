@@ -26,25 +26,24 @@ class Sites:
         self._codes: dict[int, CodeType] = {}
         """Keeps the code objects, so that an id means one of them for good."""
 
-    def find(self, frame: FrameType | None) -> tuple[int, int]:
-        """Number and digest of the place that `frame` was called from."""
-        first, files, left = frame, self._files, DEPTH
-        while frame is not None and left:
-            code = frame.f_code
-            inner = files.get(code.co_filename)
-            if inner is None:
-                inner = self._judge(code.co_filename)
-            if not inner:
+    def find(self, frame: FrameType) -> tuple[int, int]:
+        """Number of the text and digest of the place that issued a call from `frame`."""
+        first, files = frame, self._files
+        found: FrameType | None = frame
+        for _ in range(DEPTH):
+            if found is None:
                 break
-            frame = frame.f_back
-            left -= 1
-        frame = frame if frame is not None and left else first
-        if frame is None:
-            return 0, 0
-        known = self._known.get((id(frame.f_code), frame.f_lasti))
-        if known is not None and self._tape.fresh(known[0]):
-            return known
-        return self._note(frame)
+            name = found.f_code.co_filename
+            inner = files.get(name)
+            if not (self._judge(name) if inner is None else inner):
+                known = self._known.get((id(found.f_code), found.f_lasti))
+                return known if known is not None and self._tape.fresh(known[0]) else self._note(found)
+            found = found.f_back
+        return self._said(first)  # a thread of torch's own, or too deep
+
+    def keep(self, frame: FrameType) -> bool:
+        """Whether `frame` itself is the place, so that its code and instruction stand for it from now on."""
+        return not self._files.get(frame.f_code.co_filename, True)
 
     def _judge(self, filename: str) -> bool:
         inner = filename.startswith(self._inner) or filename.endswith(_PASSED)
@@ -52,13 +51,16 @@ class Sites:
         return inner
 
     def _note(self, frame: FrameType) -> tuple[int, int]:
-        code, line = frame.f_code, frame.f_lineno
-        name: Any = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on with the class
-        text = f"{code.co_filename[-_LENGTH:]}:{line} in {name}"
-        known = self._tape.text(text), digest(text.rsplit("/", 1)[-1])
+        code = frame.f_code
         if len(self._codes) > 4096:  # code that is made anew again and again
             self._known.clear()
             self._codes.clear()
         self._codes[id(code)] = code
-        self._known[id(code), frame.f_lasti] = known
-        return known
+        said = self._known[id(code), frame.f_lasti] = self._said(frame)
+        return said
+
+    def _said(self, frame: FrameType) -> tuple[int, int]:
+        code = frame.f_code
+        name: Any = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on with the class
+        text = f"{code.co_filename[-_LENGTH:]}:{frame.f_lineno} in {name}"
+        return self._tape.text(text), digest(text.rsplit("/", 1)[-1])

@@ -17,6 +17,8 @@ from lockstep.watch.records import CallRecord, CommunicatorRecord
 COMMUNICATORS = 32
 CALLS = 256
 TEXTS = 1024
+FRESH = TEXTS // 2
+"""A text stays at least until so many newer ones have been written after it was last asked for."""
 NEWEST = 16
 """Calls that are looked at when a beacon is read; more are behind `read_calls`."""
 
@@ -28,28 +30,31 @@ SEPARATOR = "\x1f"
 _ABOUT = struct.Struct("<QQQQiiQ64s64s32sQ")
 # front identity members created_ns size rank loop_thread name description backend back
 _COUNTS = struct.Struct("<QqqQQQ")  # front entered completed entered_ns completed_ns back
-_CALL = struct.Struct("<QqQQQQQIIIIiIQ")
-# front seq issued signature rolling entered_ns left_ns label site flags context peer - back
+_CALL = struct.Struct("<QqQQQQQIIIIqQ")
+# front seq issued signature rolling entered_ns left_ns label site flags context peer back
 _TEXT = struct.Struct("<Q176sQ")  # front text back
+pack_call = _CALL.pack_into
+CALL_BYTES = 88
 
 _STRIDE = 512
 _COUNTS_AT = 256
 _CALLS_AT = 384
 _FLAGS_AT = 392
 _BLIND_AT = 400
-_LEFT = 48
-_FLAGS = 64
-RING_BYTES = CALLS * _CALL.size
+LEFT = 48
+_FLAGS_FROM_LEFT = 2
+"""Words between the two."""
+RING_BYTES = CALLS * CALL_BYTES
 COMMUNICATORS_BYTES = COMMUNICATORS * _STRIDE
 TAPE_BYTES = TEXTS * _TEXT.size + COMMUNICATORS * RING_BYTES
 
-_MASK = (1 << 64) - 1
-_PRIME = 0x9E3779B97F4A7C15
+MASK = (1 << 64) - 1
+PRIME = 0x9E3779B97F4A7C15
 
 
 def roll(rolling: int, signature: int) -> int:
     """The digest of a sequence of signatures that ends in this one."""
-    return ((rolling ^ signature) * _PRIME) & _MASK
+    return ((rolling ^ signature) * PRIME) & MASK
 
 
 class Tape:
@@ -66,7 +71,8 @@ class Tape:
         """Of closed communicators whose slot was used again."""
         self._lock = threading.Lock()
         self._texts: dict[str, int] = {}
-        self._next = 0
+        self.newest_text = 0
+        """The number of the newest text."""
 
     def text(self, value: str) -> int:
         """The number of a text, for `Line.enter`. It holds for the next thousand new texts: see `fresh`."""
@@ -74,8 +80,8 @@ class Tape:
             known = self._texts.get(value)
             if known is not None and self.fresh(known):
                 return known
-            self._next += 1
-            number = self._next
+            self.newest_text += 1
+            number = self.newest_text
             at = self.texts_at + (number % TEXTS) * _TEXT.size
             _TEXT.pack_into(self.memory, at, number, fit(value, 176), number)
             if len(self._texts) >= 2 * TEXTS:
@@ -85,7 +91,7 @@ class Tape:
 
     def fresh(self, number: int) -> bool:
         """Whether the text of that number will stay for a while."""
-        return self._next - number < TEXTS // 2
+        return self.newest_text - number < FRESH
 
     def open_line(
         self,
@@ -131,17 +137,20 @@ class Tape:
 class Line:
     """What one process does on one communicator; written by the thread that issues."""
 
-    __slots__ = ("_about", "_at", "_counts", "_ring_at", "_words", "about", "calls", "closed_ns", "memory", "slot")
+    __slots__ = (
+        "_about", "_at", "_counts", "about", "calls", "calls_word", "closed_ns", "memory", "ring_at", "slot", "words",
+    )  # fmt: skip
 
     def __init__(self, tape: Tape, slot: int) -> None:
-        self.slot, self.memory, self._words = slot, tape.memory, tape.words
+        self.slot, self.memory, self.words = slot, tape.memory, tape.words
         self._at = tape.slots_at + slot * _STRIDE
-        self._ring_at = tape.rings_at + slot * RING_BYTES
+        self.ring_at = tape.rings_at + slot * RING_BYTES
         self.calls = 0
+        self.calls_word = (self._at + _CALLS_AT) >> 3
         self.closed_ns = 0
         self.about: tuple[Any, ...] = ()
         for word in (_CALLS_AT, _FLAGS_AT, _BLIND_AT):
-            self._words[(self._at + word) >> 3] = 0
+            self.words[(self._at + word) >> 3] = 0
         clear(self.memory, self._at + _COUNTS_AT, _COUNTS)
         self._about = Slot(self.memory, self._at, _ABOUT)
         self._counts = Slot(self.memory, self._at + _COUNTS_AT, _COUNTS)
@@ -158,42 +167,37 @@ class Line:
         self, seq: int, issued: int, signature: int, rolling: int, label: int = 0, site: int = 0, context: int = 0,
         flags: int = 0, peer: int = NO_PEER,
     ) -> int:  # fmt: skip
-        """Notes that a call begins; returns where, for `leave`."""
+        """Notes that a call begins; returns the word that says when it left."""
         calls = self.calls
-        at = self._ring_at + (calls % CALLS) * 88
+        at = self.ring_at + (calls % CALLS) * CALL_BYTES
         self.calls = calls = calls + 1
-        _CALL.pack_into(
+        pack_call(
             self.memory, at, calls, seq, issued, signature, rolling, time.monotonic_ns(), 0, label, site, flags,
-            context, peer, 0, calls,
+            context, peer, calls,
         )  # fmt: skip
-        self._words[(self._at + _CALLS_AT) >> 3] = calls
-        return at
+        self.words[self.calls_word] = calls
+        return (at + LEFT) >> 3
 
-    def leave(self, at: int) -> None:
-        self._words[(at + _LEFT) >> 3] = time.monotonic_ns()
-
-    def fail(self, at: int, flag: int = FAILED) -> None:
-        """Like `leave`, for a call that raised."""
-        self._words[(at + _FLAGS) >> 3] |= flag
-        self.leave(at)
+    def leave(self, left: int, flag: int = 0) -> None:
+        """`left` is what `enter` returned; `flag` says how it ended: ASYNC, FAILED or REFUSED."""
+        if flag:
+            self.words[left + _FLAGS_FROM_LEFT] |= flag
+        self.words[left] = time.monotonic_ns()
 
     def counted(self) -> None:
         """Says that c10d's counts are read for this communicator."""
-        self._words[(self._at + _FLAGS_AT) >> 3] |= COUNTED
+        self.words[(self._at + _FLAGS_AT) >> 3] |= COUNTED
 
     def counts(self, entered: int, completed: int, entered_ns: int, completed_ns: int) -> None:
         """c10d's numbers, and when they changed, as far as was seen."""
         self._counts.write(entered, completed, entered_ns, completed_ns)
 
     def blind(self) -> None:
-        self._words[(self._at + _BLIND_AT) >> 3] = 1
+        self.words[(self._at + _BLIND_AT) >> 3] = 1
 
     def close(self) -> None:
         self.closed_ns = time.monotonic_ns()
-        self._words[(self._at + _FLAGS_AT) >> 3] |= CLOSED
-
-
-assert _CALL.size == 88, _CALL.size
+        self.words[(self._at + _FLAGS_AT) >> 3] |= CLOSED
 
 
 def clear_slots(memory: Memory, slots_at: int) -> None:
@@ -253,7 +257,7 @@ def _calls(reading: Reading, texts: _Texts, slot: int, written: int, newest: int
 
 
 def _call(number: int, fields: tuple[Any, ...], texts: _Texts) -> CallRecord:
-    seq, issued, signature, rolling, entered, left, label, site, flags, context, peer, _ = fields
+    seq, issued, signature, rolling, entered, left, label, site, flags, context, peer = fields
     operation, dtype, root_text, shapes = (*texts[label].split(SEPARATOR), "", "", "")[:4]
     root = int(root_text) if root_text.isascii() and root_text.isdigit() else None
     return CallRecord(

@@ -59,9 +59,9 @@ def test_a_call_is_read_as_it_was_written(mine):
 def test_a_failed_call_is_not_completed_and_a_refused_one_not_entered(mine):
     line = line_of(mine)
     line.leave(line.enter(1, 1, 5, 5, label(mine), 0, 0))
-    line.fail(line.enter(2, 2, 5, 5, label(mine), 0, 0))
+    line.leave(line.enter(2, 2, 5, 5, label(mine), 0, 0), tapes.FAILED)
     assert (read(mine).entered, read(mine).completed) == (2, 1)
-    line.fail(line.enter(3, 3, 5, 5, label(mine), 0, 0), tapes.REFUSED)
+    line.leave(line.enter(3, 3, 5, 5, label(mine), 0, 0), tapes.REFUSED)
     state = read(mine)
     assert (state.entered, state.completed, state.inside) == (2, 1, None)
     assert state.newest.refused and not state.newest.failed

@@ -1,0 +1,118 @@
+"""What the recorder costs: `python -m benchmarks.recorder`.
+
+Calls with and without it alternate in one process, in blocks of 250, and the median of the differences of
+neighbouring blocks counts, in CPU time of the calling thread: back to back, and with 50 us of other work between
+them, which finds the recorder's code and data out of the processor's nearest caches, as a real program does. The poll
+is measured apart. The share of a step is reckoned from both.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+BLOCK = 250
+PAUSES_US = (0, 50)
+"""Work of the program between two collectives."""
+GOAL_US, GOAL_PERCENT = 2.0, 0.3
+MODES = ("recorded", "recorded and held against the schedule")
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--blocks", type=int, default=60)
+    options.add_argument("--collectives", type=int, default=20, help="of a step, for its share")
+    options.add_argument("--step-s", type=float, default=0.55, help="CPU seconds of a step, for its share")
+    given = options.parse_args()
+    rows = []
+    for world in (1, 2):
+        for refuse in (False, True):
+            for pause in PAUSES_US:
+                rows.append((world, refuse, pause, measure(world, refuse, pause, given.blocks)))
+    print("microseconds of CPU per all_reduce of four floats, gloo, median of alternating blocks")
+    print(f"{'ranks':>5} {'work between':>12}  {'':40} {'without':>8} {'with':>8} {'cost':>6}   (quartiles)")
+    for world, refuse, pause, found in rows:
+        low, middle, high = found["cost"]
+        print(
+            f"{world:>5} {pause:>9} us  {MODES[refuse]:40} {found['without']:8.2f} {found['with']:8.2f} "
+            f"{middle:6.2f}   ({low:.2f} to {high:.2f})"
+        )
+    poll = statistics.median(found["poll"] for *_, found in rows)
+    worst = max(found["cost"][1] for *_, found in rows)
+    print(f"one look of the recorder's thread: {poll:.0f} us, ten times a second: {poll * 10 / 1e4:.3f} % of a core")
+    share = (given.collectives * worst / 1e6 + poll * 10 / 1e6 * given.step_s) / given.step_s * 100
+    print(
+        f"a step of {given.collectives} collectives and {given.step_s} s: {share:.3f} % (goal {GOAL_PERCENT} %); "
+        f"a collective: {worst:.2f} us at most (goal {GOAL_US} us)"
+    )
+
+
+def measure(world: int, refuse: bool, pause_us: int, blocks: int) -> dict[str, Any]:
+    """What rank 0 saw."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.Queue()
+        facts = (world, refuse, pause_us, blocks, folder, queue)
+        ranks = [context.Process(target=rank_main, args=(rank, *facts)) for rank in range(world)]
+        for each in ranks:
+            each.start()
+        found: dict[str, Any] = queue.get(timeout=300)
+        for each in ranks:
+            each.join(60)
+    return found
+
+
+def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, folder: str, queue: Any) -> None:
+    os.environ["LOCKSTEP_BEACONS"] = folder
+    import torch
+    import torch.distributed as dist
+
+    from lockstep.watch import beacon, recorder
+
+    torch.set_num_threads(1)
+    beacon.open_beacon("benchmark", f"policy-{rank}", "policy", rank).stage("train")
+    found = recorder.install(refuse=refuse)
+    assert found is not None
+    store = dist.FileStore(str(Path(folder, "store")), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    value = torch.ones(4)
+    bare = dist.all_reduce.__wrapped__
+
+    def block(function: Any) -> float:
+        began = time.thread_time()
+        for _ in range(BLOCK):
+            function(value)
+            pause = time.monotonic_ns() + 1000 * pause_us
+            while time.monotonic_ns() < pause:
+                pass
+        return (time.thread_time() - began) / BLOCK * 1e6
+
+    for function in (bare, dist.all_reduce) * 4:
+        block(function)
+    pairs = [(block(bare), block(dist.all_reduce)) for _ in range(blocks)]
+    costs = sorted(after - before for before, after in pairs)
+    began = time.thread_time()
+    for _ in range(200):
+        found.tick()
+    poll = (time.thread_time() - began) / 200 * 1e6
+    dist.barrier()
+    if rank == 0:
+        queue.put(
+            {
+                "without": statistics.median(before for before, _ in pairs),
+                "with": statistics.median(after for _, after in pairs),
+                "cost": statistics.quantiles(costs, n=4),
+                "poll": poll,
+            }
+        )
+    recorder.uninstall()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
