@@ -141,6 +141,32 @@ class Verdict:
         }
 
 
+def parse(said: Mapping[str, Any]) -> Verdict:
+    """The verdict of `Verdict.json`'s form, as stored in `verdict.json`; fields that are missing are empty.
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    try:
+        collective = said.get("collective")
+        return Verdict(
+            kind=Kind(said["kind"]),
+            level=Level(said["level"]),
+            culprits=tuple(Culprit(**each) for each in said.get("culprits", ())),
+            cause=said.get("class", "unknown"),
+            collective=None if collective is None else Collective(**collective),
+            waiting=tuple(Waiting(**each) for each in said.get("waiting", ())),
+            confidence=float(said.get("confidence", 0.0)),
+            alternatives=tuple(Alternative(each["class"], each["confidence"]) for each in said.get("alternatives", ())),
+            evidence=tuple(Fact(**each) for each in said.get("evidence", ())),
+            explanation=said.get("explanation", ""),
+            fix=said.get("fix", ""),
+            collect=tuple(said.get("collect", ())),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a verdict: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Patience:
     """How long what may last before it counts. Seconds."""

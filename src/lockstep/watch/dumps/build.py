@@ -31,7 +31,7 @@ from lockstep.watch.evidence import (
     Processes,
 )
 
-_DEFAULT = "default_pg"
+_DEFAULT, _NO_DESCRIPTION = "default_pg", "undefined"
 _PEER = re.compile(r"(?:recv (?P<me>\d+)<-(?P<from>\d+))|(?:send (?P<self>\d+)->(?P<to>\d+))")
 
 
@@ -71,7 +71,11 @@ def build(dumps: Sequence[Dump], gaps: Sequence[str], known: Known, world_size: 
         edges=_edges(communicators, index),
         source="dumps",
         gaps=tuple(gaps),
-        extra={"ranks": len(ranks), "dumps": len(dumps), "entries": sum(dump.trace.entries for dump in dumps)},
+        extra={
+            "files": {dump.rank: str(dump.file.path) for dump in dumps},
+            "entries": sum(dump.trace.entries for dump in dumps),
+            "missing": missing,
+        },
     )
 
 
@@ -212,7 +216,7 @@ def _members(
             columns["blind"].append(group.blind if group else False)
         starts.append(len(columns["process"]))
     return Communicators(
-        about=[Communicator(each.name, each.description, each.backend) for each in communicators],
+        about=_about(communicators),
         starts=np.array(starts, np.int64),
         process=np.array(columns["process"], np.int64),
         entered=np.array(columns["entered"], np.int64),
@@ -222,6 +226,23 @@ def _members(
         ranks=np.array(columns["ranks"], np.int64),
         blind=np.array(columns["blind"], np.bool_),
     )
+
+
+def _about(communicators: Sequence[_Communicator]) -> list[Communicator]:
+    """Called what the user calls them, where that is one; torch's own names are numbers and hashes."""
+    meant = ["" if each.description == _NO_DESCRIPTION else each.description for each in communicators]
+    names = []
+    for each, description in zip(communicators, meant, strict=True):
+        alone = meant.count(description) == 1 or description == each.name
+        names.append((description if alone else f"{description} {each.name}") if description else each.name)
+    twice = {name for name in names if names.count(name) > 1}
+    names = [
+        f"{name} {each.ranks[:4]}" if name in twice else name for name, each in zip(names, communicators, strict=True)
+    ]
+    return [
+        Communicator(name, description, each.backend)
+        for name, description, each in zip(names, meant, communicators, strict=True)
+    ]
 
 
 def _calls(communicators: Sequence[_Communicator], by_rank: Mapping[int, Dump], known: Known) -> Calls:

@@ -224,7 +224,7 @@ class Decoder:
             compared = (ins, in_types)
         elif operation.startswith(_OUTPUT_SAYS_ALL):
             compared = (outs, out_types)
-        signature = _hash(marshal.dumps((operation, *compared), 2))
+        signature = _hash(json.dumps((operation, *compared)).encode())
         self.calls[signature] = (operation, shapes if ins != outs else _short(ins), _type(types))
         return signature
 
@@ -378,13 +378,14 @@ class _Sites:
             stacks = list(map(_FRAMES, entries))
         except KeyError:
             stacks = [entry.get("frames") for entry in entries]
-        keys = [tuple(map(id, stack)) if type(stack) is list else () for stack in stacks]
-        known = self._by_identity
-        for key in dict.fromkeys(keys):
-            if key in known:
-                continue
-            known[key] = self._number(site(_frames(stacks[keys.index(key)])))
-        return [known[key] for key in keys]
+        known, places = self._by_identity, []
+        for stack in stacks:
+            key = tuple(map(id, stack)) if type(stack) is list else (id(stack),)
+            place = known.get(key)
+            if place is None:
+                place = known[key] = self._number(site(_frames(stack)))
+            places.append(place)
+        return places
 
     def _number(self, name: str) -> int:
         number = self._numbers.setdefault(name, len(self.names))

@@ -44,7 +44,7 @@ def names(evidence: Evidence) -> list[tuple[str, list[int]]]:
 def test_who_has_not_entered(tmp_path: Path, backend: str, name: str) -> None:
     write(stopped(4, 50, 2, 30, backend), tmp_path, name=name)
     evidence = read_dumps(tmp_path, readers=1)
-    assert names(evidence) == [("0", [0, 1, 2, 3])]
+    assert names(evidence) == [("default_pg", [0, 1, 2, 3])]
     assert counts(evidence) == ([31, 31, 30, 31], [30, 30, 30, 30])
     assert evidence.source == "dumps" and evidence.gaps == ()
     assert math.isclose(evidence.at - np.nanmax(evidence.processes.moved_at), STUCK_S, abs_tol=0.1)
@@ -66,9 +66,9 @@ def test_gloo_says_nothing_of_members(tmp_path: Path) -> None:
     job.backend = "gloo"
     write(job.play(), tmp_path, ranks=[0, 1, 3])
     evidence = read_dumps(tmp_path)
-    assert names(evidence) == [("0", [0, 1, 2, 3]), ("1", [0, 1]), ("2", [3])]
+    assert names(evidence) == [("default_pg", [0, 1, 2, 3]), ("1", [0, 1]), ("2", [3])]
     write(job, tmp_path / "more", ranks=[0, 1])
-    assert names(read_dumps(tmp_path / "more", world_size=4))[0] == ("0", [0, 1, 2, 3])
+    assert names(read_dumps(tmp_path / "more", world_size=4))[0] == ("default_pg", [0, 1, 2, 3])
     assert read_dumps(tmp_path / "more", world_size=4).gaps == ("no dump of ranks 2, 3",)
 
 
@@ -102,7 +102,7 @@ def test_a_communicator_that_left_everybodys_ring_is_left_out(tmp_path: Path) ->
     comms = [world(2), Comm("1", (0, 1), "x"), Comm("2", (0, 1), "y"), Comm("3", (0, 1), "z")]
     write(Job(comms, [[Call(0), Call(1), Call(2)] + [Call(3)] * 30] * 2).play(), tmp_path, ring=10)
     evidence = read_dumps(tmp_path)
-    assert names(evidence) == [("0", [0, 1]), ("3", [0, 1])], "the default one by its number in pg_status"
+    assert names(evidence) == [("default_pg", [0, 1]), ("z", [0, 1])], "the default one by its number in pg_status"
     assert counts(evidence) == ([1, 1], [1, 1])
 
 
@@ -110,7 +110,7 @@ def test_one_name_may_stand_for_several_communicators(tmp_path: Path) -> None:
     """As after split_group."""
     comms = [Comm("tp", (0, 1), "tp"), Comm("tp", (2, 3), "tp")]
     write(Job(comms, [[Call(rank // 2)] * 5 for rank in range(4)]).play(), tmp_path)
-    assert names(read_dumps(tmp_path)) == [("tp", [0, 1]), ("tp", [2, 3])]
+    assert names(read_dumps(tmp_path)) == [("tp [0, 1]", [0, 1]), ("tp [2, 3]", [2, 3])]
 
 
 def test_members_with_other_lists_are_in_one_communicator_and_differ(tmp_path: Path) -> None:
