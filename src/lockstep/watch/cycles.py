@@ -90,17 +90,15 @@ def _usual_count(case: Case, graph: Graph, x: int, y: int) -> tuple[int | None, 
     came to x, and who of them has not entered so many; None where that does not tell."""
     members = case.evidence.communicators
     here, there = int(graph.communicator[x]), int(graph.communicator[y])
-    about, sizes = members.about[there], np.diff(members.starts)
-    if not about.description or here == there:
+    if not members.about[there].description or here == there:
         return None, set()
-    sisters = [
-        i
-        for i, each in enumerate(members.about)
-        if each.description == about.description and sizes[i] == sizes[there] and i != here
-    ]
+    family = [each for each in (there, *case.sisters(there)) if each != here]
     rows = case.members(here)
-    came = members.process[rows][members.entered[rows] >= graph.seq[x]]
-    of = np.flatnonzero(np.isin(case.inside.communicator, sisters) & np.isin(members.process, came))
+    came = np.zeros(graph.processes, dtype=np.bool_)
+    came[members.process[rows][members.entered[rows] >= graph.seq[x]]] = True
+    inside = np.zeros(len(members.about), dtype=np.bool_)
+    inside[family] = True
+    of = np.flatnonzero(inside[case.inside.communicator] & came[members.process])
     counts = members.entered[of]
     if len(counts) < 3 or (counts < 0).any():
         return None, set()

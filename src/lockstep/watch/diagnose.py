@@ -17,6 +17,7 @@ from lockstep.watch.evidence import Evidence
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.flight import in_flight
+from lockstep.watch.graph import Bools
 from lockstep.watch.mismatch import mismatches
 from lockstep.watch.sinks import edges_without_process, lost, sinks, stopped
 from lockstep.watch.verdict import Kind, Level, Patience, Verdict
@@ -65,24 +66,27 @@ def _unexplained(case: Case, found: list[Finding]) -> list[Finding]:
     return [
         each
         for each in found
-        if not any(_explains(case, c, each) for c in causes if c is not each and places[id(c)] & places[id(each)])
+        if not any(
+            _explains(case, c, each) for c in causes if c is not each and (places[id(c)] & places[id(each)]).any()
+        )
     ]
 
 
-def _touches(case: Case, finding: Finding) -> set[tuple[str, int]]:
-    """What findings of one incident have in common: communicators and processes."""
-    who = {*finding.culprits, *finding.others}
-    graph = case.graph
-    communicators: set[int] = set()
+def _touches(case: Case, finding: Finding) -> Bools:
+    """`[processes + communicators]`: what findings of one incident have in common."""
+    members, graph = case.evidence.communicators, case.graph
+    who = np.zeros(len(case.evidence.processes.who), dtype=np.bool_)
+    where = np.zeros(len(members.about), dtype=np.bool_)
+    who[list(finding.culprits)] = True
+    who[list(finding.others)] = True
     if finding.node is not None and graph is not None:
+        who[graph.wait_process[graph.wait_node == finding.node]] = True
         if graph.communicator[finding.node] >= 0:
-            communicators.add(int(graph.communicator[finding.node]))
-        who |= set(graph.waiters(finding.node))
+            where[graph.communicator[finding.node]] = True
     if finding.collective is not None:
-        communicators.add(finding.collective[0])
-    rows = np.isin(case.evidence.communicators.process, list(who))
-    communicators |= set(case.inside.communicator[rows].tolist())
-    return {("communicator", each) for each in communicators} | {("process", each) for each in who}
+        where[finding.collective[0]] = True
+    where[case.inside.communicator[who[members.process]]] = True
+    return np.concatenate([who, where])
 
 
 def _explains(case: Case, cause: Finding, finding: Finding) -> bool:
@@ -90,7 +94,7 @@ def _explains(case: Case, cause: Finding, finding: Finding) -> bool:
     if finding.kind in _CONSEQUENCES:
         return not (finding.structural and finding.level is Level.CONFIRMED)
     if cause.kind is Kind.MISMATCH:
-        return _follows_mismatch(case, finding)
+        return _follows_mismatch(case, cause, finding)
     if finding.kind is Kind.MISMATCH:
         return False
     if cause.kind is Kind.DEAD and finding.kind is Kind.DEAD:
@@ -104,10 +108,10 @@ def _explains(case: Case, cause: Finding, finding: Finding) -> bool:
     return _came_after(case, cause, finding)
 
 
-def _follows_mismatch(case: Case, finding: Finding) -> bool:
+def _follows_mismatch(case: Case, cause: Finding, finding: Finding) -> bool:
     """Everything does that does not speak for itself: aborts, resets, absences, deadlocks."""
     if finding.kind is Kind.MISMATCH:
-        return False
+        return finding.confidence < cause.confidence and bool({*cause.culprits} & {*finding.culprits})
     if finding.kind is Kind.DEAD:
         return any(case.life(p) is Life.LEFT for p in finding.culprits) or finding.confidence < 0.85
     return not finding.structural or finding.kind is Kind.CYCLE

@@ -1,5 +1,6 @@
 """What the parts of the judge hand to each other: a snapshot with what is derived from it once, and findings."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,6 +18,8 @@ STILL_AT_MOST = 0.78
 """Of a verdict by stillness: what is waited for may lie outside of what is seen. Only structure proves more."""
 
 _NO_NOTE = Note()
+_SITES = 64
+"""Members at most that are asked for the line of a call."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Case:
     patience: Patience
     inside: Pending
     graph: Graph | None
+    _called: dict[tuple[int, int], tuple[Call | None, str]] = field(default_factory=dict, repr=False)
 
     @property
     def at(self) -> float:
@@ -69,9 +73,27 @@ class Case:
         return mask
 
     @cached_property
-    def ranked(self) -> frozenset[int]:
-        """Members of a communicator: who is best known by its rank."""
-        return frozenset(np.unique(self.evidence.communicators.process).tolist())
+    def ranked(self) -> Bools:
+        """`[processes]`: members of a communicator, who are best known by their rank."""
+        mask = np.zeros(len(self.evidence.processes.who), dtype=np.bool_)
+        mask[self.evidence.communicators.process] = True
+        return mask
+
+    @cached_property
+    def _families(self) -> Mapping[tuple[str, int], list[int]]:
+        """Communicators by description and size."""
+        members, found = self.evidence.communicators, defaultdict(list)
+        for number, (about, size) in enumerate(zip(members.about, np.diff(members.starts).tolist(), strict=True)):
+            if about.description:
+                found[about.description, size].append(number)
+        return found
+
+    def sisters(self, communicator: int) -> list[int]:
+        """The other communicators of its description and size: what its members do, theirs should do."""
+        members = self.evidence.communicators
+        rows = self.members(communicator)
+        key = (members.about[communicator].description, rows.stop - rows.start)
+        return [each for each in self._families.get(key, ()) if each != communicator]
 
     @cached_property
     def incident_of(self) -> Integers:
@@ -103,6 +125,11 @@ class Case:
 
     def call(self, communicator: int, seq: int) -> tuple[Call | None, str]:
         """What was called most often under that number, and from which line."""
+        if (communicator, seq) not in self._called:
+            self._called[communicator, seq] = self._call(communicator, seq)
+        return self._called[communicator, seq]
+
+    def _call(self, communicator: int, seq: int) -> tuple[Call | None, str]:
         calls = self.evidence.calls
         rows = np.flatnonzero(calls.seq == seq)
         rows = rows[self.inside.communicator[calls.membership[rows]] == communicator]
@@ -110,11 +137,8 @@ class Case:
             return None, ""
         signatures, counts = np.unique(calls.signature[rows], return_counts=True)
         call = calls.about.get(int(signatures[np.argmax(counts)]))
-        site = next(
-            (calls.sites[key] for row in rows if (key := (int(calls.membership[row]), seq)) in calls.sites),
-            call.site if call else "",
-        )
-        return call, site
+        keys = ((int(calls.membership[row]), seq) for row in rows[:_SITES])
+        return call, next((calls.sites[key] for key in keys if key in calls.sites), call.site if call else "")
 
 
 @dataclass(frozen=True, slots=True)

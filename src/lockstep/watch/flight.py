@@ -1,6 +1,8 @@
 """Collectives that everybody has entered: some completed and others did not, or nobody did; and those of which too
 little is known."""
 
+from heapq import nsmallest
+
 import numpy as np
 
 from lockstep.watch.cycles import out_of_order
@@ -11,6 +13,8 @@ from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
 PAIRS = 32
 """Collectives in flight that are compared with each other at most."""
+_ASKED = 256
+"""Members at most that are asked whether anything of them moves."""
 
 
 def in_flight(case: Case, graph: Graph, reached: Bools) -> list[Finding]:
@@ -61,9 +65,11 @@ def _nobody_completes(case: Case, graph: Graph, nodes: list[int]) -> list[Findin
     nodes = sorted(nodes, key=lambda each: (graph.since[each], each))
     collectives = [(int(graph.communicator[each]), int(graph.seq[each])) for each in nodes[:PAIRS]]
     odd = out_of_order(case, collectives) if len(nodes) > 1 else []
-    waiters = np.unique(graph.wait_process[np.isin(graph.wait_node, nodes)]).tolist()
+    waits = np.zeros(len(graph.seq), dtype=np.bool_)
+    waits[nodes] = True
+    waiters = graph.wait_process[waits[graph.wait_node]][:_ASKED].tolist()
     since = float(graph.since[nodes[0]])
-    proven = _still(case, waiters[:256], since)
+    proven = _still(case, waiters, since)
     if odd:
         return [
             Finding(
@@ -74,7 +80,7 @@ def _nobody_completes(case: Case, graph: Graph, nodes: list[int]) -> list[Findin
         ]  # fmt: skip
     culprits, hosts = _host_in_all(case, graph, nodes)
     several = len(hosts) > 1
-    links = f"{', '.join(sorted(hosts)[:4])}" + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    links = ", ".join(nsmallest(4, hosts)) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     return [
         Finding(
             Kind.IN_FLIGHT,
@@ -90,24 +96,23 @@ def _nobody_completes(case: Case, graph: Graph, nodes: list[int]) -> list[Findin
                 "bytes and retransmits of the links between its hosts" if several else "GPU and link counters",
                 "native stacks of two members (py-spy dump --native)",
             ),
-            others=tuple(waiters),
         )
     ]
 
 
 def _host_in_all(case: Case, graph: Graph, nodes: list[int]) -> tuple[list[int], set[str]]:
     """The processes of the one host that all collectives in flight have in common, if they have no other; all hosts."""
-    who, spans = case.evidence.processes.who, []
+    who = case.evidence.processes.who
+    spans: list[set[str]] = []
     for node in nodes[:PAIRS]:
         rows = case.members(int(graph.communicator[node]))
         processes = case.evidence.communicators.process[rows].tolist()
-        spans.append(frozenset(who[each].host for each in processes))
-    hosts = frozenset().union(*spans)
-    common = frozenset.intersection(*spans)
-    if len(set(spans)) < 2 or len(common) != 1:
-        return [], set(hosts)
+        spans.append({who[each].host for each in processes})
+    hosts, common = set().union(*spans), set.intersection(*spans)
+    if len(common) != 1 or all(span == hosts for span in spans):
+        return [], hosts
     waiting = np.unique(graph.wait_process[np.isin(graph.wait_node, nodes)]).tolist()
-    return [each for each in waiting if who[each].host in common], set(hosts)
+    return [each for each in waiting if who[each].host in common], hosts
 
 
 def _too_little(case: Case, graph: Graph, node: int) -> Finding:

@@ -18,12 +18,12 @@ not known: clocks of hosts need not agree.
 - *made with* is a number that stands for the list of members (see `Communicators.ranks`), -1 if not known.
 
     {"m": "state", "host": "b", "number": 7,
-     "processes": base64 of PROCESS records, one for each of the roster's processes
-     "members": base64 of MEMBER records, one for each of the roster's members
+     "processes": hexadecimal of PROCESS records, one for each of the roster's processes
+     "members": hexadecimal of MEMBER records, one for each of the roster's members
      "stages": [text, ...] of each process; may be empty
      "notes": {process: {"where", "error", "cause", "ours", "expected_s"}}, each field only if it says something
      "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see Waiter, as ages
-     "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
+     "calls": hexadecimal of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
      "sites": [[member, seq, site], ...], "gaps": [text, ...]}
 
 - CALL records hold the newest calls of members, at most a few each (eight are plenty). `about` need only hold
@@ -32,7 +32,6 @@ not known: clocks of hosts need not agree.
   (`the scorers`), or, when it is none of these, somebody outside of the job (`judge.example:8000`).
 """
 
-import base64
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,6 +42,7 @@ from lockstep.watch.facts import NO_CODE, UNKNOWN, Call, Communicator, Life, Nee
 from lockstep.watch.records import WaitRecord
 
 NAN = float("nan")
+_NONE: Mapping[str, Any] = {}
 
 PROCESS = struct.Struct("<biffff")
 """life, exit code, then ages: ended, moved, active, same stack."""
@@ -211,9 +211,9 @@ def _encode_state(state: State) -> dict[str, Any]:
         "m": "state",
         "host": state.host,
         "number": state.number,
-        "processes": base64.b64encode(state.processes).decode(),
-        "members": base64.b64encode(state.members).decode(),
-        "calls": base64.b64encode(state.calls).decode(),
+        "processes": state.processes.hex(),
+        "members": state.members.hex(),
+        "calls": state.calls.hex(),
         "stages": list(state.stages),
     }
     if state.notes:
@@ -233,18 +233,19 @@ def _encode_state(state: State) -> dict[str, Any]:
 
 
 def _decode_state(message: Mapping[str, Any]) -> State:
+    said = message.get
     return State(
-        str(message["host"]),
-        int(message["number"]),
-        base64.b64decode(message["processes"]),
-        base64.b64decode(message["members"]),
+        message["host"],
+        message["number"],
+        bytes.fromhex(message["processes"]),
+        bytes.fromhex(message["members"]),
         tuple(message["stages"]),
-        {int(index): Note(**note) for index, note in message.get("notes", {}).items()},
-        tuple(_decode_wait(each) for each in message.get("waits", ())),
-        base64.b64decode(message["calls"]),
-        {int(signature): Call(*call) for signature, call in message.get("about", {}).items()},
-        [(member, seq, site) for member, seq, site in message.get("sites", ())],
-        tuple(message.get("gaps", ())),
+        {int(index): Note(**note) for index, note in said("notes", _NONE).items()},
+        tuple([_decode_wait(each) for each in said("waits", ())]),
+        bytes.fromhex(message["calls"]),
+        {int(signature): Call(*call) for signature, call in said("about", _NONE).items()},
+        [(member, seq, site) for member, seq, site in said("sites", ())],
+        tuple(said("gaps", ())),
     )
 
 

@@ -6,10 +6,10 @@ pairs) did at that number; without these, nobody knows, and all are named with l
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.watch.evidence import Calls, Integers
 from lockstep.watch.facts import Call
@@ -18,70 +18,92 @@ from lockstep.watch.graph import Bools
 from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
 SURE, LIKELY, OPEN = 0.95, 0.75, 0.45
-WINDOW = 256
-"""Calls of a member that are compared, the newest."""
+WINDOW = 64
+"""Sequence numbers within which members are compared without sorting, a power of two; who is further apart costs
+more."""
+Signatures = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Parting:
+    """The first number of a communicator at which members differ, and what each of which it is known called there."""
+
     communicator: int
     seq: int
-    said: Mapping[int, int]
-    """What each member of which it is known called there: process -> signature."""
+    process: Integers
+    signature: Signatures
+
+    def of(self, signature: int) -> Integers:
+        """Who called it."""
+        who: Integers = self.process[self.signature == np.uint64(signature)]
+        return who
+
+    def said(self) -> list[tuple[int, int]]:
+        """(signature, how many called it), the most frequent first."""
+        values, counts = np.unique(self.signature, return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        return [(int(values[i]), int(counts[i])) for i in order]
 
 
 def mismatches(case: Case, reached: Bools | None) -> list[Finding]:
     """Findings of all communicators whose members do not fit together."""
-    found = []
-    calls = case.evidence.calls
-    differing = _differing(case, calls)
-    for communicator in differing:
-        parting = _parting(case, communicator)
-        if parting is not None:
-            found.append(_judge(case, parting))
-    if case.graph is not None and reached is not None:
+    partings = _partings(case)
+    found = [_judge(case, each) for each in partings]
+    if case.graph is not None and reached is not None and case.evidence.calls.sites:
         stalled = case.graph.communicator[reached & case.graph.stalled]
-        known = set(differing)
+        known = {each.communicator for each in partings}
         for communicator in np.unique(stalled[stalled >= 0]).tolist():
-            if communicator not in known and calls.sites:
+            if communicator not in known:
                 found += _by_site(case, communicator)
     return found + _different_lists(case, reached)
 
 
-def _differing(case: Case, calls: Calls) -> list[int]:
-    """Communicators in which members with the same number have different signatures: one pass, no sorting."""
+def _partings(case: Case) -> list[_Parting]:
+    """Of each communicator whose members differ, the first number at which they do."""
+    calls = case.evidence.calls
     if not len(calls.seq):
         return []
-    width = WINDOW
     communicator = case.inside.communicator[calls.membership]
-    place = communicator * width + calls.seq % width
-    owner = np.empty((int(case.inside.communicator[-1]) + 1) * width, dtype=np.int64)
-    owner[place] = np.arange(len(place))
-    first = owner[place]
-    same = calls.seq[first] == calls.seq
-    wrong = same & (calls.signature != calls.signature[first])
-    suspects = np.unique(communicator[wrong | ~same])
-    return [int(each) for each in suspects]
+    place = communicator * WINDOW + (calls.seq & (WINDOW - 1))
+    owner = np.empty(len(case.evidence.communicators.about) * WINDOW, dtype=np.int32)
+    owner[place] = np.arange(len(place), dtype=np.int32)
+    other = owner[place]
+    unequal = calls.signature != calls.signature[other]
+    far = calls.seq != calls.seq[other]
+    if not unequal.any() and not far.any():
+        return []
+    doubtful = np.zeros(len(case.evidence.communicators.about), dtype=np.bool_)
+    doubtful[communicator[unequal | far]] = True
+    rows = np.flatnonzero(doubtful[communicator])
+    if not far.any():  # then every number at which members differ is one of these
+        suspect = np.zeros(len(owner), dtype=np.bool_)
+        suspect[place[unequal]] = True
+        rows = rows[suspect[place[rows]]]
+    return _sorted_partings(case, rows, communicator)
 
 
-def _parting(case: Case, communicator: int) -> _Parting | None:
-    """The first number at which members differ."""
+def _sorted_partings(case: Case, rows: Integers, communicator: Integers) -> list[_Parting]:
     calls = case.evidence.calls
-    rows = np.flatnonzero(case.inside.communicator[calls.membership] == communicator)
-    seq, signature = calls.seq[rows], _comparable(calls, rows)
-    process = case.evidence.communicators.process[calls.membership[rows]]
-    order = np.lexsort((signature, seq))
-    seq, signature, process = seq[order], signature[order], process[order]
-    differ = (seq[1:] == seq[:-1]) & (signature[1:] != signature[:-1])
-    if not differ.any():
-        return None
-    at = int(seq[1:][np.argmax(differ)])
-    there = seq == at
-    return _Parting(communicator, at, dict(zip(process[there].tolist(), signature[there].tolist(), strict=True)))
+    signature = _comparable(calls, rows)
+    order = np.lexsort((signature, calls.seq[rows], communicator[rows]))
+    rows, signature = rows[order], signature[order]
+    seq, communicator = calls.seq[rows], communicator[rows]
+    together = (seq[1:] == seq[:-1]) & (communicator[1:] == communicator[:-1])
+    differ = np.flatnonzero(together & (signature[1:] != signature[:-1]))
+    _, first = np.unique(communicator[1:][differ], return_index=True)
+    found = []
+    ends = np.append(np.flatnonzero(~together), len(seq) - 1)
+    for at in differ[first].tolist():
+        end = int(ends[np.searchsorted(ends, at)])
+        begin = int(ends[np.searchsorted(ends, at) - 1]) + 1 if at > ends[0] else 0
+        there = slice(begin, end + 1)
+        process = case.evidence.communicators.process[calls.membership[rows[there]]]
+        found.append(_Parting(int(communicator[at]), int(seq[at]), process, signature[there]))
+    return found
 
 
-def _comparable(calls: Calls, rows: Integers) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Signatures, those of operations whose shapes may differ made equal but for the operation."""
+def _comparable(calls: Calls, rows: Integers) -> Signatures:
+    """Signatures, those of operations whose shapes may differ made equal but for the operation and the root."""
     signature = calls.signature[rows].copy()
     for each in np.unique(signature).tolist():
         call = calls.about.get(each)
@@ -92,87 +114,76 @@ def _comparable(calls: Calls, rows: Integers) -> np.ndarray[tuple[int], np.dtype
 
 def _judge(case: Case, parting: _Parting) -> Finding:
     right, confidence, why = _who_is_right(case, parting)
-    wrong = [p for p, said in parting.said.items() if said != right] if right is not None else list(parting.said)
-    culprits = tuple(sorted(wrong))
-    one = parting.said[culprits[0]]
-    text, cause = _difference(case, parting, right, one)
-    alternatives = () if cause == "uneven_data" else (Alternative("uneven_data", 0.2),)
+    wrong = parting.process if right is None else parting.process[parting.signature != np.uint64(right)]
+    culprits = tuple(sorted(wrong.tolist()))
+    instead = int(parting.signature[parting.process == culprits[0]][0])
+    told = [*culprits[:4], *[p for p in parting.process[:8].tolist() if p not in culprits]]
     return Finding(
         Kind.MISMATCH,
         Level.CONFIRMED,
         confidence,
-        text,
+        _difference(case, parting, right, instead),
         culprits,
         collective=(parting.communicator, parting.seq),
-        cause=cause,
-        alternatives=alternatives,
-        facts=tuple(_said(case, parting, p) for p in sorted(parting.said)[:8]),
+        cause="rank_divergent_branch",
+        alternatives=(Alternative("uneven_data", 0.2),),
+        facts=tuple(_said(case, parting, p) for p in told[:8]),
         collect=() if confidence > OPEN else ("the schedule of the step, or the calls of a third rank",),
         more=why,
         structural=True,
-        others=tuple(p for p in parting.said if p not in culprits),
+        others=tuple(np.setdiff1d(parting.process, wrong).tolist()),
     )
 
 
 def _who_is_right(case: Case, parting: _Parting) -> tuple[int | None, float, str]:
     """The right signature (None if nobody knows), how sure, and a sentence that says why."""
-    calls = case.evidence.calls
-    scheduled = calls.schedule.get((parting.communicator, parting.seq))
-    if scheduled is not None and any(said != scheduled for said in parting.said.values()):
+    scheduled = case.evidence.calls.schedule.get((parting.communicator, parting.seq))
+    if scheduled is not None and (parting.signature != np.uint64(scheduled)).any():
         return scheduled, SURE, "The step's schedule says so."
     rows = case.members(parting.communicator)
     size = rows.stop - rows.start
-    votes = Counter(parting.said.values()).most_common()
-    most, count = votes[0]
-    if 2 * count > len(parting.said) and count >= 2:
+    most, count = parting.said()[0]
+    if 2 * count > len(parting.process) and count >= 2:
         sure = SURE if 2 * count > size else LIKELY
-        return most, sure, f"{count} of {len(parting.said)} members agree on the other call."
+        return most, sure, f"{count} of {len(parting.process)} members agree on the other call."
     sisters = _sisters(case, parting)
-    if sisters is not None and sisters in parting.said.values():
+    if sisters is not None and len(parting.of(sisters)):
         return sisters, LIKELY, "The sister communicators made the other call at that number."
     return None, OPEN, "There is no majority, so it is open who is right."
 
 
 def _sisters(case: Case, parting: _Parting) -> int | None:
     """What all members of all other communicators of the same description and size called at that number."""
-    members, calls = case.evidence.communicators, case.evidence.calls
-    about = members.about[parting.communicator]
-    if not about.description:
-        return None
-    sizes = np.diff(members.starts)
-    sisters = [
-        i for i, each in enumerate(members.about)
-        if each.description == about.description and sizes[i] == sizes[parting.communicator]
-        and i != parting.communicator
-    ]  # fmt: skip
+    calls = case.evidence.calls
+    sisters = case.sisters(parting.communicator)
     rows = np.flatnonzero(calls.seq == parting.seq)
     rows = rows[np.isin(case.inside.communicator[calls.membership[rows]], sisters)]
     said = np.unique(calls.signature[rows])
     return int(said[0]) if len(said) == 1 and len(rows) >= 2 else None
 
 
-def _difference(case: Case, parting: _Parting, right: int | None, wrong: int) -> tuple[str, str]:
-    """What the culprits did instead, in words, and the class."""
+def _difference(case: Case, parting: _Parting, right: int | None, wrong: int) -> str:
+    """What the culprits did instead, in words."""
     about = case.evidence.calls.about
     if right is None:
-        both = " and ".join(sorted({_named(about.get(each)) for each in parting.said.values()}))
-        return f"called different things ({both}) as {{collective}}", "rank_divergent_branch"
+        both = " and ".join(sorted({_named(about.get(each)) for each, _ in parting.said()}))
+        return f"called different things ({both}) as {{collective}}"
     ours, theirs = about.get(wrong), about.get(right)
-    shift = _shift(case, parting, right, wrong)
     instead = f"called {_named(ours)} where the others called {_named(theirs)} as {{collective}}"
+    shift = _shift(case, parting, right, wrong)
     if shift == "skipped":
-        return f"skipped {_named(theirs)} and {instead}", "rank_divergent_branch"
+        return f"skipped {_named(theirs)} and {instead}"
     if shift == "extra":
-        return f"made one call too many and {instead}", "rank_divergent_branch"
+        return f"made one call too many and {instead}"
     if ours and theirs and ours.operation == theirs.operation:
-        for what in ("shapes", "dtype", "root"):
-            a, b = getattr(ours, what), getattr(theirs, what)
+        for name, a, b in (
+            ("shape", ours.shapes, theirs.shapes),
+            ("dtype", ours.dtype, theirs.dtype),
+            ("root", ours.root, theirs.root),
+        ):
             if a != b:
-                name = "shape" if what == "shapes" else what
-                return f"called {ours.operation} with {name} {a} where the others have {b} as {{collective}}", (
-                    "rank_divergent_branch"
-                )
-    return instead, "rank_divergent_branch"
+                return f"called {ours.operation} with {name} {a} where the others have {b} as {{collective}}"
+    return instead
 
 
 def _named(call: Call | None) -> str:
@@ -185,10 +196,10 @@ def _named(call: Call | None) -> str:
 
 def _shift(case: Case, parting: _Parting, right: int, wrong: int) -> str:
     """Whether the wrong ones are one call ahead (`skipped`) or behind (`extra`) from there on."""
-    majority = next(p for p, said in parting.said.items() if said == right) if right in parting.said.values() else None
-    if majority is None:
+    right_ones, wrong_ones = parting.of(right), parting.of(wrong)
+    if not len(right_ones) or not len(wrong_ones):
         return ""
-    culprit = next(p for p, said in parting.said.items() if said == wrong)
+    majority, culprit = int(right_ones[0]), int(wrong_ones[0])
     theirs, ours = _sequence(case, parting, majority), _sequence(case, parting, culprit)
     seq = parting.seq
     ahead = [ours[s] == theirs[s + 1] for s in sorted(ours) if s >= seq and s + 1 in theirs]
@@ -267,32 +278,37 @@ def _different_lists(case: Case, reached: Bools | None) -> list[Finding]:
     members, graph = case.evidence.communicators, case.graph
     if members.ranks is None or graph is None or reached is None or not len(members.ranks):
         return []
-    found = []
-    stalled = graph.communicator[reached & graph.stalled]
-    for communicator in np.unique(stalled[stalled >= 0]).tolist():
-        rows = case.members(communicator)
-        said, process = members.ranks[rows], members.process[rows]
-        known = said >= 0
-        votes = Counter(said[known].tolist()).most_common()
-        if len(votes) < 2:
-            continue
-        most, count = votes[0]
-        majority = 2 * count > known.sum() and count >= 2
-        wrong = process[known & (said != most)] if majority else process[known]
-        node = int(np.flatnonzero(reached & graph.stalled & (graph.communicator == communicator))[0])
-        found.append(
-            Finding(
-                Kind.MISMATCH,
-                Level.CONFIRMED,
-                (SURE if 2 * count > len(said) else LIKELY) if majority else OPEN,
-                "made {communicator} with another list of members",
-                tuple(sorted(wrong.tolist())),
-                node=node,
-                cause="rank_divergent_branch",
-                alternatives=(Alternative("config_error", 0.3),),
-                more=f"{count} of {len(said)} members agree on one list." if majority else "There is no majority.",
-                structural=True,
-                others=tuple(process.tolist()),
-            )
-        )
-    return found
+    nodes = np.flatnonzero(reached & graph.stalled & (graph.communicator >= 0))
+    filled = np.flatnonzero(np.diff(members.starts) > 0)
+    most = np.full(len(members.about), -1, dtype=np.int64)
+    least = most.copy()
+    starts = members.starts[filled]
+    most[filled] = np.maximum.reduceat(members.ranks, starts)
+    said = np.where(members.ranks < 0, most[case.inside.communicator], members.ranks)
+    least[filled] = np.minimum.reduceat(said, starts)
+    node_of = {int(graph.communicator[node]): int(node) for node in nodes[::-1]}
+    differing = sorted(c for c in np.flatnonzero(least < most).tolist() if c in node_of)
+    return [_other_list(case, each, node_of[each]) for each in differing]
+
+
+def _other_list(case: Case, communicator: int, node: int) -> Finding:
+    members, rows = case.evidence.communicators, case.members(communicator)
+    assert members.ranks is not None
+    said, process = members.ranks[rows], members.process[rows]
+    known = said >= 0
+    most, count = Counter(said[known].tolist()).most_common(1)[0]
+    majority = 2 * count > known.sum() and count >= 2
+    wrong = process[known & (said != most)] if majority else process[known]
+    return Finding(
+        Kind.MISMATCH,
+        Level.CONFIRMED,
+        (SURE if 2 * count > len(said) else LIKELY) if majority else OPEN,
+        "made {communicator} with another list of members",
+        tuple(sorted(wrong.tolist())),
+        node=node,
+        cause="rank_divergent_branch",
+        alternatives=(Alternative("config_error", 0.3),),
+        more=f"{count} of {len(said)} members agree on one list." if majority else "There is no majority.",
+        structural=True,
+        others=tuple(process.tolist()),
+    )

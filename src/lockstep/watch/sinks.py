@@ -79,7 +79,7 @@ def stopped(case: Case, reached: Bools | None) -> list[Finding]:
                 (process,),
                 node=node,
                 since=began,
-                facts=(Fact("state T (stopped)", "/proc"),),
+                facts=(Fact(f"{case.evidence.processes.who[process].name}: state T (stopped)", "/proc"),),
                 structural=True,
             )
         )
@@ -169,7 +169,7 @@ def _left(case: Case, graph: Graph, blocked: dict[int, list[int]]) -> list[Findi
                 since=float(case.evidence.processes.ended_at[process]),
                 cause=cause.name,
                 alternatives=cause.alternatives,
-                facts=(Fact("exit code 0", "its parent"),),
+                facts=(Fact(f"{case.evidence.processes.who[process].name}: exit code 0", "its parent"),),
                 structural=True,
             )
         )
@@ -275,10 +275,11 @@ def _is_still(case: Case, process: int, waited: float) -> bool:
     processes, limit = case.evidence.processes, case.limit(process)
     still = case.at - float(case.last_moved[process])
     stack = case.at - float(processes.same_stack_since[process])
-    if min(still, waited) >= limit and not stack < limit:
+    if still >= limit and waited >= limit and not stack < limit:
         return True
     counters = case.at - float(processes.moved_at[process])
-    return min(waited, stack) >= case.patience.busy_factor * limit and not counters < case.patience.busy_factor * limit
+    limit *= case.patience.busy_factor
+    return stack >= limit and waited >= limit and not counters < limit
 
 
 def _far_behind(case: Case, graph: Graph, process: int, node: int) -> bool:
@@ -309,7 +310,7 @@ def _stillness(case: Case, process: int) -> tuple[Fact, ...]:
     ):
         for_s = case.at - float(times[process])
         if for_s >= case.patience.notice_s:
-            found.append(Fact(f"{what} for {for_s:.0f} s", "agent"))
+            found.append(Fact(f"{processes.who[process].name}: {what} for {for_s:.0f} s", "agent"))
     return tuple(found)
 
 

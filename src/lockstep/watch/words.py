@@ -3,8 +3,10 @@
 import numpy as np
 
 from lockstep.watch.classify import FIXES
+from lockstep.watch.evidence import Integers
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import Case, Finding
+from lockstep.watch.graph import Bools, Graph
 from lockstep.watch.verdict import Collective, Culprit, Kind, Verdict, Waiting
 
 LINKS = 6
@@ -33,13 +35,13 @@ def verdict(case: Case, finding: Finding) -> Verdict:
     )  # fmt: skip
     if finding.outside:
         culprits = (Culprit(None, "outside", name=finding.outside),)
-    chain = _chain(case, finding)
+    chain, nodes = _chain(case, finding)
     return Verdict(
         kind=finding.kind,
         level=finding.level,
         culprits=culprits,
         cause=finding.cause,
-        collective=_collective(case, finding),
+        collective=_collective(case, finding, nodes),
         waiting=chain,
         confidence=finding.confidence,
         alternatives=finding.alternatives,
@@ -54,7 +56,7 @@ def label(case: Case, process: int) -> str:
     """`rank 1 (policy, host b)`, or `scorer-0 (host b)` for who is no member of a communicator."""
     each = case.evidence.processes.who[process]
     host = f"host {each.host}" if each.host else ""
-    if each.rank >= 0 and process in case.ranked:
+    if each.rank >= 0 and case.ranked[process]:
         about = ", ".join(part for part in (each.role, host) if part)
         return f"rank {each.rank} ({about})" if about else f"rank {each.rank}"
     return f"{each.name} ({host})" if host else each.name
@@ -62,7 +64,7 @@ def label(case: Case, process: int) -> str:
 
 def short(case: Case, process: int) -> str:
     each = case.evidence.processes.who[process]
-    return f"rank {each.rank}" if each.rank >= 0 and process in case.ranked else each.name
+    return f"rank {each.rank}" if each.rank >= 0 and case.ranked[process] else each.name
 
 
 def several(case: Case, processes: tuple[int, ...]) -> str:
@@ -71,7 +73,7 @@ def several(case: Case, processes: tuple[int, ...]) -> str:
         return label(case, processes[0])
     who = case.evidence.processes.who
     roles = {who[p].role for p in processes}
-    if len(roles) == 1 and all(who[p].rank >= 0 and p in case.ranked for p in processes):
+    if len(roles) == 1 and all(who[p].rank >= 0 and case.ranked[p] for p in processes):
         numbers = [str(who[p].rank) for p in sorted(processes, key=lambda p: who[p].rank)]
         role = roles.pop()
         return f"ranks {_and(numbers)}" + (f" ({role})" if role else "")
@@ -93,8 +95,12 @@ def _place(case: Case, finding: Finding) -> tuple[int, int] | None:
     return int(case.graph.communicator[finding.node]), int(case.graph.seq[finding.node])
 
 
-def _collective(case: Case, finding: Finding) -> Collective | None:
-    place = _place(case, finding)
+def _collective(case: Case, finding: Finding, nodes: list[int]) -> Collective | None:
+    """The collective of the finding; of a wait outside of collectives, the one that is held up by it."""
+    place, graph = _place(case, finding), case.graph
+    if place is None and graph is not None:
+        behind = [node for node in nodes if graph.communicator[node] >= 0]
+        place = (int(graph.communicator[behind[0]]), int(graph.seq[behind[0]])) if behind else None
     if place is None:
         return None
     call, site = case.call(*place)
@@ -119,32 +125,48 @@ def _what(case: Case, node: int) -> str:
     return f"{edge.kind}: {edge.why}" if edge.kind and edge.why else edge.why or edge.kind or "a wait"
 
 
-def _chain(case: Case, finding: Finding) -> tuple[Waiting, ...]:
-    """From somebody far behind to the culprit, link by link; of several who wait, the one that waits longest."""
+def _chain(case: Case, finding: Finding) -> tuple[tuple[Waiting, ...], list[int]]:
+    """From somebody far behind to the culprit, link by link, and the nodes of the links; collectives are told rather
+    than other waits."""
     graph, node = case.graph, finding.node
     if graph is None or node is None:
-        return ()
+        return (), []
     links: list[Waiting] = []
+    nodes: list[int] = []
     on = finding.outside or (short(case, finding.culprits[0]) if finding.culprits else "")
-    seen = {int(p) for p in finding.culprits}
+    seen = np.zeros(graph.processes, dtype=np.bool_)
+    seen[list(finding.culprits)] = True
     while node is not None and len(links) < LINKS:
-        fresh = [p for p in graph.waiters(node) if p not in seen]
-        if not fresh:
+        waiters = graph.wait_process[graph.wait_node == node]
+        fresh = np.unique(waiters[~seen[waiters]])
+        if not len(fresh):
             break
-        following = None
-        for waiter in fresh[:32]:  # who in turn keeps somebody else waiting tells more
-            behind = [n for n in graph.blocks(waiter) if set(graph.waiters(n)) - seen - set(fresh)]
-            if behind:
-                following = (waiter, min(behind, key=lambda n: (graph.since[n], n)))
-                break
-        waiter = following[0] if following else fresh[0]
+        seen[fresh] = True
+        waiter, behind = _next_link(graph, seen, fresh)
         since = case.at - float(graph.since[node])
         links.append(
             Waiting(short(case, waiter), on, _what(case, node), round(since, 1) if np.isfinite(since) else None)
         )
-        seen.update(fresh)
-        on, node = short(case, waiter), following[1] if following else None
-    return tuple(reversed(links))
+        nodes.append(node)
+        on, node = short(case, waiter), behind
+    return tuple(reversed(links)), nodes
+
+
+def _next_link(graph: Graph, seen: Bools, waiters: Integers) -> tuple[int, int | None]:
+    """Of those who wait, one that in turn keeps somebody else waiting, and in what; else the first."""
+    candidates = np.zeros(graph.processes, dtype=np.bool_)
+    candidates[waiters] = True
+    blocks = candidates[graph.block_process]
+    nodes = np.zeros(len(graph.seq), dtype=np.bool_)
+    nodes[graph.wait_node[~seen[graph.wait_process]]] = True
+    blocks &= nodes[graph.block_node]
+    if not blocks.any():
+        return int(waiters[0]), None
+    if (graph.edge[graph.block_node[blocks]] < 0).any():
+        blocks &= graph.edge[graph.block_node] < 0
+    waiter = int(graph.block_process[blocks].min())
+    behind = graph.block_node[blocks & (graph.block_process == waiter)]
+    return waiter, int(behind[np.lexsort((behind, graph.since[behind], graph.edge[behind] >= 0))[0]])
 
 
 def _explanation(case: Case, finding: Finding, chain: tuple[Waiting, ...]) -> str:
@@ -168,21 +190,23 @@ def _explanation(case: Case, finding: Finding, chain: tuple[Waiting, ...]) -> st
 
 
 def _whereabouts(case: Case, finding: Finding) -> str:
-    """`; it is in score() at reward.py:31 since 41 s`"""
-    if len(finding.culprits) != 1:
+    """`; it is in score() at reward.py:31 since 41 s`, of several culprits each in turn."""
+    if finding.kind in (Kind.MISMATCH, Kind.CYCLE) or len(finding.culprits) > NAMED:
         return ""
-    process = finding.culprits[0]
+    one = len(finding.culprits) == 1
+    found = [(process, _where(case, process)) for process in finding.culprits]
+    return "".join(f"; {'it' if one else short(case, p)} {where}" for p, where in found if where)
+
+
+def _where(case: Case, process: int) -> str:
     if case.life(process) not in (Life.RUNNING, Life.STOPPED):
         return ""
     if process in case.idle and not case.note(process).where:
-        edge = case.idle[process]
-        return f"; it waits for its next order{_for(case.at - edge.since)}"
+        return f"waits for its next order{_for(case.at - case.idle[process].since)}"
     stage = case.evidence.processes.stage[process] if case.evidence.processes.stage else ""
     where = case.note(process).where or (f"stage {stage!r}" if stage else "")
-    if not where or finding.kind in (Kind.MISMATCH, Kind.CYCLE):
-        return ""
     since = case.at - float(np.fmin(case.evidence.processes.same_stack_since[process], case.last_moved[process]))
-    return f"; it is in {where}{_for(since)}"
+    return f"is in {where}{_for(since)}" if where else ""
 
 
 def _for(seconds: float) -> str:
@@ -196,7 +220,8 @@ def _who_waits(case: Case, finding: Finding, chain: tuple[Waiting, ...]) -> str:
     assert finding.node is not None
     words = f"{chain[0].who} waits for {chain[0].on} ({chain[0].what}){_for(chain[0].since_s or float('nan'))}"
     words += "".join(f", which waits for {link.on} ({link.what})" for link in chain[1:])
-    others = len(set(graph.waiters(finding.node)) - set(finding.culprits)) - 1
+    waiters = graph.wait_process[graph.wait_node == finding.node]
+    others = len(waiters) - int(np.isin(finding.culprits, waiters).sum()) - 1
     if others > 0:
         words += f"; {others} other{'s' if others > 1 else ''} wait{'s' if others == 1 else ''} in the last of these"
     return f"{words[:1].upper()}{words[1:]}."
