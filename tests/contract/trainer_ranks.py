@@ -2,6 +2,7 @@
 
 import importlib
 import multiprocessing
+import os
 import resource
 import time
 import traceback
@@ -28,6 +29,7 @@ from lockstep.train.distributed import Ranks
 from lockstep.train.export import export_model
 from lockstep.train.fsdp import FSDP2Trainer, NonFinite
 from lockstep.train.service import TrainerService
+from lockstep.watch import beacon, recorder
 
 TEMPERATURE = 0.8
 LR = 2e-3
@@ -278,12 +280,17 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
         cases: dict[str, Case] = importlib.import_module(module).CASES
         from lockstep.train.distributed import join
 
+        # with a beacon, as in a run: collectives are recorded, and what does not fit would be refused
+        os.environ["LOCKSTEP_BEACONS"] = str(folder / "beacons")
+        beacon.open_beacon(f"contract-{port}", f"policy-{rank}", "policy", rank)
         ranks = join(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60, replicas)
         for name in names:
             started = time.monotonic()
             result = cases[name](folder, ranks, port)
             result.extra["seconds"] = time.monotonic() - started
             torch.save(result, folder / f"{name}-{rank}.pt")
+        found = recorder.current()
+        assert world == 1 or (found is not None and found.troubles == 0)
         ranks.leave()
     except BaseException:
         (folder / f"error-{rank}.txt").write_text(f"rank {rank}, {name if names else ''}\n{traceback.format_exc()}")

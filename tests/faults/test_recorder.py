@@ -45,7 +45,7 @@ def test_calls_and_counts_are_what_the_ranks_did(tmp_path):
         collectives = [call for call in calls(rank) if not call.p2p]
         assert [(call.operation, call.shapes, call.root) for call in collectives] == WORLD
         assert [call.issued for call in collectives] == list(range(1, len(WORLD) + 1))
-        assert all(call.where.startswith("recorded.py:") and call.context == "train" for call in collectives)
+        assert all(call.where.startswith("recorded.py:") and call.stage == "train" for call in collectives)
         # two messages per object collective, three for gather_object's sizes and payload; no point-to-point call
         assert world.entered == world.completed == collectives[-1].seq
         assert (world.rank, world.size, world.backend, world.blind) == (rank, 2, "cpu:gloo,cuda:gloo", True)
@@ -80,6 +80,10 @@ def test_counts_see_what_libraries_issue(tmp_path, body):
         counted = max(state.values(), key=lambda each: each.entered)
         assert counted.counted and counted.entered == counted.completed == sequence
         noted = sum(not call.p2p for call in calls(counted.rank, counted.slot))
+        modules = {
+            call.module for call in calls(counted.rank, counted.slot) if call.operation == "reduce_scatter_tensor"
+        }
+        assert modules == ({"0", "1"} if body is recorded.fsdp else set())
         assert noted == {"ddp": 1, "fsdp": sequence, "tensor_parallel": sequence}[body.__name__]
 
 

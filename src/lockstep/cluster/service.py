@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from lockstep.cluster.codec import CodecError, Payload, Signature, signature_of
 from lockstep.cluster.messages import STARTED, Call, Failure, Result
 from lockstep.cluster.protocol import Later
-from lockstep.watch import waits
+from lockstep.watch import recorder, waits
 from lockstep.watch.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Service:
         try:
             answer = self._execute(call, arguments, None if beside else self._broken)
         except Exception as error:  # noqa: BLE001 - whatever a call raises travels to the controller
-            answer = failure(call.id, error), b""
+            answer = failure(call.id, recorder.translate(error)), b""
         if not beside:
             self.running = ""
         if answer is not None:

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.train.shards import rows_of
-from lockstep.watch import waits
+from lockstep.watch import recorder, waits
 
 RENDEZVOUS_S = 600.0
 """Bound of the meeting of all ranks: torch's import alone can take a minute on a loaded host."""
@@ -130,6 +130,9 @@ def join(
 ) -> Ranks:
     """Meets the other ranks at the store that the controller hosts.
 
+    From here on what this process does on communicators is recorded, and a collective that does not fit what a peer on
+    this host has entered is refused (CollectiveRefused).
+
     Args:
         store: host and port of a TCPStore that lives outside the ranks; needed from two ranks on.
         prefix: of all keys in it, unique per role and generation, so that a restarted role never meets its past.
@@ -145,6 +148,7 @@ def join(
     if world > 1 and store is None:
         raise ValueError(f"{world} trainer ranks need a store to meet at; give store_host and store_port")
     bound = timedelta(seconds=timeout_s)
+    recorder.install(refuse=True, links=True, scope=prefix)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with waits.waiting("rendezvous", f"{world} trainer ranks", f"rank {rank} joins {prefix}", RENDEZVOUS_S):

@@ -133,15 +133,17 @@ def rank_given(
     return None
 
 
-def describe(form: Form, tensors: Any, root: int | None) -> tuple[int, str]:
-    """64-bit signature and text of a call. `tensors` is a tensor, a list of them, or None."""
+def describe(form: Form, tensors: Any, root: int | None, module: str = "") -> tuple[int, str]:
+    """64-bit signature and text of a call. `tensors` is a tensor, a list of them, or None; the module is told, and no
+    part of the signature."""
     shapes, dtype = "", ""
     if tensors is not None:
         each = [tensors] if hasattr(tensors, "dtype") else list(tensors)
         dtype = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in each}))
         shapes = ", ".join(str(list(tensor.shape)) for tensor in each) if form.sized else ""
-    text = SEPARATOR.join([form.operation, dtype, "" if root is None else str(root), shapes])
-    return digest(text), text
+    root_text = "" if root is None else str(root)
+    signature = digest(SEPARATOR.join([form.operation, dtype, root_text, shapes]))
+    return signature, SEPARATOR.join([form.operation, dtype, root_text, module, shapes])
 
 
 def digest(text: str) -> int:

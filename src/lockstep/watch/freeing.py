@@ -30,12 +30,12 @@ _PIDFD_GETFD = 438
 _LOOK_S = 0.05
 
 
-def loops(pid: int | None = None) -> dict[int, int]:
-    """gloo's threads of a process by native id, with the descriptor of each one's epoll. A thread that stays on the
-    CPU for 50 ms is left out."""
+def loops(pid: int | None = None, threads: Iterable[int] | None = None) -> dict[int, int]:
+    """The descriptor of the epoll that each of gloo's threads waits in, by native id. `threads`: which ones; None for
+    all that have the name. A thread that stays on the CPU for 50 ms is left out."""
     found: dict[int, int] = {}
     until = time.monotonic() + _LOOK_S
-    waiting = loop_threads(pid)
+    waiting = named_threads(pid) if threads is None else set(threads)
     while waiting:
         for thread in list(waiting):
             epoll = _epoll_of(pid, thread)
@@ -49,8 +49,21 @@ def loops(pid: int | None = None) -> dict[int, int]:
     return found
 
 
-def loop_threads(pid: int | None = None) -> set[int]:
-    """Native ids of gloo's threads in a process (None: this one)."""
+def all_threads() -> set[int]:
+    """Native ids of the threads of this process."""
+    return {int(task.name) for task in _tasks(None)}
+
+
+def loop_among(threads: Iterable[int]) -> int:
+    """The one of these threads of this process that is a gloo communicator's, 0 when that cannot be told."""
+    candidates = set(threads)
+    named = candidates & named_threads()
+    found = named or set(loops(None, candidates))
+    return found.pop() if len(found) == 1 else 0
+
+
+def named_threads(pid: int | None = None) -> set[int]:
+    """Native ids of the threads of a process (None: this one) that have the name of gloo's."""
     found = set()
     for task in _tasks(pid):
         with contextlib.suppress(OSError):
@@ -164,8 +177,7 @@ def watch_links(pid: int | None = None, threads: Iterable[int] | None = None) ->
 
 @contextlib.contextmanager
 def _sockets(pid: int | None, threads: Iterable[int] | None) -> Iterator[list[socket.socket]]:
-    wanted = None if threads is None else set(threads)
-    epolls = [epoll for thread, epoll in loops(pid).items() if wanted is None or thread in wanted]
+    epolls = loops(pid, threads).values()
     with borrowed(pid, [each for epoll in epolls for each in sockets_of(pid, epoll)]) as taken:
         yield taken
 

@@ -187,11 +187,12 @@ class Wrappers:
     ) -> What:
         """What a call is; kept under `key` where that stands for it."""
         owner = self._owner
-        signature, text = describe(form, tensors, root)
-        label = owner.tape.text(text)
         site, where = owner.sites.find(frame)
+        direct = owner.sites.keep(frame)
+        signature, text = describe(form, tensors, root, "" if direct else owner.sites.module(frame))
+        label = owner.tape.text(text)
         what = signature, label, site, where, min(label, site)
-        if (tensors is None or hasattr(tensors, "dtype")) and owner.sites.keep(frame):
+        if direct and (tensors is None or hasattr(tensors, "dtype")):
             if len(known) >= _CACHED:
                 known.clear()
             known[key] = what

@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from lockstep.watch.member import UNSAID, Context, Member
 from lockstep.watch.patches import C10D, FUNCOL, Wrappers, noted, quiet
 from lockstep.watch.schedule import Board
 from lockstep.watch.sites import Sites
+from lockstep.watch.tape import Tape
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,7 @@ class Recorder:
     """One per process. `refuse`: hold collectives against the schedule of this host's peers (`schedule`). `links`: make
     gloo's sockets notice dead links. `scope` tells communicators of equal names apart (a role and its generation)."""
 
-    def __init__(self, own: beacon.Beacon, refuse: bool, links: bool, scope: str) -> None:
-        tape = own.tape()
-        if tape is None:
-            raise ValueError("the recorder writes into the process's beacon: call beacon.open_beacon() first")
+    def __init__(self, own: beacon.Beacon, tape: Tape, refuse: bool, links: bool, scope: str) -> None:
         self.tape, self._own, self._refuse, self._links, self.scope = tape, own, refuse, links, scope
         self.run = own.path.parent.name
         self.inbox = orders.Inbox(self.run, own.path.stem)
@@ -116,11 +114,11 @@ class Recorder:
 
         @functools.wraps(create)
         def created(*args: Any, **kwargs: Any) -> Any:
-            before = _loops()
+            before = _threads()
             made = create(*args, **kwargs)
             with quiet(self):
                 ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group", ())
-                self.adopt(made[0], ranks, _loops() - before)
+                self.adopt(made[0], ranks, freeing.loop_among(_threads() - before))
             return made
 
         self._wrappers.replace(c10d, "_new_process_group_helper", create, created)
@@ -200,8 +198,8 @@ class Recorder:
         name = group if isinstance(group, str) else resolve(group, "")
         return next((each for each, known in self._c10d._world.pg_names.items() if known == name), None)
 
-    def adopt(self, group: Any, ranks: Sequence[int] = (), loops: Set[int] = frozenset()) -> Member | None:
-        """Begins to note what this process does on a communicator. `loops`: gloo's threads that came with it."""
+    def adopt(self, group: Any, ranks: Sequence[int] = (), loop: int = 0) -> Member | None:
+        """Begins to note what this process does on a communicator. `loop`: gloo's thread for it, if known."""
         if group is None or group not in self._c10d._world.pg_map:
             return None
         with self._lock:
@@ -216,7 +214,7 @@ class Recorder:
             line = self.tape.open_line(
                 self._identity(group, name), digest(str(sorted(ranks))), name, description,
                 str(world.pg_backend_config.get(group) or world.pg_map[group][0]), group.size(), group.rank(),
-                next(iter(loops)) if len(loops) == 1 else 0,
+                loop,
             )  # fmt: skip
             if line is None:
                 if not self._lost:
@@ -371,9 +369,9 @@ class Recorder:
                 self._own.event("recorder", f"failed: {error!r}")
 
 
-def _loops() -> set[int]:
+def _threads() -> set[int]:
     try:
-        return freeing.loop_threads()
+        return freeing.all_threads()
     except OSError:
         return set()
 
@@ -389,15 +387,16 @@ def current() -> Recorder | None:
 def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Recorder | None:
     """Begins to record. Call it before the communicators are made; called again it changes only `scope`.
 
-    Returns None where this torch has no torch.distributed. Raises ValueError when the process has no beacon."""
+    Returns None where there is nothing to record or nowhere to write it: no torch.distributed, no open beacon."""
     global _current
     if _current is not None:
         _current.scope = scope
         return _current
-    torch = importlib.import_module("torch")
-    if not importlib.import_module("torch.distributed").is_available():
+    torch, own = importlib.import_module("torch"), beacon.current()
+    tape = own.tape()
+    if tape is None or not importlib.import_module("torch.distributed").is_available():
         return None
-    _current = Recorder(beacon.current(), refuse, links, scope)
+    _current = Recorder(own, tape, refuse, links, scope)
     _current.attach(torch)
     atexit.register(uninstall)
     return _current

@@ -58,8 +58,10 @@ class CallRecord:
     root: int | None
     site: str
     """`/path/file.py:31 in function`: the innermost frame outside torch and lockstep; empty when not known."""
-    context: str
-    """The stage it was issued in, and the module where that is known: `train · layers.3`."""
+    stage: str
+    """The stage it was issued in."""
+    module: str
+    """What FSDP2 gathers or reduces for: `layers.3`; empty otherwise."""
     entered_ns: int
     left_ns: int
     """When the call returned to Python (an asynchronous one: when it was issued); 0 while it is inside."""

@@ -11,6 +11,8 @@ DEPTH = 80
 """Frames that are looked at: FSDP's hooks stand some thirty frames below the line that called the model."""
 _PASSED = ("/contextlib.py", "/functools.py", "/threading.py")
 _LENGTH = 150
+_NEAR = 8
+_PARAM_GROUP = "/_fsdp_param_group.py"
 
 
 class Sites:
@@ -40,6 +42,18 @@ class Sites:
                 return known if known is not None and self._tape.fresh(known[0]) else self._note(found)
             found = found.f_back
         return self._said(first)  # a thread of torch's own, or too deep
+
+    def module(self, frame: FrameType | None) -> str:
+        """The module that FSDP2 gathers or reduces for, where one of its frames is near; else empty."""
+        for _ in range(_NEAR):
+            if frame is None:
+                break
+            if frame.f_code.co_filename.endswith(_PARAM_GROUP):
+                name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+                if name:
+                    return str(name)
+            frame = frame.f_back
+        return ""
 
     def keep(self, frame: FrameType) -> bool:
         """Whether `frame` itself is the place, so that its code and instruction stand for it from now on."""

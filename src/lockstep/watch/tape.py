@@ -25,7 +25,7 @@ NEWEST = 16
 P2P, ASYNC, FAILED, REFUSED, CLOSED, COUNTED = 1, 2, 4, 8, 16, 32
 NO_PEER = -1
 SEPARATOR = "\x1f"
-"""Between operation, dtype, root and shapes in the text of a signature; the long part comes last."""
+"""Between operation, dtype, root, module and shapes in the text of a call; the long part comes last."""
 
 _ABOUT = struct.Struct("<QQQQiiQ64s64s32sQ")
 # front identity members created_ns size rank loop_thread name description backend back
@@ -258,11 +258,11 @@ def _calls(reading: Reading, texts: _Texts, slot: int, written: int, newest: int
 
 def _call(number: int, fields: tuple[Any, ...], texts: _Texts) -> CallRecord:
     seq, issued, signature, rolling, entered, left, label, site, flags, context, peer = fields
-    operation, dtype, root_text, shapes = (*texts[label].split(SEPARATOR), "", "", "")[:4]
+    operation, dtype, root_text, module, shapes = (*texts[label].split(SEPARATOR), "", "", "", "")[:5]
     root = int(root_text) if root_text.isascii() and root_text.isdigit() else None
     return CallRecord(
         number, seq, issued, signature, rolling, operation, shapes, dtype, root, texts[site],
-        texts[context], entered, left, bool(flags & P2P), bool(flags & ASYNC), bool(flags & FAILED),
+        texts[context], module, entered, left, bool(flags & P2P), bool(flags & ASYNC), bool(flags & FAILED),
         bool(flags & REFUSED), peer if peer >= 0 else None,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ def read(mine: beacon.Beacon) -> beacon.CommunicatorRecord:
 
 
 def label(mine: beacon.Beacon, operation: str = "all_reduce", root: str = "") -> int:
-    return mine.tape().text(tapes.SEPARATOR.join([operation, "float32", root, "[2, 3]"]))
+    return mine.tape().text(tapes.SEPARATOR.join([operation, "float32", root, "layers.3", "[2, 3]"]))
 
 
 def test_a_call_is_read_as_it_was_written(mine):
@@ -48,7 +48,9 @@ def test_a_call_is_read_as_it_was_written(mine):
     assert call == inside.newest and call.inside
     assert (call.number, call.seq, call.issued, call.signature) == (1, 7, 5, 2**64 - 1)
     assert (call.operation, call.shapes, call.dtype, call.root) == ("all_reduce", "[2, 3]", "float32", 3)
-    assert (call.site, call.where, call.context) == ("/a/b.py:31 in f", "b.py:31 in f", "train")
+    assert (call.site, call.where, call.stage) == ("/a/b.py:31 in f", "b.py:31 in f", "train")
+
+    assert call.module == "layers.3"
 
     line.leave(at)
     after = read(mine)
