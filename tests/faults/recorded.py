@@ -13,6 +13,17 @@ from lockstep.watch import beacon, freeing, recorder
 from tests.faults.ranks import BOUND_S, RUN, Job
 
 
+def settle() -> None:
+    """Until c10d's threads have counted what is done: they do it after the call has returned."""
+    end = time.monotonic() + BOUND_S
+    while True:
+        recorder.current().tick()
+        known = beacon.read_beacon(beacon.current().path).communicators
+        if all(each.closed or each.entered <= max(0, each.completed) for each in known) or time.monotonic() > end:
+            return
+        time.sleep(0.02)
+
+
 def everything(rank: int, job: Job) -> Any:
     """Every operation once or so, in an order that the test knows."""
     job.init(rank)
@@ -44,8 +55,7 @@ def everything(rank: int, job: Job) -> Any:
     funcol.wait_tensor(funcol.all_reduce(four, "sum", dist.group.WORLD))
     found = recorder.current()
     assert found is not None
-    time.sleep(0.3)
-    found.tick()
+    settle()
     return {
         "troubles": found.troubles,
         "missing": found.missing,
@@ -60,8 +70,7 @@ def ddp(rank: int, job: Job) -> Any:
     for _ in range(5):
         model(torch.ones(2, 4)).sum().backward()
     dist.barrier()
-    time.sleep(0.3)
-    recorder.current().tick()
+    settle()
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
@@ -79,8 +88,7 @@ def fsdp(rank: int, job: Job) -> Any:
     for _ in range(3):
         model(torch.ones(2, 8)).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    time.sleep(0.3)
-    recorder.current().tick()
+    settle()
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
@@ -95,8 +103,7 @@ def tensor_parallel(rank: int, job: Job) -> Any:
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     for _ in range(3):
         model(torch.ones(2, 8)).sum().backward()
-    time.sleep(0.3)
-    recorder.current().tick()
+    settle()
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
@@ -250,7 +257,7 @@ def again(rank: int, job: Job) -> Any:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
     for _ in range(2):
         dist.all_reduce(torch.ones(2))
-    time.sleep(0.3)
-    recorder.current().tick()
+    settle()
     found = beacon.read_beacon(beacon.current().path)
-    return [[each.closed, each.entered, each.identity] for each in found.communicators]
+    loops = len(freeing.named_threads())
+    return [[each.closed, each.entered, each.identity] for each in found.communicators], loops

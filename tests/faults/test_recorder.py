@@ -235,7 +235,8 @@ def test_a_forked_child_does_not_write_for_its_parent(tmp_path):
 def test_communicators_of_one_name_are_told_apart(tmp_path):
     values = good(run_ranks(tmp_path, recorded.again))
     assert values[0] == values[1]
-    (old, new) = values[0]
+    (old, new), loops = values[0]
+    assert loops == 1  # nothing holds the destroyed one
     assert (old[:2], new[:2]) == ([True, 1], [False, 2]) and old[2] != new[2]
 
 

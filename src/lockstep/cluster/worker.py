@@ -17,7 +17,7 @@ import msgspec
 
 from lockstep.cluster.service import Service, load_service
 from lockstep.cluster.uplink import ORPHANED, Address, Lease, Uplink
-from lockstep.watch import beacon
+from lockstep.watch import beacon, recorder
 
 CHARGE = "LOCKSTEP_WORKER"
 TOKEN = "LOCKSTEP_TOKEN"
@@ -67,6 +67,7 @@ def main() -> int:
         uplink.flush(1.0)
         uplink.finished()
     log.info("leaving")
+    recorder.uninstall()
     beacon.close_beacon()
     return ORPHANED if uplink.orphaned else 0
 

@@ -1,11 +1,14 @@
 """Where the beacons (and other shared memory) of a run live on this host."""
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -32,6 +35,24 @@ def run_dir(run: str) -> Path:
     if not _RUN.fullmatch(run):
         raise ValueError(f"run id {run!r}: expected up to 63 letters, digits, '.', '_' or '-'; see new_run_id()")
     return base_dir() / run
+
+
+@contextlib.contextmanager
+def locked(descriptor: int, seconds: float = 2.0) -> Iterator[None]:
+    """Holds the lock of an open file. Raises TimeoutError when somebody (who may be stopped) keeps it too long."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise TimeoutError(f"the lock of a shared file is not to be had within {seconds:g} s") from None
+            time.sleep(1e-3)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def make_run_dir(run: str) -> Path:

@@ -166,8 +166,9 @@ class Member:
         self.line.counts(*self.entered)
 
     def close(self) -> None:
-        """The communicator was destroyed."""
+        """The communicator was destroyed; it is let go of, so that its threads and sockets can end."""
         self.line.close()
+        self.group, self.sequence = None, lambda: self.issued
         if self.board is not None:
             board, self.board = self.board, None
             board.close()

@@ -8,18 +8,25 @@ watches. Orders that were given before a rank began are none of its business.
     dump      "folder": write what c10d's flight recorder holds there, as `<beacon's name>.json`
 """
 
-import fcntl
 import json
 import os
+import re
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.watch.folders import make_run_dir, run_dir
+from lockstep.watch.errors import CollectiveStalled
+from lockstep.watch.folders import locked, make_run_dir, run_dir
 
 FILE = "orders.jsonl"
+VERDICT_S = 2.0
+"""How long a broken collective waits for the observer to say why, where there is one."""
+RECENT_S = 60.0
+"""A verdict older than this explains nothing any more."""
+_BROKEN = re.compile(r"clos|reset|broken pipe|timed? ?out|abort|connect|nccl|gloo|remote|peer", re.IGNORECASE)
 LIMIT = 1 << 20
 """The longest line, in bytes."""
 
@@ -47,14 +54,20 @@ def give(run: str, op: str, names: Iterable[str] | None = None, **body: Any) -> 
     path = open_orders(run)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        number = _lines(descriptor) + 1
-        order = {"n": number, "op": op, "names": None if names is None else list(names), "wall": time.time(), **body}
-        line = json.dumps(order).encode() + b"\n"
-        if len(line) > LIMIT:
-            raise ValueError(f"order {op!r} is {len(line)} bytes long; {LIMIT} is the limit")
-        os.write(descriptor, line)
-        return number
+        with locked(descriptor):
+            number = _lines(descriptor) + 1
+            order = {
+                "n": number,
+                "op": op,
+                "names": None if names is None else list(names),
+                "wall": time.time(),
+                **body,
+            }
+            line = json.dumps(order).encode() + b"\n"
+            if len(line) > LIMIT:
+                raise ValueError(f"order {op!r} is {len(line)} bytes long; {LIMIT} is the limit")
+            os.write(descriptor, line)
+            return number
     finally:
         os.close(descriptor)
 
@@ -65,7 +78,7 @@ def _lines(descriptor: int) -> int:
 
 
 class Inbox:
-    """A rank's view of the orders. `look` may be called by any thread, by one at a time."""
+    """A rank's view of the orders; any thread may look."""
 
     def __init__(self, run: str, name: str) -> None:
         self._path = run_dir(run) / FILE
@@ -74,6 +87,8 @@ class Inbox:
         self.verdict: Order | None = None
         """The newest verdict that concerns this rank."""
         self.watched = False
+        self._fresh: list[Order] = []
+        self._looking = threading.Lock()
         self._read = self._size()
 
     def _size(self) -> int:
@@ -87,21 +102,53 @@ class Inbox:
 
     def look(self) -> list[Order]:
         """The orders for this rank that came since the last look, in their order."""
+        with self._looking:
+            self._read_on()
+            found, self._fresh = self._fresh, []
+            return found
+
+    def _read_on(self) -> None:
         size = self._size()
         if size <= self._read:
             self._read = min(self._read, size)
-            return []
+            return
         with self._path.open("rb") as file:
             file.seek(self._read)
             fresh = file.read(size - self._read)
         whole = fresh[: fresh.rfind(b"\n") + 1]
         self._read += len(whole)
-        found = [order for order in map(_parse, whole.splitlines()) if order is not None]
-        mine = [order for order in found if order.names is None or self._name in order.names]
-        for order in mine:
-            if order.op == "verdict":
-                self.verdict = order
-        return mine
+        for order in map(_parse, whole.splitlines()):
+            if order is not None and (order.names is None or self._name in order.names):
+                self._fresh.append(order)
+                if order.op == "verdict":
+                    self.verdict = order
+
+    def stalled(self) -> CollectiveStalled | None:
+        """What the observer said of this rank in the last minute."""
+        with self._looking:
+            self._read_on()
+        order = self.verdict
+        if order is None or time.time() - order.wall > RECENT_S:
+            return None
+        return CollectiveStalled(str(order.body.get("text", "")), order.body.get("verdict"))
+
+    def translate(self, error: Exception) -> Exception:
+        """The observer's verdict if the error is what it did to free this rank, else the error itself. Where somebody
+        watches, a broken connection waits `VERDICT_S` for the verdict, once per error on its way up."""
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveStalled):
+            return error
+        if hasattr(error, "__lockstep__") or not _BROKEN.search(str(error)):
+            return error
+        error.__lockstep__ = True  # type: ignore[attr-defined]  # it has been waited for
+        found = self.stalled()
+        until = time.monotonic() + VERDICT_S
+        while found is None and self.watched and time.monotonic() < until:
+            time.sleep(0.02)
+            found = self.stalled()
+        if found is None:
+            return error
+        found.was = str(error)
+        return found
 
 
 def _parse(line: bytes) -> Order | None:

@@ -59,6 +59,7 @@ class Wrappers:
         self._wrapped: dict[int, tuple[Any, Any]] = {}
         """By id of the original: it and its wrapper."""
         self._put: list[tuple[ModuleType, str, Any]] = []
+        self._texts: dict[Any, tuple[int, str]] = {}
 
     def patch(self, module: ModuleType) -> None:
         """The functions of torch.distributed or of its functional collectives."""
@@ -182,6 +183,17 @@ class Wrappers:
 
         return wrapper
 
+    def _described(self, form: Form, tensors: Any, root: int | None, module: str) -> tuple[int, str]:
+        if not hasattr(tensors, "dtype"):
+            return describe(form, tensors, root, module)
+        key = form.operation, tensors.shape, tensors.dtype, root, module
+        known = self._texts.get(key)
+        if known is None:
+            if len(self._texts) >= _CACHED:
+                self._texts.clear()
+            known = self._texts[key] = describe(form, tensors, root, module)
+        return known
+
     def _look_up(
         self, form: Form, tensors: Any, root: int | None, frame: FrameType, known: dict[Any, What], key: Any
     ) -> What:
@@ -189,7 +201,7 @@ class Wrappers:
         owner = self._owner
         site, where = owner.sites.find(frame)
         direct = owner.sites.keep(frame)
-        signature, text = describe(form, tensors, root, "" if direct else owner.sites.module(frame))
+        signature, text = self._described(form, tensors, root, "" if direct else owner.sites.module(frame))
         label = owner.tape.text(text)
         what = signature, label, site, where, min(label, site)
         if direct and (tensors is None or hasattr(tensors, "dtype")):

@@ -12,19 +12,16 @@ import functools
 import importlib
 import logging
 import os
-import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.watch import beacon, freeing, hook, orders
 from lockstep.watch.collectives import digest
-from lockstep.watch.counts import Flight, flights
-from lockstep.watch.errors import CollectiveStalled
-from lockstep.watch.member import UNSAID, Context, Member
+from lockstep.watch.counting import Counting
+from lockstep.watch.member import Context, Member
 from lockstep.watch.patches import C10D, FUNCOL, Wrappers, noted, quiet
 from lockstep.watch.schedule import Board
 from lockstep.watch.sites import Sites
@@ -33,11 +30,6 @@ from lockstep.watch.tape import Tape
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-VERDICT_S = 2.0
-"""How long a broken collective waits for the observer to say why, where there is one."""
-RECENT_S = 60.0
-"""A verdict older than this explains nothing any more."""
-_BROKEN = re.compile(r"clos|reset|broken pipe|timed? ?out|abort|connect|nccl|gloo|remote|peer", re.IGNORECASE)
 
 
 class Recorder:
@@ -58,10 +50,6 @@ class Recorder:
         self.found: dict[Any, Member] = {}
         """The same, and by what callers give for a communicator: nothing, a name, a mesh."""
         self._lost: set[str] = set()
-        self._told: Exception | None = None
-        """The newest error for which no verdict came, so that it is not waited for twice on its way up."""
-        self._flights: list[Flight] = []
-        self._flying: dict[tuple[str, str], Member] = {}
         self._worlds = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,7 +63,7 @@ class Recorder:
         self._torch = torch
         self._c10d = sys.modules[C10D]
         self.sites, self._context = Sites(self.tape, torch.__file__), Context(self._own, self.tape)
-        self._flights = flights(torch._C._distributed_c10d)
+        self._counting = Counting(torch._C._distributed_c10d)
         self._wrappers = Wrappers(self, torch)
         self._wrappers.patch(self._c10d)
         hook.when_imported(FUNCOL, self._wrappers.patch_functional)
@@ -155,7 +143,7 @@ class Recorder:
         work.wait = wait
 
     def _say_what_is_missing(self, torch: Any) -> None:
-        kinds = {flight.kind for flight in self._flights}
+        kinds = {flight.kind for flight in self._counting.flights}
         if "gloo" not in kinds:
             self.missing.append("gloo: completed collectives are not counted, C++ callers have no entries")
         if torch.distributed.is_nccl_available() and not kinds & {"nccl"}:
@@ -224,13 +212,18 @@ class Recorder:
             label = description if description not in ("", "undefined") else name
             member = Member(group, line, name, label, ranks, group.rank(), self._context)
             if self._refuse and group.size() > 1:
-                member.run = self.run
-                identity, beacon_name = line.about[0], self._own.path.stem
-                member.board = Board(self.run, identity, group.rank(), beacon_name, line.slot)
+                member.run, member.board = self.run, self._board(member)
             self._members[group] = member
             self.found.clear()
             self._watch()
             return member
+
+    def _board(self, member: Member) -> Board | None:
+        try:
+            return Board(self.run, member.line.about[0], member.rank, self._own.path.stem, member.line.slot)
+        except (OSError, OverflowError) as error:
+            log.warning("recorder: calls on %s are not held against those of its peers: %s", member.label, error)
+            return None
 
     def _identity(self, group: Any, name: str) -> int:
         """Equal on all members: where they met, how often, and the communicator's name."""
@@ -244,6 +237,7 @@ class Recorder:
             for group, member in list(self._members.items()):
                 if group not in self._c10d._world.pg_map:
                     del self._members[group]
+                    self._counting.forget(member)
                     member.close()
             self.found.clear()
 
@@ -256,41 +250,19 @@ class Recorder:
             self._thread.start()
 
     def _poll(self) -> None:
-        while not self._stop.wait(POLL_S):
+        while not self._stop.wait(POLL_S) and self._own.tape() is not None:
             with quiet(self):
                 self.tick()
 
     def tick(self) -> None:
         """One look at everything; about 50 microseconds."""
         self._own.beat()
-        self._count()
+        self._counting.count(self._members.values())
         if self._links:
             self._watch_links()
         for order in self.inbox.look():
             with quiet(self):
                 self._obey(order)
-
-    def _count(self) -> None:
-        counted = set()
-        for flight in self._flights:
-            for number, numbers in flight.status().items():
-                member = self._flying.get((flight.kind, number)) or self._fly(flight, number)
-                if member is not None:
-                    member.count(numbers)
-                    counted.add(id(member))
-        for member in list(self._members.values()):
-            if id(member) not in counted and member.sequence() > 0:
-                member.count((member.sequence(), UNSAID))
-
-    def _fly(self, flight: Flight, number: str) -> Member | None:
-        """The newest communicator of that name that has no number yet."""
-        name = flight.name(number)
-        taken = {id(member) for member in self._flying.values()}
-        free = [each for each in self._members.values() if each.name == name and id(each) not in taken]
-        if not free:
-            return None
-        self._flying[flight.kind, number] = free[-1]
-        return free[-1]
 
     def _watch_links(self) -> None:
         for member in list(self._members.values()):
@@ -310,14 +282,14 @@ class Recorder:
         self._own.event("order", f"{order.number} {order.op} {done}")
 
     def _dump(self, folder: Path) -> int:
-        for flight in self._flights:
+        for flight in self._counting.flights:
             text = flight.text()
             raw = text.encode() if isinstance(text, str) else bytes(text)
             name = self._own.path.stem + ("" if flight.kind == "gloo" else f"-{flight.kind}")
             draft = folder / f".{name}.{os.getpid()}"
             draft.write_bytes(raw)
             draft.rename(folder / f"{name}.json")
-        return len(self._flights)
+        return len(self._counting.flights)
 
     def free(self, communicator: str | None = None) -> int:
         """Breaks a communicator (by name, description or identity in hex; None: all) from inside; returns how many
@@ -330,35 +302,13 @@ class Recorder:
                 broken += sum(each.free() for each in freeing.freers(backend, member.group, member.line.about[5]))
         return broken
 
-    def verdict(self) -> CollectiveStalled | None:
-        """What the observer said of this rank in the last minute."""
-        self.inbox.look()
-        order = self.inbox.verdict
-        if order is None or time.time() - order.wall > RECENT_S:
-            return None
-        return CollectiveStalled(str(order.body.get("text", "")), order.body.get("verdict"))
-
     def translate(self, error: Exception) -> Exception:
-        """The observer's verdict if the error is what it did to free this rank, else the error itself. Where somebody
-        watches, a broken connection waits two seconds for the verdict."""
-        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveStalled):
-            return error
-        if error is self._told or not _BROKEN.search(str(error)):
-            return error
-        self._told = error
+        """The observer's verdict if the error is what it did to free this rank, else the error itself."""
         try:
-            found = self.verdict()
-            until = time.monotonic() + VERDICT_S
-            while found is None and self.inbox.watched and time.monotonic() < until:
-                time.sleep(0.02)
-                found = self.verdict()
+            return self.inbox.translate(error)
         except (OSError, ValueError) as trouble:
             self.trouble(trouble)
             return error
-        if found is None:
-            return error
-        found.was = str(error)
-        return found
 
     def trouble(self, error: Exception) -> None:
         """Counts a failure in here; the first is logged."""
@@ -419,7 +369,7 @@ def translate(error: Exception) -> Exception:
 def check() -> None:
     """Raises CollectiveStalled when the observer has given a verdict on this rank: for the places where an error that
     came too late must not be missed (before an optimizer step, a publish, a commit)."""
-    found = None if _current is None else _current.verdict()
+    found = None if _current is None else _current.inbox.stalled()
     if found is not None:
         raise found
 

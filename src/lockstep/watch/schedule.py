@@ -9,14 +9,12 @@ Two that write at the same time see each other's intent; the one of the lower co
 decided (it does so at once, or it is stopped, and then it counts as committed).
 """
 
-import fcntl
 import mmap
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from lockstep.watch.folders import make_run_dir
+from lockstep.watch.folders import locked, make_run_dir
 from lockstep.watch.procs import alive, start_ticks
 
 ROWS = 512
@@ -45,15 +43,14 @@ class Board:
     def __init__(self, run: str, identity: int, rank: int, beacon: str, slot: int) -> None:
         self.path = make_run_dir(run) / f"{identity:016x}.board"
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
-            if os.fstat(descriptor).st_size < _SIZE:
-                os.ftruncate(descriptor, _SIZE)
-            self._memory = mmap.mmap(descriptor, _SIZE)
-            self._words = memoryview(self._memory).cast("B").cast("Q")
-            self.column = self._register(rank, beacon, slot)
+            with locked(descriptor):  # let go of by name: the mapping keeps the file open, and the lock with it
+                if os.fstat(descriptor).st_size < _SIZE:
+                    os.ftruncate(descriptor, _SIZE)
+                self._memory = mmap.mmap(descriptor, _SIZE)
+                self._words = memoryview(self._memory).cast("B").cast("Q")
+                self.column = self._register(rank, beacon, slot)
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # the mapping holds the file open, and with it the lock
             os.close(descriptor)
         self.rank = rank
         self._mine = [0] * ROWS
@@ -122,8 +119,3 @@ class Board:
 
 def _packed(*words: int) -> bytes:
     return b"".join(word.to_bytes(8, "little") for word in words)
-
-
-def board_files(folder: Path) -> list[Path]:
-    """The boards of a run, for who tidies up."""
-    return sorted(folder.glob("*.board"))

@@ -70,3 +70,27 @@ def test_errors_travel():
     )
     assert (refused.communicator, refused.number, refused.rank, refused.peer) == ("fsdp", 3, 1, 0)
     assert "rank 1 is about to enter barrier at a.py:1, but rank 0 has entered all_reduce at a.py:2" in str(refused)
+
+
+def test_a_broken_connection_becomes_the_verdict():
+    inbox = orders.Inbox("run-1", "policy-0")
+    broken = RuntimeError("Connection closed by peer [127.0.0.1]:5")
+    assert inbox.translate(broken) is broken  # nobody watches: at once
+    orders.give("run-1", "dump", None, folder="/x")
+    orders.give("run-1", "verdict", None, text="rank 1 is dead", verdict={"kind": "dead"})
+    again = RuntimeError("Connection closed by peer [127.0.0.1]:5")
+    found = inbox.translate(again)
+    assert isinstance(found, CollectiveStalled) and (str(found), found.verdict) == ("rank 1 is dead", {"kind": "dead"})
+    assert found.was == str(again) and inbox.translate(found) is found
+    for other in (ValueError("closed"), RuntimeError("shape '[3]' is invalid")):
+        assert inbox.translate(other) is other
+    assert [order.op for order in inbox.look()] == ["dump", "verdict"]  # whoever obeys them still gets them
+
+
+def test_an_old_verdict_explains_nothing(monkeypatch):
+    inbox = orders.Inbox("run-1", "policy-0")
+    orders.give("run-1", "verdict", None, text="long ago")
+    monkeypatch.setattr(orders, "RECENT_S", -1.0)
+    monkeypatch.setattr(orders, "VERDICT_S", 0.05)
+    broken = RuntimeError("Connection reset by peer")
+    assert inbox.translate(broken) is broken
