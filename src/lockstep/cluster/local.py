@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +30,11 @@ from lockstep.cluster.worker import CHARGE, TOKEN, Charge
 from lockstep.config.cluster import LocalCluster as Config
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit, start_agent
+from lockstep.watch.assemble import Alias
 from lockstep.watch.folders import run_dir
+from lockstep.watch.settings import Settings
+from lockstep.watch.supervisor_client import Said, Supervision
+from lockstep.watch.verdict import Patience
 from lockstep.watch.waits import WaitTimeout
 
 if TYPE_CHECKING:
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
-RESERVED = ("agent", "controller")
+RESERVED = ("agent", "controller", "supervisor")
 """Names that beacons of this run have already."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
@@ -66,6 +70,7 @@ class LocalCluster:
         self._closed = False
         self._agent: AgentClient | None = None
         self._address: Address | None = None
+        self._supervision: Supervision | None = None
         self._pid = os.getpid()
         self._hub = Hub(self._token, run, generation, self._tick)
         atexit.register(self.close)
@@ -132,6 +137,35 @@ class LocalCluster:
                 self._kill([worker])
         self._settle(agent, [worker])
 
+    def kill(self, name: str) -> bool:
+        """Ends a worker by SIGKILL; whether there was one of that name."""
+        agent = self._agent
+        living = {worker.name for worker in self._hub.workers if not worker.dead}
+        if agent is None or self._closed or name not in living:
+            return False
+        with contextlib.suppress(AgentError):
+            return agent.kill(name)
+        return False
+
+    def supervise(
+        self,
+        patience: Patience,
+        on_said: Callable[[Said], None],
+        *,
+        on_stall: str = "report",
+        aliases: Mapping[str, Alias] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Has a supervisor beside the run from now on, which tells `on_said` of stalls, in another thread. Incidents
+        are in `folder/incidents`. The run neither waits for the supervisor nor fails with it."""
+        if self._address is None or self._supervision is not None:
+            return
+        settings = Settings(
+            self._run, self._generation, self._folder / "cluster", self._folder / "incidents", [self._address],
+            self._pid, patience, on_stall, dict(aliases or {}), facts=dict(facts or {}),
+        )  # fmt: skip
+        self._supervision = Supervision(settings, self._token, on_said)
+
     def store(self) -> tuple[str, int]:
         """Host and port of a rendezvous store (torch TCPStore) that this process serves, on loopback only."""
         if self._store is None:
@@ -150,6 +184,8 @@ class LocalCluster:
         if self._closed or os.getpid() != self._pid:
             return
         try:
+            if self._supervision is not None:
+                self._supervision.close()
             if self._agent is None:
                 self._kill_agent()
             else:

@@ -13,6 +13,7 @@ from lockstep.config.reward import Reward
 from lockstep.config.rollout import Rollout, Sampling
 from lockstep.config.tracking import Tracker
 from lockstep.config.trainer import Checkpoint, Trainer
+from lockstep.config.watch import Watch
 
 
 class Evaluation(Section):
@@ -53,6 +54,7 @@ class RunConfig(Section):
     reward: Reward | None = None
     cluster: LocalCluster = LocalCluster()
     recovery: Recovery = Recovery()
+    watch: Watch = Watch()
     report: Report = Report()
     tracking: tuple[Tracker, ...] = ()
     """Where metrics go besides the run's folder: at most one of each kind."""

@@ -17,6 +17,7 @@ _HARMLESS = (
     "tracking",
     "cluster",
     "recovery",
+    "watch",
     "filter_groups.at_limit",
     "evaluation.samples_shown",
     "reward.workers",

@@ -11,6 +11,7 @@ from lockstep.report.console import Console
 from lockstep.report.sinks import Sink, Sinks, open_sinks
 from lockstep.report.summary import versions, write_summary
 from lockstep.run.stages import Stages
+from lockstep.run.stalls import Stalls
 from lockstep.watch import beacon
 
 
@@ -27,6 +28,7 @@ class Monitor:
             quiet=not config.report.console,
             activity=lambda: beacon_activity(run_id),
         )
+        self.stalls = Stalls(self.console, ledger)
         self._sinks: Sinks | None = None
         self._reason = "failed"
         self._tokens = 0.0
@@ -55,6 +57,7 @@ class Monitor:
                 yield
             finally:
                 self.console.stage("")
+        self.stalls.flush()
 
     def step_begins(self, step: int) -> None:
         beacon.current().progress("step", step, self.config.steps)
@@ -105,6 +108,7 @@ class Monitor:
         from lockstep.report.html import write_report  # brings matplotlib, which no start should wait for
 
         self._reason = reason
+        self.stalls.flush()
         report = write_report(self.ledger, reason) if self.config.report.html else None
         write_summary(self.ledger, reason)  # last: a run whose summary says that it is finished has nothing left to do
         self.console.finish(reason.partition(":")[0], report)

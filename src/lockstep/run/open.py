@@ -22,6 +22,7 @@ from lockstep.run.finish import finished
 from lockstep.run.interrupt import Interrupt
 from lockstep.run.logs import logged
 from lockstep.run.monitor import Monitor
+from lockstep.run.oversight import oversee
 from lockstep.run.place import take_place
 from lockstep.run.plan import engine_dtype
 from lockstep.run.policy import Policy, set_up
@@ -101,6 +102,7 @@ def _running(prepared: Prepared, ledger: Ledger, monitor: Monitor, interrupt: In
     with ExitStack() as closing:
         closing.callback(cluster.close)
         recovery = Recovery(prepared.config.recovery, ledger)
+        oversee(prepared, cluster, monitor, recovery)
         with monitor.stage("start"):
             staff = Staff(prepared, cluster, ledger.generation)
             ranks, workers = staff.everybody()

@@ -172,12 +172,12 @@ def who_of(culprit: Culprit) -> str:
 
 
 def headline(verdict: Verdict) -> str:
-    """One line: what is wrong, whose line it is, how sure that is."""
+    """One line: what is wrong, and whose line it is."""
+    if verdict.explanation:
+        return verdict.explanation
     who = ", ".join(who_of(each) for each in verdict.culprits[:_NAMED]) or "nobody is named"
     if len(verdict.culprits) > _NAMED:
         who += f" and {len(verdict.culprits) - _NAMED} more"
-    if verdict.explanation:
-        return f"{verdict.kind} ({who}): {verdict.explanation}"
     where = next((each.where for each in verdict.culprits if each.where), "")
     return f"{verdict.kind} ({who}){f' in {where}' if where else ''}"
 

@@ -46,12 +46,15 @@ class Said:
     incident: str | None
     """Folder, where one was written."""
     wall: float
+    who: tuple[str, ...] = ()
+    """Names of the culprits."""
 
     @staticmethod
     def of(frame: Mapping[str, Any]) -> "Said":
         return Said(
             int(frame["number"]), str(frame["change"]), str(frame["level"]), str(frame["headline"]),
             frame["verdict"], float(frame["since_s"]), frame["incident"], float(frame["wall"]),
+            tuple(frame["who"]),
         )  # fmt: skip
 
 

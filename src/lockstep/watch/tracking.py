@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from lockstep.watch.verdict import Level, Verdict
+from lockstep.watch.verdict import Kind, Level, Verdict
 
 HOLD_S = 1.5
 """A verdict that is gone for less than this is not over: a look may fall into a moment without evidence."""
@@ -54,6 +54,8 @@ class Tracker:
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
         self._cases: dict[Key, _Case] = {}
+        self._buried: set[Key] = set()
+        """Deaths that were told and are over: nobody dies twice, whoever waits for the dead once more."""
         self._count = 0
 
     @property
@@ -68,6 +70,8 @@ class Tracker:
         for verdict in verdicts:
             key = key_of(verdict)
             case = self._cases.get(key)
+            if case is None and verdict.kind is Kind.DEAD and key in self._buried:
+                continue
             if case is None:
                 self._count += 1
                 case = self._cases[key] = _Case(self._count, verdict, at, at)
@@ -83,6 +87,8 @@ class Tracker:
         for key, case in list(self._cases.items()):
             if at - case.seen > self._hold_s:
                 del self._cases[key]
+                if case.verdict.kind is Kind.DEAD:
+                    self._buried.add(key)
                 changes.append(Told(case.number, Change.WITHDRAWN, case.verdict, case.since, at))
         return changes
 

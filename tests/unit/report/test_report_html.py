@@ -7,7 +7,7 @@ from report_helpers import CONFIG, make_run
 
 from lockstep.ledger import Ledger, Sample
 from lockstep.report.charts import Chart, draw, smoothed, thinned
-from lockstep.report.html import curves_of, render, write_report
+from lockstep.report.html import curves_of, incidents_of, render, write_report
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect"}
 
@@ -109,6 +109,25 @@ def test_a_run_that_has_done_nothing_yet(tmp_path):
 def test_a_reader_can_write_it_while_the_run_goes_on(tmp_path):
     with make_run(tmp_path / "run", steps=2), Ledger.reader(tmp_path / "run") as reader:
         assert write_report(reader).exists()
+
+
+def test_incidents_are_listed_with_what_is_kept_of_them(tmp_path):
+    ledger = Ledger.create(tmp_path / "run", CONFIG)
+    stall = {
+        "number": 1, "level": "notice", "verdict": "absent", "cause": "unknown", "who": ["policy-1"],
+        "text": "policy-1 is in score() at <reward.py>:31", "since_s": 0.0, "said_at": 5.0, "incident": None,
+    }  # fmt: skip
+    confirmed = {"level": "confirmed", "incident": "/elsewhere/runs/x/incidents/20261121-231502-absent-policy-1"}
+    ledger.event("stall", change="told", **stall)
+    ledger.event("stall", change="updated", **(stall | confirmed))
+    ledger.event("stall", change="withdrawn", **(stall | confirmed | {"since_s": 12.0}))
+    ledger.event("stall", change="told", **(stall | {"number": 2, "text": "only noticed"}))
+    (row,) = incidents_of(ledger.events())
+    assert (row.kind, row.lasted, row.folder) == ("absent", "12s", "incidents/20261121-231502-absent-policy-1")
+    page = render(ledger)
+    assert "<h2>Incidents</h2>" in page and 'href="incidents/20261121-231502-absent-policy-1/story.txt"' in page
+    assert "score() at &lt;reward.py&gt;:31" in page
+    ledger.close()
 
 
 def test_curves(tmp_path):

@@ -47,6 +47,16 @@ def test_it_is_withdrawn_when_it_stays_away() -> None:
     assert told(tracker, [NOTICE], 4.0) == [(2, Change.TOLD, Level.NOTICE)]
 
 
+def test_nobody_dies_twice() -> None:
+    tracker = Tracker(hold_s=1.0)
+    dead = replace(NOTICE, kind=Kind.DEAD, level=Level.CONFIRMED)
+    assert told(tracker, [dead], 0.0) == [(1, Change.TOLD, Level.CONFIRMED)]
+    assert told(tracker, [], 2.0) == [(1, Change.WITHDRAWN, Level.CONFIRMED)]
+    assert told(tracker, [dead], 3.0) == []
+    successor = replace(dead, culprits=(Culprit(1, "policy", "a", 8),))
+    assert told(tracker, [dead, successor], 4.0) == [(2, Change.TOLD, Level.CONFIRMED)]
+
+
 def test_two_stalls_are_two() -> None:
     other = Verdict(Kind.IN_FLIGHT, Level.NOTICE, collective=Collective("fsdp", 4))
     later = replace(other, collective=Collective("fsdp", 5))

@@ -1,0 +1,40 @@
+"""A supervisor beside the run: who is waited for is told, kept, and handed to recovery."""
+
+import sys
+
+from lockstep.cluster.local import LocalCluster
+from lockstep.report.summary import versions
+from lockstep.run.monitor import Monitor
+from lockstep.run.prepare import Prepared
+from lockstep.run.recovery.recovery import Recovery
+from lockstep.watch.assemble import Alias
+from lockstep.watch.verdict import Patience
+
+ALIASES = {
+    "rollout engines": Alias("rollout"),
+    "the scorers": Alias("reward"),
+    "trainer ranks": Alias("policy"),
+    "the environments": Alias("environment"),
+}
+"""What the run's waits call whole roles."""
+
+
+def oversee(prepared: Prepared, cluster: LocalCluster, monitor: Monitor, recovery: Recovery) -> None:
+    """Starts the supervisor that the config asks for, if it does. The run goes on at once."""
+    config = prepared.config.watch
+    if not config.enable:
+        return
+    if config.on_stall == "recover" and prepared.config.recovery.enable:
+        recovery.listen(monitor.stalls, cluster.kill)
+    cluster.supervise(
+        Patience(notice_s=config.notice_s, still_s=config.confirm_after_s),
+        monitor.stalls.hear,
+        on_stall="dump" if config.on_stall == "dump" else "report",
+        aliases=ALIASES,
+        facts={
+            "config": prepared.config.model_dump(mode="json"),
+            "versions": versions(),
+            "command": sys.argv,
+            "folder": str(prepared.folder),
+        },
+    )

@@ -1,0 +1,373 @@
+"""The supervisor: a process that hears the agents of a run, judges twice a second, and tells who listens
+(`python -m lockstep.watch.supervisor`).
+
+It is neither the controller nor an agent: it outlives the one, and the others restart without it. It leaves when the
+run has ended: the controller and all agents are gone, or somebody says `leave`. JSON frames over `watch.wire`:
+
+    {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; told frames after number `after` follow
+    {"id", "op": "agents", "agents": [address, ...]} -> {}     who is to be heard from now on
+    {"id", "op": "leave"} -> {}
+    <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who"}
+
+`number` is the same for all that is said of one stall; `change` is told, updated or withdrawn; `verdict` the one form
+of verdicts. A confirmed verdict is told when its incident is on disk, a second later at most.
+"""
+
+import argparse
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from lockstep.watch import beacon, incident, procs
+from lockstep.watch.agent_client import Address
+from lockstep.watch.assemble import Inbox
+from lockstep.watch.collecting import Collection
+from lockstep.watch.diagnose import diagnose
+from lockstep.watch.evidence import Edge, Evidence
+from lockstep.watch.links import Link
+from lockstep.watch.settings import Settings
+from lockstep.watch.tracking import Change, Told, Tracker
+from lockstep.watch.verdict import Level
+from lockstep.watch.wire import Connection, Listener, WireError
+
+log = logging.getLogger("lockstep.watch.supervisor")
+
+CLOCK_S = 30.0
+LINGER_S = 5.0
+"""After the controller, a host that cannot be reached for so long has gone too."""
+REMEMBERED = 512
+OUTSIDE = ("http", "read", "write", "send", "store", "connect")
+"""Kinds of waits whose unknown names are services; of the others they are a process's own threads, or nobody."""
+
+
+class Supervisor:
+    """The process's state and its loop."""
+
+    def __init__(self, settings: Settings, token: str) -> None:
+        self.settings, self._token = settings, token
+        self._selector = selectors.DefaultSelector()
+        self._listener = Listener(
+            token, settings.run, settings.generation, name="supervisor", host=settings.host, max_frame=64 << 20
+        )
+        self._selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept())
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
+        self._dialled: SimpleQueue[tuple[Link, Connection]] = SimpleQueue()
+        self._links: dict[tuple[str, int], Link] = {}
+        self._inbox = Inbox(aliases=settings.aliases, host_s=settings.patience.host_s)
+        self._tracker = Tracker()
+        self._subscribers: dict[Connection, bool] = {}
+        self._frames: list[dict[str, Any]] = []
+        self._collections: list[Collection] = []
+        self._incidents: dict[int, Path] = {}
+        pid = settings.controller
+        self._controller = (pid, None if pid is None else procs.start_ticks(pid))
+        self._subscribed = False
+        self._ending = False
+        self._clock_at = 0.0
+        self._set_agents(settings.agents)
+
+    def run(self) -> None:
+        """Watches until the run has ended."""
+        signal.signal(signal.SIGTERM, lambda number, frame: self._end())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        own = beacon.open_beacon(self.settings.run, "supervisor", "supervisor", 0)
+        own.stage("watching")
+        self._publish_address()
+        due = 0.0
+        try:
+            while not self._ending and not self._run_is_over():
+                for key, _ in self._selector.select(
+                    max(0.0, min(due - time.monotonic(), 0.1 if self._collections else 1.0))
+                ):
+                    key.data()
+                self._attach_dialled()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self.settings.every_s
+                    self._tick()
+                    own.beat()
+                self._finish_collections()
+        finally:
+            self._clean_up()
+
+    # --- judging
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for link in self._links.values():
+            link.tick()
+            if now - self._clock_at >= CLOCK_S or not link.clock.known:
+                link.set_clock()
+        if now - self._clock_at >= CLOCK_S:
+            self._clock_at = now
+        if not any(link.host for link in self._links.values()):
+            return
+        evidence = self._inbox.evidence(now)
+        verdicts = diagnose(sensible(evidence), self.settings.patience)
+        for told in self._tracker.update(verdicts, now):
+            self._happened(told, evidence)
+
+    def _happened(self, told: Told, evidence: Evidence) -> None:
+        fresh = told.verdict.level != Level.NOTICE and told.number not in self._incidents
+        under_way = any(each.told.number == told.number for each in self._collections)
+        if fresh and told.change != Change.WITHDRAWN and not under_way:
+            links = [link for link in self._links.values() if link.host]
+            native = self.settings.on_stall == "dump"
+            self._collections.append(Collection(told, evidence, links, native))
+        else:
+            self._tell(told)
+
+    def _finish_collections(self) -> None:
+        for collection in [each for each in self._collections if each.done()]:
+            self._collections.remove(collection)
+            told = collection.told
+            if self.settings.incidents is not None:
+                contents = collection.contents(self.settings.facts, self._frames[-50:])
+                path = incident.write(self.settings.incidents, contents, (self._token,))
+                if path is not None:
+                    self._incidents[told.number] = path
+            if self.settings.on_stall == "kill":
+                told = self._kill(told, collection.evidence)
+            self._tell(told)
+
+    def _kill(self, told: Told, evidence: Evidence) -> Told:
+        """Ends the culprits that still live."""
+        by_host = {link.host: link for link in self._links.values()}
+        asked = False
+        for culprit in told.verdict.culprits:
+            link = by_host.get(culprit.host)
+            if link is not None and culprit.pid:
+                link.ask("end", lambda reply: None, 5.0, pid=culprit.pid, signal=int(signal.SIGKILL))
+                asked = True
+        if not asked:
+            return told
+        self._tracker.acted(told.number)
+        return replace(told, verdict=replace(told.verdict, level=Level.ACT))
+
+    # --- telling
+
+    def _tell(self, told: Told) -> None:
+        path = self._incidents.get(told.number)
+        frame = {
+            "told": self._frames[-1]["told"] + 1 if self._frames else 1,
+            "number": told.number,
+            "change": str(told.change),
+            "level": str(told.verdict.level),
+            "verdict": told.verdict.json(),
+            "since_s": told.at - told.since,
+            "wall": time.time(),
+            "incident": None if path is None else str(path),
+            "headline": incident.headline(told.verdict),
+            "who": [incident.who_of(each) for each in told.verdict.culprits],
+        }
+        log.info("%s %s: %s", told.change, told.verdict.level, frame["headline"])
+        self._frames = [*self._frames[1 - REMEMBERED :], frame]
+        for connection, subscribed in list(self._subscribers.items()):
+            if subscribed:
+                self._send(connection, frame)
+
+    # --- agents
+
+    def _set_agents(self, addresses: Sequence[Address]) -> None:
+        wanted = {(each.host, each.port): each for each in addresses}
+        for key in [key for key in self._links if key not in wanted]:
+            link = self._links.pop(key)
+            if link.connection is not None:
+                self._forget(link.connection)
+            link.close()
+            if link.host:
+                self._inbox.forget(link.host)
+        for key, address in wanted.items():
+            if key not in self._links:
+                self._links[key] = Link(address, self._token, self.settings.generation, self._up)
+
+    def _up(self, link: Link, connection: Connection) -> None:
+        """In a dialling thread."""
+        self._dialled.put((link, connection))
+        self._wake()
+
+    def _attach_dialled(self) -> None:
+        while True:
+            try:
+                link, connection = self._dialled.get_nowait()
+            except Empty:
+                return
+            if self._links.get((link.address.host, link.address.port)) is not link:
+                connection.close()
+                continue
+            link.attach(connection)
+            self._selector.register(connection, selectors.EVENT_READ, lambda link=link: self._hear(link))
+
+            def observed(reply: dict[str, Any] | None, link: Link = link) -> None:
+                if reply is not None:
+                    link.host = str(reply["host"])
+
+            link.ask(
+                "observe", observed, 10.0, every_s=self.settings.every_s,
+                suspect_after_s=max(0.2, self.settings.patience.notice_s / 2),
+            )  # fmt: skip
+
+    def _hear(self, link: Link) -> None:
+        connection = link.connection
+        for message in link.hear():
+            kind = message.get("m")
+            if kind == "leaving":
+                link.left = True
+                self._inbox.forget(str(message["host"]))
+            elif kind in ("roster", "state") and not link.left:
+                self._receive(link, message)
+        if connection is not None and link.connection is None:
+            self._forget(connection)
+
+    def _receive(self, link: Link, message: Mapping[str, Any]) -> None:
+        try:
+            self._inbox.receive(message, time.monotonic())
+        except ValueError as error:
+            log.warning("%s: %s", link, error)
+
+    # --- subscribers
+
+    def _accept(self) -> None:
+        while (connection := self._listener.accept(0)) is not None:
+            self._subscribers[connection] = False
+            self._selector.register(connection, selectors.EVENT_READ, lambda c=connection: self._serve(c))
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            while connection in self._subscribers and (frame := connection.recv(0)) is not None:
+                message = json.loads(frame)
+                operation = getattr(self, f"_op_{message['op']}", None)
+                reply = {"error": "unknown operation"} if operation is None else operation(connection, message)
+                self._send(connection, {"reply": message["id"], **reply})
+        except (WireError, ValueError, KeyError, TypeError) as error:
+            if not isinstance(error, WireError):
+                log.warning("%s sent what cannot be served: %r", connection.peer.name, error)
+            self._drop(connection)
+
+    def _op_subscribe(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+        if connection.peer.name == "controller" and message["place"] == procs.place():
+            self._controller = (int(message["pid"]), int(message["start"]))
+        self._subscribed = True
+        self._subscribers[connection] = True
+        for frame in self._frames:
+            if frame["told"] > int(message["after"]):
+                self._send(connection, frame)
+        return {"pid": os.getpid()}
+
+    def _op_agents(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+        self._set_agents([Address(**each) for each in message["agents"]])
+        return {}
+
+    def _op_leave(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+        self._ending = True
+        return {}
+
+    def _send(self, connection: Connection, message: dict[str, Any]) -> None:
+        try:
+            connection.queue(json.dumps(message).encode())
+            connection.flush()
+        except WireError:
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        if self._subscribers.pop(connection, None) is not None:
+            self._forget(connection)
+            connection.close()
+
+    def _forget(self, connection: Connection) -> None:
+        with suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(connection)
+
+    # --- beginning and end
+
+    def _run_is_over(self) -> bool:
+        """Whether nobody is left to watch, or to watch for."""
+        pid, start = self._controller
+        if pid is None:
+            if any(self._subscribers.values()) or not self._subscribed:
+                return False
+        elif procs.alive(pid, start):
+            return False
+        now = time.monotonic()
+        return not self._collections and all(
+            link.connection is None and (link.left or self._gone(link, now)) for link in self._links.values()
+        )
+
+    def _gone(self, link: Link, now: float) -> bool:
+        return link.down_since is not None and now - link.down_since >= LINGER_S
+
+    def _end(self) -> None:
+        self._ending = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):
+            self._wake_out.send(b"\0")
+
+    def _woken(self) -> None:
+        with suppress(BlockingIOError):
+            while self._wake_in.recv(4096):
+                pass
+
+    def _publish_address(self) -> None:
+        path = self.settings.folder / "supervisor.json"
+        pid = os.getpid()
+        address = Address(
+            self.settings.run, self.settings.generation, self._listener.host, self._listener.port, pid,
+            procs.start_ticks(pid) or 0,
+        )  # fmt: skip
+        draft = path.with_name(f".{path.name}.{pid}")
+        draft.write_text(json.dumps(asdict(address)))
+        draft.rename(path)
+
+    def _clean_up(self) -> None:
+        for link in self._links.values():
+            link.close()
+        for connection in list(self._subscribers):
+            with suppress(WireError):
+                connection.flush()
+            connection.close()
+        self._listener.close()
+        beacon.close_beacon(remove=True)
+        path = self.settings.folder / "supervisor.json"
+        with suppress(OSError, ValueError):
+            if json.loads(path.read_text())["pid"] == os.getpid():
+                path.unlink()
+
+
+def sensible(evidence: Evidence) -> Evidence:
+    """Without the edges to nobody in particular: a thread's own helper, a file, the clock. Who waits so is itself what
+    others wait for."""
+
+    def kept(edge: Edge) -> bool:
+        return bool(edge.on) or edge.idle or bool(edge.meeting) or edge.kind in OUTSIDE
+
+    return replace(evidence, edges=[edge for edge in evidence.edges if kept(edge)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m lockstep.watch.supervisor")
+    parser.add_argument("--settings", required=True, help="JSON, see Settings")
+    chosen = parser.parse_args()
+    token = os.environ.pop("LOCKSTEP_TOKEN", "")
+    if not token:
+        sys.exit("LOCKSTEP_TOKEN is not set: the supervisor needs the run's token")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    Supervisor(Settings.read(chosen.settings), token).run()
+
+
+if __name__ == "__main__":
+    main()

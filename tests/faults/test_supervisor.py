@@ -1,0 +1,320 @@
+"""A real agent, a real supervisor and small workers without torch, to which things are done."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lockstep.watch import beacon, procs
+from lockstep.watch.agent_client import Address, AgentClient, start_agent
+from lockstep.watch.settings import Settings
+from lockstep.watch.supervisor_client import Said, Supervision, read_address
+from lockstep.watch.verdict import Patience
+
+TOKEN = "the-run's-token"
+PATIENCE = Patience(notice_s=1.0, still_s=4.0)
+
+WORKER = '''
+import os, sys, time
+from pathlib import Path
+from lockstep.watch import beacon, waits
+
+run, name, what, go = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
+own = beacon.open_beacon(run, name, name.rpartition("-")[0], int(name.rpartition("-")[2]))
+own.stage("train")
+
+
+def told():
+    return go.exists()
+
+
+def score():
+    time.sleep(1000)
+
+
+def spin():
+    while True:
+        pass
+
+
+print("password=" + os.environ.get("DB_PASSWORD", ""), flush=True)
+if what == "waits":  # for the others, one after the other
+    step = 0
+    while True:
+        step += 1
+        mine = go.with_name(f"{name}.step")
+        waits.poll(lambda: go.with_name(f"{sys.argv[5]}.{step}").exists() or None, kind="future", whom=sys.argv[5],
+                   why=f"step {step}", timeout_s=600, notice_after_s=None)
+        own.progress("steps", step)
+step = 0
+while True:
+    step += 1
+    if told():
+        {"sleep": score, "spin": spin, "raise": lambda: 1 / 0, "leave": sys.exit,
+         "slow": lambda: None}[what]()
+    for _ in range(8 if what == "slow" and told() else 1):
+        time.sleep(0.1)
+        own.progress("samples", own.moves)
+    go.with_name(f"{name}.{step}").touch()
+    own.progress("steps", step)
+'''  # fmt: skip
+
+
+def until(check: Callable[[], object], seconds: float, what: str) -> float:
+    """Waits until `check()` is true; returns how long it took."""
+    started = time.monotonic()
+    while not check():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+@dataclass
+class Site:
+    """A run of two workers: `policy-0` waits for `policy-1`, which does `what` when `strike` says so."""
+
+    run: str
+    folder: Path
+    address: Address
+    client: AgentClient
+    supervision: Supervision
+    said: list[Said]
+    trouble: list[str]
+    pids: dict[str, int] = field(default_factory=dict)
+
+    def start(self, what: str) -> None:
+        for name, words in (("policy-1", [what]), ("policy-0", ["waits"])):
+            argv = [sys.executable, str(self.folder / "worker.py"), self.run, name, *words, str(self.go), "policy-1"]
+            self.pids[name] = self.client.spawn(
+                name, argv, log_path=self.folder / "logs" / f"{name}.log", cwd=self.folder,
+                env={**os.environ, "DB_PASSWORD": "tr0ub4dor-and-3"},
+            )  # fmt: skip
+        until(lambda: (self.folder / "policy-1.3").exists(), 30, "the workers work")
+        until(self.supervision.up.is_set, 30, "the supervisor is up")
+        until(lambda: self.heard_of(2), 30, "the supervisor hears of both")
+
+    @property
+    def go(self) -> Path:
+        return self.folder / "go"
+
+    def strike(self) -> None:
+        self.go.touch()
+
+    def heard_of(self, count: int) -> bool:
+        """The agent has told of so many processes besides the controller's."""
+        return len([1 for each in beacon.read_beacons(self.run) if each.role == "policy"]) >= count
+
+    def about(self, name: str, *levels: str) -> list[Said]:
+        rank = int(name.rpartition("-")[2])
+        return [
+            each
+            for each in self.said
+            if each.level in levels
+            and [(one["role"], one["rank"]) for one in each.verdict["culprits"]] == [("policy", rank)]
+        ]
+
+    def until_said(self, name: str, *levels: str, seconds: float = 15.0) -> Said:
+        until(lambda: self.about(name, *levels), seconds, f"{levels} of {name}; said: {self.said}")
+        return self.about(name, *levels)[0]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    (tmp_path / "worker.py").write_text(WORKER)
+    run = beacon.new_run_id("supervised")
+    said: list[Said] = []
+    trouble: list[str] = []
+    address = start_agent(run, TOKEN, tmp_path, kill_grace_s=0.5)
+    client = AgentClient(address, TOKEN)
+    settings = Settings(run, 1, tmp_path, tmp_path / "incidents", [address], os.getpid(), PATIENCE)
+    supervision = Supervision(settings, TOKEN, said.append, trouble.append)
+    try:
+        yield Site(run, tmp_path, address, client, supervision, said, trouble)
+    finally:
+        supervision.close()
+        client.leave(0.2)
+    assert supervision.pid is None
+
+
+def test_a_stopped_process_is_named_and_taken_back_when_it_goes_on(site: Site) -> None:
+    site.start("slow")
+    os.kill(site.pids["policy-1"], signal.SIGSTOP)
+    began = time.monotonic()
+    site.until_said("policy-1", "notice", "confirmed", seconds=10.0)
+    first = site.until_said("policy-1", "confirmed", seconds=10.0)
+    assert time.monotonic() - began < 12.0
+    assert first.verdict["kind"] == "absent" and first.verdict["confidence"] >= 0.8
+    assert first.incident is not None and (Path(first.incident) / "verdict.json").is_file()
+    os.kill(site.pids["policy-1"], signal.SIGCONT)
+    until(lambda: any(each.change == "withdrawn" for each in site.said), 10, "it is taken back")
+
+
+def test_a_killed_process_is_noticed_within_a_second(site: Site) -> None:
+    site.start("slow")
+    os.kill(site.pids["policy-1"], signal.SIGKILL)
+    began = time.time()
+    said = site.until_said("policy-1", "confirmed")
+    assert said.verdict["kind"] == "dead"
+    assert said.wall - began < 1.0 + 1.0, "a second, and one more for a loaded machine"
+    assert "SIGKILL" in json.dumps(said.verdict)
+
+
+def test_an_exception_is_told_with_its_text(site: Site) -> None:
+    site.start("raise")
+    site.strike()
+    said = site.until_said("policy-1", "confirmed")
+    assert (said.verdict["kind"], said.verdict["class"]) == ("dead", "rank_exception_masked")
+    assert "ZeroDivisionError: division by zero" in json.dumps(said.verdict)
+
+
+def test_a_sleep_in_user_code_is_noticed_with_its_line_then_confirmed(site: Site) -> None:
+    site.start("sleep")
+    line = next(i for i, text in enumerate(WORKER.splitlines(), 1) if "time.sleep(1000)" in text)
+    site.strike()
+    where = f"score() at worker.py:{line}"
+    until(
+        lambda: any(each.verdict["culprits"][0]["where"] == where for each in site.about("policy-1", "notice")),
+        10, "a notice names the line",
+    )  # fmt: skip
+    confirmed = site.until_said("policy-1", "confirmed", seconds=20)
+    assert confirmed.verdict["culprits"][0]["where"] == where
+    folder = Path(confirmed.incident or "")
+    assert "score" in (folder / "stacks" / "policy-1.txt").read_text()
+    assert (folder / "stacks" / "policy-0.txt").is_file(), "and of one innocent"
+
+
+def test_a_busy_loop_is_noticed_with_its_line(site: Site) -> None:
+    site.start("spin")
+    site.strike()
+    until(
+        lambda: any("spin()" in each.verdict["culprits"][0]["where"] for each in site.about("policy-1", "notice")),
+        15, "a notice names the loop",
+    )  # fmt: skip
+
+
+def test_slow_but_moving_is_not_accused(site: Site) -> None:
+    site.start("slow")
+    site.strike()
+    stepped = len(list(site.folder.glob("policy-1.*")))
+    until(lambda: len(list(site.folder.glob("policy-1.*"))) >= stepped + 6, 60, "some slow steps")
+    assert [each for each in site.said if each.level != "notice"] == []
+
+
+def test_a_supervisor_that_is_killed_is_started_again_and_still_sees(site: Site) -> None:
+    site.start("slow")
+    first = site.supervision.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    until(lambda: site.supervision.pid not in (None, first) and site.supervision.up.is_set(), 30, "another one is up")
+    assert any("SIGKILL" in text for text in site.trouble)
+    os.kill(site.pids["policy-1"], signal.SIGKILL)
+    assert site.until_said("policy-1", "confirmed").verdict["kind"] == "dead"
+
+
+def test_the_incident_is_complete_and_without_secrets(site: Site) -> None:
+    site.start("slow")
+    os.kill(site.pids["policy-1"], signal.SIGKILL)
+    folder = Path(site.until_said("policy-1", "confirmed").incident or "")
+    names = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
+    assert names >= {
+        "verdict.json", "story.txt", "timeline.json", "beacons.json", "processes.json", "environment.json",
+        "machine.json", "run.json", "told.json", "logs/policy-0.log", "logs/policy-1.log",
+    }  # fmt: skip
+    text = "".join((folder / name).read_text() for name in sorted(names))
+    assert "tr0ub4dor-and-3" not in text and TOKEN not in text and "password=" in text
+    assert json.loads((folder / "beacons.json").read_text())
+    assert [each for each in (site.folder / "incidents").iterdir() if each.name.startswith(".")] == []
+
+
+def test_what_is_ended_on_purpose_is_no_verdict(site: Site) -> None:
+    site.start("slow")
+    site.client.kill("policy-0", signal.SIGKILL)
+    site.client.wait_exit("policy-0", "its end", 10)
+    time.sleep(2 * PATIENCE.notice_s)
+    assert [each for each in site.said if each.level != "notice"] == []
+
+
+CONTROLLER = """
+import os, signal, sys
+from pathlib import Path
+from lockstep.watch.agent_client import AgentClient, start_agent
+from lockstep.watch.settings import Settings
+from lockstep.watch.supervisor_client import Supervision
+run, folder = sys.argv[1], Path(sys.argv[2])
+address = start_agent(run, "the-run's-token", folder, orphan_grace_s=1.0, kill_grace_s=0.5)
+client = AgentClient(address, "the-run's-token")
+settings = Settings(run, 1, folder, folder / "incidents", [address], os.getpid())
+supervision = Supervision(settings, "the-run's-token", lambda said: None)
+client.spawn("policy-0", ["sleep", "1000"], log_path=folder / "policy-0.log")
+supervision.up.wait(30)
+print(supervision.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_the_supervisor_outlives_the_controller_and_leaves_after_the_run(tmp_path: Path) -> None:
+    run = beacon.new_run_id("orphan")
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, run, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert controller.stdout is not None
+    supervisor = int(controller.stdout.readline())
+    start = procs.start_ticks(supervisor)
+    address = read_address(tmp_path)
+    assert address is not None and address.pid == supervisor
+    agent = Address.read(tmp_path)
+    controller.kill()
+    controller.wait()
+    until(lambda: not procs.alive(agent.pid, agent.start_ticks), 20, "the agent leaves")
+    until(lambda: not procs.alive(supervisor, start), 20, "the supervisor leaves")
+    assert not (tmp_path / "supervisor.json").exists()
+    assert not beacon.run_dir(run).exists()
+
+
+def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
+    """What two nodes are, on loopback: an agent each, one supervisor."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    said: list[Said] = []
+    clients, addresses = [], []
+    run = beacon.new_run_id("two")
+    environment = {**os.environ}
+    for node in ("a", "b"):
+        folder = tmp_path / node
+        folder.mkdir()
+        environment["LOCKSTEP_BEACONS"] = str(tmp_path / f"shm-{node}")
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.watch.agent", "--run", run, "--folder", str(folder), "--node", node,
+             "--controller", str(os.getpid()), "--kill-grace", "0.5"],
+            env={**environment, "LOCKSTEP_TOKEN": TOKEN}, start_new_session=True, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        until(lambda folder=folder: (folder / "agent.json").exists(), 20, "an agent")  # type: ignore[misc]
+        addresses.append(Address.read(folder))
+        clients.append((AgentClient(addresses[-1], TOKEN), dict(environment), agent))
+    settings = Settings(run, 1, tmp_path, tmp_path / "incidents", addresses, os.getpid(), PATIENCE)
+    supervision = Supervision(settings, TOKEN, said.append)
+    try:
+        pids = {}
+        for number, (client, env, _) in enumerate(clients):
+            words = ["waits"] if number == 0 else ["slow"]
+            argv = [sys.executable, str(tmp_path / "worker.py"), run, f"policy-{number}", *words, str(tmp_path / "go")]
+            pids[number] = client.spawn(
+                f"policy-{number}", [*argv, "policy-1"], log_path=tmp_path / f"{number}.log", env=env
+            )
+        until(lambda: (tmp_path / "policy-1.3").exists() and supervision.up.is_set(), 30, "both work")
+        time.sleep(1.0)
+        os.kill(pids[1], signal.SIGSTOP)
+        until(lambda: any(each.level == "confirmed" for each in said), 15, f"it is confirmed; said {said}")
+        (culprit,) = next(each for each in said if each.level == "confirmed").verdict["culprits"]
+        assert (culprit["host"], culprit["rank"]) == ("b", 1)
+    finally:
+        supervision.close()
+        for client, _, agent in clients:
+            client.leave(0.2)
+            agent.wait(10)

@@ -1,0 +1,72 @@
+"""What the supervisor says, as the console, the ledger and recovery get it."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.ledger.ledger import Ledger
+from lockstep.report.console import Console
+from lockstep.run.stalls import EVENT, Stalls, lines, to_act_on
+from lockstep.watch.supervisor_client import Said
+from lockstep.watch.verdict import Culprit, Kind, Level, Verdict
+
+VERDICT = Verdict(Kind.ABSENT, Level.CONFIRMED, (Culprit(1, "policy"),), confidence=0.95).json()
+
+
+def said(**more: Any) -> Said:
+    fields: dict[str, Any] = {
+        "number": 1, "change": "told", "level": "confirmed", "headline": "policy-1 is in score() at reward.py:31",
+        "verdict": VERDICT, "since_s": 4.2, "incident": "incidents/x", "wall": 9.0, "who": ("policy-1",),
+    }  # fmt: skip
+    return Said(**(fields | more))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Any:
+    with Ledger.create(tmp_path / "run", {"name": "run", "steps": 1}) as made:
+        yield made
+
+
+def test_a_stall_is_told_at_once_and_written_when_the_run_looks(ledger: Ledger, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    stalls = Stalls(Console("run", tmp_path, 1, stream=stream, terminal=False), ledger)
+    stalls.hear(said())
+    stalls.hear(said(change="withdrawn"))
+    told = stream.getvalue()
+    assert "confirmed: policy-1 is in score() at reward.py:31" in told and "incident: incidents/x" in told
+    assert "goes on: policy-1 (absent), after 4.2s" in told
+    assert [event for event in ledger.events() if event.kind == EVENT] == []
+    stalls.flush()
+    first, second = [event.fields for event in ledger.events() if event.kind == EVENT]
+    assert (first["verdict"], first["level"], first["who"]) == ("absent", "confirmed", ["policy-1"])
+    assert second["change"] == "withdrawn"
+
+
+def test_who_is_confirmed_is_acted_on_once(ledger: Ledger, tmp_path: Path) -> None:
+    stalls = Stalls(Console("run", tmp_path, 1, quiet=True, stream=io.StringIO(), terminal=False), ledger)
+    acted: list[tuple[list[str], str]] = []
+    stalls.subscribe(lambda workers, why: acted.append((list(workers), why)))
+    stalls.hear(said(level="notice"))
+    stalls.hear(said())
+    stalls.hear(said(change="updated"))
+    assert acted == [(["policy-1"], "confirmed: policy-1 is in score() at reward.py:31")]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"level": "notice"},
+        {"change": "withdrawn"},
+        {"who": ()},
+        {"verdict": VERDICT | {"confidence": 0.79}},
+        {"verdict": VERDICT | {"kind": "dead"}},
+    ],
+)
+def test_nobody_is_restarted_on_less(more: dict[str, Any]) -> None:
+    assert to_act_on(said()) and not to_act_on(said(**more))
+
+
+def test_a_notice_is_one_line() -> None:
+    assert lines(said(level="notice", incident=None)) == ["notice: policy-1 is in score() at reward.py:31"]
