@@ -163,15 +163,19 @@ def assemble(
     at: float,
     host_s: float = 5.0,
     aliases: Mapping[str, Alias] | None = None,
+    listening_since: float = float("-inf"),
 ) -> Evidence:
     """Evidence from what was heard of every host, in the layout's order of hosts.
 
-    A host whose last state is older than `host_s` is lost, unless all are: then it is the listener who is cut off.
+    A host that was silent for `host_s` while somebody listened is lost, unless all are: then it is the listener who is
+    cut off, and the evidence is of when it heard last.
     """
-    silent = [not at - each.at <= host_s for each in heard]
+    silent = [not at - max(listening_since, each.at) <= host_s for each in heard]
     gaps = [gap for each in heard if each.state for gap in each.state.gaps]
     gaps += [_silence(each, at) for each, lost in zip(heard, silent, strict=True) if lost]
     cut_off = all(silent)
+    newest = max((each.at for each in heard if each.at == each.at), default=at)
+    at = min(at, newest) if cut_off else at
     processes = _processes(layout, heard, [lost and not cut_off for lost in silent])
     about: dict[int, Call] = {}
     for each in heard:
@@ -283,6 +287,8 @@ def _edges(layout: Layout, heard: Sequence[Heard], aliases: Mapping[str, Alias])
 
 def _edge(layout: Layout, process: int, wait: Waiter, at: float, aliases: Mapping[str, Alias]) -> Edge:
     on, needs, outside = _whom(layout, wait.whom, aliases)
+    if outside and wait.meeting:
+        on, outside = layout.by_role[layout.who[process].role], ""
     return Edge(
         process=process,
         on=tuple(index for index in on if index != process),
@@ -324,6 +330,7 @@ class Inbox:
         self._expected, self._aliases, self._host_s = tuple(expected), dict(aliases or {}), host_s
         self._hosts: dict[str, Heard] = {}
         self._layout: Layout | None = None
+        self._asked = self._listening_since = float("-inf")
 
     def receive(self, message: Mapping[str, Any], at: float) -> bool:
         """Takes a message that came at `at`. False when its roster is not known: the agent should send it again.
@@ -353,11 +360,16 @@ class Inbox:
             self._layout = None
 
     def evidence(self, at: float) -> Evidence:
-        """All that is known at `at`."""
+        """All that is known at `at`. To be asked several times in `host_s`: who does not ask for long was stopped
+        itself, and hears of silent hosts only after that."""
+        if at - self._asked > self._host_s / 2:
+            self._listening_since = at
+        self._asked = at
         if self._layout is None:
             self._hosts = dict(sorted(self._hosts.items()))
             self._layout = lay_out([each.roster for each in self._hosts.values()], self._expected)
-        return assemble(self._layout, list(self._hosts.values()), at, self._host_s, self._aliases)
+        hosts = list(self._hosts.values())
+        return assemble(self._layout, hosts, at, self._host_s, self._aliases, self._listening_since)
 
 
 def _updated(known: Heard, said: State, at: float) -> Heard:

@@ -7,6 +7,7 @@ import numpy as np
 from lockstep.watch.evidence import Integers
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Graph, cores
+from lockstep.watch.stillness import all_proven_still, stillness
 from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
 ODD, ALL = 0.75, 0.7
@@ -16,7 +17,8 @@ _SMALL = 64
 
 def deadlocks(case: Case, graph: Graph) -> list[Finding]:
     """A finding for each cycle or knot in which everybody waits for longer than the notice: less may be a snapshot
-    taken at different moments."""
+    taken at different moments. Waits outside of collectives are named after processes, and another thread of the one
+    named may be about to answer, so a cycle with such a wait is proven by stillness only."""
     found = []
     for core in cores(graph):
         if graph.stalled[core].all():
@@ -29,22 +31,32 @@ def _finding(case: Case, graph: Graph, core: Integers) -> Finding:
     everybody = sorted(set().union(*sides))
     counted = _odd_by_count(case, graph, core, sides)
     odd = [] if counted else _odd_ones(graph, core, sides)
-    node = max(core.tolist(), key=lambda each: (len(graph.waiters(each)), -graph.since[each]))
-    order = len(core) >= 2 and (graph.edge[core] < 0).all()
+    crowds = np.bincount(graph.wait_node, minlength=len(graph.seq))
+    node = max(core.tolist(), key=lambda each: (crowds[each], -graph.since[each]))
+    collectives = bool((graph.edge[core] < 0).all())
+    since = float(np.max(graph.since[core]))
     text = "waits in another order than the others" if odd else "wait for each other"
     if counted is not None:
         odd, text = counted
+    proven = all_proven_still(case, everybody, since)
+    if collectives and not proven:  # a collective may be under way behind somebody's back, who comes in the end
+        proven = not any(stillness(case, each).counts(case.patience.notice_s) for each in everybody[:_SMALL])
     return Finding(
         Kind.CYCLE,
-        Level.CONFIRMED,
+        Level.CONFIRMED if proven else Level.NOTICE,
         ODD if odd else ALL,
         text,
         tuple(odd or everybody),
         node=node,
-        since=float(np.max(graph.since[core])),
+        since=since,
         cause="unknown",
-        alternatives=(Alternative("rank_divergent_branch", 0.6 if order else 0.3), Alternative("framework_bug", 0.3)),
-        facts=tuple(_who_waits_where(case, graph, each, side) for each, side in zip(core.tolist(), sides, strict=True)),
+        alternatives=(
+            Alternative("rank_divergent_branch", 0.6 if collectives else 0.3),
+            Alternative("framework_bug", 0.3),
+        ),
+        facts=tuple(
+            _who_waits_where(case, graph, each, side) for each, side in zip(core[:16].tolist(), sides, strict=False)
+        ),
         structural=True,
         others=tuple(everybody),
     )
@@ -52,8 +64,10 @@ def _finding(case: Case, graph: Graph, core: Integers) -> Finding:
 
 def _inside(graph: Graph, core: Integers, node: int) -> set[int]:
     """Who waits in a node and keeps others of the core waiting."""
-    blocks = set(graph.block_process[np.isin(graph.block_node, core)].tolist())
-    return set(graph.waiters(node)) & blocks
+    blocks = np.zeros(graph.processes, dtype=np.bool_)
+    blocks[graph.block_process[np.isin(graph.block_node, core)]] = True
+    waiters = graph.wait_process[graph.wait_node == node]
+    return set(waiters[blocks[waiters]].tolist())
 
 
 def _odd_ones(graph: Graph, core: Integers, sides: Sequence[set[int]]) -> list[int]:

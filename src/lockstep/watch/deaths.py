@@ -8,8 +8,9 @@ from lockstep.watch.classify import Cause, of_end
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Bools
-from lockstep.watch.sinks import _what_it_holds_up, ended
-from lockstep.watch.verdict import Fact, Kind, Level
+from lockstep.watch.sinks import ended, what_it_holds_up
+from lockstep.watch.stillness import proven_still, stillness
+from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
 OWN = 0.85
 """From here on an end speaks for itself (a crash, a kill, an exception of its own)."""
@@ -35,6 +36,11 @@ def deaths(case: Case, reached: Bools | None) -> list[Finding]:
     found = []
     for group in groups.values():
         culprits = _first(case, group, causes)
+        if all(causes[p].own < OWN for p in culprits):
+            behind = _behind(case, culprits)
+            found += behind
+            if any(each.level is Level.CONFIRMED for each in behind):
+                continue
         for process in culprits:
             found.append(_finding(case, process, causes[process], sorted(set(group) - set(culprits)), reached))
     return found
@@ -60,12 +66,44 @@ def _earliest(group: Sequence[int], ended_at: dict[int, float], causes: dict[int
     return sorted(p for p in together if causes[p].own == best)
 
 
+def _behind(case: Case, dead: Sequence[int]) -> list[Finding]:
+    """Whom those waited for that ended by what looks like an effect: members that had not entered what they were in,
+    and that left before them, or stand still since before their end."""
+    members, processes = case.evidence.communicators, case.evidence.processes
+    late: dict[int, tuple[int, int, float, float]] = {}
+    for process in dead:
+        for row in np.flatnonzero((members.process == process) & (members.entered > 0)).tolist():
+            rows = case.members(int(case.inside.communicator[row]))
+            behind = (members.entered[rows] >= 0) & (members.entered[rows] < members.entered[row])
+            for other in members.process[rows][behind].tolist():
+                place = int(case.inside.communicator[row]), int(members.entered[row])
+                late.setdefault(other, (*place, float(members.entered_at[row]), float(processes.ended_at[process])))
+    found = []
+    for other, (communicator, seq, since, ended_at) in sorted(late.items()):
+        left = case.life(other) is Life.LEFT and not processes.ended_at[other] > ended_at + 1.0
+        still = stillness(case, other).all_s >= case.patience.notice_s and case.moved(other) <= ended_at
+        if case.note(other).ours or not (left or (still and case.life(other) is Life.RUNNING)):
+            continue
+        proven = left or (proven_still(case, other, since) and not case.unclear[other])
+        found.append(
+            Finding(
+                Kind.DEAD if left else Kind.ABSENT, Level.CONFIRMED if proven else Level.NOTICE, 0.7 if proven else 0.5,
+                f"has {'ended with exit code 0' if left else 'not entered {collective}, for which others gave up'}",
+                (other,), collective=(communicator, seq), structural=left, others=tuple(dead),
+                since=float(processes.ended_at[other]) if left else since,
+                alternatives=(Alternative("uneven_data", 0.5),) if left else (),
+                facts=tuple(Fact(f"{processes.who[p].name} {ended(case, p)}", "its parent") for p in dead[:4]),
+            )
+        )  # fmt: skip
+    return found
+
+
 def _is_kill(case: Case, process: int) -> bool:
     return int(case.evidence.processes.exit_code[process]) in (-9, 137)
 
 
 def _finding(case: Case, process: int, cause: Cause, effects: list[int], reached: Bools | None) -> Finding:
-    node, _ = _what_it_holds_up(case, process, reached)
+    node, _ = what_it_holds_up(case, process, reached)
     who = case.evidence.processes.who
     later = [f"{who[p].name} {ended(case, p)}" for p in effects[:4]]
     facts = [Fact(f"{who[process].name} {ended(case, process)}", "its parent")]

@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.watch import graph as graphs
 from lockstep.watch.cycles import deadlocks
-from lockstep.watch.deaths import deaths
+from lockstep.watch.deaths import OWN, deaths
 from lockstep.watch.evidence import Evidence
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import Case, Finding
@@ -20,11 +20,16 @@ from lockstep.watch.flight import in_flight
 from lockstep.watch.graph import Bools
 from lockstep.watch.mismatch import mismatches
 from lockstep.watch.sinks import edges_without_process, lost, sinks, stopped
+from lockstep.watch.stillness import stillness
 from lockstep.watch.verdict import Kind, Level, Patience, Verdict
 from lockstep.watch.words import verdict
 
 _CONSEQUENCES = (Kind.IN_FLIGHT, Kind.DEVICE_LAG, Kind.UNKNOWN, Kind.STARVED, Kind.SLOW)
 """What a proven cause nearby explains."""
+
+
+AT_MOST = 64
+"""Verdicts on one snapshot."""
 
 
 def diagnose(evidence: Evidence, patience: Patience | None = None) -> list[Verdict]:
@@ -45,9 +50,10 @@ def diagnose(evidence: Evidence, patience: Patience | None = None) -> list[Verdi
     if graph is not None and reached is not None and graph.stalled.any():
         found += deadlocks(case, graph)
         found += lost(case, graph, reached) + sinks(case, graph, reached)
-        found += in_flight(case, graph, reached) + edges_without_process(case, graph, reached)
+        known = {each.collective[0] for each in found if each.kind is Kind.MISMATCH and each.collective is not None}
+        found += in_flight(case, graph, reached, known) + edges_without_process(case, graph, reached)
     kept = _merged(case, _unexplained(case, [each.capped() for each in found]))
-    return [verdict(case, each) for each in sorted(kept, key=lambda each: _order(case, each))]
+    return [verdict(case, each) for each in sorted(kept, key=lambda each: _order(case, each))[:AT_MOST]]
 
 
 def _order(case: Case, finding: Finding) -> tuple[object, ...]:
@@ -97,8 +103,10 @@ def _explains(case: Case, cause: Finding, finding: Finding) -> bool:
         return _follows_mismatch(case, cause, finding)
     if finding.kind is Kind.MISMATCH:
         return False
-    if cause.kind is Kind.DEAD and finding.kind is Kind.DEAD:
-        return False  # deaths are compared among themselves
+    if finding.kind is Kind.DEAD:  # other deaths are compared among themselves
+        if _is_death(case, finding):
+            return finding.confidence < OWN and not _is_death(case, cause) and not cause.since > finding.since + 1.0
+        return _is_death(case, cause) and cause.confidence >= OWN and finding.since >= cause.since - 1.0
     if finding.kind is Kind.CYCLE:
         return cause.kind is Kind.DEAD and finding.since >= cause.since - 1.0
     if finding.structural:
@@ -108,23 +116,27 @@ def _explains(case: Case, cause: Finding, finding: Finding) -> bool:
     return _came_after(case, cause, finding)
 
 
+def _is_death(case: Case, finding: Finding) -> bool:
+    return finding.kind is Kind.DEAD and any(case.life(p) is Life.DEAD for p in finding.culprits)
+
+
 def _follows_mismatch(case: Case, cause: Finding, finding: Finding) -> bool:
     """Everything does that does not speak for itself: aborts, resets, absences, deadlocks."""
     if finding.kind is Kind.MISMATCH:
         return finding.confidence < cause.confidence and bool({*cause.culprits} & {*finding.culprits})
     if finding.kind is Kind.DEAD:
-        return any(case.life(p) is Life.LEFT for p in finding.culprits) or finding.confidence < 0.85
+        return any(case.life(p) is Life.LEFT for p in finding.culprits) or finding.confidence < OWN
     return not finding.structural or finding.kind is Kind.CYCLE
 
 
 def _came_after(case: Case, cause: Finding, finding: Finding) -> bool:
     """An absent process that moved until the cause came, or moves still, is one of its victims."""
-    last = [float(case.last_moved[p]) for p in finding.culprits]
+    last = [case.moved(p) for p in finding.culprits]
     if not last or any(np.isnan(each) for each in last):
         return True
     if cause.kind is Kind.DEAD and np.isfinite(cause.since):
         return max(last) >= cause.since - 1.0
-    return case.at - max(last) < case.patience.notice_s
+    return any(stillness(case, p).moves(case.patience.notice_s) for p in finding.culprits)
 
 
 def _merged(case: Case, found: Iterable[Finding]) -> list[Finding]:
@@ -140,18 +152,22 @@ def _merged(case: Case, found: Iterable[Finding]) -> list[Finding]:
 
 
 def _belongs(case: Case, one: Finding, other: Finding) -> bool:
-    if (one.kind, one.level, one.outside, one.text) != (other.kind, other.level, other.outside, other.text):
+    if (one.kind, one.level, one.outside) != (other.kind, other.level, other.outside):
         return False
-    if one.kind in (Kind.IN_FLIGHT, Kind.CYCLE, Kind.UNKNOWN) and not one.culprits:
-        return one.kind is Kind.UNKNOWN and set(one.others) == set(other.others)
+    if one.culprits and set(one.culprits) == set(other.culprits):
+        return True
+    if one.text != other.text:
+        return False
+    if not one.culprits and not other.culprits:
+        return bool(one.outside) or one.kind in (Kind.UNKNOWN, Kind.STARVED)
     if one.kind is Kind.MISMATCH and one.collective != other.collective:
-        return set(one.culprits) == set(other.culprits)
+        return False
     if {case.role(p) for p in one.culprits} != {case.role(p) for p in other.culprits}:
         return False
     if set(one.culprits) & set(other.culprits) or (one.node is not None and one.node == other.node):
         return True
-    shared = {c for p in one.culprits for c in case.communicators_of(p)}
-    return bool(shared & {c for p in other.culprits for c in case.communicators_of(p)})
+    shared = set().union(*(case.communicators_of(p) for p in one.culprits))
+    return any(shared & case.communicators_of(p) for p in other.culprits)
 
 
 def _together(case: Case, one: Finding, other: Finding) -> Finding:
@@ -162,9 +178,9 @@ def _together(case: Case, one: Finding, other: Finding) -> Finding:
     return replace(
         first,
         culprits=tuple(sorted(culprits, key=lambda p: (who[p].role, who[p].rank, who[p].name))),
-        confidence=min(one.confidence, other.confidence),
+        confidence=(max if set(one.culprits) == culprits else min)(one.confidence, other.confidence),
         cause=cause,
         facts=tuple(dict.fromkeys((*one.facts, *other.facts)))[:16],
-        collect=tuple(dict.fromkeys((*one.collect, *other.collect))),
+        collect=tuple(dict.fromkeys((*one.collect, *other.collect)))[:8],
         others=tuple({*one.others, *other.others} - culprits),
     )

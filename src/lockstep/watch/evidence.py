@@ -32,6 +32,7 @@ class Processes:
     exit_code: NDArray[np.int32]
     """Minus the number of the signal, as subprocess has it; `NO_CODE`."""
     ended_at: Floats
+    """When it ended; of one that is stopped, since when it is."""
     moved_at: Floats
     """When a counter or the stage last changed."""
     active_at: Floats

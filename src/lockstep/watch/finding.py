@@ -30,11 +30,17 @@ class Case:
     patience: Patience
     inside: Pending
     graph: Graph | None
+    _communicators: dict[int, frozenset[int]] = field(default_factory=dict, repr=False)
     _called: dict[tuple[int, int], tuple[Call | None, str]] = field(default_factory=dict, repr=False)
 
     @property
     def at(self) -> float:
         return self.evidence.at
+
+    def now(self, process: int) -> float:
+        """Until when something is known of a process."""
+        seen = self.evidence.processes.seen_at
+        return self.at if seen is None or not seen[process] < self.at else float(seen[process])
 
     def note(self, process: int) -> Note:
         return self.evidence.processes.notes.get(process, _NO_NOTE)
@@ -47,9 +53,19 @@ class Case:
 
     @cached_property
     def last_moved(self) -> Floats:
-        """`[processes]`: when anything of it moved for the last time; NaN if not known."""
+        """`[processes]`: when a counter, the CPU, a disk, ... moved for the last time; NaN if not known."""
         processes = self.evidence.processes
         return np.fmax(processes.moved_at, processes.active_at)
+
+    def moved(self, process: int) -> float:
+        """When anything of a process moved for the last time, its collectives among it; NaN if nobody looks at it: that
+        it entered no collective does not say that it is still."""
+        last = float(self.last_moved[process])
+        if np.isnan(last):
+            return last
+        members = self.evidence.communicators
+        rows = members.process == process
+        return float(np.fmax.reduce([last, *members.entered_at[rows], *members.completed_at[rows]]))
 
     def limit(self, process: int) -> float:
         """How long it may be still before that is proof."""
@@ -119,9 +135,11 @@ class Case:
         starts = self.evidence.communicators.starts
         return slice(int(starts[communicator]), int(starts[communicator + 1]))
 
-    def communicators_of(self, process: int) -> set[int]:
-        rows = np.flatnonzero(self.evidence.communicators.process == process)
-        return set(self.inside.communicator[rows].tolist())
+    def communicators_of(self, process: int) -> frozenset[int]:
+        if process not in self._communicators:
+            rows = np.flatnonzero(self.evidence.communicators.process == process)
+            self._communicators[process] = frozenset(self.inside.communicator[rows].tolist())
+        return self._communicators[process]
 
     def call(self, communicator: int, seq: int) -> tuple[Call | None, str]:
         """What was called most often under that number, and from which line."""

@@ -1,6 +1,7 @@
 """Collectives that everybody has entered: some completed and others did not, or nobody did; and those of which too
 little is known."""
 
+from collections.abc import Collection
 from heapq import nsmallest
 
 import numpy as np
@@ -9,6 +10,7 @@ from lockstep.watch.cycles import out_of_order
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Bools, Graph
+from lockstep.watch.stillness import all_proven_still
 from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
 PAIRS = 32
@@ -17,15 +19,16 @@ _ASKED = 256
 """Members at most that are asked whether anything of them moves."""
 
 
-def in_flight(case: Case, graph: Graph, reached: Bools) -> list[Finding]:
-    """Findings about stalled collectives that nobody is known to block."""
+def in_flight(case: Case, graph: Graph, reached: Bools, explained: Collection[int] = ()) -> list[Finding]:
+    """Findings about stalled collectives that nobody is known to block, those of `explained` communicators excepted."""
     blocked = np.zeros(len(graph.seq), dtype=np.bool_)
     blocked[graph.block_node] = True
     doubtful = np.zeros(len(graph.seq), dtype=np.bool_)
     doubtful[graph.suspect_node] = True
-    nodes = np.flatnonzero(reached & graph.stalled & (graph.communicator >= 0) & ~blocked)
-    complete = [int(node) for node in nodes if not doubtful[node]]
-    found = [_too_little(case, graph, int(node)) for node in nodes if doubtful[node]]
+    open_ = reached & graph.stalled & (graph.communicator >= 0) & ~blocked
+    nodes = [node for node in np.flatnonzero(open_).tolist() if int(graph.communicator[node]) not in explained]
+    complete = [node for node in nodes if not doubtful[node]]
+    found = [_too_little(case, graph, node) for node in nodes if doubtful[node]]
     lagging = [each for node in complete if (each := _lag(case, graph, node)) is not None]
     if lagging:
         return found + lagging
@@ -34,13 +37,13 @@ def in_flight(case: Case, graph: Graph, reached: Bools) -> list[Finding]:
 
 def _lag(case: Case, graph: Graph, node: int) -> Finding | None:
     """Most members have completed it, some have not."""
-    waiters = graph.waiters(node)
+    waiters = graph.waiters(node) if graph.few_wait(node, _ASKED) else []
     members = case.evidence.communicators
     rows = case.members(int(graph.communicator[node]))
     done = int((members.completed[rows] >= graph.seq[node]).sum())
-    if not done or len(waiters) >= done:
+    if not waiters or len(waiters) >= done:
         return None
-    proven = _still(case, waiters, float(graph.since[node]))
+    proven = all_proven_still(case, waiters[:_ASKED], float(graph.since[node]))
     return Finding(
         Kind.DEVICE_LAG,
         Level.CONFIRMED if proven else Level.NOTICE,
@@ -54,11 +57,6 @@ def _lag(case: Case, graph: Graph, node: int) -> Finding | None:
     )
 
 
-def _still(case: Case, processes: list[int], since: float) -> bool:
-    """Nothing of any of them moved for longer than its limit."""
-    return all(min(case.at - float(case.last_moved[each]), case.at - since) >= case.limit(each) for each in processes)
-
-
 def _nobody_completes(case: Case, graph: Graph, nodes: list[int]) -> list[Finding]:
     if not nodes:
         return []
@@ -69,7 +67,7 @@ def _nobody_completes(case: Case, graph: Graph, nodes: list[int]) -> list[Findin
     waits[nodes] = True
     waiters = graph.wait_process[waits[graph.wait_node]][:_ASKED].tolist()
     since = float(graph.since[nodes[0]])
-    proven = _still(case, waiters, since)
+    proven = all_proven_still(case, waiters, since)
     if odd:
         return [
             Finding(

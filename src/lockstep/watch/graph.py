@@ -61,6 +61,9 @@ class Graph:
     def waiters(self, node: int) -> list[int]:
         return sorted(set(self.wait_process[self.wait_node == node].tolist()))
 
+    def few_wait(self, node: int, most: int) -> bool:
+        return int((self.wait_node == node).sum()) <= most
+
     def blockers(self, node: int) -> list[int]:
         return sorted(set(self.block_process[self.block_node == node].tolist()))
 
@@ -103,9 +106,10 @@ def build(evidence: Evidence, inside: Pending, notice_s: float, always: bool = F
     """The graph; None when nobody waits for longer than `notice_s`, or, with `always`, nobody waits at all."""
     rows = np.flatnonzero(inside.waits)
     since = inside.since[rows]
-    late = ~(evidence.at - since < notice_s)
+    late = ~(_seen(evidence, evidence.communicators.process[rows]) - since < notice_s)
     edges = _edges(evidence)
-    somebody = late.any() or any(_is_late(edge, evidence.at, notice_s) for _, edge, _ in edges)
+    late_edges = [not float(_seen(evidence, edge.process)) - _since(edge) < notice_s for _, edge, _ in edges]
+    somebody = late.any() or any(late_edges)
     if not somebody and not (always and (len(rows) or edges)):
         return None
     communicator, seq, node_of = _nodes(inside, rows)
@@ -118,7 +122,7 @@ def build(evidence: Evidence, inside: Pending, notice_s: float, always: bool = F
     block_process, block_node, suspect_process, suspect_node = blocks
     for number, (_, edge, _) in enumerate(edges, collectives):
         node_since[number] = _since(edge)
-        stalled[number] = _is_late(edge, evidence.at, notice_s)
+        stalled[number] = late_edges[number - collectives]
     more = [(process, number) for number, (_, _, on) in enumerate(edges, collectives) for process in on]
     extra = np.array(more, dtype=np.int64).reshape(-1, 2)
     none = np.full(len(edges), -1, dtype=np.int64)
@@ -140,6 +144,12 @@ def build(evidence: Evidence, inside: Pending, notice_s: float, always: bool = F
         suspect_process=suspect_process,
         suspect_node=suspect_node,
     )
+
+
+def _seen(evidence: Evidence, process: Integers | int) -> Floats | float:
+    """Until when something is known of processes: a wait of which nobody has heard since may be over."""
+    seen = evidence.processes.seen_at
+    return evidence.at if seen is None else np.asarray(np.fmin(seen[process], evidence.at))
 
 
 def _nodes(inside: Pending, rows: Integers) -> tuple[Integers, Integers, Integers]:
@@ -241,10 +251,6 @@ def _edges(evidence: Evidence) -> list[tuple[int, Edge, tuple[int, ...]]]:
 
 def _since(edge: Edge) -> float:
     return float(np.fmax(edge.since, edge.moved_at))
-
-
-def _is_late(edge: Edge, at: float, notice_s: float) -> bool:
-    return not at - _since(edge) < notice_s
 
 
 def held(graph: Graph) -> tuple[Bools, Bools]:

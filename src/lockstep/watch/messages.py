@@ -29,7 +29,8 @@ not known: clocks of hosts need not agree.
 - CALL records hold the newest calls of members, at most a few each (eight are plenty). `about` need only hold
   signatures that were not told since the agent's last connect: the supervisor keeps what it heard.
 - `whom` of a wait is a process's name, several with commas, a role (`policy`), an alias that the supervisor was given
-  (`the scorers`), or, when it is none of these, somebody outside of the job (`judge.example:8000`).
+  (`the scorers`), or, when it is none of these, somebody outside of the job (`judge.example:8000`); in a *meeting*,
+  when it is none of these, everybody of the role of the waiter.
 """
 
 import math
@@ -53,6 +54,8 @@ CALL = struct.Struct("<IqQ")
 
 NEXT_ORDER = "the next call"
 """Why a service waits when it waits for work and owes nobody anything."""
+JOINS = " joins "
+"""Before the name of the meeting in why somebody waits in a rendezvous: `rank 1 joins policy-3`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +155,10 @@ def call_records(calls: Iterable[tuple[int, int, int]]) -> bytes:
 def waiter(process: int, record: WaitRecord, now_ns: int, main: bool = True) -> Waiter:
     """A wait that a beacon shows. `now_ns` is the same monotonic clock."""
     since, moved = (now_ns - record.since_ns) / 1e9, (now_ns - record.moved_ns) / 1e9
-    idle = record.why == NEXT_ORDER
-    return Waiter(process, record.whom, record.kind, record.why, since, moved, main=main, idle=idle)
+    return Waiter(
+        process, record.whom, record.kind, record.why, since, moved, main=main, idle=record.why == NEXT_ORDER,
+        meeting=record.why.partition(JOINS)[2] if record.kind == "rendezvous" else "",
+    )  # fmt: skip
 
 
 def encode(said: Roster | State) -> dict[str, Any]:

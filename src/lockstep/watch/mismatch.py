@@ -15,6 +15,7 @@ from lockstep.watch.evidence import Calls, Integers
 from lockstep.watch.facts import Call
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Bools
+from lockstep.watch.shifts import shifted
 from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
 SURE, LIKELY, OPEN = 0.95, 0.75, 0.45
@@ -49,12 +50,10 @@ def mismatches(case: Case, reached: Bools | None) -> list[Finding]:
     """Findings of all communicators whose members do not fit together."""
     partings = _partings(case)
     found = [_judge(case, each) for each in partings]
-    if case.graph is not None and reached is not None and case.evidence.calls.sites:
+    if case.graph is not None and reached is not None:
         stalled = case.graph.communicator[reached & case.graph.stalled]
         known = {each.communicator for each in partings}
-        for communicator in np.unique(stalled[stalled >= 0]).tolist():
-            if communicator not in known:
-                found += _by_site(case, communicator)
+        found += shifted(case, set(stalled[stalled >= 0].tolist()) - known)
     return found + _different_lists(case, reached)
 
 
@@ -131,7 +130,6 @@ def _judge(case: Case, parting: _Parting) -> Finding:
         collect=() if confidence > OPEN else ("the schedule of the step, or the calls of a third rank",),
         more=why,
         structural=True,
-        others=tuple(np.setdiff1d(parting.process, wrong).tolist()),
     )
 
 
@@ -229,50 +227,6 @@ def _said(case: Case, parting: _Parting, process: int) -> Fact:
     return Fact(f"{who.name} called {_named(call)} as #{parting.seq}{f' at {site}' if site else ''}", "calls")
 
 
-def _by_site(case: Case, communicator: int) -> list[Finding]:
-    """Calls that fit together but come from other lines, one call ahead or behind: one rank skipped a call, or made one
-    more, of an operation and a shape that fitted the next, and everybody has been paired wrongly since."""
-    members, calls = case.evidence.communicators, case.evidence.calls
-    rows = case.members(communicator)
-    if rows.stop - rows.start < 3:
-        return []
-    lines: dict[int, dict[int, str]] = {}
-    for (member, seq), site in calls.sites.items():
-        if rows.start <= member < rows.stop:
-            lines.setdefault(member, {})[seq] = site
-    usual: dict[int, str] = {}
-    for seq in sorted({seq for each in lines.values() for seq in each}):
-        site, count = Counter(each[seq] for each in lines.values() if seq in each).most_common(1)[0]
-        if 2 * count > rows.stop - rows.start:
-            usual[seq] = site
-    found = []
-    for member, own in sorted(lines.items()):
-        parted = next((seq for seq in sorted(own) if seq in usual and own[seq] != usual[seq]), None)
-        if parted is None:
-            continue
-        later = [seq for seq in own if seq >= parted]
-        skipped = [own[seq] == usual[seq + 1] for seq in later if seq + 1 in usual]
-        extra = [own[seq] == usual[seq - 1] for seq in later if seq - 1 in usual and seq > parted]
-        if len(skipped) >= 2 and all(skipped):
-            text = f"skipped the call at {usual[parted]} before {{collective}}"
-        elif len(extra) >= 2 and all(extra):
-            text = f"made one call too many at {own[parted]}, as {{collective}}"
-        else:
-            continue
-        process = int(members.process[member])
-        found.append(
-            Finding(
-                Kind.MISMATCH, Level.CONFIRMED, LIKELY, text, (process,), collective=(communicator, parted),
-                cause="unknown", structural=True,
-                alternatives=(Alternative("rank_divergent_branch", 0.6), Alternative("uneven_data", 0.3)),
-                more="Operations and shapes fitted, so the backend paired the wrong calls in silence.",
-                others=tuple(int(members.process[each]) for each in lines if each != member),
-                facts=(Fact(f"#{parted} came from {own[parted]}, the others' from {usual[parted]}", "calls"),),
-            )
-        )  # fmt: skip
-    return found
-
-
 def _different_lists(case: Case, reached: Bools | None) -> list[Finding]:
     """Communicators in which somebody waits and whose members were made with different lists of members."""
     members, graph = case.evidence.communicators, case.graph
@@ -310,5 +264,4 @@ def _other_list(case: Case, communicator: int, node: int) -> Finding:
         alternatives=(Alternative("config_error", 0.3),),
         more=f"{count} of {len(said)} members agree on one list." if majority else "There is no majority.",
         structural=True,
-        others=tuple(process.tolist()),
     )

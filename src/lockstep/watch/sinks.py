@@ -8,6 +8,7 @@ from lockstep.watch.classify import ending, of_end
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import STILL_AT_MOST, Case, Finding
 from lockstep.watch.graph import Bools, Graph
+from lockstep.watch.stillness import Stillness, in_words, proven_still, stillness
 from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
 _MANY = 64
@@ -39,7 +40,7 @@ def _another_will_do(case: Case, graph: Graph, waiting: Bools, node: int, proces
     for other in graph.blockers(node):
         if other == process or case.life(other) is not Life.RUNNING or waiting[other]:
             continue
-        if not case.at - case.last_moved[other] >= case.patience.notice_s:
+        if not stillness(case, other).all_s >= case.patience.notice_s:
             return True
     return False
 
@@ -58,18 +59,19 @@ def _stillest(case: Case, running: Iterable[int]) -> list[int]:
 def stopped(case: Case, reached: Bools | None) -> list[Finding]:
     """Who is stopped by a signal or a debugger, waited for or not; not when all are: somebody suspended the job."""
     life = case.evidence.processes.life
-    all_stopped = not (life == Life.RUNNING).any()
+    all_stopped = not ((life == Life.RUNNING) | (life == Life.DEAD)).any()
     found = []
     for process in np.flatnonzero(life == Life.STOPPED).tolist():
         if case.note(process).ours:
             continue
-        node, since = _what_it_holds_up(case, process, reached)
-        last = float(case.last_moved[process])
-        began = last if np.isnan(since) else float(np.fmax(last, since)) if np.isnan(last) else last
-        lasts = case.at - began
-        sure = lasts >= case.patience.notice_s and not all_stopped
-        if np.isnan(lasts) and node is None:
-            continue
+        node, since = what_it_holds_up(case, process, reached)
+        began = float(case.evidence.processes.ended_at[process])
+        if np.isnan(began):
+            last = case.moved(process)
+            began = since if np.isnan(last) else last
+        if not case.at - began >= case.patience.notice_s:
+            continue  # a look at its stack stops a process for a moment
+        sure = not all_stopped
         found.append(
             Finding(
                 Kind.ABSENT,
@@ -86,7 +88,7 @@ def stopped(case: Case, reached: Bools | None) -> list[Finding]:
     return found
 
 
-def _what_it_holds_up(case: Case, process: int, reached: Bools | None) -> tuple[int | None, float]:
+def what_it_holds_up(case: Case, process: int, reached: Bools | None) -> tuple[int | None, float]:
     """The node that it blocks in which somebody waits for the longest time, and since when."""
     graph = case.graph
     if graph is None or reached is None:
@@ -229,61 +231,62 @@ def _never_came(case: Case, graph: Graph, process: int, nodes: list[int]) -> Fin
 
 def _running(case: Case, graph: Graph, process: int, nodes: list[int]) -> list[Finding]:
     """A running process that others wait for and that waits for nobody, as far as is known."""
-    processes = case.evidence.processes
     node, since = longest(graph, [each for each in nodes if graph.stalled[each]] or nodes)
     assert node is not None
     order = case.idle.get(process)
     if order is not None and any(case.life(each) is not Life.RUNNING for each in order.on):
         return []  # who gives it its orders cannot
-    still, stack = case.at - float(case.last_moved[process]), case.at - float(processes.same_stack_since[process])
-    waited = case.at - since
-    proven = _is_still(case, process, waited)
+    found, notice_s = stillness(case, process), case.patience.notice_s
+    collective, moves, burns = bool(graph.edge[node] < 0), found.moves(notice_s), found.burns(notice_s)
+    slow = moves and not burns and _far_behind(case, graph, process, node)
+    if moves and found.counts(notice_s) and not slow:
+        return []  # it works, and nobody works faster
     unclear = bool(case.unclear[process])
-    collect = []
-    if np.isnan(still):
-        collect.append("whether it uses CPU, disk or network")
-    if np.isnan(stack) and not case.note(process).where:
-        collect.append("its stack (py-spy dump)")
-    if unclear:
-        collect.append("how far it is in its other communicators, and whether it is in a receive")
-    moving = still < case.patience.notice_s
-    burns = moving and stack >= case.patience.notice_s and not case.at - processes.moved_at[process] < stack
-    slow = moving and not burns and _far_behind(case, graph, process, node)
-    sure = STILL_AT_MOST if not np.isnan(stack) else 0.7
-    confidence = 0.45 if burns else 0.3 if moving else 0.5
-    if proven and not unclear:
-        confidence = sure
-    stage = processes.stage[process] if processes.stage else ""
+    proven = proven_still(case, process, since) and not unclear
+    confidence = 0.45 if burns else 0.3 if moves else 0.5
+    if proven:
+        confidence = 0.7 if np.isnan(found.stack_s) else STILL_AT_MOST
     return [
         Finding(
             Kind.SLOW if slow else Kind.ABSENT,
-            Level.CONFIRMED if proven and not unclear else Level.NOTICE,
+            Level.CONFIRMED if proven else Level.NOTICE,
             confidence,
-            "has not entered {collective}" if graph.edge[node] < 0 else "does not answer",
+            "has not entered {collective}" if collective else _no_answer(case, graph, node),
             (process,),
             node=node,
             since=since,
-            alternatives=_suspicions(stage, slow),
-            facts=_stillness(case, process),
-            collect=tuple(collect),
+            cause="rendezvous_incomplete" if _meeting(case, graph, node) else "unknown",
+            alternatives=_suspicions(case, process, slow),
+            facts=in_words(case, process),
+            collect=_missing(case, process, found, unclear),
         )
     ]
 
 
-def _is_still(case: Case, process: int, waited: float) -> bool:
-    """Without any movement for longer than its limit, all of it while somebody waits."""
-    processes, limit = case.evidence.processes, case.limit(process)
-    still = case.at - float(case.last_moved[process])
-    stack = case.at - float(processes.same_stack_since[process])
-    if still >= limit and waited >= limit and not stack < limit:
-        return True
-    counters = case.at - float(processes.moved_at[process])
-    limit *= case.patience.busy_factor
-    return stack >= limit and waited >= limit and not counters < limit
+def _meeting(case: Case, graph: Graph, node: int) -> str:
+    """The meeting that a node is about, if it is."""
+    return case.evidence.edges[int(graph.edge[node])].meeting if graph.edge[node] >= 0 else ""
+
+
+def _no_answer(case: Case, graph: Graph, node: int) -> str:
+    meeting = _meeting(case, graph, node)
+    return f"has not joined {meeting}" if meeting else "does not answer"
+
+
+def _missing(case: Case, process: int, found: Stillness, unclear: bool) -> tuple[str, ...]:
+    """What would tell more of it."""
+    collect = []
+    if np.isnan(found.all_s):
+        collect.append("whether it uses CPU, disk or network")
+    if np.isnan(found.stack_s) and not case.note(process).where:
+        collect.append("its stack (py-spy dump)")
+    if unclear:
+        collect.append("how far it is in its other communicators, and whether it is in a receive")
+    return tuple(collect)
 
 
 def _far_behind(case: Case, graph: Graph, process: int, node: int) -> bool:
-    """It needs so many times what its peers needed since the collective before."""
+    """It needs so many times what most of its peers needed since the collective before."""
     if graph.edge[node] >= 0:
         return False
     members = case.evidence.communicators
@@ -293,28 +296,15 @@ def _far_behind(case: Case, graph: Graph, process: int, node: int) -> bool:
     arrived = there & (members.entered[rows] >= seq)
     needed = (members.entered_at[rows] - members.completed_at[rows])[arrived]
     own = members.process[rows] == process
-    needs = (case.at - members.completed_at[rows])[own & there]
+    needs = (case.now(process) - members.completed_at[rows])[own & there]
     needed = needed[needed >= 0]
-    if not len(needed) or not len(needs) or np.isnan(needs[0]):
+    if 2 * len(needed) < len(own) or not len(needs) or np.isnan(needs[0]):
         return False
     return bool(needs[0] >= case.patience.slow_factor * max(float(np.median(needed)), 1e-3))
 
 
-def _stillness(case: Case, process: int) -> tuple[Fact, ...]:
-    """What is known of its movement, in words."""
-    processes, found = case.evidence.processes, []
-    for what, times in (
-        ("no counter moved", processes.moved_at),
-        ("no CPU, disk, network or GPU used", processes.active_at),
-        ("equal stacks", processes.same_stack_since),
-    ):
-        for_s = case.at - float(times[process])
-        if for_s >= case.patience.notice_s:
-            found.append(Fact(f"{processes.who[process].name}: {what} for {for_s:.0f} s", "agent"))
-    return tuple(found)
-
-
-def _suspicions(stage: str, slow: bool) -> tuple[Alternative, ...]:
+def _suspicions(case: Case, process: int, slow: bool) -> tuple[Alternative, ...]:
+    stage = case.evidence.processes.stage[process] if case.evidence.processes.stage else ""
     if "checkpoint" in stage:
         return (Alternative("checkpoint_timeout", 0.4),)
     if "reward" in stage or "score" in stage:
@@ -330,8 +320,7 @@ def edges_without_process(case: Case, graph: Graph, reached: Bools) -> list[Find
     for node in np.flatnonzero(reached & (graph.edge >= 0) & ~blocked).tolist():
         edge = case.evidence.edges[int(graph.edge[node])]
         since = float(graph.since[node])
-        lasts = case.at - since
-        proven = lasts >= case.limit(edge.process) and _is_still(case, edge.process, lasts)
+        proven = proven_still(case, edge.process, since)
         level, confidence = (Level.CONFIRMED, 0.7) if proven else (Level.NOTICE, 0.5)
         if edge.outside:
             cause = "remote_service_timeout" if proven and edge.kind in ("http", "async function") else "unknown"

@@ -205,7 +205,7 @@ def _where(case: Case, process: int) -> str:
         return f"waits for its next order{_for(case.at - case.idle[process].since)}"
     stage = case.evidence.processes.stage[process] if case.evidence.processes.stage else ""
     where = case.note(process).where or (f"stage {stage!r}" if stage else "")
-    since = case.at - float(np.fmin(case.evidence.processes.same_stack_since[process], case.last_moved[process]))
+    since = case.now(process) - float(np.fmin(case.evidence.processes.same_stack_since[process], case.moved(process)))
     return f"is in {where}{_for(since)}" if where else ""
 
 

@@ -123,11 +123,27 @@ def test_a_silent_host_is_lost_and_a_silent_world_is_not() -> None:
     for host, ranks in (("a", [0, 1]), ("b", [2, 3])):
         inbox.receive(wired(roster(host, ranks)), 0.0)
         inbox.receive(wired(state(host, ranks)), 0.0)
-    inbox.receive(wired(state("a", [0, 1])), 6.0)
+    for second in range(7):
+        inbox.receive(wired(state("a", [0, 1])), float(second))
+        assert Life.LOST not in inbox.evidence(float(second)).processes.life[:2]
     seen = inbox.evidence(7.0)
     assert seen.processes.life.tolist() == [Life.RUNNING, Life.RUNNING, Life.LOST, Life.LOST]
     assert seen.gaps == ["nothing heard of host b for 7 s"]
-    assert set(inbox.evidence(100.0).processes.life.tolist()) == {Life.RUNNING}
+    for second in range(8, 14):
+        seen = inbox.evidence(float(second))
+    assert set(seen.processes.life.tolist()) == {Life.RUNNING}
+    assert seen.at == 6.0
+
+
+def test_who_was_stopped_itself_accuses_no_host() -> None:
+    """What came meanwhile is not read yet."""
+    inbox = Inbox(host_s=5.0)
+    for host, ranks in (("a", [0, 1]), ("b", [2, 3])):
+        inbox.receive(wired(roster(host, ranks)), 0.0)
+        inbox.receive(wired(state(host, ranks)), 0.0)
+    inbox.evidence(0.1)
+    inbox.receive(wired(state("a", [0, 1])), 60.0)
+    assert Life.LOST not in inbox.evidence(60.0).processes.life
 
 
 def test_a_state_needs_its_roster() -> None:
@@ -172,3 +188,12 @@ def test_what_was_told_of_signatures_is_kept() -> None:
     inbox.receive(wired(replace(state("a", [0]), about={5: Call("barrier")})), 1.0)
     inbox.receive(wired(state("a", [0])), 2.0)
     assert inbox.evidence(2.0).calls.about[5].operation == "barrier"
+
+
+def test_a_rendezvous_is_a_meeting_of_the_role() -> None:
+    record = WaitRecord("rendezvous", "4 trainer ranks", "rank 1 joins policy-3", 10**9, None, 10**9, 1, "MainThread")
+    inbox = Inbox()
+    inbox.receive(wired(roster("a", [0, 1, 2, 3])), 1.0)
+    inbox.receive(wired(replace(state("a", [0, 1, 2, 3]), waits=(waiter(1, record, 2 * 10**9),))), 10.0)
+    edge = inbox.evidence(10.0).edges[0]
+    assert (edge.on, edge.meeting, edge.outside) == ((0, 2, 3), "policy-3", "")

@@ -172,9 +172,10 @@ def test_stopped_inside_of_the_collective() -> None:
 
 
 def test_stopped_for_a_moment_only_is_none() -> None:
-    """py-spy stops whom it looks at."""
-    job = snapshot(policy(4, p1=One("policy-1", Life.STOPPED, still=0.2)), [fsdp(since=1.0)])
-    assert all(each.level is Level.NOTICE for each in diagnose(job))
+    """py-spy stops whom it looks at, one that has done nothing for long among them."""
+    assert diagnose(snapshot(policy(4, p1=One("policy-1", Life.STOPPED, still=0.2)), [fsdp(since=1.0)])) == []
+    idle = One("policy-1", Life.STOPPED, still=300.0, ended=AT - 0.1)
+    assert diagnose(snapshot(policy(4, p1=idle), [fsdp(since=1.0)])) == []
 
 
 def test_a_suspended_job_is_no_fault() -> None:
@@ -199,15 +200,36 @@ def test_killed_for_memory() -> None:
 
 
 def test_raised_and_the_others_saw_resets() -> None:
-    reset = Note(error="RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]:4242")
     odd = {
-        "p0": One("policy-0", Life.DEAD, 1, AT - 4.0, note=reset),
+        "p0": One("policy-0", Life.DEAD, 1, AT - 4.0, note=RESET),
         "p1": One("policy-1", Life.DEAD, 1, AT - 3.0, note=Note(error="ValueError: bad label 7")),
         "p2": One("policy-2", Life.DEAD, -6, AT - 2.0),
     }
     verdict = check(diagnose(snapshot(policy(4, **odd), [fsdp()])), Kind.DEAD, ["policy-1"])
     assert verdict.cause == "rank_exception_masked"
     assert "ValueError: bad label 7" in verdict.explanation
+
+
+RESET = Note(error="RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]:4242")
+GIVEN_UP = Note(error="RuntimeError: [unbound_buffer.cc:84] Timed out waiting 60000ms for recv operation to complete")
+
+
+def test_resets_are_effects_of_who_left() -> None:
+    """The neighbours of a rank that exits early see their connections reset; nobody may be left to wait for it."""
+    left, fell = One("policy-1", Life.LEFT, 0, AT - 9), One("policy-0", Life.DEAD, 1, AT - 8.5, note=RESET)
+    two = Group("fsdp", [0, 1], [412, 411], [412, 411], 9.0)
+    check(diagnose(snapshot([fell, left], [two])), Kind.DEAD, ["policy-1"])
+    check(diagnose(snapshot(policy(4, p0=fell, p1=left), [fsdp(since=9.0)])), Kind.DEAD, ["policy-1"])
+
+
+def test_who_gave_up_is_an_effect_of_who_stands_still() -> None:
+    ranks = [One(f"policy-{i}", Life.DEAD, 1, AT - 2, note=GIVEN_UP) for i in range(4)]
+    ranks[1] = One("policy-1", still=62.0, note=Note(where="score() at reward.py:31"))
+    group = replace(fsdp(since=62.0), completed=[412, 411, 412, 412])
+    verdict = check(diagnose(snapshot(ranks, [group])), Kind.ABSENT, ["policy-1"])
+    assert "has not entered all_reduce #412 on 'fsdp', for which others gave up" in verdict.explanation
+    ranks[1] = One("policy-1", Life.STOPPED, still=62.0)
+    check(diagnose(snapshot(ranks, [group])), Kind.ABSENT, ["policy-1"])
 
 
 def test_exception_texts_give_classes() -> None:
@@ -291,6 +313,21 @@ def test_a_slow_healthy_rank_is_slow() -> None:
     group = fsdp(since=20.0)
     verdict = check(diagnose(snapshot(policy(4, p1=working), [group])), Kind.SLOW, ["policy-1"], Level.NOTICE)
     assert verdict.confidence < 0.5
+
+
+def test_working_while_others_wait_is_no_news() -> None:
+    """It computes, its counters move, and most others have not come either."""
+    working = {f"p{i}": One(f"policy-{i}", still=0.5) for i in range(3)}
+    group = Group("fsdp", [0, 1, 2, 3], [411, 411, 411, 412], [411] * 4, since=10.0)
+    assert diagnose(snapshot(policy(4, **working), [group])) == []
+
+
+def test_stillness_counts_until_somebody_was_seen_last() -> None:
+    """News of a host stop for half a minute: nobody on it becomes still by that."""
+    job = snapshot(policy(4, p1=One("policy-1", still=60.0)), [fsdp(since=60.0)])
+    late = replace(job, processes=replace(job.processes, seen_at=np.array([AT, AT - 30.0, AT, AT])))
+    assert only(diagnose(late)).level is Level.NOTICE
+    assert only(diagnose(job)).level is Level.CONFIRMED
 
 
 def test_nothing_known_of_its_movement_is_no_proof() -> None:
@@ -399,6 +436,14 @@ def test_two_communicators_in_another_order() -> None:
     assert any("#4 on 'b'" in each.text for each in verdict.evidence)
 
 
+def test_who_goes_on_behind_an_asynchronous_collective_is_in_no_deadlock() -> None:
+    a, b = Group("a", [0, 1], [6, 5], [5] * 2), Group("b", [0, 1], [3, 4], [3] * 2)
+    working = snapshot(policy(2, p1=One("policy-1", still=0.5)), [a, b])
+    assert all(each.level is Level.NOTICE for each in diagnose(working))
+    known = replace(working, communicators=replace(working.communicators, blocked=np.array([1, -1, -1, 0], np.int8)))
+    assert all(each.kind is not Kind.CYCLE for each in diagnose(known))
+
+
 def test_two_ranks_in_each_others_way_are_both_named() -> None:
     a, b = Group("a", [0, 1], [6, 5], [5] * 2), Group("b", [0, 1], [3, 4], [3] * 2)
     assert check(diagnose(snapshot(policy(2), [a, b])), Kind.CYCLE, ["policy-0", "policy-1"]).confidence < 0.8
@@ -409,6 +454,13 @@ def test_a_cycle_through_a_call() -> None:
     ranks = [One("policy-0"), One("policy-1"), One("reward-0")]
     edges = [wait(0, 2, kind="future", why="scores"), wait(2, 0, kind="queue", why="the next batch")]
     check(diagnose(snapshot(ranks, [fsdp(late=0, count=2)], edges)), Kind.CYCLE, ["policy-0", "reward-0"])
+
+
+def test_a_cycle_through_a_call_that_moves_is_a_notice() -> None:
+    """Another thread of the scorer may be about to answer."""
+    ranks = [One("policy-0"), One("reward-0", cpu=0.1)]
+    edges = [wait(0, 1, kind="future", why="scores"), wait(1, 0, kind="queue", why="the next batch")]
+    check(diagnose(snapshot(ranks, [], edges)), Kind.CYCLE, ["policy-0", "reward-0"], Level.NOTICE)
 
 
 def test_a_knot_and_a_way_out() -> None:
@@ -494,6 +546,13 @@ def test_who_never_joined() -> None:
     assert verdict.confidence < 0.8
 
 
+def test_who_is_busy_elsewhere_while_others_join() -> None:
+    edges = [wait(p, *(q for q in range(4) if q != p), kind="rendezvous", meeting="world-3") for p in range(3)]
+    verdict = check(diagnose(snapshot(policy(4), [], edges)), Kind.ABSENT, ["policy-3"])
+    assert verdict.cause == "rendezvous_incomplete"
+    assert verdict.explanation.startswith("policy-3 (host a) has not joined world-3")
+
+
 # --- roles and edges
 
 
@@ -552,8 +611,9 @@ def test_answered_and_idle_is_no_deadlock() -> None:
     """The controller waits for two workers, one of which has answered and waits for its next call."""
     ranks = [One("controller"), One("policy-0"), One("policy-1", still=0.1)]
     edges = [wait(0, 1, 2, kind="call", why="step 7"), wait(1, 0, why="the next call", idle=True)]
-    verdict = only(diagnose(snapshot(ranks, [], edges)))
-    assert (verdict.level, names(verdict)) == (Level.NOTICE, ["policy-1"])
+    assert diagnose(snapshot(ranks, [], edges)) == []
+    ranks[2] = One("policy-1", still=10.0)
+    check(diagnose(snapshot(ranks, [], edges)), Kind.ABSENT, ["policy-1"], Level.NOTICE)
 
 
 def test_all_are_idle_and_somebody_waits() -> None:

@@ -228,6 +228,18 @@ class Job:
                 if number != dead and inside and rank.life is Life.RUNNING and self.random.random() < 0.4:
                     self.fall(number, self.ranks[dead].ended + 0.02 + 0.5 * self.random.random())
 
+    def give_up(self, last: float) -> float:
+        """Everybody inside of a collective ends by its time-out of half a minute."""
+        for rank in self.ranks:
+            inside = [name for name, seq in rank.entered.items() if seq > rank.completed.get(name, 0)]
+            if rank.life is Life.RUNNING and inside:
+                rank.life, rank.code = Life.DEAD, 1
+                rank.ended = max(rank.entered_at[name] for name in inside) + 30.0
+                rank.error = "RuntimeError: [unbound_buffer.cc:84] Timed out waiting 30000ms for recv operation"
+                for name in inside:
+                    rank.completed[name] = rank.entered[name]
+        return last + 30.0
+
     # --- evidence
 
     def name(self, number: int) -> str:
@@ -377,7 +389,7 @@ def programs(groups: Sequence[Group], size: int, steps: int, seed: int) -> list[
 FAULTS = (
     "stop", "kill", "exit", "raise", "sleep", "busy", "skip", "extra", "operation", "shape", "dtype", "root", "order",
     "lists", "lag", "flight", "slow", "scorer_stopped", "scorer_asleep", "two_stops", "two_sleeps", "stop_and_sleep",
-    "two_kills", "lost_host", "healthy",
+    "two_kills", "lost_host", "stop_and_timeouts", "sleep_and_timeouts", "healthy",
 )  # fmt: skip
 
 
@@ -415,8 +427,10 @@ def simulate(fault: str, seed: int, delay: float, shape: tuple[int, int, int] | 
     if fault in ("healthy", "slow"):
         return Case(fault, job, truth, healthy(job, rng, one if fault == "slow" else None), (dp, tp, pp))
     for number in (one, two):
-        if fault in ("kill", "two_kills", "raise") and job.ranks[number].life is Life.DEAD:
+        if fault in ("kill", "two_kills", "raise", "exit") and job.ranks[number].life in (Life.DEAD, Life.LEFT):
             job.after_death(number)
+    if fault.endswith("timeouts"):
+        last = job.give_up(last)
     return Case(fault, job, truth, job.evidence(last + delay), (dp, tp, pp))
 
 
@@ -454,6 +468,9 @@ def healthy(job: Job, rng: random.Random, slow: int | None) -> Evidence:
 def inject(fault: str, job: Job, rng: random.Random, one: int, two: int, where: int) -> Truth | None:
     """Puts a fault in and says who did it."""
     name, other = job.name(one), job.name(two)
+    if fault in ("stop_and_timeouts", "sleep_and_timeouts"):
+        at_process(job, {one: fault.split("_")[0]}, where)
+        return Truth(fault, frozenset({name}), fault.startswith("stop"), frozenset({"absent"}))
     if fault in ("stop", "kill", "exit", "raise", "sleep", "busy"):
         at_process(job, {one: fault}, where)
         kinds = {"stop": {"absent"}, "sleep": {"absent"}, "busy": {"absent"}}.get(fault, {"dead"})
