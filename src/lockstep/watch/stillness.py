@@ -1,5 +1,6 @@
 """Whether a process that is alive does anything. Progress, not patience: whoever moves is never proven to hang."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,8 @@ def proven_still(case: Case, process: int, since: float) -> bool:
     """Nothing of it moved for longer than its limit, all of it while somebody waits (`since`); or it burned CPU in one
     place for many times that."""
     found, limit, waited = stillness(case, process), case.limit(process), case.at - since
+    if case.evidence.source == "dumps" and math.isnan(found.all_s):
+        return waited >= limit  # nobody could look at it; that it wrote no entry for so long is what is left
     if found.all_s >= limit and waited >= limit and not found.stack_s < limit:
         return True
     limit *= case.patience.busy_factor
