@@ -73,6 +73,11 @@ class Case:
         floor = self.patience.still_s
         return floor if np.isnan(expected) else max(floor, self.patience.history_factor * expected)
 
+    def unhurried(self, process: int) -> float:
+        """How long one that uses CPU or moves bytes may go without a counter before that is worth telling."""
+        floor, expected = self.patience.busy_factor * self.patience.notice_s, self.note(process).expected_s
+        return floor if np.isnan(expected) else max(floor, expected)
+
     @cached_property
     def idle(self) -> Mapping[int, Edge]:
         """Processes that wait for their next order."""

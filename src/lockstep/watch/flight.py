@@ -67,6 +67,8 @@ def _nobody_completes(case: Case, graph: Graph, nodes: list[int]) -> list[Findin
     waits[nodes] = True
     waiters = graph.wait_process[waits[graph.wait_node]][:_ASKED].tolist()
     since = float(graph.since[nodes[0]])
+    if _moves(case, waiters) and case.at - since < case.patience.busy_factor * case.patience.notice_s:
+        return []  # bytes are under way
     proven = all_proven_still(case, waiters, since)
     if odd:
         return [
@@ -96,6 +98,12 @@ def _nobody_completes(case: Case, graph: Graph, nodes: list[int]) -> list[Findin
             ),
         )
     ]
+
+
+def _moves(case: Case, processes: list[int]) -> bool:
+    """Whether any of them uses CPU, a network or a GPU."""
+    rows = np.array(processes, dtype=np.int64)
+    return bool((case.at - case.evidence.processes.active_at[rows] < case.patience.notice_s).any())
 
 
 def _host_in_all(case: Case, graph: Graph, nodes: list[int]) -> tuple[list[int], set[str]]:

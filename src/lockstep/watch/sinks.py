@@ -239,7 +239,7 @@ def _running(case: Case, graph: Graph, process: int, nodes: list[int]) -> list[F
     found, notice_s = stillness(case, process), case.patience.notice_s
     collective, moves, burns = bool(graph.edge[node] < 0), found.moves(notice_s), found.burns(notice_s)
     slow = moves and not burns and _far_behind(case, graph, process, node)
-    if moves and found.counts(notice_s) and not slow:
+    if moves and not burns and not slow and found.unproductive_s(case.at - since) < case.unhurried(process):
         return []  # it works, and nobody works faster
     unclear = bool(case.unclear[process])
     proven = proven_still(case, process, since) and not unclear

@@ -29,6 +29,10 @@ class Stillness:
         """A counter moved: work is done, not only CPU used."""
         return self.counters_s < within_s
 
+    def unproductive_s(self, waited_s: float) -> float:
+        """Since when no counter moved; where nothing counts, since when somebody waits."""
+        return waited_s if math.isnan(self.counters_s) else self.counters_s
+
     def burns(self, within_s: float) -> bool:
         """It uses CPU in one place, and no counter moves."""
         return self.moves(within_s) and self.stack_s >= within_s and not self.counters_s < self.stack_s

@@ -180,7 +180,8 @@ class Patience:
     history_factor: float = 3.0
     busy_factor: float = 10.0
     """One that burns CPU with equal stacks and without any counter moving is confirmed after so many times as long as
-    one that does nothing: a long computation looks the same."""
+    one that does nothing: a long computation looks the same. One that works is told after so many times the notice
+    without a counter moving."""
     slow_factor: float = 3.0
     """A rank that needs so many times what its peers need is slow."""
     host_s: float = 5.0

@@ -322,6 +322,24 @@ def test_working_while_others_wait_is_no_news() -> None:
     assert diagnose(snapshot(policy(4, **working), [group])) == []
 
 
+def test_work_without_counters_is_told_late() -> None:
+    """CPU is used in changing places, no counter moves: told after ten times the notice, or its own history."""
+    edges = [wait(0, 1, kind="call", why="step 7", since=20.0)]
+    working = One("policy-1", still=20.0, cpu=0.1, stack=0.1)
+    assert diagnose(snapshot([One("controller"), working], [], edges)) == []
+    later = [replace(edges[0], since=AT - 40.0, moved_at=AT - 40.0)]
+    long = replace(working, still=40.0)
+    told = check(diagnose(snapshot([One("controller"), long], [], later)), Kind.ABSENT, ["policy-1"], Level.NOTICE)
+    assert told.confidence < 0.5
+    known = replace(long, note=Note(expected_s=60.0))
+    assert diagnose(snapshot([One("controller"), known], [], later)) == []
+
+
+def test_bytes_under_way_are_no_news() -> None:
+    moving = [One(f"policy-{i}", still=10.0, cpu=0.1) for i in range(4)]
+    assert diagnose(snapshot(moving, [fsdp(late=None, since=10.0)])) == []
+
+
 def test_stillness_counts_until_somebody_was_seen_last() -> None:
     """News of a host stop for half a minute: nobody on it becomes still by that."""
     job = snapshot(policy(4, p1=One("policy-1", still=60.0)), [fsdp(since=60.0)])
