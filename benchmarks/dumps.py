@@ -93,12 +93,21 @@ def beside(scratch: Path, ranks: int, entries: int) -> dict[str, Any]:
         runs["lockstep, again"] = lockstep(folder, cpus=1)
     print(f"{ranks} dumps of {entries} entries with stacks, one core")
     for who, run in runs.items():
-        print(f"  {who:16} {run['wall_s']:7.2f} s  {run['mib']:7.0f} MiB  {run['said']}")
-    best = min(runs["lockstep"]["wall_s"], runs["lockstep, again"]["wall_s"])
-    faster = runs["torchfrtrace"]["wall_s"] / best
+        print(f"  {who:16} {_costs(run)}  {run['said']}")
+    wall, cpu = (
+        runs["torchfrtrace"][what] / min(runs["lockstep"][what], runs["lockstep, again"][what])
+        for what in ("wall_s", "cpu_s")
+    )
     memory = runs["lockstep"]["mib"] / runs["torchfrtrace"]["mib"]
-    print(f"  {faster:.1f} times as fast with {memory:.1%} of the memory\n", flush=True)
-    return {"ranks": ranks, "entries": entries, "runs": _plain(runs), "faster": faster, "memory": memory}
+    print(f"  {wall:.1f} times as fast ({cpu:.1f} in CPU time) with {memory:.1%} of the memory\n", flush=True)
+    return {
+        "ranks": ranks,
+        "entries": entries,
+        "runs": _plain(runs),
+        "faster": wall,
+        "faster_cpu": cpu,
+        "memory": memory,
+    }
 
 
 def many(scratch: Path, ranks: int, entries: int) -> dict[str, Any]:
@@ -110,7 +119,7 @@ def many(scratch: Path, ranks: int, entries: int) -> dict[str, Any]:
         runs = {f"lockstep {turn}": lockstep(folder, cpus=2) for turn in (1, 2, 3)}
     print(f"{ranks} dumps of {entries} entries with stacks ({size >> 20} MiB), two cores")
     for run in runs.values():
-        print(f"  {run['wall_s']:6.2f} s  {run['mib']:6.0f} MiB  {run['said']}", flush=True)
+        print(f"  {_costs(run)}  {run['said']}", flush=True)
     return {"ranks": ranks, "entries": entries, "bytes": size, "runs": _plain(runs)}
 
 
@@ -122,9 +131,16 @@ def generate(folder: Path, ranks: int, entries: int) -> None:
 
 
 def lockstep(folder: Path, cpus: int = 2) -> dict[str, Any]:
-    wall_s, _, out, errors = timed([sys.executable, "-c", OURS, str(folder)], cpus)
+    wall_s, cpu_s, _, out, errors = timed([sys.executable, "-c", OURS, str(folder)], cpus)
     if not out:
-        return {"wall_s": wall_s, "mib": 0.0, "named": None, "kind": "", "said": f"failed: {errors[-200:]}"}
+        return {
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "mib": 0.0,
+            "named": None,
+            "kind": "",
+            "said": f"failed: {errors[-200:]}",
+        }
     answer = json.loads(out)
     verdict, (own, reader) = answer["verdict"], answer["kib"]
     named = frozenset(each["rank"] for each in verdict["culprits"])
@@ -139,10 +155,10 @@ def lockstep(folder: Path, cpus: int = 2) -> dict[str, Any]:
 def torchfrtrace(folder: Path, cpus: int = 2) -> dict[str, Any]:
     """What it names first; it is given the missing ranks' option where it asks for it."""
     command = [sys.executable, "-c", PEER, str(folder)]
-    wall_s, kib, out, errors = timed(command, cpus)
+    wall_s, cpu_s, kib, out, errors = timed(command, cpus)
     text = out + errors
     if "Missing dump files" in text:
-        wall_s, kib, out, errors = timed([*command, "--allow-incomplete-ranks"], cpus)
+        wall_s, cpu_s, kib, out, errors = timed([*command, "--allow-incomplete-ranks"], cpus)
         text = out + errors
     first = re.search(r"missing ranks: \{([\d, ]+)\}|error msg: (.*)", text)
     crash = re.findall(r"^(\w+(?:Error|Exception)\b.*)", text, re.MULTILINE)
@@ -156,11 +172,11 @@ def torchfrtrace(folder: Path, cpus: int = 2) -> dict[str, Any]:
         said = f"{', '.join(map(str, sorted(named)))} ({'missing' if first[1] else 'mismatch'})"
         more = len(re.findall(r"missing ranks: |error msg: ", text)) - 1
         said += f" and {more} reports more" if more else ""
-    return {"wall_s": wall_s, "mib": kib / 1024, "named": named, "said": said}
+    return {"wall_s": wall_s, "cpu_s": cpu_s, "mib": kib / 1024, "named": named, "said": said}
 
 
-def timed(command: Sequence[str], cpus: int) -> tuple[float, int, str, str]:
-    """Seconds, peak KiB of the process, what it printed."""
+def timed(command: Sequence[str], cpus: int) -> tuple[float, float, int, str, str]:
+    """Seconds, CPU seconds of it and its children, peak KiB of the process, what it printed."""
     allowed = set(sorted(os.sched_getaffinity(0))[:cpus])
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         began = time.perf_counter()
@@ -174,11 +190,15 @@ def timed(command: Sequence[str], cpus: int) -> tuple[float, int, str, str]:
         for file in (out, errors):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
-    return wall_s, usage.ru_maxrss, texts[0], texts[1]
+    return wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss, texts[0], texts[1]
 
 
 def _plain(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {who: {key: run[key] for key in ("wall_s", "mib", "said")} for who, run in runs.items()}
+    return {who: {key: run[key] for key in ("wall_s", "cpu_s", "mib", "said")} for who, run in runs.items()}
+
+
+def _costs(run: Mapping[str, Any]) -> str:
+    return f"{run['wall_s']:7.2f} s  CPU {run['cpu_s']:7.2f} s  {run['mib']:6.0f} MiB"
 
 
 def _mark(right: bool) -> str:

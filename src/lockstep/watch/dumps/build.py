@@ -15,8 +15,8 @@ import numpy as np
 
 from lockstep.watch.dumps.choose import Dump, spoken
 from lockstep.watch.dumps.compare import Column, newest_and_different
-from lockstep.watch.dumps.decode import Group
 from lockstep.watch.dumps.pool import Calls as Known
+from lockstep.watch.dumps.trace import Group
 from lockstep.watch.evidence import (
     NO_CODE,
     UNKNOWN,
@@ -190,11 +190,9 @@ def _mend_gloo(communicator: _Communicator, by_rank: Mapping[int, Dump]) -> None
 
 
 def _created(group: Group, sequence: int) -> float:
-    """When a rank entered a collective, Unix seconds; NaN if it is not in its ring."""
-    try:
-        return group.created[group.sequence.index(sequence)] / 1e9
-    except ValueError:
-        return math.nan
+    """When a rank entered a collective, or the next one of which the time is known, Unix seconds; NaN if none is."""
+    later = (when for number, when in zip(group.sequence, group.created, strict=True) if number >= sequence)
+    return next(later, math.nan) / 1e9
 
 
 def _members(

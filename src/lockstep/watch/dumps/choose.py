@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lockstep.watch.dumps.decode import Trace
 from lockstep.watch.dumps.files import Found
 from lockstep.watch.dumps.pool import Bad
+from lockstep.watch.dumps.trace import Trace
 
 _NAMED = 8
 """So many ranks are named in a sentence, then a number."""

@@ -1,10 +1,14 @@
 """Where the members of a communicator called different things."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lockstep.watch.dumps.choose import Dump
+from lockstep.watch.dumps.trace import Group
 
 NEWEST = 16
 """So many of a member's newest calls are kept."""
@@ -51,3 +55,29 @@ def newest_and_different(columns: Sequence[Column]) -> list[NDArray[np.int64]]:
         keep |= (numbers >= parted - 1) & (numbers < parted + _DIFFERENT)
         kept.append(np.flatnonzero(keep))
     return kept
+
+
+def unsettled(dumps: Sequence[Dump]) -> list[Dump]:
+    """The dumps of which every call must be known: their older calls may differ from those of other members, or others
+    are so far ahead that the newest calls of all have nothing in common."""
+    members: dict[tuple[str, str], list[tuple[Dump, Group]]] = defaultdict(list)
+    for dump in dumps:
+        for group in dump.trace.groups:
+            if group.sequence:
+                members[group.name, group.members].append((dump, group))
+    again: dict[int, Dump] = {}
+    for said in members.values():
+        slowest = min(group.entered for _, group in said)
+        apart = any(group.digests and group.sequence[0] > slowest - NEWEST for _, group in said)
+        if apart or _blocks_differ([group for _, group in said]):
+            again |= {dump.rank: dump for dump, group in said if group.digests}
+    return list(again.values())
+
+
+def _blocks_differ(groups: Sequence[Group]) -> bool:
+    first: dict[int, int] = {}
+    return any(
+        first.setdefault(block, digest) != digest
+        for group in groups
+        for block, digest in enumerate(group.digests, group.digested)
+    )

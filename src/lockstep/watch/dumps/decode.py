@@ -14,20 +14,23 @@ import re
 from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from operator import itemgetter
 from typing import Any
 
+from lockstep.watch.dumps.callers import Sites, text_of
+from lockstep.watch.dumps.trace import BLOCK, Group, NotADump, Trace
 from lockstep.watch.dumps.unpickle import DAMAGE, loads
 
 _ROW = itemgetter(
     "process_group", "collective_seq_id", "profiling_name", "input_sizes", "output_sizes", "input_dtypes",
     "output_dtypes", "time_created_ns", "state", "retired", "is_p2p",
 )  # fmt: skip
-_FRAMES = itemgetter("frames")
 _Row = tuple[Any, ...]
 _SEQUENCE_AT, _CREATED_AT, _STATE_AT, _RETIRED_AT, _P2P_AT = 1, 7, 8, 9, 10
+_CALL_AT = slice(2, 7)
+_NEWEST = 64
+"""So many calls of a communicator at least are kept one by one."""
 
 _OUTPUT_SAYS_ALL = ("all_gather", "_all_gather", "allgather", "scatter", "_broadcast_oop")
 """Every rank's output is alike; inputs may differ, or be there on the root only."""
@@ -36,71 +39,9 @@ _NOTHING_ALIKE = ("all_to_all", "alltoall")
 _FOR_ALL = ("all_", "_all_", "allreduce", "allgather", "reduce_scatter", "_reduce_scatter", "barrier")
 """Operations that nobody can finish before everybody entered."""
 _P2P = ("send", "recv")
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/torch/(?:distributed|nn|_)|^\?\?$")
-_FRAME_LINE = re.compile(r"#\d+ (?P<name>.+) from (?P<filename>.+):(?P<line>\d+)")
 _MOST_TEXT = 300
 _MOST_WAITS = 8
 _HEAD = 4096
-
-
-class NotADump(ValueError):
-    """The file holds something else, or is damaged; the text says what."""
-
-
-@dataclass(slots=True)
-class Group:
-    """What one rank said of one communicator. Times are Unix seconds, sequence numbers -1 where not known."""
-
-    name: str
-    description: str = ""
-    backend: str = ""
-    members: str = ""
-    """Its ranks as the dump lists them, `[0, 1]`; empty if it does not say."""
-    entered: int = -1
-    completed: int = -1
-    entered_at: float = float("nan")
-    completed_at: float = float("nan")
-    ended: int = -1
-    """The last collective that has ended on this rank, while earlier ones may go on."""
-    certain: int = -1
-    """The last collective that this rank finished for certain and that nobody can finish without everybody."""
-    first: int = -1
-    """The oldest collective that is still in the ring."""
-    waits: list[tuple[str, float]] = field(default_factory=list)
-    """Sends and receives that have not ended: (`recv 1<-0`, since)."""
-    blind: bool = False
-    """The counters moved without an entry: point-to-point with gloo."""
-    number: int = -1
-    """Under which `pg_status` has it."""
-    operations: int = -1
-    """How many operations it has begun, point-to-point ones included."""
-    gave_up: bool = False
-    """The watchdog gave the newest one up."""
-    sequence: "array[int]" = field(default_factory=lambda: array("q"))
-    signature: "array[int]" = field(default_factory=lambda: array("Q"))
-    created: "array[int]" = field(default_factory=lambda: array("q"))
-    """Nanoseconds."""
-    site: "array[int]" = field(default_factory=lambda: array("i"))
-    """An index into `Trace.sites`."""
-
-
-@dataclass(slots=True)
-class Trace:
-    """What one rank's dump says."""
-
-    version: str = ""
-    library: str = ""
-    groups: list[Group] = field(default_factory=list)
-    entries: int = 0
-    whole: bool = False
-    """Every collective since the process began is in it."""
-    began: float = float("nan")
-    """When the first one was entered, if that is still in the ring."""
-    newest: float = float("nan")
-    world: int = 0
-    """The job has at least so many ranks."""
-    sites: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 class Decoder:
@@ -111,8 +52,9 @@ class Decoder:
         """By signature: operation, shapes, dtype."""
         self._signatures: dict[bytes, int] = {}
 
-    def read(self, data: bytes) -> Trace:
-        """Decode a file's bytes.
+    def read(self, data: bytes, full: bool = False) -> Trace:
+        """Decode a file's bytes. What is older than the newest calls is kept call by call if `full`, else as digests of
+        blocks, which is enough where ranks called the same.
 
         Raises:
             NotADump: Empty, truncated, damaged, or something else.
@@ -123,13 +65,12 @@ class Decoder:
         if not isinstance(content, dict) or not {"entries", "pg_status", "pg_config", "version"} & content.keys():
             raise NotADump("holds something else than a flight-recorder dump")
         library = content.get("comm_lib_version", content.get("nccl_version"))
-        trace = Trace(_text(content.get("version")), _text(library))
+        trace = Trace(text_of(content.get("version")), text_of(library))
         entries = content.get("entries")
         if not isinstance(entries, list):
             entries = []
         try:
-            rows = list(map(_ROW, entries))
-            trace = self._groups(trace, rows, entries)
+            trace = self._groups(trace, entries, full)
         except DAMAGE:
             entries = [entry for entry in map(normal, entries) if entry is not None]
             bad = len(content.get("entries") or ()) - len(entries)
@@ -139,29 +80,33 @@ class Decoder:
                 trace.notes.append(f"{bad} entries are unreadable")
             trace.groups = []
             try:
-                trace = self._groups(trace, list(map(_ROW, entries)), entries)
+                trace = self._groups(trace, entries, full)
             except DAMAGE as error:
                 raise NotADump(f"is damaged: {str(error)[:_MOST_TEXT] or type(error).__name__}") from error
         _configured(trace, content.get("pg_config"))
         _status(trace, content.get("pg_status"))
         return trace
 
-    def _groups(self, trace: Trace, rows: list[_Row], entries: list[dict[str, Any]]) -> Trace:
+    def _groups(self, trace: Trace, entries: list[dict[str, Any]], full: bool) -> Trace:
         """Fill in what the entries say.
 
         Raises:
             KeyError, TypeError, ValueError, OverflowError: An entry is not of the present form.
         """
+        rows = list(map(_ROW, entries))
         by: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for index, row in enumerate(rows):
-            by[row[0]].append(index)
-        sites = _Sites()
-        for (name, description), indices in by.items():
+        names = list(map(itemgetter(0), rows))
+        if len(set(names)) > 1:
+            for index, name in enumerate(names):
+                by[name].append(index)
+        sites = Sites()
+        for name, description in by or set(names):
             group = Group(str(name), str(description))
-            if len(by) == 1:
-                self._group(group, rows, entries, sites)
+            mine = by.get((name, description))
+            if mine is None:
+                self._group(group, rows, entries, sites, full)
             else:
-                self._group(group, [rows[index] for index in indices], [entries[index] for index in indices], sites)
+                self._group(group, [rows[at] for at in mine], [entries[at] for at in mine], sites, full)
             trace.groups.append(group)
         trace.sites = sites.names
         trace.entries = len(rows)
@@ -169,10 +114,10 @@ class Decoder:
             ids = [entry.get("record_id", -1) for entry in (entries[0], entries[-1])]
             trace.whole = ids == [0, len(rows) - 1] and all(group.first <= 1 for group in trace.groups)
             trace.began = rows[0][_CREATED_AT] / 1e9 if trace.whole else float("nan")
-            trace.newest = max(row[_CREATED_AT] for row in rows) / 1e9
+            trace.newest = rows[-1][_CREATED_AT] / 1e9
         return trace
 
-    def _group(self, group: Group, rows: list[_Row], entries: list[dict[str, Any]], sites: "_Sites") -> None:
+    def _group(self, group: Group, rows: list[_Row], entries: list[dict[str, Any]], sites: Sites, full: bool) -> None:
         """Fill in a communicator from its entries, the oldest first."""
         group.backend = rows[-1][2].partition(":")[0]
         number, operations = entries[-1].get("pg_id"), entries[-1].get("op_id")
@@ -184,20 +129,24 @@ class Decoder:
             rows, entries = [rows[at] for at in kept], [entries[at] for at in kept]
             if not rows:
                 return
-        names, ins, outs, in_types, out_types = (map(itemgetter(at), rows) for at in (2, 3, 4, 5, 6))
-        sequences: Sequence[int] = list(map(itemgetter(_SEQUENCE_AT), rows))
-        created: Sequence[int] = list(map(itemgetter(_CREATED_AT), rows))
+        _progress(group, rows, entries)
+        start = 0 if full else _digest(group, rows)
+        self._calls(group, rows[start:], entries[start:], sites)
+
+    def _calls(self, group: Group, rows: list[_Row], entries: list[dict[str, Any]], sites: Sites) -> None:
+        """Call by call: number, signature, time and line."""
         known, dumps = self._signatures, marshal.dumps
-        keys = [dumps(call, 2) for call in zip(names, ins, outs, in_types, out_types, strict=True)]
+        keys = [dumps(row[_CALL_AT], 2) for row in rows]
         for new in set(keys) - known.keys():
             known[new] = self._sign(rows[keys.index(new)])
-        signatures = [known[key] for key in keys]
-        places = sites.of(entries)
+        sequences: Sequence[int] = [row[_SEQUENCE_AT] for row in rows]
+        created: Sequence[int] = [row[_CREATED_AT] for row in rows]
+        signatures: Sequence[int] = [known[key] for key in keys]
+        places: Sequence[int] = sites.of(entries)
         if len(set(sequences)) < len(sequences):
             sequences, signatures, created, places = self._coalesced(sequences, signatures, created, places)
         group.sequence, group.signature = array("q", sequences), array("Q", signatures)
         group.created, group.site = array("q", created), array("i", places)
-        _progress(group, rows, entries)
 
     def _coalesced(
         self, sequences: Sequence[int], signatures: Sequence[int], created: Sequence[int], places: Sequence[int]
@@ -295,10 +244,24 @@ def _waits(group: Group, rows: Sequence[_Row]) -> None:
             group.waits.append((row[2].partition(":")[2][:_MOST_TEXT], row[_CREATED_AT] / 1e9))
 
 
+def _digest(group: Group, rows: Sequence[_Row]) -> int:
+    """Digest the whole blocks that are older than the newest calls; where the rest begins."""
+    first, count = group.first, len(rows)
+    begin, end = -(-first // BLOCK), (group.entered - _NEWEST) // BLOCK
+    if end <= begin or [row[_SEQUENCE_AT] for row in rows] != list(range(first, first + count)):
+        return 0
+    group.digested = begin
+    for block in range(begin, end):
+        at = block * BLOCK - first
+        group.digests.append(_hash(marshal.dumps([row[_CALL_AT] for row in rows[at : at + BLOCK]], 2)))
+    return end * BLOCK - first
+
+
 def _progress(group: Group, rows: Sequence[_Row], entries: Sequence[Mapping[str, Any]]) -> None:
     """How far the rank came, from its collectives."""
     newest, gloo = rows[-1], group.backend == "gloo"
-    group.first, group.entered, group.entered_at = group.sequence[0], max(group.sequence), newest[_CREATED_AT] / 1e9
+    group.first, group.entered = rows[0][_SEQUENCE_AT], max(map(itemgetter(_SEQUENCE_AT), rows))
+    group.entered_at = newest[_CREATED_AT] / 1e9
     if gloo:
         waiting = [row[_SEQUENCE_AT] for row in rows if not row[_RETIRED_AT]]
         group.completed = min(waiting) - 1 if waiting else group.entered
@@ -335,7 +298,7 @@ def _configured(trace: Trace, config: Any) -> None:
             continue  # gloo's: of which communicator it is, nobody knows
         same = [group for group in trace.groups if group.name == name]
         if not same:
-            trace.groups.append(Group(name, _text(about.get("desc")), entered=0 if trace.whole else -1))
+            trace.groups.append(Group(name, text_of(about.get("desc")), entered=0 if trace.whole else -1))
             same = trace.groups[-1:]
             same[0].completed = same[0].entered
         for group in same:
@@ -364,65 +327,8 @@ def _status(trace: Trace, status: Any) -> None:
             group.entered, group.completed = max(entered, 0), max(completed, 0)
 
 
-class _Sites:
-    """Call sites, each once. Frames of a dump are shared, so who was asked before is known by identity."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = [""]
-        self._numbers: dict[str, int] = {"": 0}
-        self._by_identity: dict[tuple[int, ...], int] = {}
-
-    def of(self, entries: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The number of the call site of each entry, 0 where the dump has no stacks."""
-        try:
-            stacks = list(map(_FRAMES, entries))
-        except KeyError:
-            stacks = [entry.get("frames") for entry in entries]
-        known, places = self._by_identity, []
-        for stack in stacks:
-            key = tuple(map(id, stack)) if type(stack) is list else (id(stack),)
-            place = known.get(key)
-            if place is None:
-                place = known[key] = self._number(site(_frames(stack)))
-            places.append(place)
-        return places
-
-    def _number(self, name: str) -> int:
-        number = self._numbers.setdefault(name, len(self.names))
-        if number == len(self.names):
-            self.names.append(name)
-        return number
-
-
-def _frames(frames: Any) -> list[tuple[str, int, str]]:
-    """(file, line, function), innermost first, of dicts or of the text that torch makes of them."""
-    if isinstance(frames, str):
-        return [(m["filename"], int(m["line"]), m["name"]) for m in _FRAME_LINE.finditer(frames[: 2**16])]
-    found = []
-    for frame in frames[:200] if isinstance(frames, list | tuple) else ():
-        if isinstance(frame, str):
-            found += _frames(frame)
-        elif isinstance(frame, dict):
-            line = frame.get("line", 0)
-            found.append((_text(frame.get("filename")), line if type(line) is int else 0, _text(frame.get("name"))))
-    return found
-
-
-def site(frames: Sequence[tuple[str, int, str]]) -> str:
-    """`train.py:31 in step`: the innermost frame that is in no library, else the innermost outside of torch."""
-    ours = [frame for frame in frames if frame[0] and not _LIBRARY.search(frame[0])]
-    beyond = [frame for frame in frames if frame[0] and "/torch/" not in frame[0]]
-    for file, line, function in (ours or beyond or frames)[:1]:
-        return f"{file.rpartition('/')[2]}:{line} in {function}"[:_MOST_TEXT]
-    return ""
-
-
 def _hash(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") or 1
-
-
-def _text(value: Any) -> str:
-    return value[:_MOST_TEXT] if isinstance(value, str) else ""
 
 
 def _number(value: Any) -> int:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import lockstep
-from lockstep.watch.dumps.decode import Trace
 from lockstep.watch.dumps.files import Found
+from lockstep.watch.dumps.trace import Trace
 from lockstep.watch.dumps.worker import HEADER, unpack
 
 MEMORY_BYTES = 2 << 30
@@ -38,6 +38,7 @@ class Bad:
 class _Reader:
     process: "subprocess.Popen[bytes]"
     deadline: float
+    full: bool
     ready: bool = False
     files: deque[Found] = field(default_factory=deque)
     received: bytearray = field(default_factory=bytearray)
@@ -48,10 +49,11 @@ Calls = dict[int, tuple[str, str, str]]
 
 
 def read_all(
-    files: Sequence[Found], calls: Calls, *, readers: int | None = None, memory: int = MEMORY_BYTES,
+    files: Sequence[Found], calls: Calls, *, full: bool = False, readers: int | None = None, memory: int = MEMORY_BYTES,
     file_s: float = _FILE_S,
 ) -> Iterator[tuple[Found, Trace | Bad]]:  # fmt: skip
-    """Read dumps, each as it is done, in no order; `calls` is filled with what they called.
+    """Read dumps, each as it is done, in no order; `calls` is filled with what they called. With `full`
+    every call is there by itself, else the older ones as digests of blocks.
 
     A reader that dies of a file, or is not done with it in time, is replaced, and the file is `Bad`.
 
@@ -66,7 +68,7 @@ def read_all(
         stack.callback(lambda: [_stop(reader) for reader in running])
 
         def start() -> None:
-            reader = _start(memory)
+            reader = _start(memory, full)
             running.add(reader)
             selector.register(_stdout(reader), selectors.EVENT_READ, reader)
 
@@ -107,7 +109,7 @@ def read_all(
                     _feed(reader, todo, file_s)
 
 
-def _start(memory: int) -> _Reader:
+def _start(memory: int, full: bool) -> _Reader:
     # Without site-packages and with nothing of the folder that the command was given in: the reader needs the standard
     # library and this package.
     environment = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
@@ -115,7 +117,7 @@ def _start(memory: int) -> _Reader:
         [sys.executable, "-S", "-P", "-m", "lockstep.watch.dumps.worker", str(memory)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
     )  # fmt: skip
-    return _Reader(process, time.monotonic() + _START_S)
+    return _Reader(process, time.monotonic() + _START_S, full)
 
 
 def _stdout(reader: _Reader) -> int:
@@ -130,8 +132,9 @@ def _feed(reader: _Reader, todo: deque[Found], file_s: float) -> None:
         return
     while todo and len(reader.files) < _AHEAD:
         reader.files.append(todo.popleft())
+        wanted = [str(reader.files[-1].path.absolute()), reader.full]
         with contextlib.suppress(BrokenPipeError):  # its end is seen when reading
-            reader.process.stdin.write(json.dumps(str(reader.files[-1].path.absolute())).encode() + b"\n")
+            reader.process.stdin.write(json.dumps(wanted).encode() + b"\n")
             reader.process.stdin.flush()
     size = reader.files[0].size if reader.files else 0
     reader.deadline = time.monotonic() + file_s + size * _PER_BYTE_S if reader.files else float("inf")

@@ -1,11 +1,14 @@
 """Reading a folder of flight-recorder dumps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.watch.dumps.build import build
 from lockstep.watch.dumps.choose import choose
+from lockstep.watch.dumps.compare import unsettled
 from lockstep.watch.dumps.files import find
 from lockstep.watch.dumps.pool import Calls, read_all
+from lockstep.watch.dumps.trace import Trace
 from lockstep.watch.evidence import Evidence
 
 
@@ -35,6 +38,13 @@ def read_dumps(
         raise NoDumps(_nothing(folder, ranks))
     calls: Calls = {}
     dumps, gaps = choose(read_all(files, calls, readers=readers))
+    again = [dump.file for dump in unsettled(dumps)]
+    if again:
+        fuller = {file.path: trace for file, trace in read_all(again, calls, full=True, readers=readers)}
+        dumps = [
+            replace(dump, trace=trace) if isinstance(trace := fuller.get(dump.file.path), Trace) else dump
+            for dump in dumps
+        ]
     if not dumps:
         raise NoDumps(f"none of the {len(files)} dumps in {folder} can be read: " + "; ".join(gaps[:5]))
     return build(dumps, gaps, calls, world_size)

@@ -1,9 +1,9 @@
 """The process that reads dumps: `python -m lockstep.watch.dumps.worker MEMORY_BYTES`.
 
-A path per line, as JSON, comes in on standard input; for each an answer goes out on standard output: two lengths
-(`<II`), a JSON object of the first and numbers of the second. It is a process of its own because a hostile file may
-take all memory, all time, or crash the interpreter (a dictionary's key nested a million deep does): then this one
-ends and the file is named.
+For each file a line of JSON comes in on standard input: its path, and whether all of its calls are wanted. An answer
+goes out on standard output: two lengths (`<II`), a JSON object of the first and numbers of the second. It is a process
+of its own because a hostile file may take all memory, all time, or crash the interpreter (a dictionary's key nested a
+million deep does): then this one ends and the file is named.
 """
 
 import dataclasses
@@ -16,10 +16,11 @@ import sys
 from array import array
 from typing import Any, BinaryIO
 
-from lockstep.watch.dumps.decode import Decoder, Group, NotADump, Trace
+from lockstep.watch.dumps.decode import Decoder
+from lockstep.watch.dumps.trace import Group, NotADump, Trace
 
 HEADER = struct.Struct("<II")
-COLUMNS = (("sequence", "q"), ("signature", "Q"), ("created", "q"), ("site", "i"))
+COLUMNS = (("digests", "Q"), ("sequence", "q"), ("signature", "Q"), ("created", "q"), ("site", "i"))
 SHARE = 4
 """A file may have this part of the memory at most: what is in it is larger when unpacked."""
 _CPU_S = 3600
@@ -33,7 +34,8 @@ def main() -> None:
     send(sys.stdout.buffer, {"ready": os.getpid()}, b"")
     for line in sys.stdin:
         try:
-            trace = decoder.read(_bytes(json.loads(line), memory // SHARE))
+            path, full = json.loads(line)
+            trace = decoder.read(_bytes(path, memory // SHARE), full)
             about, blob = pack(trace)
             calls = list(decoder.calls.items())
             about["calls"], told = calls[told:], len(calls)
@@ -49,9 +51,9 @@ def pack(trace: Trace) -> tuple[dict[str, Any], bytes]:
     about["groups"], columns = [], []
     for group in trace.groups:
         fields = {each.name: getattr(group, each.name) for each in dataclasses.fields(group)}
-        for name, _ in COLUMNS:
-            columns.append(fields.pop(name))
-        about["groups"].append(fields | {"calls": len(columns[-1])})
+        mine = [fields.pop(name) for name, _ in COLUMNS]
+        about["groups"].append(fields | {"lengths": [len(column) for column in mine]})
+        columns += mine
     return about, b"".join(column.tobytes() for column in columns)
 
 
@@ -59,9 +61,8 @@ def unpack(about: dict[str, Any], blob: bytes | memoryview) -> Trace:
     """The inverse of `pack`."""
     groups, at, view = [], 0, memoryview(blob)
     for fields in about["groups"]:
-        count = fields.pop("calls")
         columns = {}
-        for name, kind in COLUMNS:
+        for (name, kind), count in zip(COLUMNS, fields.pop("lengths"), strict=True):
             column = columns[name] = array(kind)
             size = count * column.itemsize
             column.frombytes(view[at : at + size])

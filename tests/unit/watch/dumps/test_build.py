@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.dump_files import STUCK_S, Call, Comm, Job, steps, write
+from benchmarks.dump_files import STUCK_S, Call, Comm, Entry, Job, steps, write
 from lockstep.watch.dumps.read import read_dumps
 from lockstep.watch.evidence import UNKNOWN, Evidence
 from lockstep.watch.facts import Life
@@ -132,6 +132,36 @@ def test_the_calls_from_where_ranks_parted_are_there(tmp_path: Path) -> None:
     assert at.sum() == 8 and len(np.unique(calls.signature[at])) == 2
     odd = int(calls.signature[at & (calls.membership == 5)][0])
     assert calls.about[odd].operation == "broadcast" and calls.sites[5, 401] == "train.py:77 in training_step"
+
+
+def test_calls_that_parted_long_ago_are_found_call_by_call(tmp_path: Path) -> None:
+    """Silently paired by the backend: nobody waited, and only the older calls, kept as digests at first, tell."""
+    job = steps(4, [world(4)], 1000)
+    job.play()
+    odd = Call(0, "broadcast", line=77)
+    job.entries[2][300].call = odd
+    job.programs[2][300] = odd
+    write(job, tmp_path)
+    calls = read_dumps(tmp_path).calls
+    at = calls.seq == 301
+    assert at.sum() == 4 and calls.about[int(calls.signature[at & (calls.membership == 2)][0])].operation == "broadcast"
+    assert calls.sites[2, 301] == "train.py:77 in training_step" and calls.sites[0, 301] != calls.sites[2, 301]
+
+
+def test_a_rank_far_behind_is_compared_where_it_is(tmp_path: Path) -> None:
+    """The others have enqueued five hundred more collectives, as with NCCL they may."""
+    job = stopped(4, 1000, 1, 300)
+    call = Call(0, line=5)
+    for rank in (0, 2, 3):
+        entries = job.entries[rank]
+        last = entries[-1]
+        job.programs[rank] = [*job.programs[rank], call]
+        entries += [Entry(call, 301 + more, last.created + more) for more in range(1, 500)]
+    write(job, tmp_path)
+    evidence = read_dumps(tmp_path)
+    assert counts(evidence) == ([800, 300, 800, 800], [300, 300, 300, 300])
+    calls = evidence.calls
+    assert (calls.seq == 300).sum() == 4, "the newest of the one is there for all"
 
 
 def test_an_older_dump_says_nothing_of_now(tmp_path: Path) -> None:

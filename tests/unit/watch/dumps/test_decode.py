@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.dump_files import Call, Comm, Job, as_json, dump, steps
-from lockstep.watch.dumps.decode import Decoder, Group, Trace, site
+from lockstep.watch.dumps.callers import site
+from lockstep.watch.dumps.decode import Decoder
+from lockstep.watch.dumps.trace import BLOCK, Group, Trace
 from lockstep.watch.dumps.worker import pack, unpack
 
 WORLD = Comm("0", (0, 1, 2), "default_pg")
@@ -111,6 +113,22 @@ def test_a_wrapped_ring_counts_on() -> None:
     trace = read(dump(stopped(calls=30), 0, ring=5))
     assert not trace.whole and trace.began != trace.began
     assert [(g.entered, g.first) for g in trace.groups] == [(11, 9), (10, 9)]
+
+
+def test_older_calls_are_digests_of_whole_blocks() -> None:
+    """Equal where the calls are, whatever part of them the ring has, and told apart by any of them."""
+    job = steps(3, [WORLD], 1000).play()
+    long, short = read(dump(job, 0)).groups[0], read(dump(job, 1, ring=600)).groups[0]
+    assert (long.digested, len(long.digests), long.sequence[0]) == (1, 6, 7 * BLOCK)
+    assert (short.digested, len(short.digests), short.sequence[0]) == (4, 3, 7 * BLOCK)
+    assert list(long.digests[3:]) == list(short.digests)
+    changed = dump(job, 0)
+    changed["entries"][500]["input_sizes"] = [[1]]
+    other = read(changed).groups[0]
+    assert [a == b for a, b in zip(long.digests, other.digests, strict=True)] == [True, True, False, True, True, True]
+    everything = Decoder().read(pickle.dumps(changed, 2), full=True).groups[0]
+    assert not everything.digests and list(everything.sequence) == list(range(1, 1001))
+    assert (everything.entered, everything.completed) == (other.entered, other.completed) == (1000, 1000)
 
 
 def test_what_was_not_entered_is_nothing_only_if_the_dump_is_whole() -> None:

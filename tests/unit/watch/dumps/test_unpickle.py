@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.dump_files import Comm, dump, steps
-from lockstep.watch.dumps.decode import Decoder, NotADump
+from lockstep.watch.dumps.decode import Decoder
 from lockstep.watch.dumps.files import find
 from lockstep.watch.dumps.pool import Bad, read_all
+from lockstep.watch.dumps.trace import NotADump
 from lockstep.watch.dumps.unpickle import DAMAGE, loads
 
 SMALL = steps(2, [Comm("0", (0, 1), "default_pg")], 6).play()
