@@ -148,8 +148,11 @@ def lockstep(folder: Path, cpus: int = 2) -> dict[str, Any]:
     if verdict["kind"] == "in_flight":
         who = "nobody"
     kind = "" if verdict["kind"] == "unknown" else f" ({verdict['kind']})"
-    return {"wall_s": wall_s, "mib": (own + min(cpus, len(os.sched_getaffinity(0))) * reader) / 1024, "named": named,
-            "kind": verdict["kind"], "said": f"{who}{kind}"}  # fmt: skip
+    readers = min(cpus, len(os.sched_getaffinity(0)))
+    return {
+        "wall_s": wall_s, "cpu_s": cpu_s, "mib": (own + readers * reader) / 1024,
+        "named": named, "kind": verdict["kind"], "said": f"{who}{kind}",
+    }  # fmt: skip
 
 
 def torchfrtrace(folder: Path, cpus: int = 2) -> dict[str, Any]:

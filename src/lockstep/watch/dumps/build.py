@@ -65,7 +65,7 @@ def build(dumps: Sequence[Dump], gaps: Sequence[str], known: Known, world_size: 
     members = _members(communicators, by_rank, index)
     return Evidence(
         at=max((dump.taken_at for dump in dumps), default=math.nan),
-        processes=_processes(ranks, by_rank),
+        processes=_processes(ranks, by_rank, communicators),
         communicators=members,
         calls=_calls(communicators, by_rank, known),
         edges=_edges(communicators, index),
@@ -79,18 +79,30 @@ def build(dumps: Sequence[Dump], gaps: Sequence[str], known: Known, world_size: 
     )
 
 
-def _processes(ranks: Sequence[int], by_rank: Mapping[int, Dump]) -> Processes:
+def _processes(ranks: Sequence[int], by_rank: Mapping[int, Dump], communicators: Sequence[_Communicator]) -> Processes:
     """A rank without a dump is unknown, not missing: it ran, as far as anybody knows."""
     nothing = np.full(len(ranks), np.nan)
-    newest = np.array([by_rank[rank].trace.newest if rank in by_rank else math.nan for rank in ranks])
+    newest = {dump.rank: dump.trace.newest for dump in by_rank.values()}
+    for communicator in communicators:
+        for rank in communicator.said:
+            if math.isnan(newest[rank]):
+                newest[rank] = _left_behind_at(communicator, rank)
     seen = np.array([by_rank[rank].taken_at if rank in by_rank else math.nan for rank in ranks])
     return Processes(
         who=[Process(f"rank {rank}", "", rank) for rank in ranks],
         life=np.full(len(ranks), Life.RUNNING, np.int8),
         exit_code=np.full(len(ranks), NO_CODE, np.int32),
-        ended_at=nothing, moved_at=newest, active_at=nothing.copy(), same_stack_since=nothing.copy(),
-        stage=[""] * len(ranks), seen_at=seen,
+        ended_at=nothing, moved_at=np.array([newest.get(rank, math.nan) for rank in ranks]),
+        active_at=nothing.copy(), same_stack_since=nothing.copy(), stage=[""] * len(ranks), seen_at=seen,
     )  # fmt: skip
+
+
+def _left_behind_at(communicator: _Communicator, rank: int) -> float:
+    """When the first of the others entered a collective that this rank, of which only counters are known, has not
+    entered: it did not move since. NaN if nobody is ahead of it."""
+    mine = communicator.said[rank].entered
+    ahead = [group.entered_at for group in communicator.said.values() if group.entered > mine != UNKNOWN]
+    return min((when for when in ahead if not math.isnan(when)), default=math.nan)
 
 
 def _communicators(dumps: Sequence[Dump], world_size: int | None) -> list[_Communicator]:
@@ -287,7 +299,7 @@ def _edges(communicators: Sequence[_Communicator], index: Mapping[int, int]) -> 
                 peer = int(match["from"] or match["to"]) if match else len(communicator.ranks)
                 if peer < len(communicator.ranks) and communicator.ranks[peer] != rank:
                     on = (index[communicator.ranks[peer]],)
-                    kind = what.split(" ")[0]
-                    why = f"{kind} on {communicator.description or communicator.name}"
+                    kind, name = what.split(" ")[0], communicator.description or communicator.name
+                    why = f"{'from' if kind == 'recv' else 'to'} rank {communicator.ranks[peer]} on {name}"
                     edges.append(Edge(index[rank], on, kind=kind, why=why, since=since))
     return edges

@@ -19,7 +19,7 @@ from operator import itemgetter
 from typing import Any
 
 from lockstep.watch.dumps.callers import Sites, text_of
-from lockstep.watch.dumps.trace import BLOCK, Group, NotADump, Trace
+from lockstep.watch.dumps.trace import BLOCK, MOST_RANKS, Group, NotADump, Trace
 from lockstep.watch.dumps.unpickle import DAMAGE, loads
 
 _ROW = itemgetter(
@@ -41,6 +41,9 @@ _FOR_ALL = ("all_", "_all_", "allreduce", "allgather", "reduce_scatter", "_reduc
 _P2P = ("send", "recv")
 _MOST_TEXT = 300
 _MOST_WAITS = 8
+_MOST_MEMBERS = 8 * MOST_RANKS
+"""Characters of a list of members."""
+_MOST_GROUPS = 10_000
 _HEAD = 4096
 
 
@@ -96,12 +99,14 @@ class Decoder:
         rows = list(map(_ROW, entries))
         by: dict[tuple[str, str], list[int]] = defaultdict(list)
         names = list(map(itemgetter(0), rows))
+        if len(set(names)) > _MOST_GROUPS:
+            raise NotADump("speaks of more communicators than any job has")
         if len(set(names)) > 1:
             for index, name in enumerate(names):
                 by[name].append(index)
         sites = Sites()
         for name, description in by or set(names):
-            group = Group(str(name), str(description))
+            group = Group(str(name)[:_MOST_TEXT], str(description)[:_MOST_TEXT])
             mine = by.get((name, description))
             if mine is None:
                 self._group(group, rows, entries, sites, full)
@@ -282,6 +287,15 @@ def _progress(group: Group, rows: Sequence[_Row], entries: Sequence[Mapping[str,
     group.blind = gloo and group.operations > newest[_SEQUENCE_AT]
 
 
+def _members(ranks: Any) -> str:
+    """A list of ranks, or torch's text of one, as text; empty for anything else."""
+    if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
+        ranks = str(ranks)
+    if not isinstance(ranks, str) or len(ranks) > _MOST_MEMBERS:
+        return ""
+    return ranks if re.fullmatch(r"\[\s*\d{1,7}(\s*,\s*\d{1,7})*\s*\]", ranks) else ""
+
+
 def _configured(trace: Trace, config: Any) -> None:
     """Who is in which communicator, as the dump says."""
     if not isinstance(config, dict):
@@ -289,13 +303,16 @@ def _configured(trace: Trace, config: Any) -> None:
     for name, about in config.items():
         if not isinstance(about, dict) or not isinstance(name, str):
             continue
-        ranks = about.get("ranks")
-        members = str(ranks) if isinstance(ranks, str) else _short(ranks, 2**20) if isinstance(ranks, list) else ""
-        if not re.fullmatch(r"\[\s*\d{1,7}(\s*,\s*\d{1,7})*\s*\]", members):
+        members = _members(about.get("ranks"))
+        if not members:
             continue
-        trace.world = max(trace.world, 1 + max(map(int, re.findall(r"\d+", members))))
+        largest = max(map(int, re.findall(r"\d+", members)))
+        if largest >= MOST_RANKS:
+            continue
+        trace.world = max(trace.world, 1 + largest)
         if not name:
             continue  # gloo's: of which communicator it is, nobody knows
+        name = name[:_MOST_TEXT]
         same = [group for group in trace.groups if group.name == name]
         if not same:
             trace.groups.append(Group(name, text_of(about.get("desc")), entered=0 if trace.whole else -1))

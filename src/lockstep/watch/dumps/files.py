@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.watch.dumps.trace import MOST_RANKS
+
 _HEAD = 4096
 _DEPTH = 6
 """Of folders below the one given: torchrun's are four deep (run, attempt, rank, file)."""
@@ -50,7 +52,7 @@ def find(folder: Path, pattern: str | None = None) -> list[Found]:
         if expression is not None:
             match = expression.fullmatch(name) or expression.fullmatch(path.name)
             if match:
-                found.append(Found(path, int(match["rank"]), stat.st_size, stat.st_mtime))
+                found.append(Found(path, _rank(match["rank"]), stat.st_size, stat.st_mtime))
         elif _is_dump(path, stat.st_size):
             found.append(Found(path, rank_of(name), stat.st_size, stat.st_mtime))
     return found
@@ -73,8 +75,8 @@ def rank_of(name: str) -> int | None:
 
 
 def _rank(digits: str) -> int | None:
-    """No job has ten million ranks: a longer number is a date or a process."""
-    return int(digits) if len(digits) <= 7 else None
+    """A number that no job has ranks for is a date or a process."""
+    return int(digits) if len(digits) <= 7 and int(digits) < MOST_RANKS else None
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

@@ -3,6 +3,8 @@
 from array import array
 from dataclasses import dataclass, field
 
+MOST_RANKS = 1 << 17
+"""No job has more; a dump that says so is not believed."""
 BLOCK = 128
 """Collectives with equal `sequence // BLOCK` are compared at once."""
 

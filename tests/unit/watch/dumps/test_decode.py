@@ -233,3 +233,24 @@ def test_gloo_shows_that_it_did_something_else() -> None:
     content["pg_status"]["0"]["last_enqueued_collective"] += 1
     assert [g.blind for g in read(content).groups] == [True, False], "a send, a receive or a monitored barrier"
     assert isinstance(read(content).groups[0], Group)
+
+
+def test_members_come_as_a_list_or_as_text_and_are_bounded() -> None:
+    content = dump(stopped(), 0)
+
+    def members(ranks: object) -> tuple[str, int]:
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+        trace = read(content | {"pg_config": config})
+        return trace.groups[0].members, trace.world
+
+    assert members([0, 1, 2]) == members("[0, 1, 2]") == ("[0, 1, 2]", 3)
+    for odd in ("", "[]", "all", [0, "1"], [{}], None, 7, "[0, 9999999]", "[" + "1, " * 2**20 + "1]"):
+        assert members(odd) == ("", 0)
+    assert read(content | {"pg_config": {"": {"ranks": "[0, 1, 2, 3]"}}}).world == 4
+
+
+def test_names_are_bounded() -> None:
+    content = dump(stopped(), 0)
+    for number, entry in enumerate(content["entries"]):
+        entry["process_group"] = ("x" * 10_000 + str(number), "y" * 10_000)
+    assert {len(group.name) for group in read(content).groups if group.sequence} == {300}

@@ -1,6 +1,7 @@
 """`lockstep explain`: dumps with known faults, incidents, and what it says when there is nothing to read."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.dump_cases import CASES, Case, job
-from benchmarks.dump_files import write
+from benchmarks.dump_files import dump, write
 from lockstep.cli import app
 from lockstep.watch.dumps.explain import explain_dumps
+from lockstep.watch.dumps.read import read_dumps
 from lockstep.watch.incident import Contents
 from lockstep.watch.incident import write as write_incident
 from lockstep.watch.verdict import (
@@ -99,6 +101,28 @@ def test_what_is_missing_is_evidence_and_asked_for(tmp_path: Path) -> None:
     assert said["kind"] == "unknown" and said["culprits"] == []
     assert {"source": "dumps", "text": "no dump of rank 5"} in said["evidence"]
     assert said["collect"][0] == "the flight-recorder dump of rank 5"
+
+
+def test_a_receive_that_nobody_answers_leads_to_the_sender(tmp_path: Path) -> None:
+    """Pipeline parallel: rank 0 does not send, rank 1 receives from it, and all others wait for both in the world."""
+    made = job(4)
+    for rank in (0, 1):
+        made.programs[rank] = made.programs[rank][:30]
+    made.play()
+    contents = [dump(made, rank) for rank in range(4)]
+    recv = contents[1]["entries"][-1] | {
+        "record_id": 30, "process_group": ("7", "pp"), "pg_id": 7, "profiling_name": "nccl:recv 1<-0", "is_p2p": True,
+        "collective_seq_id": 0, "p2p_seq_id": 5, "state": "started", "retired": False,
+    }  # fmt: skip
+    contents[1]["entries"].append(recv | {"time_created_ns": recv["time_created_ns"] + 10**9})
+    for rank in (0, 1):
+        contents[rank]["pg_config"]["7"] = {"name": "7", "desc": "pp", "ranks": "[0, 1]"}
+    for rank, content in enumerate(contents):
+        (tmp_path / f"rank{rank}.pickle").write_bytes(pickle.dumps(content, 2))
+    verdict, *_ = explain_dumps(tmp_path)
+    assert (verdict.kind, [each.rank for each in verdict.culprits]) == (Kind.ABSENT, [0])
+    (edge,) = read_dumps(tmp_path).edges
+    assert (edge.process, edge.on, edge.kind, edge.why) == (1, (0,), "recv", "from rank 0 on pp")
 
 
 def test_options_say_where_ranks_stand_and_how_many_there_are(tmp_path: Path) -> None:
