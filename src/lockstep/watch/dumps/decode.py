@@ -12,25 +12,22 @@ import json
 import marshal
 import re
 from array import array
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from operator import itemgetter
+from itertools import compress
+from operator import itemgetter, not_
 from typing import Any
 
 from lockstep.watch.dumps.callers import Sites, text_of
 from lockstep.watch.dumps.trace import BLOCK, MOST_RANKS, Group, NotADump, Trace
 from lockstep.watch.dumps.unpickle import DAMAGE, loads
 
-_ROW = itemgetter(
-    "process_group", "collective_seq_id", "profiling_name", "input_sizes", "output_sizes", "input_dtypes",
-    "output_dtypes", "time_created_ns", "state", "retired", "is_p2p",
-)  # fmt: skip
-_Row = tuple[Any, ...]
-_SEQUENCE_AT, _CREATED_AT, _STATE_AT, _RETIRED_AT, _P2P_AT = 1, 7, 8, 9, 10
-_CALL_AT = slice(2, 7)
+_GROUP, _SEQUENCE, _CREATED = map(itemgetter, ("process_group", "collective_seq_id", "time_created_ns"))
+_STATE, _RETIRED, _IS_P2P = map(itemgetter, ("state", "retired", "is_p2p"))
+_CALL = itemgetter("profiling_name", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes")
 _NEWEST = 64
 """So many calls of a communicator at least are kept one by one."""
+_Entries = list[dict[str, Any]]
 
 _OUTPUT_SAYS_ALL = ("all_gather", "_all_gather", "allgather", "scatter", "_broadcast_oop")
 """Every rank's output is alike; inputs may differ, or be there on the root only."""
@@ -90,62 +87,59 @@ class Decoder:
         _status(trace, content.get("pg_status"))
         return trace
 
-    def _groups(self, trace: Trace, entries: list[dict[str, Any]], full: bool) -> Trace:
+    def _groups(self, trace: Trace, entries: _Entries, full: bool) -> Trace:
         """Fill in what the entries say.
 
         Raises:
             KeyError, TypeError, ValueError, OverflowError: An entry is not of the present form.
         """
-        rows = list(map(_ROW, entries))
-        by: dict[tuple[str, str], list[int]] = defaultdict(list)
-        names = list(map(itemgetter(0), rows))
-        if len(set(names)) > _MOST_GROUPS:
+        names = list(map(_GROUP, entries))
+        different = dict.fromkeys(names)
+        if len(different) > _MOST_GROUPS:
             raise NotADump("speaks of more communicators than any job has")
-        if len(set(names)) > 1:
-            for index, name in enumerate(names):
-                by[name].append(index)
+        of_group: dict[tuple[str, str], _Entries] = dict.fromkeys(different, entries)
+        if len(different) > 1:
+            of_group = {name: [] for name in different}
+            for name, entry in zip(names, entries, strict=True):
+                of_group[name].append(entry)
         sites = Sites()
-        for name, description in by or set(names):
+        for (name, description), mine in of_group.items():
             group = Group(str(name)[:_MOST_TEXT], str(description)[:_MOST_TEXT])
-            mine = by.get((name, description))
-            if mine is None:
-                self._group(group, rows, entries, sites, full)
-            else:
-                self._group(group, [rows[at] for at in mine], [entries[at] for at in mine], sites, full)
+            self._group(group, mine, sites, full)
             trace.groups.append(group)
         trace.sites = sites.names
-        trace.entries = len(rows)
-        if rows:
+        trace.entries = len(entries)
+        if entries:
             ids = [entry.get("record_id", -1) for entry in (entries[0], entries[-1])]
-            trace.whole = ids == [0, len(rows) - 1] and all(group.first <= 1 for group in trace.groups)
-            trace.began = rows[0][_CREATED_AT] / 1e9 if trace.whole else float("nan")
-            trace.newest = rows[-1][_CREATED_AT] / 1e9
+            trace.whole = ids == [0, len(entries) - 1] and all(group.first <= 1 for group in trace.groups)
+            trace.began = _CREATED(entries[0]) / 1e9 if trace.whole else float("nan")
+            trace.newest = _CREATED(entries[-1]) / 1e9
         return trace
 
-    def _group(self, group: Group, rows: list[_Row], entries: list[dict[str, Any]], sites: Sites, full: bool) -> None:
+    def _group(self, group: Group, entries: _Entries, sites: Sites, full: bool) -> None:
         """Fill in a communicator from its entries, the oldest first."""
-        group.backend = rows[-1][2].partition(":")[0]
-        number, operations = entries[-1].get("pg_id"), entries[-1].get("op_id")
+        newest = entries[-1]
+        group.backend = newest["profiling_name"].partition(":")[0]
+        number, operations = newest.get("pg_id"), newest.get("op_id")
         group.number = number if type(number) is int else -1
         group.operations = operations if type(operations) is int else -1
-        if any(map(itemgetter(_P2P_AT), rows)):
-            _waits(group, rows)
-            kept = [at for at, row in enumerate(rows) if not row[_P2P_AT]]
-            rows, entries = [rows[at] for at in kept], [entries[at] for at in kept]
-            if not rows:
+        if any(map(_IS_P2P, entries)):
+            _waits(group, entries)
+            entries = [entry for entry in entries if not entry["is_p2p"]]
+            if not entries:
                 return
-        _progress(group, rows, entries)
-        start = 0 if full else _digest(group, rows)
-        self._calls(group, rows[start:], entries[start:], sites)
+        sequences = list(map(_SEQUENCE, entries))
+        _progress(group, entries, sequences)
+        start = 0 if full else _digest(group, entries, sequences)
+        self._calls(group, entries[start:], sequences[start:], sites)
 
-    def _calls(self, group: Group, rows: list[_Row], entries: list[dict[str, Any]], sites: Sites) -> None:
+    def _calls(self, group: Group, entries: _Entries, sequences: Sequence[int], sites: Sites) -> None:
         """Call by call: number, signature, time and line."""
-        known, dumps = self._signatures, marshal.dumps
-        keys = [dumps(row[_CALL_AT], 2) for row in rows]
+        known, calls = self._signatures, list(map(_CALL, entries))
+        keys = [marshal.dumps(call, 2) for call in calls]
         for new in set(keys) - known.keys():
-            known[new] = self._sign(rows[keys.index(new)])
-        sequences: Sequence[int] = [row[_SEQUENCE_AT] for row in rows]
-        created: Sequence[int] = [row[_CREATED_AT] for row in rows]
+            known[new] = self._sign(*calls[keys.index(new)])
+        created: Sequence[int] = list(map(_CREATED, entries))
         signatures: Sequence[int] = [known[key] for key in keys]
         places: Sequence[int] = sites.of(entries)
         if len(set(sequences)) < len(sequences):
@@ -165,9 +159,8 @@ class Decoder:
         merged = list(blocks.values())
         return list(blocks), [each[0] for each in merged], [each[1] for each in merged], [each[2] for each in merged]
 
-    def _sign(self, row: _Row) -> int:
+    def _sign(self, name: str, ins: Any, outs: Any, in_types: Any, out_types: Any) -> int:
         """The signature of a call that was not seen before: of what must be alike on all ranks."""
-        _, _, name, ins, outs, in_types, out_types, *_ = row
         operation = str(name).partition(":")[2] or str(name)
         operation = operation[:_MOST_TEXT]
         shapes, types = f"{_short(ins)} -> {_short(outs)}", f"{_types(in_types)} -> {_types(out_types)}"
@@ -237,54 +230,51 @@ def normal(entry: Any) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _ended(row: _Row) -> bool:
-    """Gloo's state never changes; that an entry is retired says that it has ended, well or not."""
-    return bool(row[_RETIRED_AT] if row[2].startswith("gloo") else row[_STATE_AT] == "completed")
+def _ended(entries: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Which are over. Gloo's state never changes; that an entry is retired says that it has ended, well or not."""
+    if entries[-1]["profiling_name"].startswith("gloo"):
+        return list(map(_RETIRED, entries))
+    return [state == "completed" for state in map(_STATE, entries)]
 
 
-def _waits(group: Group, rows: Sequence[_Row]) -> None:
+def _waits(group: Group, entries: Sequence[Mapping[str, Any]]) -> None:
     """The sends and receives that have not ended, the oldest first."""
-    for row in rows:
-        if row[_P2P_AT] and not _ended(row) and len(group.waits) < _MOST_WAITS:
-            group.waits.append((row[2].partition(":")[2][:_MOST_TEXT], row[_CREATED_AT] / 1e9))
+    for entry, ended in zip(entries, _ended(entries), strict=True):
+        if entry["is_p2p"] and not ended and len(group.waits) < _MOST_WAITS:
+            group.waits.append((entry["profiling_name"].partition(":")[2][:_MOST_TEXT], _CREATED(entry) / 1e9))
 
 
-def _digest(group: Group, rows: Sequence[_Row]) -> int:
+def _digest(group: Group, entries: _Entries, sequences: Sequence[int]) -> int:
     """Digest the whole blocks that are older than the newest calls; where the rest begins."""
-    first, count = group.first, len(rows)
+    first = group.first
     begin, end = -(-first // BLOCK), (group.entered - _NEWEST) // BLOCK
-    if end <= begin or [row[_SEQUENCE_AT] for row in rows] != list(range(first, first + count)):
+    if end <= begin or sequences != list(range(first, first + len(sequences))):
         return 0
     group.digested = begin
     for block in range(begin, end):
         at = block * BLOCK - first
-        group.digests.append(_hash(marshal.dumps([row[_CALL_AT] for row in rows[at : at + BLOCK]], 2)))
+        group.digests.append(_hash(marshal.dumps(list(map(_CALL, entries[at : at + BLOCK])), 2)))
     return end * BLOCK - first
 
 
-def _progress(group: Group, rows: Sequence[_Row], entries: Sequence[Mapping[str, Any]]) -> None:
+def _progress(group: Group, entries: Sequence[Mapping[str, Any]], sequences: Sequence[int]) -> None:
     """How far the rank came, from its collectives."""
-    newest, gloo = rows[-1], group.backend == "gloo"
-    group.first, group.entered = rows[0][_SEQUENCE_AT], max(map(itemgetter(_SEQUENCE_AT), rows))
-    group.entered_at = newest[_CREATED_AT] / 1e9
+    newest, gloo, ended = entries[-1], group.backend == "gloo", _ended(entries)
+    group.first, group.entered, group.entered_at = sequences[0], max(sequences), _CREATED(newest) / 1e9
+    group.ended = max(compress(sequences, ended), default=-1)
+    group.completed = group.ended if group.ended >= 0 else group.first - 1
     if gloo:
-        waiting = [row[_SEQUENCE_AT] for row in rows if not row[_RETIRED_AT]]
-        group.completed = min(waiting) - 1 if waiting else group.entered
-        group.ended = max((row[_SEQUENCE_AT] for row in rows if row[_RETIRED_AT]), default=-1)
-    else:
-        group.completed = max((row[_SEQUENCE_AT] for row in rows if row[_STATE_AT] == "completed"), default=-1)
-        if group.completed < 0:
-            group.completed = group.first - 1
-        group.gave_up = bool(newest[_RETIRED_AT]) and newest[_STATE_AT] != "completed"
+        group.completed = min(compress(sequences, map(not_, ended)), default=group.entered + 1) - 1
+    group.gave_up = not gloo and not ended[-1] and bool(newest["retired"])
     sure = group.completed - (gloo and group.completed == group.entered)
-    for row, entry in zip(reversed(rows), reversed(entries), strict=True):
-        if row[_SEQUENCE_AT] == group.completed and not gloo:
+    for sequence, entry in zip(reversed(sequences), reversed(entries), strict=True):
+        if sequence == group.completed and not gloo:
             at = entry.get("time_discovered_completed_ns")
             group.completed_at = at / 1e9 if type(at) is int and at else group.completed_at
-        if row[_SEQUENCE_AT] <= sure and row[2].partition(":")[2].lower().startswith(_FOR_ALL):
-            group.certain = row[_SEQUENCE_AT]
+        if sequence <= sure and entry["profiling_name"].partition(":")[2].lower().startswith(_FOR_ALL):
+            group.certain = sequence
             break
-    group.blind = gloo and group.operations > newest[_SEQUENCE_AT]
+    group.blind = gloo and group.operations > sequences[-1]
 
 
 def _members(ranks: Any) -> str:
