@@ -85,4 +85,4 @@ def _show(verdicts: "list[Verdict]") -> None:
     console = Console(soft_wrap=False)
     console.print(render(verdicts[0]))
     for verdict in verdicts[1:]:
-        console.print(f"also: {headline(verdict)}", style="dim", markup=False, highlight=False)
+        console.print(f"also: {verdict.kind}: {headline(verdict)}", style="dim", markup=False, highlight=False)

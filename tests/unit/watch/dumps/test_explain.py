@@ -148,7 +148,7 @@ def test_an_incident_prints_its_verdict(tmp_path: Path) -> None:
                  "it sleeps  [stack]", "x  [a.log:3]", "slow_rank_preprocess (0.30)", "Wake it."):  # fmt: skip
         assert part in text, text
     second = write_incident(made.parent, Contents(VERDICT, wall=1_790_000_100.0, at_ns=0))
-    assert second is not None and "also: absent (policy-1): rank 1 has not come." in explain(made.parent)
+    assert second is not None and "also: absent: rank 1 has not come." in explain(made.parent)
 
 
 @pytest.mark.parametrize(
