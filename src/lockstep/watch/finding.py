@@ -158,8 +158,12 @@ class Case:
         rows = rows[self.inside.communicator[calls.membership[rows]] == communicator]
         if not len(rows):
             return None, ""
-        signatures, counts = np.unique(calls.signature[rows], return_counts=True)
-        call = calls.about.get(int(signatures[np.argmax(counts)]))
+        said = calls.signature[rows]
+        most = said[0]
+        if (said != most).any():
+            signatures, counts = np.unique(said, return_counts=True)
+            most = signatures[np.argmax(counts)]
+        call = calls.about.get(int(most))
         keys = ((int(calls.membership[row]), seq) for row in rows[:_SITES])
         return call, next((calls.sites[key] for key in keys if key in calls.sites), call.site if call else "")
 
