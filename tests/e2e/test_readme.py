@@ -116,6 +116,8 @@ NOT_RUN = {
 }
 
 
+WATCHED = ("watch-command.md",)
+"""Its command is run by tests/faults/test_watch_command.py; it ends as a stall does."""
 EXAMPLES = ("environments.md", "tasks.md")
 """Pages whose runs are made by test_examples_learn.py; here their commands are followed as far as a dry run goes."""
 
@@ -142,7 +144,7 @@ def environment() -> dict[str, str]:
 def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
     sourced, ran = "", []
     for block in blocks("bash"):
-        if block.page.name == "CONTRIBUTING.md" or block.page.name in EXAMPLES:
+        if block.page.name == "CONTRIBUTING.md" or block.page.name in EXAMPLES + WATCHED:
             continue  # about the checkout itself (NOT_RUN), or below
         for command in commands(block):
             if command.startswith("source "):

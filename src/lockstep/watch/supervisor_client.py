@@ -140,6 +140,8 @@ class Supervision:
         popen = self._popen
         if popen is None:
             return
+        if self._connection is None:  # still on its way up
+            popen.terminate()
         try:
             waits.process(popen, whom="supervisor", why="its end", timeout_s=timeout_s, notice_after_s=None)
         except waits.WaitTimeout:

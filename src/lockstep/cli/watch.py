@@ -1,0 +1,72 @@
+"""`lockstep watch`: the same eyes around any job."""
+
+import logging
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from lockstep.cli.errors import show_refusal
+
+
+class OnStall(StrEnum):
+    report = "report"
+    dump = "dump"
+    kill = "kill"
+
+
+def command(
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command and its arguments, after --.")],
+    on_stall: Annotated[
+        OnStall,
+        typer.Option(
+            help="On a confirmed stall: report it; dump also flight recorders and native stacks; kill the command, "
+            "which ends with exit code 124."
+        ),
+    ] = OnStall.report,
+    incidents: Annotated[Path, typer.Option(help="Folder for what is collected around a confirmed stall.")] = Path(
+        "incidents"
+    ),
+    notice_after: Annotated[
+        float, typer.Option(help="Seconds without any progress after which a wait is told.", min=0.2)
+    ] = 3.0,
+    confirm_after: Annotated[
+        float,
+        typer.Option(help="Seconds of stillness after which a process that others wait for is accused.", min=1.0),
+    ] = 40.0,
+) -> None:
+    """Run a command and name who keeps it waiting: torchrun, accelerate, deepspeed, mpirun or plain Python.
+
+    Its code needs no change, and its Python environment no Lockstep. The exit code is the command's."""
+    from lockstep.watch.launch import CannotStart, Watch, watch
+    from lockstep.watch.supervisor_client import Said
+    from lockstep.watch.verdict import Patience
+
+    logging.basicConfig(level=logging.WARNING, format="lockstep watch: %(message)s")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+
+    def said(what: Said) -> None:
+        console.print(_line(what))
+
+    def trouble(text: str) -> None:
+        console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
+
+    patience = Patience(notice_s=notice_after, still_s=confirm_after)
+    asked = Watch(words, incidents, on_stall.value, patience, Path(words[0]).name)
+    try:
+        code = watch(asked, said, trouble)
+    except CannotStart as error:
+        show_refusal(error)
+        raise typer.Exit(error.code) from None
+    raise typer.Exit(code)
+
+
+def _line(what: "Said") -> str:  # type: ignore[name-defined]  # noqa: F821 - imported with the command
+    color = {"notice": "yellow", "confirmed": "red", "act": "red"}[what.level]
+    if what.change == "withdrawn":
+        return f"[green]lockstep watch:[/] goes on again: {escape(what.headline)}"
+    where = f" [dim]({escape(what.incident)})[/]" if what.incident else ""
+    return f"[{color}]lockstep watch:[/] {what.level}: {escape(what.headline)}{where}"

@@ -1,0 +1,189 @@
+"""`lockstep watch -- COMMAND`: any job of PyTorch under the same eyes, with no change to its code.
+
+The command runs in the foreground, with our terminal and our signals; beside it an agent that looks and a supervisor
+that judges. What happens to these two never happens to the command.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from lockstep.watch import waits
+from lockstep.watch.agent_client import AgentClient, AgentError, start_agent
+from lockstep.watch.folders import make_run_dir, new_run_id
+from lockstep.watch.settings import Settings
+from lockstep.watch.supervisor_client import Said, Supervision
+from lockstep.watch.verdict import Level, Patience
+
+log = logging.getLogger(__name__)
+
+PAYLOAD = Path(__file__).with_name("payload")
+ENDED_FOR_A_STALL = 124
+"""Our exit code when the command was ended because of a stall; the one that timeout(1) has."""
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+"""As shells have them."""
+GRACE_S = 30.0
+"""Between asking a stalled command to end and killing what is left of it: torchrun needs that long for its ranks."""
+PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FROM_THE_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+"""The terminal sends these to the command as well; ours are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is asked for."""
+
+    command: Sequence[str]
+    incidents: Path
+    on_stall: str = "report"
+    """report, dump (flight recorders and native stacks as well) or kill."""
+    patience: Patience = field(default_factory=Patience)
+    name: str = "watch"
+
+
+class CannotStart(OSError):
+    """The command cannot be started; `code` is what a shell would end with."""
+
+    def __init__(self, command: str, why: str, code: int) -> None:
+        super().__init__(f"{command}: {why}")
+        self.command, self.why, self.code = command, why, code
+
+
+def watch(asked: Watch, on_said: Callable[[Said], None], on_trouble: Callable[[str], None]) -> int:
+    """Runs the command to its end.
+
+    Args:
+        on_said: is given what the supervisor says, in a thread of its own.
+        on_trouble: is told, in words, what does not work of the watching; the command goes on.
+
+    Returns:
+        The command's exit code; 128 and the signal's number when a signal ended it, as shells say it;
+        `ENDED_FOR_A_STALL` when we did.
+
+    Raises:
+        CannotStart: there is no such command.
+    """
+    run, token = new_run_id(asked.name), secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="lockstep-watch-") as folder, contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, make_run_dir(run), ignore_errors=True)
+        process = _start(asked.command, environment(os.environ, run))
+        stalled = threading.Event()
+
+        def said(what: Said) -> None:
+            if stalled.is_set():
+                return  # what follows is our own doing
+            on_said(what)
+            if asked.on_stall == "kill" and what.level != Level.NOTICE and what.change != "withdrawn":
+                stalled.set()
+
+        with _signals(process):
+            with _eyes(asked, run, token, Path(folder), said, on_trouble):
+                code = _wait(process, stalled)
+            if code is None:
+                _end(process)
+                return ENDED_FOR_A_STALL
+            return 128 - code if code < 0 else code
+
+
+def environment(base: Mapping[str, str], run: str) -> dict[str, str]:
+    """What the command gets: ours, and where Python finds what is loaded into its processes."""
+    path = os.pathsep.join(filter(None, [str(PAYLOAD), base.get("PYTHONPATH")]))
+    return {**base, "PYTHONPATH": path, "LOCKSTEP_WATCH": run}
+
+
+def _wait(process: "subprocess.Popen[bytes]", stalled: threading.Event) -> int | None:
+    """Until the command has ended: its exit code; None when it is to be ended."""
+    while not stalled.is_set():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(0.2)
+    return process.poll()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Asks the command to end, and kills what is left of it and below it after the grace."""
+    below = _tree(process.pid)
+    process.terminate()
+    with contextlib.suppress(waits.WaitTimeout):
+        waits.process(process, whom="the command", why="its end after SIGTERM", timeout_s=GRACE_S)
+    _kill([*below, *_tree(process.pid)])
+    waits.process(process, whom="the command", why="its end after SIGKILL", timeout_s=GRACE_S)
+
+
+def _start(command: Sequence[str], variables: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(list(command), env=dict(variables))
+    except FileNotFoundError as error:
+        raise CannotStart(command[0], "no such command", NOT_FOUND) from error
+    except PermissionError as error:
+        raise CannotStart(command[0], "cannot be executed", NOT_EXECUTABLE) from error
+
+
+@contextlib.contextmanager
+def _eyes(
+    asked: Watch, run: str, token: str, folder: Path, said: Callable[[Said], None], on_trouble: Callable[[str], None]
+) -> Iterator[None]:
+    """Agent and supervisor, while the command runs."""
+    try:
+        address = start_agent(run, token, folder)
+        client = AgentClient(address, token, name="watch")
+    except (AgentError, OSError) as error:
+        on_trouble(f"the agent cannot be started: the command goes on unwatched ({error})")
+        yield
+        return
+    facts = {"command": list(asked.command), "python": sys.version.split()[0]}
+    on_stall = "dump" if asked.on_stall == "kill" else asked.on_stall  # we end the whole command, not the culprits
+    settings = Settings(
+        run, address.generation, folder, asked.incidents, [address], os.getpid(), asked.patience, on_stall,
+        facts=facts,
+    )  # fmt: skip
+    supervision = Supervision(settings, token, said, on_trouble)
+    try:
+        yield
+    finally:
+        supervision.close()
+        with contextlib.suppress(AgentError):
+            client.leave(0.0)
+        client.close()
+
+
+@contextlib.contextmanager
+def _signals(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """What we are sent goes to the command."""
+
+    def pass_on(number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in PASSED_ON}
+    before |= {number: signal.signal(number, signal.SIG_IGN) for number in FROM_THE_TERMINAL}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        top = psutil.Process(pid)
+        return [top, *top.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # psutil tells it from a later one of the same pid
+            process.kill()

@@ -1,0 +1,190 @@
+"""`lockstep watch -- COMMAND` around real jobs."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.models.tiny import make_tiny
+from lockstep.watch.launch import ENDED_FOR_A_STALL, PAYLOAD
+
+LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
+JOBS = Path(__file__).with_name("watched")
+ROOT = Path(__file__).parents[2]
+QUICK = ("--notice-after", "1", "--confirm-after", "4")
+BOUND_S = 120.0
+
+
+def watch(folder: Path, *words: str, options: tuple[str, ...] = QUICK, **more: str) -> "subprocess.Popen[str]":
+    argv = [LOCKSTEP, "watch", "--incidents", str(folder / "incidents"), *options, "--", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    return subprocess.Popen(argv, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    try:
+        out, said = process.communicate(timeout=BOUND_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, said = process.communicate()
+        raise AssertionError(f"not finished:\n{out}\n{said}") from None
+    return process.returncode, out, said
+
+
+def torchrun(*words: str, ranks: int = 2) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
+
+
+def test_a_reward_that_blocks_one_rank_is_named(tmp_path: Path) -> None:
+    """The command of the documentation, an unmodified script of torchrun: rank, line and the collective the others wait
+    in; then it is ended."""
+    documented = re.search(r"^lockstep (watch .*)$", (ROOT / "docs" / "watch-command.md").read_text(), re.MULTILINE)
+    assert documented is not None
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    process = subprocess.Popen(
+        [LOCKSTEP, *documented[1].split()], cwd=tmp_path, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+        text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    code, _, said = finish(process)
+    assert code == ENDED_FOR_A_STALL, said
+    assert "notice" in said and "rank 1" in said, said
+    (file,) = (tmp_path / "incidents").glob("*/verdict.json")
+    verdict = json.loads(file.read_text())
+    assert verdict["kind"] == "absent"
+    assert [each["rank"] for each in verdict["culprits"]] == [1]
+    assert "reward" in verdict["culprits"][0]["where"] and "stuck_rank.py" in verdict["culprits"][0]["where"]
+    assert verdict["collective"]["operation"] == "all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("exit 0", 0), ("exit 7", 7), ("kill -KILL $$", 128 + signal.SIGKILL), ("kill -TERM $$", 128 + signal.SIGTERM)],
+)
+def test_the_exit_code_is_the_commands(tmp_path: Path, command: str, code: int) -> None:
+    assert finish(watch(tmp_path, "sh", "-c", command))[0] == code
+    assert not (tmp_path / "incidents").exists()
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    code, _, said = finish(watch(tmp_path, "no-such-launcher"))
+    assert code == 127
+    assert "no-such-launcher" in said
+
+
+def test_signals_and_output_pass_through(tmp_path: Path) -> None:
+    """The command sees SIGTERM and ends as it likes; its output is its own."""
+    script = "trap 'echo caught; exit 3' TERM; echo ready; while :; do sleep 0.05; done"
+    process = watch(tmp_path, "sh", "-c", script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    code, out, _ = finish(process)
+    assert (code, out) == (3, "caught\n")
+
+
+def test_the_watcher_killed_leaves_the_command_alone(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    process = watch(tmp_path, "sh", "-c", f"echo ready; sleep 1; touch {done}")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while not done.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def python(
+    folder: Path, code: str, executable: str = sys.executable, **more: str
+) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": f"{PAYLOAD}{os.pathsep}{folder}", "LOCKSTEP_WATCH": "watch-test", **more}
+    return subprocess.run([executable, "-c", code], env=environment, text=True, capture_output=True, timeout=60)
+
+
+def test_another_sitecustomize_still_works(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.theirs = True\n")
+    done = python(tmp_path, "import sys, sitecustomize; print(sys.theirs, sitecustomize.__file__)")
+    assert done.stdout.split() == ["True", str(tmp_path / "sitecustomize.py")], done.stderr
+
+
+def test_what_is_loaded_costs_nothing_until_torch_is(tmp_path: Path) -> None:
+    done = python(tmp_path, "import sys, json; print([name for name in sys.modules if 'lockstep' in name])")
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_a_failure_of_ours_never_fails_the_job(tmp_path: Path) -> None:
+    """Beacons in a folder that cannot be made."""
+    (tmp_path / "file").touch()
+    code = "import torch.distributed; print('goes on')"
+    done = python(tmp_path, code, RANK="0", LOCKSTEP_BEACONS=str(tmp_path / "file" / "below"))
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+    assert "not recorded" in done.stderr
+
+
+def test_a_job_in_an_environment_without_lockstep(tmp_path: Path) -> None:
+    """Torch is there, Lockstep is not: what is loaded comes with the command's environment variables."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")  # its own .pth files do not count
+    code = (
+        "import importlib.util as util; print(util.find_spec('lockstep'))\n"
+        "import torch.distributed as dist\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "import sys, torch; dist.all_reduce(torch.ones(2))\n"
+        "from lockstep.watch import beacon, recorder\n"
+        "state = beacon.read_beacon(beacon.current().path)\n"
+        "print(state.name, recorder.current() is not None, 'pydantic' in sys.modules)\n"
+    )
+    done = python(tmp_path, code, str(tmp_path / "venv" / "bin" / "python"), LOCKSTEP_BEACONS=str(tmp_path))
+    assert done.stdout.split() == ["None", "rank-0", "True", "False"], done.stderr
+
+
+def test_torch_that_imports_its_distributed_part_itself(tmp_path: Path) -> None:
+    """The recorder waits until all of torch is there."""
+    fake = tmp_path / "torch"
+    (fake / "distributed").mkdir(parents=True)
+    (fake / "__init__.py").write_text("import torch.distributed\nimport sys\nfinished = True\n")
+    (fake / "distributed" / "__init__.py").write_text("")
+    code = (
+        "import sys, types\n"
+        "told = types.ModuleType('lockstep.watch.joining')\n"
+        "told.join = lambda run: print(run, sys.modules['torch'].finished)\n"
+        "sys.modules['lockstep.watch.joining'] = told\n"
+        "import torch\n"
+    )
+    assert python(tmp_path, code).stdout.split() == ["watch-test", "True"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_trl_with_a_judge_that_never_answers(tmp_path: Path) -> None:
+    """An unmodified script of TRL; the benchmarks' environment has it."""
+    peer = ROOT / "build" / "peer"
+    if not (peer / "trl").is_dir():
+        pytest.skip("TRL is not there: script/benchmark installs it into build/peer")
+    make_tiny(
+        tmp_path / "model", hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, max_length=64, alphabet="0123456789=",
+        seed=5,
+    )  # fmt: skip
+    script = [str(JOBS / "trl_blocked.py"), str(tmp_path / "model"), str(tmp_path / "out")]
+    options = ("--on-stall", "kill", "--confirm-after", "8")
+    path = os.pathsep.join(filter(None, [str(peer), os.environ.get("PYTHONPATH")]))
+    process = watch(tmp_path, *torchrun(*script), options=options, PYTHONPATH=path, HF_HUB_OFFLINE="1")
+    code, _, said = finish(process)
+    assert code == ENDED_FOR_A_STALL, said
+    told = [line for line in said.splitlines() if "lockstep watch: notice:" in line]
+    assert "rank 1" in told[0] and "ask_the_judge() at trl_blocked.py" in told[0], said
+    assert "since 3 s" in told[0] or "since 4 s" in told[0] or "since 5 s" in told[0], told[0]
+    (file,) = (tmp_path / "incidents").glob("*/verdict.json")
+    verdict = json.loads(file.read_text())
+    assert (verdict["kind"], [each["rank"] for each in verdict["culprits"]]) == ("absent", [1])
