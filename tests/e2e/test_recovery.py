@@ -193,3 +193,43 @@ def test_ranks_that_are_killed_in_supervised_training(reference: References, tmp
     assert weights(launched.folder) == weights(of.run)
     assert metrics(launched.folder) == metrics(of.run)
     assert [done["restored"] for done in recoveries(launched.folder)] == [0, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("allowed", [True, False])
+def test_fewer_ranks_where_no_replacement_can_be_had(reference: References, tmp_path: Path, allowed: bool) -> None:
+    of = reference("grpo")
+    launched = begin(of, tmp_path, {"replacements_for": 1}, recovery={"fewer_ranks": allowed})
+    launched.wait_for("logprobs", 5)
+    lose(launched, "policy-1")
+    code = launched.finish()
+    said = " ".join(launched.said().split())
+    if not allowed:
+        assert code == 1 and "is not restarted: 5 restarts within 3600 s are spent" in said
+        return
+    assert code == 0, launched.text()
+    assert "no replacement can be had, training goes on with ranks=1 (recovery.fewer_ranks)" in said
+    assert prompts_used(launched.folder) == prompts_used(of.run)
+    assert sampled(launched.folder) == sampled(of.run)
+    assert_close(launched.folder, of.run)
+    assert lives(launched.folder) == ["policy-0.1"]
+    (done,) = recoveries(launched.folder)
+    assert done["restored"] == 3, "the copy in memory is divided among two"
+    assert [each["ranks"] for each in recoveries(launched.folder, "fewer ranks")] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_same_error_again_stops_the_run_quickly(reference: References, tmp_path: Path) -> None:
+    """Here the ranks cannot write their checkpoint, which a restart does not change."""
+    of = reference("sft")
+    values = config(of.home, "sft", folder=str(tmp_path / "runs"))
+    hold = {"stage": "checkpoint", "seconds": 0.3, "at_end": False}
+    launched = Launched.start(tmp_path / "runs" / "sft", str(write(tmp_path, values)), hold=hold)
+    launched.wait_for("checkpoint", 1)
+    (launched.folder / "checkpoints").rmdir()
+    (launched.folder / "checkpoints").write_text("in the way")
+    assert launched.finish() == 1
+    assert "CheckpointError" in launched.said()
+    assert recoveries(launched.folder) == []

@@ -101,7 +101,7 @@ def test_two_ctrl_c_at_a_random_moment(reference: References, tmp_path: Path, st
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("victim", ["policy-1", "engine-0", "scorer-0", "agent"])
 def test_one_process_is_killed(reference: References, tmp_path: Path, victim: str) -> None:
-    """Workers are replaced. Without the agent the run ends, tells so, and resumes."""
+    """It is replaced, with the agent all whom it has started, and the run ends as if nothing had happened."""
     life = Life(reference("grpo"), tmp_path, "grpo")
     launched = life.launch()
     launched.wait_for("train", 4)
@@ -111,12 +111,8 @@ def test_one_process_is_killed(reference: References, tmp_path: Path, victim: st
     code = launched.finish()
     assert launched.gone(1.0)
     life.look(launched, None)
-    if victim != "agent":
-        assert code == 0, launched.text()
-        life.compare()
-        return
-    assert code == 1, launched.text()
-    life.finish()
+    assert code == 0, launched.text()
+    life.compare()
 
 
 @pytest.mark.slow

@@ -68,6 +68,8 @@ def become(request: dict, control: socket.socket) -> None:
             hold(stage, seconds, at_end)
         case {"keep_every_s": seconds}:
             importlib.import_module("lockstep.run.buffer").KEEP_EVERY_S = seconds
+        case {"replacements_for": ranks}:
+            refuse_more(ranks)
     from lockstep.cli import app
 
     try:
@@ -95,6 +97,21 @@ def hold(stage: str, seconds: float, at_end: bool) -> None:
                 time.sleep(seconds)
 
     Stages.__call__ = held  # type: ignore[method-assign]
+
+
+def refuse_more(most: int) -> None:
+    """There is no host any more on which as many trainer ranks could be started as were there in the beginning."""
+    from lockstep.cluster.protocol import Worker, WorkerDied
+    from lockstep.run.staff import Staff
+
+    original = Staff.ranks
+
+    def ranks(self: Staff, count: int) -> list[Worker]:
+        if count > most:
+            raise WorkerDied(f"policy-{count - 1}", count - 1, 1, "no host")
+        return original(self, count)
+
+    Staff.ranks = ranks  # type: ignore[method-assign]
 
 
 def stop_when(file: str) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -67,21 +68,20 @@ class LocalCluster:
         self._config, self._run, self._folder, self._generation = config, run, folder.absolute(), generation
         self._token = token or secrets.token_hex(32)
         self._store: TCPStore | None = None
-        self._closed = False
+        self._affairs = self._folder / "cluster"
+        self._closing = self._closed = False
         self._agent: AgentClient | None = None
+        self._agent_lock = threading.Lock()
+        """Of the agent's replacement: any thread may start workers."""
         self._address: Address | None = None
         self._supervision: Supervision | None = None
         self._pid = os.getpid()
         self._hub = Hub(self._token, run, generation, self._tick)
         atexit.register(self.close)
         try:
-            affairs = self._folder / "cluster"
-            affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
-            end_predecessor(affairs, generation)
-            self._address = start_agent(
-                run, self._token, affairs, generation=generation, orphan_grace_s=config.orphan_grace_s
-            )
-            self._agent = AgentClient(self._address, self._token, on_exit=self._exited)
+            self._affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            end_predecessor(self._affairs, generation)
+            self._agent = self._start_agent()
         except BaseException:
             self.close()
             raise
@@ -183,6 +183,8 @@ class LocalCluster:
         """Ends all workers and the agent. Idempotent; leaves no orphan, not even when it is interrupted."""
         if self._closed or os.getpid() != self._pid:
             return
+        with self._agent_lock:
+            self._closing = True  # no other agent is started from here on
         try:
             if self._supervision is not None:
                 self._supervision.close()
@@ -213,10 +215,29 @@ class LocalCluster:
 
     # --- starting
 
+    def _start_agent(self) -> AgentClient:
+        grace_s = self._config.orphan_grace_s
+        self._address = start_agent(
+            self._run, self._token, self._affairs, generation=self._generation, orphan_grace_s=grace_s
+        )
+        return AgentClient(self._address, self._token, on_exit=self._exited)
+
     def _living_agent(self) -> AgentClient:
-        if self._agent is None or self._closed:
-            raise AgentGone("start", "the cluster is closed")
-        return self._agent
+        """The agent, or another where it was killed. Its workers went with it (the kernel sees to that, so that none is
+        ever orphaned): whoever needs them starts them again. Raises AgentGone."""
+        with self._agent_lock:
+            if self._agent is None or self._closing:
+                raise AgentGone("start", "the cluster is closed")
+            if not self._agent.alive:
+                gone = self._agent.address
+                if not run_dir(self._run).is_dir():
+                    raise AgentGone("start", f"the agent (pid {gone.pid}) has left, with the run's shared memory")
+                log.warning("the node agent (pid %d) has ended, and its workers with it; another is started", gone.pid)
+                self._agent.close()
+                self._agent = self._start_agent()
+                if self._supervision is not None and self._address is not None:
+                    self._supervision.watch([self._address])
+            return self._agent
 
     def _check_names(self, specs: Sequence[WorkerSpec]) -> None:
         taken = {worker.name for worker in self._hub.workers if not worker.dead}

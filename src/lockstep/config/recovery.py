@@ -25,6 +25,9 @@ class Recovery(Section):
     """Of the trainer ranks, which are restarted together."""
     rollout: Budget = Budget()
     """Of each engine."""
+    fewer_ranks: bool = False
+    """Go on with fewer trainer ranks where a replacement does not come up, again and again. The result is then that of
+    the other run to about 1e-5, and not bitwise."""
     memory_copy: bool | Literal["auto"] = "auto"
     """Keep a copy of the trainer's state in shared memory after every step, so that a fault costs the present step only
     and not those since the checkpoint. `auto`: where two copies fit into memory."""

@@ -92,6 +92,15 @@ class RunConfig(Section):
             raise ValueError("model.quantization keeps its weights on the GPU: set trainer.offload.parameters=false")
         return self
 
+    @model_validator(mode="after")
+    def _fewer_ranks_compute_the_same(self) -> Self:
+        if self.recovery.fewer_ranks and self.model.adapter is not None and self.model.adapter.lora_dropout:
+            raise ValueError(
+                "recovery.fewer_ranks with model.adapter.lora_dropout would change the result, as which inputs are "
+                "dropped depends on the rank: leave one of the two out"
+            )
+        return self
+
     @field_validator("cluster", mode="before")
     @classmethod
     def _shorthand(cls, value: object) -> object:

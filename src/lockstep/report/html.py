@@ -15,6 +15,7 @@ from lockstep.ledger import EvaluationRow, EventRow, Ledger, MetricsRow, Sample
 from lockstep.ledger.files import replace
 from lockstep.report.charts import Chart, Drawn, draw
 from lockstep.report.console import number
+from lockstep.report.faults import faults_of
 from lockstep.report.summary import METRIC, stage_seconds, total_tokens, versions, what_was_done
 from lockstep.report.top import duration
 from lockstep.watch.secrets import redact
@@ -112,6 +113,7 @@ def render(ledger: Ledger, exit_reason: str = "") -> str:
         charts=[_card(chart, curves) for chart in _charts(curves)],
         more=[_card(chart, curves) for chart in _rest(curves)],
         stages=_stages(rows),
+        faults=faults_of(ledger.events()),
         evaluations=_ends(evaluations),
         pairs=_pairs(evaluations),
         config=yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True),

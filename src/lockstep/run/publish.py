@@ -5,7 +5,7 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.run.engines import Engines
 from lockstep.run.policy import Policy
 from lockstep.run.services import PolicyAPI
-from lockstep.weights.shared import SharedWeights
+from lockstep.weights.shared import SharedWeights, remove
 
 
 class WeightSync:
@@ -15,11 +15,22 @@ class WeightSync:
     def __init__(self, policy: Policy, engines: Engines, store: SharedWeights, ledger: Ledger) -> None:
         self.policy, self.engines, self.store, self.ledger = policy, engines, store, ledger
         self.published: int | None = None
+        self._former: SharedWeights | None = None
+        """What engines serve from until the next publish, where the number of ranks has changed."""
 
     def open_on_ranks(self) -> None:
-        """Lets the policy's ranks write into the store."""
-        folder = str(self.store.folder)
-        gather([worker.submit(PolicyAPI.open_weights, folder) for worker in self.policy.workers], why="open weights")
+        """Lets the policy's ranks write into the store, into another one where it was made for more of them."""
+        if self.store.control.writers != self.policy.ranks:
+            left, generation = self.store, self.store.generation
+            assert generation is not None
+            folder = left.folder.with_name(f"weights-{self.policy.ranks}")
+            self.store = SharedWeights.create(folder, left.plan, self.policy.ranks, generation)
+            if self._former is None:
+                self._former = left
+            else:  # nothing was published from it
+                _discard(left)
+        where = str(self.store.folder)
+        gather([worker.submit(PolicyAPI.open_weights, where) for worker in self.policy.workers], why="open weights")
 
     def publish(self, version: int) -> None:
         """Makes `version` what the engines serve; does nothing where they do already, or serve a later one: steps that
@@ -31,3 +42,11 @@ class WeightSync:
         self.engines.load_weights(str(self.store.folder), version)
         self.ledger.published(version)
         self.published = version
+        if self._former is not None:
+            _discard(self._former)
+            self._former = None
+
+
+def _discard(store: SharedWeights) -> None:
+    remove(store.folder)
+    store.close()

@@ -80,7 +80,9 @@ class Run:
         self.monitor, self.interrupt = monitor, interrupt
         self.policy = roles.policy
         self.checkpoints = Checkpoints(config.checkpoint, folder / "checkpoints", ledger, roles.policy)
-        self.trainers = Trainers(roles.policy, staff, recovery, self.checkpoints, ledger, roles.weights, roles.memory)
+        self.trainers = Trainers(
+            roles.policy, staff, recovery, self.checkpoints, ledger, roles.weights, roles.memory, config.trainer
+        )
         self._start = self._version = start
         """Steps done at the start, and now."""
         self._settled = -1

@@ -27,14 +27,14 @@ class Staff:
 
     def everybody(self) -> tuple[list[Worker], list[Worker]]:
         """Trainer ranks and engines, started side by side."""
-        specs = self._ranks()
+        specs = self._ranks(self.prepared.config.trainer.ranks)
         specs += [self._engine(each) for each in self._planned("rollout")]
         workers = self.cluster.start(specs)
         return [w for w in workers if w.spec.role == "policy"], [w for w in workers if w.spec.role == "rollout"]
 
-    def ranks(self) -> list[Worker]:
-        """All trainer ranks, in place of those that were."""
-        return self.cluster.start(self._ranks())
+    def ranks(self, count: int) -> list[Worker]:
+        """So many trainer ranks, in place of those that were."""
+        return self.cluster.start(self._ranks(count))
 
     def engine(self, rank: int) -> Worker:
         """Another engine in the place of that rank."""
@@ -49,18 +49,18 @@ class Staff:
     def _planned(self, role: str) -> list[PlannedProcess]:
         return [process for process in self.prepared.plan.processes if process.role == role]
 
-    def _ranks(self) -> list[WorkerSpec]:
+    def _ranks(self, count: int) -> list[WorkerSpec]:
         life, self._formed = self._formed, self._formed + 1
-        return [self._rank(process, life) for process in self._planned("policy")]
+        return [self._rank(process, life, count) for process in self._planned("policy")[:count]]
 
-    def _rank(self, process: PlannedProcess, life: int) -> WorkerSpec:
+    def _rank(self, process: PlannedProcess, life: int, world: int) -> WorkerSpec:
         config = self.prepared.config
-        trainer = config.trainer.model_copy(update={"threads": process.threads})
+        trainer = config.trainer.model_copy(update={"threads": process.threads, "ranks": world})
         host, port = self.cluster.store()
         arguments = {
             "config": config.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
             "rank": process.rank,
-            "world": config.trainer.ranks,
+            "world": world,
             "store_host": host,
             "store_port": port,
             "run_folder": str(self.prepared.folder),

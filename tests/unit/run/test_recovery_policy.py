@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.recovery import Budget, Recovery
+from lockstep.config.trainer import Trainer
 from lockstep.run.recovery.failures import Failure, failure_of, innermost
-from lockstep.run.recovery.policy import Restart, Stop, decide
+from lockstep.run.recovery.policy import FewerRanks, Restart, Stop, decide, fewer_ranks
 from lockstep.watch.waits import Stalled
 
 CONFIG = Recovery(policy=Budget(max_restarts=2, window_s=100), rollout=Budget(max_restarts=1, window_s=10))
@@ -74,6 +75,22 @@ def test_a_wait_that_others_broke_is_worth_a_restart() -> None:
 
 def test_nothing_is_restarted_where_recovery_is_off() -> None:
     assert decide(died(), [], Recovery(enable=False)) == Stop("")
+
+
+def test_fewer_ranks_after_starts_that_fail_again_and_again() -> None:
+    late = replace(died(), starting=True)
+    some = Recovery(fewer_ranks=True)
+    assert isinstance(decide(late, [died()], some, 1), Restart), "one more try"
+    assert decide(late, [died(), late], some, 1) == FewerRanks(1)
+    assert isinstance(decide(late, [died(), late], some, None), Restart), "there is no smaller number"
+    assert isinstance(decide(late, [died(), late], Recovery(), 1), Restart), "the config does not allow it"
+    assert isinstance(decide(late, [late, died()], some, 1), Restart), "not in a row"
+    assert isinstance(decide(died(), [late, late], some, 1), Restart), "they came up"
+
+
+def test_as_many_copies_as_before_are_sharded_over_fewer_ranks() -> None:
+    assert [fewer_ranks(Trainer(ranks=4), count) for count in (4, 2, 1)] == [3, 1, None]
+    assert [fewer_ranks(Trainer(ranks=8, replicas=2), count) for count in (8, 6, 4)] == [6, 4, None]
 
 
 @given(st.lists(st.floats(0, 1000), max_size=40), st.integers(0, 5), st.floats(1, 300))

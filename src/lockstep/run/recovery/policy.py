@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.config.recovery import Budget, Recovery
+from lockstep.config.trainer import Trainer
 from lockstep.run.recovery.failures import Failure
 
 _OURS = "lockstep."
@@ -29,14 +30,25 @@ class Stop:
     """Why it was not healed; empty where the error says all there is to say."""
 
 
-Action = Restart | Stop
+@dataclass(frozen=True, slots=True)
+class FewerRanks:
+    """The trainer goes on with so many ranks: no replacement can be had."""
+
+    ranks: int
 
 
-def decide(failure: Failure, history: Sequence[Failure], config: Recovery) -> Action:
+Action = Restart | FewerRanks | Stop
+
+TRIES = 2
+"""Starts of trainer ranks that fail in a row before fewer are tried."""
+
+
+def decide(failure: Failure, history: Sequence[Failure], config: Recovery, fewer: int | None = None) -> Action:
     """What to do about a failure.
 
     Args:
         history: what was restarted for, oldest first.
+        fewer: the next smaller number of trainer ranks that would do; None where there is none.
     """
     if not config.enable:
         return Stop("")
@@ -45,6 +57,8 @@ def decide(failure: Failure, history: Sequence[Failure], config: Recovery) -> Ac
             return Stop("")
         if any(failure.signature == earlier.signature for earlier in history if earlier.how == "raised"):
             return Stop(f"the same error came again in step {failure.step} after a restart; see {failure.place}")
+    if fewer is not None and config.fewer_ranks and _failed_starts([*history, failure]) >= TRIES:
+        return FewerRanks(fewer)
     budget = config.policy if failure.role == "policy" else config.rollout
     spent = sum(_counts(failure, earlier, budget) for earlier in history)
     if spent >= budget.max_restarts:
@@ -59,3 +73,18 @@ def _counts(failure: Failure, earlier: Failure, budget: Budget) -> bool:
     """Whether an earlier restart is of the same budget: the trainer's ranks share one, every engine has its own."""
     same = earlier.role == failure.role and (failure.role == "policy" or earlier.rank == failure.rank)
     return same and failure.at - earlier.at <= budget.window_s
+
+
+def _failed_starts(failures: Sequence[Failure]) -> int:
+    """How many starts of trainer ranks have failed in a row, up to now."""
+    ranks = [failure.starting for failure in failures if failure.role == "policy"]
+    return next((number for number, starting in enumerate(reversed(ranks)) if not starting), len(ranks))
+
+
+def fewer_ranks(config: Trainer, ranks: int) -> int | None:
+    """The largest smaller number of ranks over which parameters can be sharded with as many copies."""
+    for count in range(ranks - 1, 0, -1):
+        shards, rest = divmod(count, config.replicas)
+        if not rest and (config.replicas == 1 or shards > 1):
+            return count
+    return None

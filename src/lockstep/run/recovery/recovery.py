@@ -9,14 +9,12 @@ from typing import Any, Protocol
 
 from lockstep.config.recovery import Recovery as Config
 from lockstep.ledger.ledger import Ledger
+from lockstep.report.faults import RECOVERY
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.failures import Failure
-from lockstep.run.recovery.policy import Restart, Stop, decide
+from lockstep.run.recovery.policy import FewerRanks, Restart, Stop, decide
 
 log = logging.getLogger(__name__)
-
-EVENT = "recovery"
-"""The ledger's event of everything that recovery does."""
 
 
 class Verdicts(Protocol):
@@ -40,25 +38,33 @@ class Recovery:
         self._kill: Callable[[str], bool] | None = None
         self._accused: dict[str, str] = {}
 
-    def decide(self, failure: Failure, cause: Exception) -> Restart:
-        """The restart that a failure gets.
+    def decide(self, failure: Failure, cause: Exception, fewer: int | None = None) -> Restart | FewerRanks:
+        """The restart that a failure gets; `fewer` ranks would do for the trainer.
 
         Raises:
             GaveUp: it gets none, and why.
             Exception: `cause`, where that says it all.
         """
         with self._lock:
-            action = decide(failure, self._history, self.config)
-            if isinstance(action, Restart):
+            action = decide(failure, self._history, self.config, fewer)
+            if not isinstance(action, Stop):
                 self._history.append(failure)
-        why = self._accused.get(failure.worker, "")
-        what = f"{failure.what}, {why}" if why else failure.what
+        what = self._told(failure)
         self.note("failed", worker=failure.worker, role=failure.role, what=what, step=failure.step)
         if isinstance(action, Stop):
-            self.note("gave up", worker=failure.worker, role=failure.role, reason=action.reason or failure.what)
+            facts = {"worker": failure.worker, "role": failure.role, "what": what, "step": failure.step}
+            self.note("gave up", **facts, reason=action.reason)
             if not action.reason:
                 raise cause
             raise GaveUp(failure.worker, what, action.reason) from cause
+        if isinstance(action, FewerRanks):
+            log.warning(
+                "%s %s: no replacement can be had, training goes on with ranks=%d (recovery.fewer_ranks); the result "
+                "will be that of the undisturbed run to about 1e-5, and not bitwise",
+                failure.worker, what, action.ranks,
+            )  # fmt: skip
+            self.note("fewer ranks", worker=failure.worker, role=failure.role, ranks=action.ranks)
+            return action
         log.warning(
             "%s %s in step %d; restart %d of %d within %g s begins",
             failure.worker, what, failure.step + 1, action.number, action.budget.max_restarts, action.budget.window_s,
@@ -67,9 +73,15 @@ class Recovery:
 
     def restarted(self, failure: Failure, seconds: float, text: str, **facts: Any) -> None:
         """A failure is healed: `text` says what came of it, for a sentence that goes on after the time it took."""
-        log.warning("%s %s; restarted in %.1f s%s", failure.worker, failure.what, seconds, text)
-        facts |= {"what": failure.what, "step": failure.step, "seconds": round(seconds, 3)}
+        what = self._told(failure)
+        log.warning("%s %s; restarted in %.1f s%s", failure.worker, what, seconds, text)
+        facts |= {"what": what, "step": failure.step, "seconds": round(seconds, 3)}
         self.note("restarted", worker=failure.worker, role=failure.role, **facts)
+
+    def _told(self, failure: Failure) -> str:
+        """How it failed, with the verdict that it was ended for."""
+        why = self._accused.get(failure.worker)
+        return f"{failure.what} ({why})" if why else failure.what
 
     def note(self, action: str, **fields: Any) -> None:
         """Something for the ledger; written by the next `flush`."""
@@ -78,7 +90,7 @@ class Recovery:
     def flush(self) -> None:
         """Writes what was noted into the ledger. From the run's thread, the ledger's only writer."""
         while not self._events.empty():
-            self._ledger.event(EVENT, **self._events.get_nowait())
+            self._ledger.event(RECOVERY, **self._events.get_nowait())
 
     def listen(self, verdicts: Verdicts, kill: Callable[[str], bool]) -> None:
         """Lets confirmed verdicts act: their culprits are killed, and what follows is recovery from their deaths.

@@ -11,12 +11,14 @@ from typing import Protocol
 
 from lockstep.cluster.calls import Failed
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied
+from lockstep.config.trainer import Trainer
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.checkpoints import Checkpoints, restore
 from lockstep.run.policy import Policy, set_up
 from lockstep.run.publish import WeightSync
 from lockstep.run.recovery.failures import failure_of
 from lockstep.run.recovery.memory import MemoryCopy
+from lockstep.run.recovery.policy import FewerRanks, fewer_ranks
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.watch.waits import Stalled
 
@@ -26,7 +28,7 @@ log = logging.getLogger(__name__)
 class Forms(Protocol):
     """Who starts and ends trainer ranks."""
 
-    def ranks(self) -> list[Worker]: ...
+    def ranks(self, count: int) -> list[Worker]: ...
 
     def dismiss(self, workers: Sequence[Worker]) -> None: ...
 
@@ -43,8 +45,9 @@ class Trainers:
         ledger: Ledger,
         weights: WeightSync | None,
         memory: MemoryCopy | None,
+        config: Trainer,
     ) -> None:
-        self.policy, self.forms, self.recovery = policy, forms, recovery
+        self.policy, self.forms, self.recovery, self.config = policy, forms, recovery, config
         self.checkpoints, self.ledger, self.weights, self.memory = checkpoints, ledger, weights, memory
 
     def heal(self, error: Failed, version: int) -> int:
@@ -57,13 +60,15 @@ class Trainers:
         began = time.monotonic()
         failure = failure_of(error, "policy", *self._who(error), self.recovery.step)
         self.recovery.decide(failure, error)
-        while True:
+        ranks, restored = self.policy.ranks, None
+        while restored is None:
             try:
-                restored = self._rebuild()
-                break
+                restored = self._rebuild(ranks)
             except (RemoteError, WorkerDied, Stalled) as again:
                 who = self._who(again, others=True)
-                self.recovery.decide(failure_of(again, "policy", *who, self.recovery.step, starting=True), again)
+                late = failure_of(again, "policy", *who, self.recovery.step, starting=True)
+                action = self.recovery.decide(late, again, fewer_ranks(self.config, ranks))
+                ranks = action.ranks if isinstance(action, FewerRanks) else ranks
         count = version - restored
         told = f", {count} step{'s are' if count > 1 else ' is'} trained again" if count > 0 else ""
         self.recovery.restarted(failure, time.monotonic() - began, told, restored=restored, again=count)
@@ -80,10 +85,10 @@ class Trainers:
             raise error
         return name, 0
 
-    def _rebuild(self) -> int:
+    def _rebuild(self, ranks: int) -> int:
         self.forms.dismiss(self.policy.workers)
         self.checkpoints.writer_lost()
-        workers = self.forms.ranks()
+        workers = self.forms.ranks(ranks)
         try:
             self.policy.use(workers, set_up(workers))
         except BaseException:
