@@ -53,10 +53,9 @@ class Copies:
         self._memory: dict[int, mmap.mmap] = {}
 
     def write(self, version: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Copies the tensors into the older slot. Raises NoRoomForCopy."""
+        """Copies the tensors into a slot that can be spared. Raises NoRoomForCopy."""
         layout, size = _layout(tensors)
-        described = {slot: found for slot in range(SLOTS) if (found := describe(self.folder, self.rank, slot))}
-        slot = min(range(SLOTS), key=lambda each: described[each]["version"] if each in described else -1)
+        slot = self._oldest(version)
         description = self._description(slot)
         description.unlink(missing_ok=True)
         memory = memoryview(self._mapped(slot, size))
@@ -93,6 +92,13 @@ class Copies:
             with contextlib.suppress(BufferError):  # a tensor looks at it still
                 memory.close()
         self._memory.clear()
+
+    def _oldest(self, version: int) -> int:
+        """The slot that can be spared most: one of a version that is made again, an empty one, the older one."""
+        held = [describe(self.folder, self.rank, slot) for slot in range(SLOTS)]
+        versions = [-1 if each is None else int(each["version"]) for each in held]
+        again = [slot for slot, each in enumerate(versions) if each >= version]
+        return again[0] if again else versions.index(min(versions))
 
     def _mapped(self, slot: int, size: int) -> mmap.mmap:
         if slot not in self._memory:

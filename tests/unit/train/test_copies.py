@@ -51,6 +51,18 @@ def test_the_version_that_all_ranks_have(tmp_path: Path) -> None:
     assert newest_copy(tmp_path, 1) is None, "divided among two, it is of no use to one"
 
 
+def test_a_version_that_is_made_again_takes_its_own_place(tmp_path: Path) -> None:
+    """One rank had copied version 2 when the other died: they go on from 1, and have it until 2 is whole again."""
+    ranks = [Copies(tmp_path, rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.write(1, state(1), {})
+    ranks[0].write(2, state(2), {})
+    ranks[0].write(2, state(2), {})
+    assert newest_copy(tmp_path, 2) == 1
+    ranks[1].write(2, state(2), {})
+    assert newest_copy(tmp_path, 2) == 2
+
+
 def test_a_copy_of_other_tensors_is_refused(tmp_path: Path) -> None:
     Copies(tmp_path, 0, 1).write(1, state(1), {})
     with pytest.raises(NoCopy, match="other tensors"):
