@@ -32,6 +32,7 @@ from lockstep.config.cluster import LocalCluster as Config
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit, start_agent
 from lockstep.watch.assemble import Alias
+from lockstep.watch.beacon import read_beacons
 from lockstep.watch.folders import run_dir
 from lockstep.watch.settings import Settings
 from lockstep.watch.supervisor_client import Said, Supervision
@@ -119,10 +120,18 @@ class LocalCluster:
         return list(workers)
 
     def stop(self, worker: Worker, grace_s: float = 5.0) -> None:
-        """Asks the worker to leave, kills it after the grace. Calls it still owes fail with WorkerDied. Idempotent."""
+        """Asks the worker to leave, kills it after the grace. Calls it still owes fail with WorkerDied. Whoever watches
+        the run forgets it. Idempotent."""
         agent = self._agent
-        if not isinstance(worker, RemoteWorker) or agent is None or worker.dead:
+        if not isinstance(worker, RemoteWorker) or agent is None:
             return
+        if not worker.dead:
+            self._end(agent, worker, grace_s)
+        self._hub.remove(worker)
+        with contextlib.suppress(AgentError):
+            agent.forget(worker.name)
+
+    def _end(self, agent: AgentClient, worker: RemoteWorker, grace_s: float) -> None:
         worker.leave("stopped")
         with contextlib.suppress(AgentError):
             if worker.busy:
@@ -235,6 +244,9 @@ class LocalCluster:
                 log.warning("the node agent (pid %d) has ended, and its workers with it; another is started", gone.pid)
                 self._agent.close()
                 self._agent = self._start_agent()
+                for state in read_beacons(self._run):
+                    if state.name not in RESERVED:
+                        self._agent.forget(state.name)
                 if self._supervision is not None and self._address is not None:
                     self._supervision.watch([self._address])
             return self._agent

@@ -113,7 +113,7 @@ class Scorer:
             problem = f"did not finish a sample for {limit_s:g} s (reward.timeout_s); its process was killed"
             raise self._end(problem, pending) from None
         except WorkerDied as error:
-            self._forget()
+            self._kill()
             raise Lost(f"its process {error.how}", error.last_words) from None
         except RemoteError as error:
             if error.kind != "MemoryError":

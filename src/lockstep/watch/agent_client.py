@@ -179,6 +179,11 @@ class AgentClient:
         """Sends a signal to a worker; whether it was alive. Raises AgentError for an unknown name."""
         return bool(self._ask("kill", name=name, signal=int(number))["alive"])
 
+    def forget(self, name: str) -> None:
+        """Somebody else has the place of a worker that ended: what it left explains nothing any more. Returns at once.
+        Raises AgentGone."""
+        self._submit("forget", name=name)
+
     def exit_of(self, name: str) -> WorkerExit | None:
         """How the latest worker of that name ended, None while it runs."""
         with self._lock:

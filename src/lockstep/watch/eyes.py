@@ -93,6 +93,8 @@ class Eyes:
     ours: set[str] = field(default_factory=set)
     """Names of processes whose end was asked for: an effect, whatever their exit code says."""
     seen: dict[str, Seen] = field(default_factory=dict)
+    replaced: dict[str, int] = field(default_factory=dict)
+    """Those whose place others have taken, and when nobody is to hear of them any more (monotonic ns)."""
     history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
@@ -101,9 +103,15 @@ class Eyes:
     def look(self, children: Mapping[str, Child]) -> list[Seen]:
         """Looks at everybody once; returns those that were found to have ended since the last look."""
         now = time.monotonic_ns()
-        beacons = {state.name: state for state in read_beacons(self.run, events=False) if state.role not in WATCHERS}
+        gone = self._gone(children, now)
+        beacons = {
+            state.name: state
+            for state in read_beacons(self.run, events=False)
+            if state.role not in WATCHERS and state.name not in gone
+        }
         for each in children.values():
-            self._meet(each, beacons.get(each.name))
+            if each.name not in gone:
+                self._meet(each, beacons.get(each.name))
         for state in beacons.values():
             child = children.get(state.name)
             if child is None or child.pid == state.pid:
@@ -113,6 +121,25 @@ class Eyes:
             if seen.living and not self._observe(seen, children.get(seen.name), now):
                 ended.append(seen)
         return ended
+
+    def forget(self, name: str, after_s: float) -> None:
+        """Somebody else has the place of one that ended: it explains nothing any more. Later, as what it left is still
+        to be collected."""
+        self.replaced[name] = time.monotonic_ns() + int(after_s * 1e9)
+
+    def _gone(self, children: Mapping[str, Child], now: int) -> set[str]:
+        """Names that nobody is to hear of now."""
+        gone = set()
+        for name, due in list(self.replaced.items()):
+            child = children.get(name)
+            if child is not None and child.exit_code is None:  # the name is somebody's again
+                del self.replaced[name]
+            elif now >= due:
+                gone.add(name)
+                seen = self.seen.pop(name, None)
+                if seen is not None and seen.end is not None:
+                    seen.end.close()
+        return gone
 
     def suspects(self, after_s: float) -> Iterable[Seen]:
         """Those whose stacks are worth a look now: alive, nothing moved for so long, and no wait of theirs says why.

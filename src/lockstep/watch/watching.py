@@ -5,6 +5,7 @@
     {"id", "op": "stacks", "pids", "native"} -> {"stacks": {pid: threads}}
     {"id", "op": "collect", "names", "lines"} -> {"beacons", "logs", "environment", "facts"}, see `gathering`
     {"id", "op": "end", "pid", "signal"} -> {"sent"}   a process of the run, a worker or not
+    {"id", "op": "forget", "name"} -> {}   a worker that ended, and whose place another has taken
     <- {"m": "leaving", "host", "reason"}: what ends from here on was meant to
 
 Driven by the agent's loop; nothing here blocks.
@@ -31,6 +32,9 @@ from lockstep.watch.telling import Teller
 log = logging.getLogger(__name__)
 
 Reply = Callable[[str, dict[str, Any]], None]
+
+FORGET_S = 15.0
+"""So long after it was replaced, what a dead worker left can still be collected."""
 
 
 @dataclass
@@ -60,7 +64,7 @@ class Watching:
         self._due = False
         self.operations: Mapping[str, Callable[[Connection, str, dict[str, Any]], None]] = {
             "observe": self._observe, "clock": self._clock, "stacks": self._stacks, "collect": self._collect,
-            "end": self._end,
+            "end": self._end, "forget": self._forget,
         }  # fmt: skip
 
     def meant(self, name: str) -> None:
@@ -156,6 +160,10 @@ class Watching:
         names = set(message["names"])
         chosen = [seen for seen in self._eyes.seen.values() if seen.name in names]
         self._reply(number, {"host": self._host, **gathering.gather(chosen, int(message["lines"]))})
+
+    def _forget(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._eyes.forget(str(message["name"]), FORGET_S)
+        self._reply(number, {})
 
     def _end(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         """Sends a signal to a process of the run."""

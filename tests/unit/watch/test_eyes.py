@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.watch import beacon, procs
+from lockstep.watch.children import Child
 from lockstep.watch.ends import End
 from lockstep.watch.eyes import Eyes
 from lockstep.watch.facts import Life
@@ -189,3 +190,24 @@ def test_the_quickest_answer_sets_the_clock() -> None:
     for number in range(20):
         clock.add(number, number, number + 100)
     assert len(clock.samples) == clock.window
+
+
+def test_one_that_ended_and_was_replaced_explains_nothing_any_more(run: str) -> None:
+    eyes, teller = Eyes(run), Teller("here")
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE)
+    before = Child("engine-0", child.pid, procs.start_ticks(child.pid) or 0, [], "log", False, time.time())
+    eyes.look({"engine-0": before})
+    child.kill()
+    before.exit_code = child.wait(10)
+    eyes.look({"engine-0": before})
+    assert eyes.seen["engine-0"].life == Life.DEAD
+    eyes.forget("engine-0", 60.0)
+    eyes.look({"engine-0": before})
+    assert "engine-0" in eyes.seen, "what it left can be collected for a while"
+    eyes.forget("engine-0", 0.0)
+    eyes.forget("policy-0", 0.0)
+    eyes.look({"engine-0": before})
+    assert eyes.seen == {} and teller.tell(eyes)[0].processes == (), "nor does its beacon bring it back"
+    again = Child("engine-0", os.getpid(), procs.start_ticks(os.getpid()) or 0, [], "log", False, time.time())
+    eyes.look({"engine-0": again})
+    assert eyes.seen["engine-0"].living, "the name is somebody's again"

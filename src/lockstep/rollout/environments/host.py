@@ -127,7 +127,7 @@ class Host:
             pending, self._asked = self._asked, None
             news = pending.result(why="answers of environments")
         except WorkerDied as error:
-            self._gone()
+            self.stop()
             holding = self._holding if self._holding in self.open else None
             culprit = next(iter(self.open)) if holding is None and len(self.open) == 1 else holding
             raise Lost(Failure(f"its process {error.how}", error.last_words or None), culprit) from None
