@@ -30,6 +30,7 @@ from lockstep.run.prepare import START, Prepared
 from lockstep.run.publish import WeightSync
 from lockstep.run.recovery.memory import MemoryCopy
 from lockstep.run.recovery.recovery import Recovery
+from lockstep.run.recovery.trainers import Healing
 from lockstep.run.run import Roles, Run
 from lockstep.run.staff import Staff
 from lockstep.run.turns import Conversations
@@ -111,9 +112,9 @@ def _running(prepared: Prepared, ledger: Ledger, monitor: Monitor, interrupt: In
             if engines is not None:
                 closing.callback(engines.close)
             roles = _roles(prepared, ledger, monitor, cluster, policy, engines, start, run_dir(name) / "weights")
-            if prepared.plan.memory_copy:
-                roles.memory = MemoryCopy(policy, run_dir(name) / "state")
-        yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, recovery, staff)
+            memory = MemoryCopy(policy, run_dir(name) / "state") if prepared.plan.memory_copy else None
+        healing = Healing(recovery, staff, memory)
+        yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, healing)
 
 
 def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[Policy, int]:

@@ -21,9 +21,7 @@ from lockstep.run.metrics import rollout_metrics, update_metrics
 from lockstep.run.monitor import Monitor
 from lockstep.run.policy import Policy
 from lockstep.run.publish import WeightSync
-from lockstep.run.recovery.memory import MemoryCopy
-from lockstep.run.recovery.recovery import Recovery
-from lockstep.run.recovery.trainers import Forms, Trainers
+from lockstep.run.recovery.trainers import Healing, Trainers
 from lockstep.run.selection import Selection
 from lockstep.watch.waits import Stalled
 
@@ -52,7 +50,6 @@ class Roles:
     rollouts: RolloutBuffer | None = None
     documents: DocumentSource | None = None
     evaluator: Evaluator | None = None
-    memory: MemoryCopy | None = None
 
 
 class Run:
@@ -72,17 +69,14 @@ class Run:
         monitor: Monitor,
         interrupt: Interrupt,
         start: int,
-        recovery: Recovery,
-        staff: Forms,
+        healing: Healing,
     ) -> None:
-        self.recovery = recovery
+        self.recovery, self.memory = healing.recovery, healing.memory
         self.config, self.folder, self.ledger, self.roles = config, folder, ledger, roles
         self.monitor, self.interrupt = monitor, interrupt
         self.policy = roles.policy
         self.checkpoints = Checkpoints(config.checkpoint, folder / "checkpoints", ledger, roles.policy)
-        self.trainers = Trainers(
-            roles.policy, staff, recovery, self.checkpoints, ledger, roles.weights, roles.memory, config.trainer
-        )
+        self.trainers = Trainers(roles.policy, healing, self.checkpoints, ledger, roles.weights, config.trainer)
         self._start = self._version = start
         """Steps done at the start, and now."""
         self._settled = -1
@@ -199,9 +193,9 @@ class Run:
         joined = update_metrics(stats)
         self._row |= {name if "/" in name else f"policy/{name}": value for name, value in joined.items()}
         self.ledger.commit(step, joined)
-        if self.roles.memory is not None:
+        if self.memory is not None:
             with self.stage("copy"):
-                self.roles.memory.write(step + 1)
+                self.memory.write(step + 1)
 
     def export(self, name: str) -> None:
         """Writes `export` or `adapter`."""

@@ -12,6 +12,7 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.run.interrupt import Interrupt
 from lockstep.run.policy import Policy
 from lockstep.run.recovery.recovery import Recovery
+from lockstep.run.recovery.trainers import Healing
 from lockstep.run.run import Roles, Run
 from lockstep.run.stages import Stages
 
@@ -51,7 +52,7 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool]) -> Run:
     staff: Any = None
     with Ledger.create(folder / "run", {"name": "x"}) as ledger:
         recovery = Recovery(config.recovery, ledger)
-        return Run(config, ledger.folder, ledger, Roles(policy), monitor, Interrupt(), 0, recovery, staff)
+        return Run(config, ledger.folder, ledger, Roles(policy), monitor, Interrupt(), 0, Healing(recovery, staff))
 
 
 def a_step(run: Run) -> None:

@@ -11,6 +11,7 @@ from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.interrupt import Interrupt
 from lockstep.run.recovery.recovery import Recovery
+from lockstep.run.recovery.trainers import Healing
 from lockstep.run.run import Roles, Run
 
 
@@ -32,7 +33,7 @@ def test_a_step_done_again_is_not_written_again(tmp_path: Path) -> None:
         roles: Any = Roles(policy=None, rollouts=asked)  # type: ignore[arg-type]
         config = check_config(values, "test")
         recovery = Recovery(config.recovery, ledger)
-        run = Run(config, ledger.folder, ledger, roles, None, Interrupt(), 0, recovery, None)  # type: ignore[arg-type]
+        run = Run(config, ledger.folder, ledger, roles, None, Interrupt(), 0, Healing(recovery, None))  # type: ignore[arg-type]
         ledger.collected(0, rollouts(0), {"written by": "an older version"})
         before = ledger.step_path(0).read_bytes()
         stored = run.groups(0)

@@ -7,6 +7,7 @@ Every rank is ended and started again from the warm template.
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from lockstep.cluster.calls import Failed
@@ -33,22 +34,31 @@ class Forms(Protocol):
     def dismiss(self, workers: Sequence[Worker]) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Healing:
+    """What recovery of the trainer needs besides the trainer."""
+
+    recovery: Recovery
+    forms: Forms
+    memory: MemoryCopy | None = None
+    """None where the state is not copied."""
+
+
 class Trainers:
     """The policy's ranks as a whole."""
 
     def __init__(
         self,
         policy: Policy,
-        forms: Forms,
-        recovery: Recovery,
+        healing: Healing,
         checkpoints: Checkpoints,
         ledger: Ledger,
         weights: WeightSync | None,
-        memory: MemoryCopy | None,
         config: Trainer,
     ) -> None:
-        self.policy, self.forms, self.recovery, self.config = policy, forms, recovery, config
-        self.checkpoints, self.ledger, self.weights, self.memory = checkpoints, ledger, weights, memory
+        self.policy, self.config, self.checkpoints = policy, config, checkpoints
+        self.ledger, self.weights = ledger, weights
+        self.recovery, self.forms, self.memory = healing.recovery, healing.forms, healing.memory
 
     def heal(self, error: Failed, version: int) -> int:
         """Brings the ranks back after `error`, which came with `version` steps done; the steps behind their state.
