@@ -72,6 +72,38 @@ def undisturbed(launched: Launched, reference: Reference) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_one_of_each_role_is_killed_in_one_run(reference: References, tmp_path: Path) -> None:
+    """An engine while it generates. A trainer rank while its peer waits for it in a collective, which costs the step
+    that was under way; another one when the copy in memory is lost too, which costs the steps since the checkpoint. An
+    engine while it takes weights. Nothing is generated twice."""
+    of = reference("grpo")
+    launched = begin(of, tmp_path, hold={"stage": "rollout", "seconds": 0.3, "at_end": False})
+    launched.wait_for("rollout", 2)
+    lose(launched, "engine-0", seconds=1.0)  # it is handed its requests and goes no further
+    launched.wait_for("rollout", 4)
+    lose(launched, "policy-1", seconds=1.0)
+    wait_healed(launched, 2)
+    launched.wait_for("rollout", 5)
+    for description in memory_of(launched).glob("state/*.json"):
+        description.unlink()
+    lose(launched, "policy-0.1", seconds=1.0)
+    launched.wait_for("train", 6)
+    engine = launched.beacon("engine-0.1")
+    assert engine is not None and engine.counters["completions"].value == 16 * (5 + 2), "steps and evaluations, once"
+    lose(launched, "engine-0.1", seconds=1.0)  # the next it is asked for is to take the weights
+    undisturbed(launched, of)
+    found = recoveries(launched.folder)
+    assert [(each["worker"], each["step"]) for each in found] == [
+        ("engine-0", 2), ("policy-1", 4), ("policy-0.1", 5), ("engine-0.1", 6)
+    ]  # fmt: skip
+    assert [each.get("requests") for each in found] == [16, None, None, 0]
+    assert [(each.get("restored"), each.get("again")) for each in found[1:3]] == [(4, 0), (3, 2)]
+    assert "engine-0 died (SIGKILL); restarted in" in launched.said() and "16 requests re-issued" in launched.said()
+    assert "policy-1 died (SIGKILL); restarted in" in launched.said() and "2 steps are trained again" in launched.said()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_an_engine_that_is_killed_while_it_generates_and_while_it_takes_weights(
     reference: References, tmp_path: Path
 ) -> None:
@@ -89,6 +121,7 @@ def test_an_engine_that_is_killed_while_it_generates_and_while_it_takes_weights(
     assert lives(launched.folder) == ["engine-0.1", "engine-0.2"], "the trainer was not touched"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_budget_that_is_spent_stops_the_run_which_resumes(reference: References, tmp_path: Path) -> None:
     of = reference("grpo")
@@ -136,6 +169,7 @@ def sampled(run: Path) -> dict[str, list[int]]:
     return {each.request: each.tokens.tolist() for group in groups for each in group.completions}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_trainer_ranks_that_are_killed_in_a_step(reference: References, tmp_path: Path) -> None:
     """The first fault costs the step that was under way. Where the copy in memory is lost too, the second costs those
