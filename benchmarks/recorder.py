@@ -42,6 +42,8 @@ def main() -> None:
             f"{world:>5} {pause:>9} us  {MODES[refuse]:40} {found['without']:8.2f} {found['with']:8.2f} "
             f"{middle:6.2f}   ({low:.2f} to {high:.2f})"
         )
+    alone = [min(found["alone"] for _, mode, _, found in rows if mode == refuse) for refuse in (False, True)]
+    print(f"noting alone, around a function that does nothing: {alone[0]:.2f} us; with the schedule {alone[1]:.2f} us")
     poll = statistics.median(found["poll"] for *_, found in rows)
     worst = max(found["cost"][1] for *_, found in rows)
     print(f"one look of the recorder's thread: {poll:.0f} us, ten times a second: {poll * 10 / 1e4:.3f} % of a core")
@@ -67,12 +69,18 @@ def measure(world: int, refuse: bool, pause_us: int, blocks: int) -> dict[str, A
     return found
 
 
+def nothing(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
+    """In place of all_reduce."""
+
+
 def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, folder: str, queue: Any) -> None:
     os.environ["LOCKSTEP_BEACONS"] = folder
     import torch
     import torch.distributed as dist
 
     from lockstep.watch import beacon, recorder
+    from lockstep.watch.collectives import FORMS
+    from lockstep.watch.patches import Wrappers
 
     torch.set_num_threads(1)
     beacon.open_beacon("benchmark", f"policy-{rank}", "policy", rank).stage("train")
@@ -95,7 +103,9 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
     for function in (bare, dist.all_reduce) * 4:
         block(function)
     pairs = [(block(bare), block(dist.all_reduce)) for _ in range(blocks)]
-    costs = sorted(after - before for before, after in pairs)
+    costs = [after - before for before, after in pairs]
+    noting = Wrappers(found, torch).wrapper_of(nothing, FORMS["all_reduce"])
+    alone = min(block(noting) for _ in range(10)) - min(block(nothing) for _ in range(10))
     began = time.thread_time()
     for _ in range(200):
         found.tick()
@@ -108,6 +118,7 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
                 "with": statistics.median(after for _, after in pairs),
                 "cost": statistics.quantiles(costs, n=4),
                 "poll": poll,
+                "alone": alone,
             }
         )
     recorder.uninstall()

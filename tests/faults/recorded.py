@@ -221,6 +221,26 @@ def hardened(rank: int, job: Job) -> Any:
     return found
 
 
+def in_a_namespace(rank: int, job: Job) -> Any:
+    """In a network of its own, which the test connects. Rank 0 waits in a collective for rank 1, which is elsewhere."""
+    assert ctypes.CDLL(None, use_errno=True).unshare(0x40000000) == 0  # CLONE_NEWNET
+    Path(job.folder, f"apart-{rank}").touch()
+    until = time.monotonic() + BOUND_S
+    while not Path(job.folder, "connected").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    job.init(rank, links=True)
+    dist.all_reduce(torch.ones(4))
+    freeing.watch_links()
+    Path(job.folder, f"met-{rank}").touch()
+    if rank == 1:
+        job.wait()
+        return None
+    dist.all_reduce(torch.ones(4))
+    return None
+
+
 def failing_recorder(rank: int, job: Job) -> Any:
     """The beacon goes away in the middle: the job does not notice."""
     job.init(rank, refuse=True)

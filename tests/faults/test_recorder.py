@@ -2,13 +2,17 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from lockstep.watch import beacon, freeing, orders, procs
+from lockstep.watch.release import release
 from tests.faults import recorded
 from tests.faults.ranks import BOUND_S, RUN, ranks, run_ranks, watched
 
@@ -170,15 +174,17 @@ def test_the_innocent_get_the_verdict_within_a_second(tmp_path, way):
         assert all(threads)
         names = ["policy-0", "policy-1"]
         began = time.monotonic()
-        orders.give(RUN, "verdict", names, text="rank 2 has not entered all_reduce #3", verdict={"kind": "absent"})
+        text = "rank 2 has not entered all_reduce #3"
         if way == "outside":
-            for rank, thread in enumerate(threads):
-                assert freeing.break_gloo(three.pid(rank), [thread]) >= 1
+            states = [beacon.read_beacon(three.path(rank)) for rank in (0, 1)]
+            broken = release(RUN, states, text, {"kind": "absent"})
+            assert set(broken) == set(names) and min(broken.values()) >= 1
         else:
+            orders.give(RUN, "verdict", names, text=text, verdict={"kind": "absent"})
             orders.give(RUN, "free", names, communicator="default_pg")
         for rank in (0, 1):
             outcome = three.end_of(rank)
-            assert (outcome.error, outcome.text) == ("CollectiveStalled", "rank 2 has not entered all_reduce #3")
+            assert (outcome.error, outcome.text) == ("CollectiveStalled", text)
             assert float((tmp_path / f"freed-{rank}").read_text()) - began < 1.0
         assert three.communicators(0)["default_pg"].newest.failed
         three.go()
@@ -222,6 +228,31 @@ def test_links_are_watched(tmp_path):
         assert options and all(each == [1, 5000] for each in options)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("nsenter")), reason="needs network namespaces"
+)
+def test_a_dead_link_is_noticed_long_before_the_timeout(tmp_path):
+    """Two ranks in network namespaces; the switch between them stops forwarding, and nobody is told."""
+    with ranks(tmp_path, recorded.in_a_namespace) as both, switch() as middle:
+        for rank in (0, 1):
+            wait_for(tmp_path / f"apart-{rank}")
+            pid = both.pid(rank)
+            inside(middle, f"ip link add p{rank} type veth peer name eth0 netns {pid}")
+            inside(middle, f"ip link set p{rank} master br0 up")
+            inside(pid, f"ip addr add 10.77.0.{rank + 1}/24 dev eth0")
+            inside(pid, "ip link set lo up")
+            inside(pid, "ip link set eth0 up")
+        (tmp_path / "connected").touch()
+        wait_for(tmp_path / "met-1")
+        both.until_inside(0, "all_reduce", number=2)
+        inside(middle, "ip link set p1 nomaster")
+        began = time.monotonic()
+        outcome = both.end_of(0)
+        assert outcome.error == "RuntimeError" and "onnection" in outcome.text
+        assert time.monotonic() - began < 20  # five seconds by the kernel's clock; the collective's bound is sixty
+
+
 def test_a_failure_of_the_recorder_does_not_fail_the_job(tmp_path):
     for value in good(run_ranks(tmp_path, recorded.failing_recorder)):
         assert value["sum"] == 8.0 and value["troubles"] >= 3
@@ -253,6 +284,25 @@ def test_a_dump_is_written_on_request(tmp_path):
         assert [entry["retired"] for entry in entries] == [True, True, False]
         assert not (folder / "policy-1.json").exists()
         both.go()
+
+
+@contextmanager
+def switch():
+    """The pid of a process whose network namespace holds a bridge."""
+    holder = subprocess.Popen(["unshare", "-n", "sleep", "300"])
+    try:
+        own = Path("/proc/self/ns/net").readlink()
+        wait_until(lambda: Path(f"/proc/{holder.pid}/ns/net").readlink() != own)
+        inside(holder.pid, "ip link add br0 type bridge")
+        inside(holder.pid, "ip link set br0 up")
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.wait(BOUND_S)
+
+
+def inside(pid: int, command: str) -> None:
+    subprocess.run(["nsenter", "-t", str(pid), "-n", *command.split()], check=True, timeout=BOUND_S)
 
 
 def wait_for(path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep.run.services import PolicyAPI
 from lockstep.train.service import TrainerService
-from lockstep.watch import beacon
+from lockstep.watch import beacon, recorder
 from lockstep.weights.shared import SharedWeights
 
 
@@ -22,6 +22,7 @@ class PolicyService(TrainerService, PolicyAPI):
     def write_weights(self, version: int) -> None:
         if self._weights is None:
             raise RuntimeError("no weight store is open; call open_weights() first")
+        recorder.check()
         beacon.current().stage("publish")
         self._weights.write_shards(self.rank, version, self.trainer.shards())
 

@@ -30,7 +30,7 @@ from lockstep.train.schedule import learning_rate, optimizer_steps
 from lockstep.train.sharding import begin_microbatch, checkpoint_activations, free_gathered, local, shard
 from lockstep.train.shards import Shard
 from lockstep.train.speed import compile_layers
-from lockstep.watch import beacon
+from lockstep.watch import beacon, recorder
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ class FSDP2Trainer:
         Raises:
             ValueError: no micro-batches, or a field that the loss needs is missing; before any collective.
             NonFinite: on all ranks alike, before any weight is touched.
+            CollectiveStalled: the observer has let go of this rank's collectives.
         """
         self._check_on_device()
         losses.check_fields(microbatches, loss)
@@ -139,6 +140,7 @@ class FSDP2Trainer:
             norm = totals.square_norm**0.5
             lr = self.learning_rate()
             scale(gradients, norm, self.config.trainer.max_grad_norm)
+            recorder.check()  # NCCL ends a collective that is aborted without an error: its tensors are not to be used
             self.optimizer.step(self._rows(), gradients, lr)
         finally:
             for parameter in self.names.values():

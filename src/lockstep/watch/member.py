@@ -104,7 +104,7 @@ class Member:
         return left
 
     def _hold_against(self, board: Board, signature: int, left: int, rolling: int) -> None:
-        other = board.enter(self.issued, signature, self._same)
+        other = board.enter(self.issued, signature)
         if other is not None:
             self.line.leave(left, REFUSED)
             refusal = self._refusal(self.issued, other)
@@ -133,12 +133,6 @@ class Member:
     def _mine(self, number: int) -> CallRecord | None:
         calls = beacon.read_calls(beacon.current().path, self.line.slot)
         return next((call for call in reversed(calls) if call.issued == number and not call.p2p), None)
-
-    def _same(self, column: int) -> bool | None:
-        theirs, mine = self._call_of(column, self.issued), self._mine(self.issued)
-        if theirs is None or mine is None:
-            return None
-        return theirs.signature == mine.signature and theirs.where == mine.where
 
     def _refusal(self, number: int, column: int) -> CollectiveRefused:
         assert self.board is not None

@@ -30,7 +30,7 @@ class Owner(Protocol):
 
     tape: Tape
     sites: Sites
-    found: dict[Any, Member]
+    found: dict[Any, Member | None]
     """By what callers give for a communicator."""
 
     def member(self, group: Any) -> Member | None: ...
@@ -66,7 +66,7 @@ class Wrappers:
         for name, form in (FUNCTIONAL if module.__name__ == FUNCOL else FORMS).items():
             original = module.__dict__.get(name)
             if inspect.isfunction(original) and not hasattr(original, "__lockstep__"):
-                self.replace(module, name, original, self._wrapper_of(original, form))
+                self.replace(module, name, original, self.wrapper_of(original, form))
 
     def replace(self, module: ModuleType, name: str, original: Any, wrapper: Any) -> None:
         wrapper.__lockstep__ = True
@@ -100,7 +100,8 @@ class Wrappers:
                 remaps[wrapper] = remaps[original]
         self.patch(module)
 
-    def _wrapper_of(self, original: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    def wrapper_of(self, original: Callable[..., Any], form: Form) -> Callable[..., Any]:
+        """What stands around a function of torch."""
         if form.p2p or form.unseen:
             return self._uncounted(original, form)
         if original.__module__ == FUNCOL:
@@ -121,7 +122,7 @@ class Wrappers:
 
     def _collective(self, original: Callable[..., Any], form: Form) -> Callable[..., Any]:
         """The common case, written for speed: a wrapper costs about two microseconds."""
-        owner, thread, getframe, now = self._owner, _thread, sys._getframe, monotonic_ns
+        owner, thread, getframe = self._owner, _thread, sys._getframe
         found, tape, look_up = owner.found, owner.tape, self._look_up
         places = Places(original, form)
         (group_at, group_name), (tensor_at, tensor_name) = places.group, places.tensor
@@ -132,9 +133,7 @@ class Wrappers:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if thread.inside:
                 return original(*args, **kwargs)
-            member: Member | None
             line: Line | None = None
-            left = -1
             try:
                 group = args[group_at] if len(args) > group_at else kwargs.get(group_name)
                 try:
@@ -148,33 +147,31 @@ class Wrappers:
                     try:
                         key = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
                     except AttributeError:  # none, or a list of them
-                        key = id(frame.f_code), frame.f_lasti, root, None, id(None if tensor is None else tensor)
+                        key = id(frame.f_code), frame.f_lasti, root, None, tensor is None
                     what = known.get(key)
                     if what is None or tape.newest_text - what[4] > FRESH:
                         what = look_up(form, tensor, root, frame, known, key)
-                    line = member.line
                     left = member.enter(what)
+                    line = member.line
             except CollectiveRefused:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever goes wrong in here, the job goes on
                 owner.trouble(error)
-            if line is None or left < 0:
+            if line is None:
                 return original(*args, **kwargs)
             if nests:
                 thread.inside = True
             try:
                 result = original(*args, **kwargs)
             except Exception as error:
-                told = _failed(owner, line, left, error)
-                if told is not error:
-                    raise told from error
+                _fail(owner, line, left, error)
                 raise
             finally:
                 if nests:
                     thread.inside = False
             try:
                 if result is None:
-                    line.words[left] = now()
+                    line.words[left] = monotonic_ns()
                 else:
                     line.leave(left, ASYNC)
             except Exception as error:  # noqa: BLE001
@@ -264,9 +261,7 @@ def _noted(
         if member is None or at < 0:
             raise
         left, at = at, -1
-        told = _failed(owner, member.line, left, error)
-        if told is not error:
-            raise told from error
+        _fail(owner, member.line, left, error)
         raise
     finally:
         _thread.inside = False
@@ -287,11 +282,13 @@ def _group_of(form: Form, places: Places, args: tuple[Any, ...], kwargs: dict[st
     return given(places.group, args, kwargs)
 
 
-def _failed(owner: Owner, line: Line, left: int, error: Exception) -> Exception:
-    """What to raise for an error of a noted call."""
+def _fail(owner: Owner, line: Line, left: int, error: Exception) -> None:
+    """Notes that a call raised, and raises what the observer says of it, if anything."""
     with quiet(owner):
         line.leave(left, FAILED)
-    return owner.translate(error)
+    told = owner.translate(error)
+    if told is not error:
+        raise told from error
 
 
 def _calls_others(function: Callable[..., Any]) -> bool:

@@ -45,9 +45,10 @@ class Recorder:
         self.troubles = 0
         """Failures in here."""
         self._torch: Any = None
+        self._wait: Any = None
         self._members: dict[Any, Member] = {}
         """By c10d's object."""
-        self.found: dict[Any, Member] = {}
+        self.found: dict[Any, Member | None] = {}
         """The same, and by what callers give for a communicator: nothing, a name, a mesh."""
         self._lost: set[str] = set()
         self._worlds = 0
@@ -60,11 +61,11 @@ class Recorder:
 
     def attach(self, torch: Any) -> None:
         """Patches torch.distributed."""
-        self._torch = torch
         self._c10d = sys.modules[C10D]
         self.sites, self._context = Sites(self.tape, torch.__file__), Context(self._own, self.tape)
         self._counting = Counting(torch._C._distributed_c10d)
         self._wrappers = Wrappers(self, torch)
+        self._torch = torch
         self._wrappers.patch(self._c10d)
         hook.when_imported(FUNCOL, self._wrappers.patch_functional)
         self._patch_groups()
@@ -93,7 +94,8 @@ class Recorder:
         if self._torch is not None:
             hook.forget(FUNCOL)
             self._wrappers.undo()
-            self._torch._C._distributed_c10d.Work.wait = self._wait
+            if self._wait is not None:
+                self._torch._C._distributed_c10d.Work.wait = self._wait
             self._torch = None
 
     def _patch_groups(self) -> None:
@@ -151,7 +153,7 @@ class Recorder:
         if os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")) == "0":
             self.missing.append("the flight recorder is switched off (TORCH_FR_BUFFER_SIZE=0)")
         for gap in self.missing:
-            log.info("recorder, torch %s: %s", torch.__version__, gap)
+            log.info("recorder, torch %s: %s", getattr(torch, "__version__", "?"), gap)
             self._own.event("recorder", gap)
 
     # --- communicators
@@ -255,7 +257,7 @@ class Recorder:
                 self.tick()
 
     def tick(self) -> None:
-        """One look at everything; about 50 microseconds."""
+        """One look at everything; about 20 microseconds."""
         self._own.beat()
         self._counting.count(self._members.values())
         if self._links:
@@ -337,7 +339,8 @@ def current() -> Recorder | None:
 def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Recorder | None:
     """Begins to record. Call it before the communicators are made; called again it changes only `scope`.
 
-    Returns None where there is nothing to record or nowhere to write it: no torch.distributed, no open beacon."""
+    Returns None where there is nothing to record or nowhere to write it (no torch.distributed, no open beacon), and
+    where a torch is so different that it cannot be done, which is logged."""
     global _current
     if _current is not None:
         _current.scope = scope
@@ -346,9 +349,12 @@ def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Re
     tape = own.tape()
     if tape is None or not importlib.import_module("torch.distributed").is_available():
         return None
-    _current = Recorder(own, tape, refuse, links, scope)
-    _current.attach(torch)
+    _current = made = Recorder(own, tape, refuse, links, scope)
     atexit.register(uninstall)
+    with quiet(made):
+        made.attach(torch)
+    if made.troubles:
+        uninstall()
     return _current
 
 

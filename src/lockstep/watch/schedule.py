@@ -12,7 +12,6 @@ decided (it does so at once, or it is stopped, and then it counts as committed).
 import mmap
 import os
 import time
-from collections.abc import Callable
 
 from lockstep.watch.folders import locked, make_run_dir
 from lockstep.watch.procs import alive, start_ticks
@@ -27,14 +26,11 @@ _ENTRY = 20
 _NAME = 96
 _TABLE = 8
 _ROWS_AT = _TABLE + MEMBERS * _ENTRY
-_SIZE = 8 * (_ROWS_AT + ROWS * MEMBERS)
+_NUMBERS = ROWS * MEMBERS
+"""From a member's tag in a row to the number of the collective that it stands for."""
+_SIZE = 8 * (_ROWS_AT + 2 * ROWS * MEMBERS)
 _MASK = (1 << 64) - 1
 _PRIME = 0xD6E8FEB86659FD93
-
-
-def tag_of(number: int, signature: int) -> int:
-    """One word that stands for "collective `number` is this"; even, so that the lowest bit is free for "committed"."""
-    return ((signature ^ (number * _PRIME)) & _MASK & ~1) or 2
 
 
 class Board:
@@ -65,7 +61,7 @@ class Board:
         words[at : at + 4] = memoryview(_packed(rank + 1, pid, start_ticks(pid) or 0, slot)).cast("B").cast("Q")
         self._memory[8 * (at + 4) : 8 * (at + 4) + _NAME] = beacon.encode()[:_NAME].ljust(_NAME, b"\0")
         for row in range(ROWS):
-            words[_ROWS_AT + row * MEMBERS + free] = 0
+            words[_ROWS_AT + row * MEMBERS + free + _NUMBERS] = words[_ROWS_AT + row * MEMBERS + free] = 0
         words[0] = max(count, free + 1)
         return free
 
@@ -79,37 +75,40 @@ class Board:
         name = bytes(self._memory[8 * (at + 4) : 8 * (at + 4) + _NAME]).rstrip(b"\0").decode()
         return self._words[at] - 1, name, self._words[at + 3]
 
-    def enter(self, number: int, signature: int, same: Callable[[int], bool | None]) -> int | None:
-        """Announces collective `number`; returns the column of a member that has entered another, None when it fits.
-
-        `same(column)` is asked where a row looks unlike: whether that member's collective `number` is the same, None
-        when it has not come so far.
-        """
+    def enter(self, number: int, signature: int) -> int | None:
+        """Announces collective `number`; returns the column of a member that has entered another, None when it fits."""
         words, row = self._words, number % ROWS
         at = _ROWS_AT + row * MEMBERS
+        mine = at + self.column
         tag = ((signature ^ (number * _PRIME)) & _MASK & ~1) or 2
         before = self._mine[row]
-        words[at + self.column] = tag
+        # The tag first: who sees a number sees the tag that belongs to it, or a later one.
+        words[mine] = tag
+        words[mine + _NUMBERS] = number
         if not {tag, tag | 1, before, 0}.issuperset(words[at : at + words[0]]):
-            other = self._look(at, tag, before, same)
+            other = self._look(at, number, tag)
             if other is not None:
-                words[at + self.column] = before
+                words[mine + _NUMBERS] = 0
+                words[mine] = before
                 return other
-        words[at + self.column] = self._mine[row] = tag | 1
+        words[mine] = self._mine[row] = tag | 1
         return None
 
-    def _look(self, at: int, tag: int, before: int, same: Callable[[int], bool | None]) -> int | None:
-        for column in range(self._words[0]):
-            if column == self.column:
-                continue
+    def _look(self, at: int, number: int, tag: int) -> int | None:
+        """Every member in turn. One whose row is of an older collective has not come so far; one whose row is of a
+        later one is ahead by so many that nobody knows any more."""
+        words = self._words
+        for column in range(words[0]):
             until = time.monotonic() + DECISION_S
-            while True:
-                word = self._words[at + column]
-                if word & ~1 == tag or word in (before, 0) or same(column) is not False or self._gone(column):
+            while column != self.column and words[at + column + _NUMBERS] == number:
+                theirs = words[at + column]
+                if theirs & ~1 == tag or self._gone(column):
                     break
-                if word & 1 or column < self.column or time.monotonic() >= until:
+                time.sleep(5e-5)  # a tag that is being written belongs to a later number
+                if (words[at + column], words[at + column + _NUMBERS]) != (theirs, number):
+                    continue
+                if theirs & 1 or column < self.column or time.monotonic() >= until:
                     return column
-                time.sleep(5e-5)
         return None
 
     def close(self) -> None:

@@ -20,10 +20,6 @@ def boards(count: int) -> list[Board]:
     return [Board("run-1", 77, rank, f"policy-{rank}", rank + 3) for rank in range(count)]
 
 
-def unlike(column: int) -> bool:
-    return False
-
-
 def test_members_are_told_apart_by_column() -> None:
     members = boards(3)
     assert [each.column for each in members] == [0, 1, 2]
@@ -36,8 +32,8 @@ def test_members_are_told_apart_by_column() -> None:
 
 def test_another_communicator_has_another_board() -> None:
     one, other = Board("run-1", 77, 0, "policy-0", 0), Board("run-1", 78, 1, "policy-1", 0)
-    assert one.enter(1, 5, unlike) is None
-    assert other.enter(1, 6, unlike) is None
+    assert one.enter(1, 5) is None
+    assert other.enter(1, 6) is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,13 +55,7 @@ def test_in_step_nobody_is_refused_and_out_of_step_somebody_is(
             at = place[rank]
             signature = schedule[at] + (10 if at == wrong and rank == liar else 0)
             entered = [each for each in range(world) if each != rank and place[each] > at]
-
-            def same(column: int, at: int = at, signature: int = signature) -> bool | None:
-                if place[column] <= at:
-                    return None
-                return signature == schedule[at] + (10 if at == wrong and column == liar else 0)
-
-            other = members[rank].enter(at + 1, signature, same)
+            other = members[rank].enter(at + 1, signature)
             if other is not None:
                 refused = (rank, other, at)
                 assert other in entered and at == wrong and (rank == liar) != (other == liar)
@@ -75,28 +65,28 @@ def test_in_step_nobody_is_refused_and_out_of_step_somebody_is(
 
 def test_a_refused_call_leaves_the_place_for_the_right_one() -> None:
     one, two = boards(2)
-    assert one.enter(1, 5, unlike) is None
-    assert two.enter(1, 6, unlike) == 0
-    assert two.enter(1, 5, unlike) is None
+    assert one.enter(1, 5) is None
+    assert two.enter(1, 6) == 0
+    assert two.enter(1, 5) is None
 
 
 def test_one_who_is_far_ahead_or_far_behind_disturbs_nobody() -> None:
     one, two = boards(2)
-    for number in range(1, ROWS + 10):
-        assert one.enter(number, number % 7, unlike) is None
-    # rows of the one ahead hold later collectives: its beacon is asked, and knows the same call or none any more
-    for number in range(1, ROWS + 10):
-        assert two.enter(number, number % 7, lambda column: None) is None
+    for number in range(1, 3 * ROWS):
+        assert one.enter(number, number % 7) is None
+    for number in range(1, 3 * ROWS):  # what the one ahead has overwritten is unknown, the rest is held against it
+        wrong = number == 3 * ROWS - 1
+        assert two.enter(number, 9 if wrong else number % 7) == (0 if wrong else None)
 
 
 def test_what_a_dead_member_left_is_no_objection() -> None:
     child = os.fork()
     if child == 0:
-        Board("run-1", 77, 1, "policy-1", 0).enter(1, 9, unlike)
+        Board("run-1", 77, 1, "policy-1", 0).enter(1, 9)
         os._exit(0)
     os.waitpid(child, 0)
     mine = Board("run-1", 77, 0, "policy-0", 0)
-    assert mine.enter(1, 5, unlike) is None
+    assert mine.enter(1, 5) is None
 
 
 def test_of_two_at_once_exactly_one_is_refused() -> None:
@@ -107,7 +97,7 @@ def test_of_two_at_once_exactly_one_is_refused() -> None:
 
         def enter(rank: int, board: Board, number: int = number, gate: threading.Barrier = gate) -> None:
             gate.wait(10)
-            found[rank] = board.enter(number, rank + 1, unlike)  # noqa: B023
+            found[rank] = board.enter(number, rank + 1)  # noqa: B023
 
         threads = [threading.Thread(target=enter, args=(rank, board)) for rank, board in enumerate((one, two))]
         for thread in threads:
