@@ -14,6 +14,8 @@ import pytest
 
 from lockstep.watch import beacon, procs
 from lockstep.watch.agent_client import Address, AgentClient, start_agent
+from lockstep.watch.causes import tail
+from lockstep.watch.links import Link
 from lockstep.watch.settings import Settings
 from lockstep.watch.supervisor_client import Said, Supervision, read_address
 from lockstep.watch.verdict import Patience
@@ -135,11 +137,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
     client = AgentClient(address, TOKEN)
     settings = Settings(run, 1, tmp_path, tmp_path / "incidents", [address], os.getpid(), PATIENCE)
     supervision = Supervision(settings, TOKEN, said.append, trouble.append)
+    made = Site(run, tmp_path, address, client, supervision, said, trouble)
     try:
-        yield Site(run, tmp_path, address, client, supervision, said, trouble)
+        yield made
     finally:
         supervision.close()
-        client.leave(0.2)
+        made.client.leave(0.2)
     assert supervision.pid is None
 
 
@@ -318,3 +321,76 @@ def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
         for client, _, agent in clients:
             client.leave(0.2)
             agent.wait(10)
+
+
+BLOCKED = """
+import ctypes, json, os, select, socket, sys, threading
+from lockstep.watch import beacon
+from lockstep.watch.orders import Inbox
+from lockstep.watch.tape import SEPARATOR
+
+run, name = sys.argv[1], sys.argv[2]
+own = beacon.open_beacon(run, name, "policy", 0)
+own.stage("train")
+inbox = Inbox(run, name)
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+peer, _ = server.accept()
+epoll = select.epoll()
+epoll.register(peer, select.EPOLLIN)
+ids, broken = [], threading.Event()
+
+
+def gloo():
+    ctypes.CDLL(None).prctl(15, b"gloo_tcp_loop", 0, 0, 0)
+    ids.append(threading.get_native_id())
+    epoll.poll()
+    broken.set()
+
+
+threading.Thread(target=gloo, daemon=True).start()
+while not ids:
+    pass
+tape = own.tape()
+line = tape.open_line(11, 22, "0", "fsdp", "gloo", 2, 0, ids[0])
+line.enter(7, 5, 1, 1, tape.text(SEPARATOR.join(["all_reduce", "", "", "", ""])), 0, 0, 0)
+print("up", flush=True)
+broken.wait()
+print("freed:", inbox.stalled(), flush=True)
+"""
+
+
+def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None:
+    """Without torch: a thread that waits as gloo's does, and a beacon that says so."""
+    argv = [sys.executable, "-c", BLOCKED, site.run, "policy-0"]
+    site.client.spawn("policy-0", argv, log_path=site.folder / "policy-0.log")
+    until(lambda: "up" in tail(site.folder / "policy-0.log"), 20, "it waits")
+    until(site.supervision.up.is_set, 20, "the supervisor is up")
+    asked: list[dict[str, object]] = []
+    link = Link(site.address, TOKEN, 1, lambda link, connection: link.attach(connection))
+    until(lambda: link.connection is not None, 10, "connected")
+    began = time.monotonic()
+    link.ask(
+        "free", lambda reply: asked.append(reply or {}), 10, names=["policy-0"], text="policy-1 has not entered",
+        verdict={"kind": "absent"},
+    )  # fmt: skip
+    until(lambda: list(link.hear()) or asked, 10, "an answer")
+    assert asked[0]["broken"] == 1
+    until(lambda: "freed: policy-1 has not entered" in tail(site.folder / "policy-0.log"), 5, "it is freed")
+    assert time.monotonic() - began < 2.0
+    link.close()
+
+
+def test_an_agent_that_is_replaced_is_heard(site: Site) -> None:
+    site.start("slow")
+    os.kill(site.address.pid, signal.SIGKILL)
+    until(lambda: not procs.alive(site.pids["policy-1"]), 10, "its workers end with it")
+    site.client.close()
+    site.address = start_agent(site.run, TOKEN, site.folder, kill_grace_s=0.5)
+    site.client = AgentClient(site.address, TOKEN)
+    for path in site.folder.glob("policy-1.*"):
+        path.unlink()
+    site.said.clear()
+    site.start("slow")
+    os.kill(site.pids["policy-1"], signal.SIGKILL)
+    assert site.until_said("policy-1", "confirmed", seconds=20).verdict["kind"] == "dead"

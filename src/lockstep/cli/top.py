@@ -10,25 +10,39 @@ from lockstep.cli.errors import REFUSED, show_refusal
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="The run's folder.")],
+    run: Annotated[
+        Path, typer.Argument(help="The run's folder, or the pid of one of its processes.", metavar="RUN|PID")
+    ],
     once: Annotated[bool, typer.Option("--once", help="Print one table and leave.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
 ) -> None:
-    """Show every process of a run: stage, progress, and who waits for whom. Reads only; ends with Ctrl-C."""
+    """Show every process of a run: stage, progress, collectives, who waits for whom, and who is suspected on top. Reads
+    only; ends with Ctrl-C."""
     from lockstep.report import top
     from lockstep.watch.beacon import read_beacons
 
-    file = run / "run-id"
-    if not file.is_file():
-        show_refusal(ValueError(f"{run} has no run-id: give the folder of a run that was started on this host"))
-        raise typer.Exit(REFUSED)
-    name = file.read_text().strip()
+    name = _name_of(run)
     if not read_beacons(name):
         typer.echo(_ended(run))
     elif once:
         top.once(name, Console())
     else:
         top.follow(name, Console(), every)
+
+
+def _name_of(run: Path) -> str:
+    """The run's name among the beacons. Exits where there is none."""
+    from lockstep.watch.looking import run_of
+
+    file = run / "run-id"
+    if file.is_file():
+        return file.read_text().strip()
+    known = run_of(int(run.name)) if run.name.isdigit() and not run.exists() else None
+    if known is not None:
+        return known
+    what = f"process {run} has no beacon" if run.name.isdigit() else f"{run} has no run-id"
+    show_refusal(ValueError(f"{what}: give the folder of a run that was started on this host, or the pid of a process"))
+    raise typer.Exit(REFUSED)
 
 
 def _ended(run: Path) -> str:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from lockstep.ledger import EvaluationRow, EventRow, Ledger, MetricsRow, Sample
+from lockstep.ledger import EvaluationRow, Ledger, MetricsRow, Sample
 from lockstep.ledger.files import replace
 from lockstep.report.charts import Chart, Drawn, draw
 from lockstep.report.console import number
 from lockstep.report.faults import faults_of
+from lockstep.report.stalls import stalls_of
 from lockstep.report.summary import METRIC, stage_seconds, total_tokens, versions, what_was_done
 from lockstep.report.top import duration
 from lockstep.watch.secrets import redact
@@ -66,17 +67,6 @@ class StageShare:
 
 
 @dataclass(frozen=True, slots=True)
-class IncidentRow:
-    at: str
-    kind: str
-    text: str
-    lasted: str
-    """Empty while nobody knows."""
-    folder: str
-    """Within the run's; empty where none was written."""
-
-
-@dataclass(frozen=True, slots=True)
 class Pair:
     """The same prompt before and after training."""
 
@@ -118,35 +108,11 @@ def render(ledger: Ledger, exit_reason: str = "") -> str:
         pairs=_pairs(evaluations),
         config=yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True),
         events=[(_clock(event.at), event.kind, _fields(event.fields)) for event in ledger.events()],
-        incidents=incidents_of(ledger.events()),
+        stalls=stalls_of(ledger.events()),
         versions=versions(),
         written=_clock(time.time()),
         folder=str(ledger.folder),
     )  # fmt: skip
-
-
-def incidents_of(events: Sequence[EventRow]) -> list[IncidentRow]:
-    """What was confirmed by the supervisor, and how long it lasted; what was only noticed is among the events."""
-    found: dict[tuple[int, int], dict[str, Any]] = {}
-    for event in events:
-        if event.kind != "stall":
-            continue
-        key, fields = (event.generation, event.fields["number"]), event.fields
-        if fields["level"] != "notice" and fields["change"] != "withdrawn":
-            found[key] = {"at": fields["said_at"], "lasted": ""} | found.get(key, {}) | fields
-        elif fields["change"] == "withdrawn" and key in found:
-            found[key]["lasted"] = duration(fields["since_s"])
-    return [
-        IncidentRow(
-            _clock(each["at"]), each["verdict"], each["text"], each["lasted"], _folder(each["incident"])
-        )
-        for each in found.values()
-    ]  # fmt: skip
-
-
-def _folder(path: str | None) -> str:
-    """Within the run's folder, which may have been moved since."""
-    return f"incidents/{Path(path).name}" if path else ""
 
 
 def curves_of(rows: list[MetricsRow], evaluations: list[EvaluationRow]) -> dict[str, list[tuple[float, float]]]:

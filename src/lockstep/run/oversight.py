@@ -3,20 +3,13 @@
 import sys
 
 from lockstep.cluster.local import LocalCluster
+from lockstep.config.roles import TOGETHER
 from lockstep.report.summary import versions
 from lockstep.run.monitor import Monitor
 from lockstep.run.prepare import Prepared
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.watch.assemble import Alias
 from lockstep.watch.verdict import Patience
-
-ALIASES = {
-    "rollout engines": Alias("rollout"),
-    "the scorers": Alias("reward"),
-    "trainer ranks": Alias("policy"),
-    "the environments": Alias("environment"),
-}
-"""What the run's waits call whole roles."""
 
 
 def oversee(prepared: Prepared, cluster: LocalCluster, monitor: Monitor, recovery: Recovery) -> None:
@@ -30,7 +23,7 @@ def oversee(prepared: Prepared, cluster: LocalCluster, monitor: Monitor, recover
         Patience(notice_s=config.notice_s, still_s=config.confirm_after_s),
         monitor.stalls.hear,
         on_stall="dump" if config.on_stall == "dump" else "report",
-        aliases=ALIASES,
+        aliases={name: Alias(role) for name, role in TOGETHER.items()},
         facts={
             "config": prepared.config.model_dump(mode="json"),
             "versions": versions(),

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.watch import beacon, procs
+from lockstep.watch.agent_client import Address
 from lockstep.watch.children import Child, Nursery, Order
 from lockstep.watch.template import adopt_orphans
 from lockstep.watch.watching import Watching
@@ -118,7 +119,9 @@ class Agent:
         self._handle_signals()
         own = beacon.open_beacon(self.settings.run, "agent", "agent", 0)
         own.stage("serving")
-        self._publish_address()
+        path = self.settings.folder / "agent.json"
+        highest, host, port = self._listener.highest, self._listener.host, self._listener.port
+        Address(self.settings.run, highest, host, port, os.getpid()).publish(path)
         try:
             while not self._finished():
                 for key, mask in self._selector.select(TICK_S):
@@ -143,16 +146,6 @@ class Agent:
     def _on_term(self, number: int, frame: object) -> None:
         self._told_to_leave = "SIGTERM"
 
-    def _publish_address(self) -> None:
-        path = self.settings.folder / "agent.json"
-        address = {
-            "run": self.settings.run, "generation": self._listener.highest, "host": self._listener.host,
-            "port": self._listener.port, "pid": os.getpid(), "start_ticks": procs.start_ticks(os.getpid()),
-        }  # fmt: skip
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(json.dumps(address))
-        draft.rename(path)
-
     def _clean_up(self) -> None:
         for connection in list(self._connections):
             with contextlib.suppress(WireError):
@@ -161,10 +154,7 @@ class Agent:
         self._listener.close()
         beacon.close_beacon(remove=True)
         shutil.rmtree(beacon.run_dir(self.settings.run), ignore_errors=True)
-        path = self.settings.folder / "agent.json"
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(path.read_text())["pid"] == os.getpid():  # a later generation may have put its own there
-                path.unlink()
+        Address.withdraw(self.settings.folder / "agent.json")
 
     # --- what happens
 

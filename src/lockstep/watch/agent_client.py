@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,20 @@ class Address:
     host: str
     port: int
     pid: int
-    start_ticks: int
+    start_ticks: int = field(default_factory=lambda: procs.start_ticks(os.getpid()) or 0)
+
+    def publish(self, path: Path) -> None:
+        """Writes it where others look for it, whole."""
+        draft = path.with_name(f".{path.name}.{self.pid}")
+        draft.write_text(json.dumps(asdict(self)))
+        draft.rename(path)
+
+    @staticmethod
+    def withdraw(path: Path) -> None:
+        """Removes what this process has published there; a later one may have put its own in its place."""
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(path.read_text())["pid"] == os.getpid():
+                path.unlink()
 
     @staticmethod
     def read(folder: Path) -> "Address":

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.watch import tape as tapes
@@ -279,6 +280,41 @@ def read_calls(path: Path, slot: int, newest: int = tapes.CALLS) -> tuple[CallRe
     """The newest calls (256 at most) of the communicator in that slot, oldest first."""
     with _opened(path) as reading:
         return () if reading is None else tapes.read_calls(reading, _COMMUNICATORS_AT, _TAPE_AT, slot, newest)
+
+
+class Reader:
+    """Reads the beacons of a run again and again, without their events. One that nobody has written to since costs a
+    comparison."""
+
+    def __init__(self, run: str) -> None:
+        self._folder = run_dir(run)
+        self._kept: dict[Path, tuple[bytes, BeaconState]] = {}
+
+    def read(self) -> list[BeaconState]:
+        """All readable beacons, by name."""
+        try:
+            paths = sorted(path for path in self._folder.iterdir() if path.suffix == ".beacon")
+        except OSError:
+            return []
+        for gone in self._kept.keys() - set(paths):
+            del self._kept[gone]
+        states = (self._one(path) for path in paths)
+        return [state for state in states if state is not None]
+
+    def _one(self, path: Path) -> BeaconState | None:
+        with _opened(path) as reading:
+            if reading is None:
+                return None
+            kept, beat_end = self._kept.get(path), _BEAT_AT + 8
+            data = reading.second
+            if kept is not None and data[:_BEAT_AT] == kept[0][:_BEAT_AT] and data[beat_end:] == kept[0][beat_end:]:
+                return replace(kept[1], beat_ns=reading.number(_BEAT_AT))
+            state = _decode(path, _HEADER.unpack_from(data), reading, with_events=False)
+            if state.torn:
+                self._kept.pop(path, None)
+            else:
+                self._kept[path] = data, state
+            return state
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from lockstep.watch.tracking import Told
 LIMIT_S = 1.0
 """Who is told of a confirmed verdict may act at once, and then the stacks are others: nobody waits longer for them."""
 NATIVE_S = 4.0
+DUMPED_S = 0.5
+"""A rank looks for orders ten times a second, and writes its flight recorder in some 30 ms."""
 LINES = 200
 
 
@@ -31,6 +33,9 @@ class Collection:
         self._native: dict[str, Any] = {}
         self._offsets = {link.host: link.clock.ns for link in links}
         self._gaps: list[str] = []
+        self._dumps: dict[str, str] = {}
+        self._dumping: list[Link] = []
+        self._dumped_at = time.monotonic() + DUMPED_S
         culprits = {(each.host, each.pid) for each in told.verdict.culprits}
         innocent = self._innocent(culprits)
         for link in links:
@@ -38,6 +43,10 @@ class Collection:
 
     def done(self) -> bool:
         """Whether all that will come has come."""
+        if self._dumping and time.monotonic() >= self._dumped_at:
+            for link in self._dumping:
+                link.ask("dumps", self._dumped, LIMIT_S)
+            self._dumping = []
         return self._pending == 0 or time.monotonic() >= self._deadline
 
     def contents(self, facts: Mapping[str, Any], frames: Sequence[Mapping[str, Any]]) -> Contents:
@@ -47,8 +56,12 @@ class Collection:
             gaps.append(f"{self._pending} answers of agents did not come within {LIMIT_S:g} s")
         return Contents(
             self.told.verdict, self._wall, self._began_ns, self._bundles, self._stacks, self._native, self._offsets,
-            dict(facts), list(frames), gaps,
+            dict(facts), list(frames), gaps, self._dumps,
         )  # fmt: skip
+
+    def _dumped(self, reply: dict[str, Any] | None) -> None:
+        self._pending -= 1
+        self._dumps.update((reply or {"dumps": {}})["dumps"])
 
     def _innocent(self, culprits: set[tuple[str, int | None]]) -> int | None:
         """Index of one that lives and is not accused, of those that wait if there are any."""
@@ -85,4 +98,8 @@ class Collection:
             if native:
                 self._pending += 1
                 link.ask("stacks", stacked(self._native), NATIVE_S, pids=list(wanted), native=True)
+        if here and len(self.evidence.communicators.about):
+            self._pending += 1  # of the answer to the question that follows
+            self._dumping.append(link)
+            link.ask("dump", lambda reply: None, LIMIT_S, names=[who.name for _, who in ordered])
         link.ask("collect", collected, LIMIT_S, names=[who.name for _, who in ordered], lines=LINES)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.watch import causes, procs, stacks
-from lockstep.watch.beacon import BeaconState, read_beacons
+from lockstep.watch.beacon import BeaconState, Reader
 from lockstep.watch.children import Child
 from lockstep.watch.ends import End
 from lockstep.watch.facts import NO_CODE, Life
@@ -25,6 +25,10 @@ BUSY = 0.06
 """A process that uses more of a core than this does something; what polls and beats beside a stuck thread uses less."""
 MOVED_BYTES = 32 << 10
 """Read and written in a second: less is a line in a log, or a watcher's own."""
+CALM_S = 1.0
+"""Who has moved within this time moves."""
+ENDED_S = 10.0
+"""Who waits for somebody who has ended does so within this time, or others do not go on."""
 _RANKED = re.compile(r"(.+?)-(\d+)")
 
 
@@ -99,15 +103,14 @@ class Eyes:
 
     def __post_init__(self) -> None:
         self._oom_kills = causes.oom_kills()
+        self._reader = Reader(self.run)
 
     def look(self, children: Mapping[str, Child]) -> list[Seen]:
         """Looks at everybody once; returns those that were found to have ended since the last look."""
         now = time.monotonic_ns()
         gone = self._gone(children, now)
         beacons = {
-            state.name: state
-            for state in read_beacons(self.run, events=False)
-            if state.role not in WATCHERS and state.name not in gone
+            state.name: state for state in self._reader.read() if state.role not in WATCHERS and state.name not in gone
         }
         for each in children.values():
             if each.name not in gone:
@@ -140,6 +143,11 @@ class Eyes:
                 if seen is not None and seen.end is not None:
                     seen.end.close()
         return gone
+
+    def calm(self) -> bool:
+        """Whether all either move or have nothing to do, and nobody has ended just now."""
+        now = time.monotonic_ns()
+        return all(_calm(seen, now) for seen in self.seen.values())
 
     def suspects(self, after_s: float) -> Iterable[Seen]:
         """Those whose stacks are worth a look now: alive, nothing moved for so long, and no wait of theirs says why.
@@ -191,7 +199,8 @@ class Eyes:
         if mine and child is not None and child.exit_code is not None:
             self._ended(seen, child.exit_code, now)
             return False
-        usage = procs.usage(seen.pid, seen.start_ticks or None)
+        still = now - seen.moved_ns > CALM_S * 1e9
+        usage = procs.usage(seen.pid, seen.start_ticks or None, moved=still)
         if usage is None or usage.state in "ZX":
             if mine:  # the agent collects it in a moment, and then knows how it ended
                 return True
@@ -204,7 +213,9 @@ class Eyes:
             except OSError:
                 seen.end = None
         seen.life = Life.STOPPED if usage.state in "Tt" else Life.RUNNING
-        if self._active(seen, usage, now):
+        if not still:
+            seen.active_ns = max(seen.active_ns, seen.moved_ns)
+        elif self._active(seen, usage, now):
             seen.active_ns = now
         seen.usage, seen.usage_ns = usage, now
         return True
@@ -214,12 +225,10 @@ class Eyes:
         if before is None:
             return True
         seconds = (now - seen.usage_ns) / 1e9
-        spent = usage.cpu_s - before.cpu_s
-        moved = usage.read - before.read + usage.written - before.written
-        if spent > BUSY * seconds + procs.TICK_S or moved > MOVED_BYTES * seconds:
+        if usage.cpu_s - before.cpu_s > BUSY * seconds + procs.TICK_S:
             return True
-        if now - seen.moved_ns < 1e9:  # it moves: what its children do decides nothing
-            return False
+        if _bytes(usage) - _bytes(before) > MOVED_BYTES * seconds and before.read is not None:
+            return True
         below = 0.0
         for pid in procs.descendants(seen.pid):
             used = procs.usage(pid)
@@ -251,6 +260,16 @@ class Eyes:
         if logged:
             return True
         return rose if logged is None or rose else False
+
+
+def _calm(seen: Seen, now: int) -> bool:
+    if not seen.living:
+        return now - seen.ended_ns > ENDED_S * 1e9
+    return seen.life is Life.RUNNING and (seen.idle or now - seen.moved_ns < CALM_S * 1e9)
+
+
+def _bytes(usage: Usage) -> int:
+    return (usage.read or 0) + (usage.written or 0)
 
 
 def last_move(state: BeaconState) -> int:

@@ -14,6 +14,8 @@ from lockstep.watch.beacon import BeaconState, read_beacon
 from lockstep.watch.eyes import Seen
 from lockstep.watch.secrets import redact, secret_values
 
+DUMP_BYTES = 4 << 20
+"""Of a host's flight recorders together."""
 MOST = 32
 """Processes of a host, at most: with more, those that were not named first are like the others."""
 
@@ -37,6 +39,21 @@ def gather(chosen: Iterable[Seen], lines: int) -> dict[str, Any]:
     }  # fmt: skip
     redacted: dict[str, Any] = redact(found, sorted(known, key=len, reverse=True))  # before it travels
     return redacted
+
+
+def dumps(folder: Path) -> dict[str, str]:
+    """The flight-recorder dumps in a folder, by file name, as text; those that are whole and not too large."""
+    found: dict[str, str] = {}
+    left = DUMP_BYTES
+    try:
+        paths = sorted(folder.glob("*.json"))
+        for path in paths:
+            if path.stat().st_size <= left:
+                found[path.name] = path.read_text(errors="replace")
+                left -= len(found[path.name])
+    except OSError:
+        pass
+    return found
 
 
 def as_json(state: BeaconState) -> dict[str, Any]:

@@ -8,6 +8,7 @@
         processes.json     their lives, codes, use of the machine
         stacks/NAME.txt    of the culprits and of one innocent (NAME.native.txt: with native frames)
         logs/NAME.log      the last lines of each
+        dumps/NAME.json    flight recorders, where there are any
         environment.json run.json machine.json told.json
 
 Texts are redacted; sizes are bounded; a failure to write one never disturbs the run.
@@ -55,6 +56,8 @@ class Contents:
     facts: Mapping[str, Any] = field(default_factory=dict)
     told: Sequence[Mapping[str, Any]] = ()
     gaps: Sequence[str] = ()
+    dumps: Mapping[str, str] = field(default_factory=dict)
+    """Flight recorders, by file name."""
 
 
 def write(root: Path, contents: Contents, known: Collection[str] = ()) -> Path | None:
@@ -122,6 +125,8 @@ def files(contents: Contents, known: Collection[str] = ()) -> Iterator[tuple[str
     for suffix, taken in (("", contents.stacks), (".native", contents.native)):
         for name, threads in taken.items():
             yield f"stacks/{_safe(name)}{suffix}.txt", plain(_stack_text(threads))
+    for name, text in contents.dumps.items():
+        yield f"dumps/{_safe(name)}", plain(text)
     for bundle in contents.bundles.values():
         for name, lines in bundle.get("logs", {}).items():
             yield f"logs/{_safe(name)}.log", plain(lines + "\n")

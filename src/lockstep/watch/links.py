@@ -64,6 +64,8 @@ class Link:
         self.down_since: float | None = time.monotonic()
         self.left = False
         """The agent has said that it leaves."""
+        self.calm_until = 0.0
+        """Everybody on its host moves or has nothing to do, as of a word that is not old yet."""
         self._token, self._generation, self._up = token, generation, up
         self._requests: dict[str, _Request] = {}
         self._prefix, self._numbers = secrets.token_hex(6), itertools.count(1)
@@ -81,6 +83,7 @@ class Link:
     def lost(self) -> None:
         """The connection broke: it is dialled again. Requests under way have no answer."""
         connection, self.connection = self.connection, None
+        self.calm_until = 0.0
         if connection is not None:
             connection.close()
         self.down_since = time.monotonic()

@@ -26,8 +26,8 @@ def alive(pid: int, start: int | None = None) -> bool:
     return process_state(pid, start) not in (None, "Z", "X")
 
 
-def _proc_stat(pid: int, thread: int | None = None) -> list[str] | None:
-    text = _read(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat")
+def _proc_stat(pid: int) -> list[str] | None:
+    text = _read(f"/proc/{pid}/stat")
     return None if text is None else text[text.rindex(")") + 2 :].split()
 
 
@@ -60,21 +60,18 @@ class Usage:
     """Its letter in /proc."""
     cpu_s: float
     """User and system time of all its threads."""
-    main_s: float
-    """Of its main thread alone: others may only watch."""
-    read: int
-    """Bytes read from anywhere, page cache and pipes included; 0 where the kernel does not say."""
-    written: int
+    read: int | None = None
+    """Bytes read from anywhere, page cache and pipes included; None where nobody asked or the kernel does not say."""
+    written: int | None = None
 
 
-def usage(pid: int, start: int | None = None) -> Usage | None:
-    """What a process has used, None when it is gone or is another one."""
+def usage(pid: int, start: int | None = None, moved: bool = False) -> Usage | None:
+    """What a process has used (with `moved`, the bytes as well), None when it is gone or is another one."""
     facts = _proc_stat(pid)
     if facts is None or (start is not None and int(facts[19]) != start):
         return None
-    main = _proc_stat(pid, pid) or facts
-    read, written = _bytes_moved(pid)
-    return Usage(facts[0], _cpu_s(facts), _cpu_s(main), read, written)
+    read, written = _bytes_moved(pid) if moved else (None, None)
+    return Usage(facts[0], _cpu_s(facts), read, written)
 
 
 def descendants(pid: int) -> list[int]:
@@ -95,9 +92,9 @@ def _cpu_s(facts: list[str]) -> float:
     return (int(facts[11]) + int(facts[12])) * TICK_S
 
 
-def _bytes_moved(pid: int) -> tuple[int, int]:
+def _bytes_moved(pid: int) -> tuple[int | None, int | None]:
     try:
         words = (_read(f"/proc/{pid}/io") or "").split()
     except PermissionError:
         words = []
-    return (int(words[1]), int(words[3])) if words else (0, 0)
+    return (int(words[1]), int(words[3])) if words else (None, None)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lockstep.watch.beacon import BeaconState, Counter, WaitRecord, read_beacons
 from lockstep.watch.procs import process_state
+from lockstep.watch.records import CommunicatorRecord
 
 _LIFE = {
     "R": "running", "S": "sleeping", "D": "in the kernel", "T": "stopped", "t": "traced", "Z": "dead", "X": "dead",
@@ -50,6 +51,18 @@ class WaitRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CommunicatorRow:
+    """How far a process is on a communicator; -1 where it is not known."""
+
+    label: str
+    entered: int
+    completed: int
+    operation: str
+    """Of the call that it is in, empty when it is in none."""
+    inside_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A process as `lockstep top` shows it."""
 
@@ -67,6 +80,7 @@ class Row:
     counters: tuple[CounterRow, ...]
     waits: tuple[WaitRow, ...]
     """The longest first."""
+    communicators: tuple[CommunicatorRow, ...] = ()
 
 
 def take_reading(run: str) -> Reading:
@@ -104,6 +118,7 @@ def _row(now: Reading, state: BeaconState, before_ns: int, before: BeaconState |
             for name, counter in state.counters.items()
         ),
         waits=tuple(_wait(now, wait) for wait in state.waits) if alive else (),
+        communicators=tuple(_communicator(now, each) for each in state.communicators if not each.closed),
     )
 
 
@@ -118,6 +133,14 @@ def _wait(now: Reading, wait: WaitRecord) -> WaitRow:
     return WaitRow(
         wait.kind, wait.whom, wait.why, _age(now, wait.since_ns), _age(now, wait.moved_ns), left, wait.thread_name
     )
+
+
+def _communicator(now: Reading, record: CommunicatorRecord) -> CommunicatorRow:
+    inside = record.inside
+    return CommunicatorRow(
+        record.label, record.entered, record.completed, inside.operation if inside is not None else "",
+        _age(now, inside.entered_ns) if inside is not None else 0.0,
+    )  # fmt: skip
 
 
 def _age(now: Reading, at_ns: int) -> float:

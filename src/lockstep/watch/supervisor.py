@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -34,8 +34,9 @@ from lockstep.watch.agent_client import Address
 from lockstep.watch.assemble import Inbox
 from lockstep.watch.collecting import Collection
 from lockstep.watch.diagnose import diagnose
-from lockstep.watch.evidence import Edge, Evidence
+from lockstep.watch.evidence import Evidence
 from lockstep.watch.links import Link
+from lockstep.watch.sensible import sensible
 from lockstep.watch.settings import Settings
 from lockstep.watch.tracking import Change, Told, Tracker
 from lockstep.watch.verdict import Level
@@ -44,11 +45,13 @@ from lockstep.watch.wire import Connection, Listener, WireError
 log = logging.getLogger("lockstep.watch.supervisor")
 
 CLOCK_S = 30.0
+CALM_S = 4.0
+"""Between two judgements where all agents say that everybody moves: who is slow shows then, and nothing else can."""
+PACE_S = 0.05
+"""Between two judgements, per host."""
 LINGER_S = 5.0
 """After the controller, a host that cannot be reached for so long has gone too."""
 REMEMBERED = 512
-OUTSIDE = ("http", "read", "write", "send", "store", "connect")
-"""Kinds of waits whose unknown names are services; of the others they are a process's own threads, or nobody."""
 
 
 class Supervisor:
@@ -78,6 +81,8 @@ class Supervisor:
         self._subscribed = False
         self._ending = False
         self._clock_at = 0.0
+        self._ticked = self._due = self._judged = 0.0
+        self._path = settings.folder / "supervisor.json"
         self._set_agents(settings.agents)
 
     def run(self) -> None:
@@ -86,17 +91,17 @@ class Supervisor:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         own = beacon.open_beacon(self.settings.run, "supervisor", "supervisor", 0)
         own.stage("watching")
-        self._publish_address()
-        due = 0.0
+        me = Address(self.settings.run, self.settings.generation, self._listener.host, self._listener.port, os.getpid())
+        me.publish(self._path)
         try:
             while not self._ending and not self._run_is_over():
-                for key, _ in self._selector.select(
-                    max(0.0, min(due - time.monotonic(), 0.1 if self._collections else 1.0))
-                ):
+                pause_s = min(self._due - time.monotonic(), 0.1 if self._collections else 1.0)
+                for key, _ in self._selector.select(max(0.0, pause_s)):
                     key.data()
                 self._attach_dialled()
-                if time.monotonic() >= due:
-                    due = time.monotonic() + self.settings.every_s
+                if time.monotonic() >= self._due:
+                    self._ticked = time.monotonic()
+                    self._due = self._ticked + 2 * self.settings.every_s
                     self._tick()
                     own.beat()
                 self._finish_collections()
@@ -113,8 +118,13 @@ class Supervisor:
                 link.set_clock()
         if now - self._clock_at >= CLOCK_S:
             self._clock_at = now
+        self._follow()
         if not any(link.host for link in self._links.values()):
             return
+        calm = all(now < link.calm_until for link in self._links.values()) and not self._tracker.standing
+        if calm and now - self._judged < CALM_S:
+            return
+        self._judged = now
         evidence = self._inbox.evidence(now)
         verdicts = diagnose(sensible(evidence), self.settings.patience)
         for told in self._tracker.update(verdicts, now):
@@ -140,10 +150,27 @@ class Supervisor:
                 if path is not None:
                     self._incidents[told.number] = path
             if self.settings.on_stall == "kill":
-                told = self._kill(told, collection.evidence)
+                told = self._kill(told)
             self._tell(told)
+            if self.settings.on_stall in ("free", "kill"):
+                self._free(told, collection.evidence)
 
-    def _kill(self, told: Told, evidence: Evidence) -> Told:
+    def _free(self, told: Told, evidence: Evidence) -> None:
+        """Ends the collectives in which others wait; they get the verdict as the exception."""
+        guilty = {(each.host, each.pid) for each in told.verdict.culprits}
+        who = [each for each in evidence.processes.who if (each.host, each.pid) not in guilty]
+        text, verdict = incident.headline(told.verdict), told.verdict.json()
+
+        def freed(reply: dict[str, Any] | None) -> None:
+            if reply is not None and reply["broken"]:
+                self._tracker.acted(told.number)
+
+        for link in self._links.values():
+            names = [each.name for each in who if each.host == link.host]
+            if names:
+                link.ask("free", freed, 5.0, names=names, text=text, verdict=verdict)
+
+    def _kill(self, told: Told) -> Told:
         """Ends the culprits that still live."""
         by_host = {link.host: link for link in self._links.values()}
         asked = False
@@ -194,6 +221,15 @@ class Supervisor:
             if key not in self._links:
                 self._links[key] = Link(address, self._token, self.settings.generation, self._up)
 
+    def _follow(self) -> None:
+        """Where the one agent is gone and another has come in its place, that one is heard."""
+        if len(self._links) != 1 or any(link.connection is not None for link in self._links.values()):
+            return
+        with suppress(OSError, ValueError, TypeError):
+            address = Address.read(self.settings.folder)
+            if (address.host, address.port) not in self._links and address.generation == self.settings.generation:
+                self._set_agents([address])
+
     def _up(self, link: Link, connection: Connection) -> None:
         """In a dialling thread."""
         self._dialled.put((link, connection))
@@ -215,9 +251,11 @@ class Supervisor:
                 if reply is not None:
                     link.host = str(reply["host"])
 
+            every_s, notice_s = self.settings.every_s, self.settings.patience.notice_s
+            # What is told of a process grows old until the next look, and that must not look like standing still.
             link.ask(
-                "observe", observed, 10.0, every_s=self.settings.every_s,
-                suspect_after_s=max(0.2, self.settings.patience.notice_s / 2),
+                "observe", observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
+                suspect_after_s=max(0.2, notice_s / 2),
             )  # fmt: skip
 
     def _hear(self, link: Link) -> None:
@@ -237,6 +275,11 @@ class Supervisor:
             self._inbox.receive(message, time.monotonic())
         except ValueError as error:
             log.warning("%s: %s", link, error)
+            return
+        if message["m"] == "state":
+            link.calm_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
+        # News are judged as they come, but of many hosts' news several at once.
+        self._due = min(self._due, self._ticked + min(self.settings.every_s, PACE_S * len(self._links)))
 
     # --- subscribers
 
@@ -322,17 +365,6 @@ class Supervisor:
             while self._wake_in.recv(4096):
                 pass
 
-    def _publish_address(self) -> None:
-        path = self.settings.folder / "supervisor.json"
-        pid = os.getpid()
-        address = Address(
-            self.settings.run, self.settings.generation, self._listener.host, self._listener.port, pid,
-            procs.start_ticks(pid) or 0,
-        )  # fmt: skip
-        draft = path.with_name(f".{path.name}.{pid}")
-        draft.write_text(json.dumps(asdict(address)))
-        draft.rename(path)
-
     def _clean_up(self) -> None:
         for link in self._links.values():
             link.close()
@@ -342,20 +374,7 @@ class Supervisor:
             connection.close()
         self._listener.close()
         beacon.close_beacon(remove=True)
-        path = self.settings.folder / "supervisor.json"
-        with suppress(OSError, ValueError):
-            if json.loads(path.read_text())["pid"] == os.getpid():
-                path.unlink()
-
-
-def sensible(evidence: Evidence) -> Evidence:
-    """Without the edges to nobody in particular: a thread's own helper, a file, the clock. Who waits so is itself what
-    others wait for."""
-
-    def kept(edge: Edge) -> bool:
-        return bool(edge.on) or edge.idle or bool(edge.meeting) or edge.kind in OUTSIDE
-
-    return replace(evidence, edges=[edge for edge in evidence.edges if kept(edge)])
+        Address.withdraw(self._path)
 
 
 def main() -> None:

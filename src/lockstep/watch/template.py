@@ -37,6 +37,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -188,6 +189,8 @@ def _follow(agent: int) -> None:
             die_with_parent()
             break
         time.sleep(0.001)
+    with contextlib.suppress(OSError):  # no Yama here: nothing forbids it
+        _prctl(_PR_SET_PTRACER, agent)  # the agent's py-spy may read our stacks
     if os.getppid() != agent:  # it never was, or ended before the kernel knew
         sys.exit("the agent ended while this worker started")
 

@@ -1,11 +1,15 @@
 """The part of a node agent that watches: what it sees goes to supervisors, what they ask for is done.
 
-    {"id", "op": "observe", "every_s", "suspect_after_s"} -> {"host", "pid"}; then rosters and states (`messages`)
+    {"id", "op": "observe", "every_s", "calm_s", "suspect_after_s"} -> {"host", "pid"}; then rosters and states
     {"id", "op": "clock"} -> {"monotonic_ns", "wall"}
     {"id", "op": "stacks", "pids", "native"} -> {"stacks": {pid: threads}}
     {"id", "op": "collect", "names", "lines"} -> {"beacons", "logs", "environment", "facts"}, see `gathering`
     {"id", "op": "end", "pid", "signal"} -> {"sent"}   a process of the run, a worker or not
     {"id", "op": "forget", "name"} -> {}   a worker that ended, and whose place another has taken
+    {"id", "op": "free", "names", "text", "verdict"} -> {"broken"}   who waits in a collective gets the verdict instead
+    {"id", "op": "dump", "names"} -> {"folder"}   flight recorders are written there, see `orders`
+    {"id", "op": "dumps"} -> {"dumps": {name: text}}   what has been written by then
+    <- states have "calm" besides: everybody moves or has nothing to do
     <- {"m": "leaving", "host", "reason"}: what ends from here on was meant to
 
 Driven by the agent's loop; nothing here blocks.
@@ -21,10 +25,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.watch import gathering, procs, stacks
+from lockstep.watch import gathering, orders, procs, stacks
+from lockstep.watch.beacon import read_beacon
 from lockstep.watch.children import Child
 from lockstep.watch.eyes import Eyes, Seen
+from lockstep.watch.folders import run_dir
 from lockstep.watch.frames import Connection
+from lockstep.watch.freeing import break_gloo
 from lockstep.watch.messages import encode
 from lockstep.watch.spying import Spy
 from lockstep.watch.telling import Teller
@@ -40,6 +47,8 @@ FORGET_S = 15.0
 @dataclass
 class _Observer:
     every_s: float
+    calm_s: float
+    """Between looks while everybody moves; an end is looked at at once in any case."""
     suspect_after_s: float
     roster: int = 0
     """Number of the roster it has."""
@@ -61,10 +70,11 @@ class Watching:
         self._host, self._children, self._send, self._reply = host, children, send, reply
         self._observers: dict[Connection, _Observer] = {}
         self._looked = 0.0
-        self._due = False
+        self._due, self._calm = False, False
+        self._dump_folder = run_dir(run) / "dumps"
         self.operations: Mapping[str, Callable[[Connection, str, dict[str, Any]], None]] = {
             "observe": self._observe, "clock": self._clock, "stacks": self._stacks, "collect": self._collect,
-            "end": self._end, "forget": self._forget,
+            "end": self._end, "forget": self._forget, "free": self._free, "dump": self._dump, "dumps": self._dumps,
         }  # fmt: skip
 
     def meant(self, name: str) -> None:
@@ -90,7 +100,7 @@ class Watching:
         if not self._observers:
             return
         now = time.monotonic()
-        every_s = min(observer.every_s for observer in self._observers.values())
+        every_s = min(each.calm_s if self._calm else each.every_s for each in self._observers.values())
         if self._due or now - self._looked >= every_s:
             self._look(now)
 
@@ -100,8 +110,9 @@ class Watching:
     def _look(self, now: float) -> None:
         self._looked, self._due = now, False
         self._eyes.look(self._children)
+        self._calm = self._eyes.calm()
         roster, state = self._teller.tell(self._eyes)
-        said = encode(state)
+        said = encode(state) | {"calm": self._calm}
         for connection, observer in list(self._observers.items()):
             if observer.roster != roster.number:
                 observer.roster = roster.number
@@ -126,8 +137,11 @@ class Watching:
     # --- what supervisors ask for
 
     def _observe(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
-        self._observers[connection] = _Observer(float(message["every_s"]), float(message["suspect_after_s"]))
+        every_s, calm_s, after_s = (float(message[name]) for name in ("every_s", "calm_s", "suspect_after_s"))
+        self._observers[connection] = _Observer(every_s, calm_s, after_s)
         self._teller.forget()
+        with contextlib.suppress(OSError):  # a broken collective waits for our verdict from now on
+            orders.open_orders(self._eyes.run)
         self._due = True
         self._reply(number, {"host": self._host, "pid": os.getpid()})
 
@@ -164,6 +178,43 @@ class Watching:
     def _forget(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._eyes.forget(str(message["name"]), FORGET_S)
         self._reply(number, {})
+
+    def _free(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        """Tells who waits in a collective why it ends, then ends it."""
+        names = [str(name) for name in message["names"]]
+        broken = 0
+        self._eyes.look(self._children)
+        try:
+            orders.give(self._eyes.run, "verdict", names, text=str(message["text"]), verdict=message["verdict"])
+            for name in names:
+                seen = self._eyes.seen.get(name)
+                if seen is not None and seen.living and seen.beacon is not None:
+                    broken += self._break(name, seen)
+        except (OSError, ValueError) as error:
+            log.warning("nobody could be freed: %s", error)
+        self._reply(number, {"broken": broken})
+
+    def _break(self, name: str, seen: Seen) -> int:
+        """Breaks the communicators that a process waits in: gloo's from here, others' by the process itself."""
+        now = None if seen.beacon is None else read_beacon(seen.beacon.path, events=False)
+        waits_in = [] if now is None else [each for each in now.communicators if each.entered > each.completed]
+        threads = [each.loop_thread for each in waits_in if each.loop_thread]
+        for each in waits_in:
+            if not each.loop_thread:
+                orders.give(self._eyes.run, "free", [name], communicator=each.name)
+        return break_gloo(seen.pid, threads) if threads else 0
+
+    def _dump(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._dump_folder = run_dir(self._eyes.run) / "dumps" / str(time.monotonic_ns())
+        try:
+            self._dump_folder.mkdir(parents=True, mode=0o700)
+            orders.give(self._eyes.run, "dump", message["names"], folder=str(self._dump_folder))
+        except (OSError, ValueError) as error:
+            log.warning("flight recorders are not dumped: %s", error)
+        self._reply(number, {"folder": str(self._dump_folder)})
+
+    def _dumps(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._reply(number, {"dumps": gathering.dumps(self._dump_folder)})
 
     def _end(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         """Sends a signal to a process of the run."""

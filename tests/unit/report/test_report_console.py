@@ -10,7 +10,8 @@ from lockstep.ledger import Ledger
 from lockstep.report.console import Activity, Console, number, sparkline
 from lockstep.report.summary import build_summary, write_summary
 from lockstep.report.top import duration, follow, render
-from lockstep.watch.state import CounterRow, Row, WaitRow
+from lockstep.watch.state import CommunicatorRow, CounterRow, Row, WaitRow
+from lockstep.watch.verdict import Culprit, Kind, Level, Verdict
 
 
 def shown(renderable: object, width: int = 160) -> str:
@@ -176,3 +177,19 @@ def test_summary_of_a_run_that_did_nothing(tmp_path):
     with make_run(tmp_path / "run", steps=0) as ledger:
         summary = build_summary(ledger, "failed: no memory")
     assert summary["steps"]["done"] == 0 and summary["tokens"] == 0 and summary["last"] == {}
+
+
+def test_top_has_suspects_on_top_and_says_who_is_behind():
+    def rank(number: int, entered: int, operation: str) -> Row:
+        behind = (CommunicatorRow("fsdp", entered, entered, operation, 41.0),)
+        return Row(
+            f"policy-{number}", "policy", number, 100 + number, True, "running", "train", 1.0, None, (), (), behind
+        )  # fmt: skip
+
+    verdict = Verdict(
+        Kind.ABSENT, Level.CONFIRMED, (Culprit(1, "policy", "", 101, name="policy-1"),), explanation="policy-1 is late."
+    )  # fmt: skip
+    lines = shown(render([rank(0, 412, "all_reduce"), rank(1, 411, "")], "run", [verdict]), 200).splitlines()
+    assert lines[0] == "confirmed: policy-1 is late."
+    assert [line.split()[0] for line in lines[2:5]] == ["process", "policy-1", "policy-0"]
+    assert "fsdp #411" in lines[3] and "fsdp #412 in all_reduce 41s" in lines[4]

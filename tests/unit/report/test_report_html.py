@@ -7,7 +7,8 @@ from report_helpers import CONFIG, make_run
 
 from lockstep.ledger import Ledger, Sample
 from lockstep.report.charts import Chart, draw, smoothed, thinned
-from lockstep.report.html import curves_of, incidents_of, render, write_report
+from lockstep.report.html import curves_of, render, write_report
+from lockstep.report.stalls import stalls_of
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect"}
 
@@ -111,7 +112,7 @@ def test_a_reader_can_write_it_while_the_run_goes_on(tmp_path):
         assert write_report(reader).exists()
 
 
-def test_incidents_are_listed_with_what_is_kept_of_them(tmp_path):
+def test_stalls_are_listed_with_what_is_kept_of_them(tmp_path):
     ledger = Ledger.create(tmp_path / "run", CONFIG)
     stall = {
         "number": 1, "level": "notice", "verdict": "absent", "cause": "unknown", "who": ["policy-1"],
@@ -122,10 +123,10 @@ def test_incidents_are_listed_with_what_is_kept_of_them(tmp_path):
     ledger.event("stall", change="updated", **(stall | confirmed))
     ledger.event("stall", change="withdrawn", **(stall | confirmed | {"since_s": 12.0}))
     ledger.event("stall", change="told", **(stall | {"number": 2, "text": "only noticed"}))
-    (row,) = incidents_of(ledger.events())
+    (row,) = stalls_of(ledger.events())
     assert (row.kind, row.lasted, row.folder) == ("absent", "12s", "incidents/20261121-231502-absent-policy-1")
     page = render(ledger)
-    assert "<h2>Incidents</h2>" in page and 'href="incidents/20261121-231502-absent-policy-1/story.txt"' in page
+    assert "<h2>Stalls " in page and 'href="incidents/20261121-231502-absent-policy-1/story.txt"' in page
     assert "score() at &lt;reward.py&gt;:31" in page
     ledger.close()
 

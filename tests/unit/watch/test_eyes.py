@@ -17,8 +17,10 @@ from lockstep.watch.eyes import Eyes
 from lockstep.watch.facts import Life
 from lockstep.watch.history import History
 from lockstep.watch.links import ClockOffset
+from lockstep.watch.looking import Onlooker, run_of
 from lockstep.watch.messages import PROCESS, decode, encode
 from lockstep.watch.telling import Teller
+from lockstep.watch.verdict import Kind, Patience
 
 CHILD = "import sys; sys.stdin.readline(); "
 
@@ -149,6 +151,21 @@ def test_work_counts_as_activity_and_waiting_does_not(run: str) -> None:
         child.wait()
 
 
+def test_it_is_calm_while_everybody_moves_or_has_nothing_to_do(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.watch import eyes as module
+    from lockstep.watch import waits
+    from lockstep.watch.messages import NEXT_ORDER
+
+    eyes = Eyes(run)
+    eyes.look({})
+    assert eyes.calm()
+    monkeypatch.setattr(module, "CALM_S", 0.0)
+    assert not eyes.calm()
+    with waits.waiting("condition", "controller", NEXT_ORDER):
+        eyes.look({})
+        assert eyes.calm()
+
+
 def test_suspects_are_those_that_stand_still_and_are_not_idle(run: str) -> None:
     from lockstep.watch import waits
     from lockstep.watch.messages import NEXT_ORDER
@@ -211,3 +228,39 @@ def test_one_that_ended_and_was_replaced_explains_nothing_any_more(run: str) -> 
     again = Child("engine-0", os.getpid(), procs.start_ticks(os.getpid()) or 0, [], "log", False, time.time())
     eyes.look({"engine-0": again})
     assert eyes.seen["engine-0"].living, "the name is somebody's again"
+
+
+WAITS = """
+import sys, time
+from lockstep.watch import beacon, waits
+own = beacon.open_beacon(sys.argv[1], sys.argv[2], "policy", int(sys.argv[2][-1]))
+own.stage("train")
+print("up", flush=True)
+if sys.argv[2] == "policy-0":
+    with waits.waiting("future", "policy-1", "a step"):
+        time.sleep(600)
+time.sleep(600)
+"""
+
+
+def test_who_passes_by_sees_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    run = beacon.new_run_id("look")
+    children = [
+        subprocess.Popen([sys.executable, "-c", WAITS, run, name], stdout=subprocess.PIPE, text=True)
+        for name in ("policy-0", "policy-1")
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None and child.stdout.readline() == "up\n"
+        assert run_of(children[1].pid) == run and run_of(1) is None
+        onlooker = Onlooker(run, Patience(notice_s=0.2))
+        until(lambda: onlooker.look())
+        (verdict,) = onlooker.look()
+        assert [each.pid for each in verdict.culprits] == [children[1].pid]
+        os.kill(children[1].pid, signal.SIGKILL)
+        until(lambda: any(each.kind is Kind.DEAD for each in onlooker.look()))
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()

@@ -1,0 +1,149 @@
+"""Two hosts, made of network namespaces, between which the link goes down and comes up again."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lockstep.watch import beacon
+from lockstep.watch.agent_client import Address, AgentClient
+from lockstep.watch.settings import Settings
+from lockstep.watch.supervisor_client import Said, Supervision
+from lockstep.watch.verdict import Patience
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+)
+
+TOKEN = "the-run's-token"
+PATIENCE = Patience(notice_s=1.0, still_s=60.0, host_s=2.0)
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from lockstep.watch import beacon, waits
+run, name, other, folder = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
+own = beacon.open_beacon(run, name, "policy", int(name[-1]))
+own.stage("train")
+step = 0
+while True:
+    step += 1
+    (folder / f"{name}.{step}").touch()
+    if other:
+        waits.poll(lambda: (folder / f"{other}.{step}").exists() or None, kind="future", whom=other,
+                   why=f"step {step}", timeout_s=600, notice_after_s=None)
+    else:
+        time.sleep(0.1)
+        while (folder / "hold").exists():
+            time.sleep(0.05)
+    own.progress("steps", step)
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A namespace and the cable to it."""
+
+    name: str
+    number: int
+
+    @property
+    def address(self) -> str:
+        return f"10.77.{self.number}.2"
+
+    def plug(self, up: bool) -> None:
+        ip("link", "set", f"{self.name}a", "up" if up else "down")
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    made = Link(f"lk{secrets.token_hex(3)}", secrets.randbelow(250) + 1)
+    try:
+        ip("netns", "add", made.name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
+    try:
+        ip("link", "add", f"{made.name}a", "type", "veth", "peer", "name", f"{made.name}b", "netns", made.name)
+        ip("addr", "add", f"10.77.{made.number}.1/24", "dev", f"{made.name}a")
+        ip("-n", made.name, "addr", "add", f"{made.address}/24", "dev", f"{made.name}b")
+        ip("-n", made.name, "link", "set", f"{made.name}b", "up")
+        ip("-n", made.name, "link", "set", "lo", "up")
+        made.plug(up=True)
+        yield made
+    finally:
+        subprocess.run(["ip", "link", "del", f"{made.name}a"], capture_output=True, timeout=10, check=False)
+        ip("netns", "del", made.name)
+
+
+def until(check: Callable[[], object], seconds: float, what: str) -> None:
+    started = time.monotonic()
+    while not check():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def start(run: str, folder: Path, node: str, namespace: str | None, host: str) -> "subprocess.Popen[bytes]":
+    folder.mkdir()
+    environment = {**os.environ, "LOCKSTEP_BEACONS": str(folder / "shm"), "LOCKSTEP_TOKEN": TOKEN}
+    inside = ["ip", "netns", "exec", namespace] if namespace else []
+    agent = subprocess.Popen(
+        [*inside, sys.executable, "-m", "lockstep.watch.agent", "--run", run, "--folder", str(folder), "--node", node,
+         "--controller", str(os.getpid()), "--kill-grace", "0.5", "--host", host],
+        env=environment, start_new_session=True, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until(lambda: (folder / "agent.json").exists(), 20, f"agent {node}")
+    return agent
+
+
+def test_a_host_that_is_cut_off_is_told_and_taken_back_when_the_link_heals(tmp_path: Path, link: Link) -> None:
+    run, said = beacon.new_run_id("cut"), list[Said]()
+    agents = [
+        start(run, tmp_path / "a", "a", None, "127.0.0.1"),
+        start(run, tmp_path / "b", "b", link.name, link.address),
+    ]
+    addresses = [Address.read(tmp_path / node) for node in ("a", "b")]
+    clients = [AgentClient(each, TOKEN) for each in addresses]
+    (tmp_path / "worker.py").write_text(WORKER)
+    supervision = Supervision(
+        Settings(run, 1, tmp_path, tmp_path / "incidents", addresses, os.getpid(), PATIENCE), TOKEN, said.append
+    )
+    try:
+        for node, client, name, other in zip("ab", clients, ("policy-0", "policy-1"), ("policy-1", ""), strict=True):
+            argv = [sys.executable, str(tmp_path / "worker.py"), run, name, other, str(tmp_path)]
+            environment = {**os.environ, "LOCKSTEP_BEACONS": str(tmp_path / node / "shm")}
+            client.spawn(name, argv, log_path=tmp_path / f"{name}.log", env=environment)
+        until(lambda: (tmp_path / "policy-1.5").exists() and supervision.up.is_set(), 30, "both work")
+        time.sleep(1.5)
+        assert [each.headline for each in said if each.level != "notice"] == []
+        link.plug(up=False)
+        (tmp_path / "hold").touch()  # over a network, the other would not hear of it either
+        until(lambda: any("b" in _hosts(each) for each in said), 15, f"host b is told of; said {said}")
+        told = next(each for each in said if "b" in _hosts(each))
+        assert [each["rank"] for each in told.verdict["culprits"]] == [1]
+        link.plug(up=True)
+        (tmp_path / "hold").unlink()
+        until(lambda: any(each.change == "withdrawn" for each in said), 30, "it is taken back")
+        assert not any("a" in _hosts(each) and each.level != "notice" for each in said), "the other is no culprit"
+    finally:
+        link.plug(up=True)
+        supervision.close()
+        for client, agent in zip(clients, agents, strict=True):
+            client.leave(0.2)
+            agent.send_signal(signal.SIGTERM)
+            agent.wait(10)
+
+
+def _hosts(said: Said) -> set[str]:
+    return {each["host"] for each in said.verdict["culprits"]}
