@@ -50,7 +50,11 @@ def test_plain_data_comes_back_whatever_the_protocol(value: Any, protocol: int) 
 
 
 @pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("value", [Evil(), {"entries": [Evil()]}, touch, Path("x"), 1j, os.system], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [Evil(), {"entries": [Evil()]}, touch, Path("x"), 1j, os.system],
+    ids=["object", "nested", "function", "path", "complex", "builtin"],
+)
 def test_nothing_is_looked_up_and_nothing_is_called(value: Any, protocol: int) -> None:
     CALLED.clear()
     with pytest.raises(pickle.UnpicklingError, match="which no dump of the flight recorder does"):
