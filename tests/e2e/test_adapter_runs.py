@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.ledger.ledger import Ledger
 
-ADAPTER = {"kind": "dora", "r": 4, "lora_alpha": 16, "lora_dropout": 0.1}
+ADAPTER = {"kind": "dora", "r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "modules_to_save": ["embed_tokens"]}
 LOSS = {"old_logprobs": "trainer", "kl": {"coefficient": 0.05}}
 
 
@@ -40,17 +40,30 @@ def test_a_killed_run_ends_with_the_same_adapter(home: Path, tmp_path: Path) -> 
     with Ledger.reader(folder) as ledger:
         assert {row.generation for row in ledger.commits()} == {1, 2}
     _is_what_was_trained(home, straight)
+    _goes_on_in_another_run(home, straight, tmp_path)
+
+
+def _goes_on_in_another_run(home: Path, begun: Path, tmp_path: Path) -> None:
+    made = values(home, folder=str(tmp_path / "further")) | {"steps": 1}
+    made["model"] = {"path": str(home / "model"), "adapter": {"path": str(begun / "adapter"), "lora_dropout": 0.0}}
+    with Ledger.reader(train(home, made)) as ledger:
+        adapter = ledger.config()["model"]["adapter"]
+        first = next(row.values for row in ledger.metrics_rows() if "policy/kl" in row.values)
+    assert (adapter["kind"], adapter["r"], adapter["modules_to_save"]) == ("dora", 4, ["embed_tokens", "lm_head"])
+    assert abs(first["policy/kl"]) < 1e-6, "what it began with is its reference"
+    assert first["policy/engine_gap_max"] < 1e-4
 
 
 def _is_what_was_trained(home: Path, run: Path) -> None:
     before, after = load_file(home / "model" / "model.safetensors"), load_file(run / "export" / "model.safetensors")
-    adapted = [name for name in after if "_proj.weight" in name]
+    adapted = [name for name in after if "_proj.weight" in name or "embed_tokens" in name]
     for name, weight in after.items():
         moved = float(np.abs(weight - before[name]).max())
         assert moved > 1e-4 if name in adapted else moved == 0, name
     base = AutoModelForCausalLM.from_pretrained(home / "model")
     merged = PeftModel.from_pretrained(base, run / "adapter").merge_and_unload()  # type: ignore[operator]
     for name, weight in merged.named_parameters():
+        name = name.replace("lm_head", "model.embed_tokens")  # peft unties them
         assert np.abs(weight.detach().numpy() - after[name]).max() < 1e-6, name
     with Ledger.reader(run) as ledger:
         rows = [row.values for row in ledger.metrics_rows() if "policy/kl" in row.values]
@@ -67,6 +80,8 @@ def test_an_adapter_that_does_not_fit_is_refused(home: Path, tmp_path: Path) -> 
         # without bitsandbytes or without a GPU
         ("model.quantization.kind=nf4 trainer.ranks=1", ["model.quantization.kind = 'nf4'"]),
         ("model.adapter.r=0", ["model.adapter.r"]),
+        ("model.adapter.path=nowhere/adapter", ["model.adapter.path = 'nowhere/adapter'"]),
+        ("model.adapter.modules_to_save=[lm_haed]", ["model.adapter.modules_to_save", "did you mean lm_head"]),
         ("model.adapter.rank=8", ["model.adapter.rank", "'model.adapter.r'"]),
     ):
         refused = Launched.start(folder, file, *change.split(), "cluster.device=cpu")

@@ -75,7 +75,7 @@ def show_plan(
 
 def _sizes(plan: Plan, model: ModelFacts) -> str:
     adapter = model.adapter
-    trained = "" if adapter is None else f", {adapter.parameters / 1e6:,.2f} M trained (adapter)"
+    trained = "" if adapter is None else f", {adapter.trained / 1e6:,.2f} M trained (adapter)"
     return (
         f"{model.parameters / 1e6:,.2f} M parameters, {model.dtype}{trained}; about {plan.memory / 2**30:.2f} GiB in "
         f"all, {plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights"
