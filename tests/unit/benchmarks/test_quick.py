@@ -28,3 +28,19 @@ def test_one_tiny_repeat_of_both_sides(tmp_path):
     assert {"rollout", "reward", "ledger", "pack", "train", "publish"} <= set(details)
     assert (tmp_path / "table.md").read_text() in done.stdout
     assert "Lockstep / peer" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_runs_ahead_of_training_need_no_trl(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "--quick", "async", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(Side("here", "lockstep")), capture_output=True, text=True, timeout=580
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "raw.jsonl").read_text().splitlines()]
+    runs = {(line["ahead"], line["max_staleness"]): line for line in lines if "ahead" in line}
+    assert set(runs) == {(work, staleness) for work in ("fixed", "tail") for staleness in (0, 1, 2)}
+    for (_, staleness), line in runs.items():
+        assert line["staleness"] <= staleness and (line["ready"] > 0) == (staleness > 0)
+    assert "`max_staleness`" in done.stdout
