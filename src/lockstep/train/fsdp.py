@@ -16,6 +16,7 @@ from lockstep.data.batch import Packed
 from lockstep.models.load import load_policy, load_quantized, resolve_dtype
 from lockstep.models.lora import add_adapter, derived_seed, fill_adapter, with_dropout, without_adapter
 from lockstep.models.policy import Policy
+from lockstep.models.probe import probe_layers
 from lockstep.models.weights import fill, folder_digest, resolve_folder
 from lockstep.train import checkpoint, losses
 from lockstep.train.beginning import Beginning
@@ -229,6 +230,7 @@ class FSDP2Trainer:
             policy = load_policy(self.config.model, self.ranks.device, meta=True, dtype=dtype)
         if adapter is not None:
             add_adapter(policy, adapter)
+        apart = self._fuse_layers(policy)
         if trainer.compile == "layers":
             compile_layers(policy, self.ranks.device)
         if trainer.activation_checkpointing:
@@ -238,7 +240,16 @@ class FSDP2Trainer:
             fill(policy, self._folder(), self.ranks.device)
         if adapter is not None:
             fill_adapter(policy, adapter, self.config.seed, self.ranks.device)
+        log.info("rank %d computes decoder layers by %s", self.ranks.rank, apart or probe_layers(policy))
+        free_gathered(policy)
         return policy
+
+    def _fuse_layers(self, policy: Policy) -> str | None:
+        """Layers with fewer passes over memory, where that is what takes time; says why not."""
+        if self.ranks.device.type != "cpu" or self.compute != torch.float32:
+            return "the model's own forward: there is no other for this device and precision"
+        refusal = policy.fuse_layers()
+        return refusal and f"the model's own forward: {refusal}"
 
     def _kept(self) -> torch.dtype:
         """Of the parameters. What an adapter freezes needs no master weights; but a plain module, without FSDP2's mixed

@@ -56,6 +56,13 @@ def test_compiled_layers_compute_the_same(folder: Path) -> None:
         torch.testing.assert_close(weight, plain[name], rtol=1e-5, atol=2e-6, msg=name)
 
 
+def test_known_layers_are_fused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "lockstep"):
+        trainer = FSDP2Trainer(config(folder), Ranks())
+    assert trainer.policy.known_layers is not None and trainer.policy.known_layers.on
+    assert "a fused forward, which agrees with the model's own" in caplog.text
+
+
 def test_without_a_compiler_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed.shutil, "which", lambda name: None)
     with pytest.raises(NoCompiler, match=r"install g\+\+, or set trainer.compile: off"):
