@@ -25,6 +25,13 @@ def values(home: Path, **changes: object) -> dict[str, object]:
     return made | {"model": {"path": str(home / "model"), "adapter": ADAPTER}, "evaluation": None}
 
 
+@pytest.mark.timeout(300)
+def test_a_run_trains_an_adapter_and_exports_it_twice(home: Path, tmp_path: Path) -> None:
+    made = values(home, folder=str(tmp_path / "runs")) | {"steps": 2}
+    _is_what_was_trained(home, train(home, made))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_ends_with_the_same_adapter(home: Path, tmp_path: Path) -> None:
     straight = train(home, values(home, folder=str(tmp_path / "straight")))
@@ -72,10 +79,9 @@ def _is_what_was_trained(home: Path, run: Path) -> None:
     assert divergence[-1] > divergence[0] >= 0
 
 
-def test_an_adapter_that_does_not_fit_is_refused(home: Path, tmp_path: Path) -> None:
-    made = values(home, folder=str(tmp_path / "runs"))
-    file, folder = str(write(tmp_path, made)), tmp_path / "runs" / "grpo"
-    for change, words in (
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         ("model.adapter.target_modules=[q_prj]", ["model.adapter.target_modules", "'q_prj'", "did you mean q_proj"]),
         # without bitsandbytes or without a GPU
         ("model.quantization.kind=nf4 trainer.ranks=1", ["model.quantization.kind = 'nf4'"]),
@@ -83,9 +89,13 @@ def test_an_adapter_that_does_not_fit_is_refused(home: Path, tmp_path: Path) -> 
         ("model.adapter.path=nowhere/adapter", ["model.adapter.path = 'nowhere/adapter'"]),
         ("model.adapter.modules_to_save=[lm_haed]", ["model.adapter.modules_to_save", "did you mean lm_head"]),
         ("model.adapter.rank=8", ["model.adapter.rank", "'model.adapter.r'"]),
-    ):
-        refused = Launched.start(folder, file, *change.split(), "cluster.device=cpu")
-        assert refused.finish() == 2, refused.text()
-        for word in words:
-            assert word in refused.said().replace("\n", " "), word
-        assert not folder.exists()
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(home: Path, tmp_path: Path, change: str, words: list[str]) -> None:
+    made = values(home, folder=str(tmp_path / "runs"))
+    folder = tmp_path / "runs" / "grpo"
+    refused = Launched.start(folder, str(write(tmp_path, made)), *change.split(), "cluster.device=cpu")
+    assert refused.finish() == 2, refused.text()
+    for word in words:
+        assert word in refused.said().replace("\n", " "), word
+    assert not folder.exists()

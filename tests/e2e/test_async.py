@@ -83,7 +83,21 @@ def check(run: Path, bound: int) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_ahead_overlaps_is_bounded_and_goes_on_after_a_kill(home: Path, tmp_path: Path) -> None:
+def test_a_run_ahead_overlaps_and_is_bounded(home: Path, tmp_path: Path) -> None:
+    made = values(home, tmp_path, "ahead", steps=3, reward={"terms": TERMS}, evaluation=None)
+    run = tmp_path / "runs" / "ahead"
+    launched = Launched.start(run, str(write(tmp_path, made)), hold={"stage": "train", "seconds": 0.2, "at_end": False})
+    moved = tokens_while_training(launched)
+    assert launched.finish() == 0, launched.text()
+    assert moved > 0, "the engine decodes while the trainer works"
+    rows = check(run, 2)
+    assert sorted(rows) == [0, 1, 2]
+    assert max(row["rollout/staleness_max"] for row in rows.values()) in (1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_ahead_with_groups_replaced_goes_on_after_a_kill(home: Path, tmp_path: Path) -> None:
     filtered = {"enable": True, "max_num_gen_batches": 3}
     made = values(home, tmp_path, "ahead", filter_groups=filtered, reward={"terms": TERMS})
     run = tmp_path / "runs" / "ahead"
