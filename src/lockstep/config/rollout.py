@@ -38,6 +38,8 @@ class BuiltinEngine(Section):
     """Size of the preallocated KV cache in tokens; enough for `max_rows` when absent."""
     threads: int | None = Field(None, gt=0)
     """Torch threads of the engine; shared out evenly when absent."""
+    malloc: Literal["tuned", "default"] = "tuned"
+    """As `trainer.malloc`; logits of a large vocabulary are written about twice as fast."""
 
 
 class Rollout(Section):

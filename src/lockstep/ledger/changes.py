@@ -31,6 +31,7 @@ _HARMLESS = (
     "trainer.collective_timeout_s",
     "trainer.offload",
     "trainer.malloc",
+    "rollout.engine.malloc",
     "rollout.environment.workers",
     "rollout.environment.timeout_s",
     "rollout.environment.memory_mb",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep.cluster.malloc import tune_malloc
 from lockstep.cluster.protocol import Later, concurrent
 from lockstep.config.model import Model
 from lockstep.config.rollout import BuiltinEngine as EngineConfig
@@ -44,6 +45,9 @@ class EngineService:
         weights: str | None = None,
         version: int = 0,
     ) -> None:
+        config = EngineConfig.model_validate(engine)
+        if config.malloc == "tuned":
+            tune_malloc()
         if threads is not None:
             torch.set_num_threads(threads)
         self._outbox = Outbox()
@@ -51,7 +55,7 @@ class EngineService:
         self._asked: list[tuple[int, Later[Collected]]] = []
         self._engine: RolloutEngine = BuiltinEngine.from_config(
             Model.model_validate(model),
-            EngineConfig.model_validate(engine),
+            config,
             device,
             None if reader is None else _load(reader),
             version,

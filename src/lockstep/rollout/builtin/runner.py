@@ -17,7 +17,7 @@ from lockstep.rollout.builtin.scheduler import Group
 from lockstep.rollout.builtin.turns import Prefill, RowSet
 
 _PREFILL_TOKENS = 8192  # of one packed forward; a longer prompt goes alone
-_PREFILL_TOKENS_CPU = 2048  # whose activations stay in the caches
+_PREFILL_TOKENS_CPU = 1024  # whose activations stay in the caches
 
 
 class Runner(Protocol):

@@ -44,13 +44,12 @@ class Prefill:
         return torch.cat([torch.arange(length) for length in self.lengths])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        q, k, v = (self._padded(x) for x in (q, k, v))
-        self._write(layer, k, v)
+        keys, values = self._write(layer, k, v)
         if window is not None:
             self.windows[layer] = window
         reach = window if window is not None and window < self.longest else None
         whole = self._causal if q.device.type == "cuda" and reach is None else self._blocks
-        out = whole(q, k.transpose(1, 2), v.transpose(1, 2), scaling, reach).flatten(0, 1)
+        out = whole(self._padded(q), keys, values, scaling, reach).flatten(0, 1)
         return out if self.unpad is None else out.index_select(0, self.unpad)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -76,13 +75,15 @@ class Prefill:
         return out.flatten(2, 3)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._write(layer, self._padded(k), self._padded(v))
+        self._write(layer, k, v)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        keys, values = self.cache.prompt(layer).open(k, v)
-        last = self.first + len(self.lengths)
-        keys[self.first : last, : self.longest] = k
-        values[self.first : last, : self.longest] = v
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The prompts' keys and values `[prompts, kv heads, longest, dim]`, in the cache."""
+        slots = slice(self.first, self.first + len(self.lengths))
+        keys, values = (table[slots, :, : self.longest] for table in self.cache.prompt(layer).open(k, v))
+        keys.copy_(self._padded(k).transpose(1, 2))
+        values.copy_(self._padded(v).transpose(1, 2))
+        return keys, values
 
     def _padded(self, x: Tensor) -> Tensor:
         """`[tokens, heads, dim]` to `[prompts, longest, heads, dim]`."""
@@ -213,10 +214,10 @@ class Decode:
         grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim)
         prompt_mask, suffix_mask = self._mask(layer, window, heads // kv_heads)
         self.store(layer, k, v)
-        keys, values = (x[:rows, : self.longest].transpose(1, 2) for x in self.cache.suffix(layer).open(k, v))
+        keys, values = (x[:rows, :, : self.longest] for x in self.cache.suffix(layer).open(k, v))
         out, lse = attend(grouped, keys, values, suffix_mask, scaling)
         if self.among.prompt:
-            keys, values = (x.transpose(1, 2) for x in self.cache.prompt(layer).open(k, v))
+            keys, values = self.cache.prompt(layer).open(k, v)
             above, above_lse = self._over_prompts(grouped, keys, values, prompt_mask, scaling)
             out.lerp_(above, torch.sub(above_lse, lse).sigmoid_().unsqueeze(-1).to(out.dtype))
         return out.reshape(rows, heads, -1)
@@ -225,11 +226,11 @@ class Decode:
         keys, values = self.cache.suffix(layer).open(k, v)
         rows = len(k)
         if isinstance(self.at, int):
-            keys[:rows, self.at] = k
-            values[:rows, self.at] = v
+            keys[:rows, :, self.at] = k
+            values[:rows, :, self.at] = v
         else:
-            keys[self.among.rows, self.at] = k
-            values[self.among.rows, self.at] = v
+            keys[self.among.rows, :, self.at] = k
+            values[self.among.rows, :, self.at] = v
 
     def _over_prompts(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
