@@ -16,7 +16,7 @@ from lockstep.config.rollout import BuiltinEngine as EngineConfig
 from lockstep.data.samples import Completion
 from lockstep.rollout.api import Collected
 from lockstep.rollout.builtin.engine import BuiltinEngine, WeightReader
-from lockstep.rollout.protocol import EngineProgress, Request, RolloutEngine
+from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.watch import beacon
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class EngineService:
         self._outbox = Outbox()
         self._failure: Exception | None = None
         self._asked: list[tuple[int, Later[Collected]]] = []
-        self._engine: RolloutEngine = BuiltinEngine.from_config(
+        self._engine = BuiltinEngine.from_config(
             Model.model_validate(model),
             config,
             device,
@@ -89,6 +89,9 @@ class EngineService:
 
     def load_weights(self, source: str, version: int) -> None:
         self._engine.load_weights(Path(source), version)
+
+    def slower(self) -> str:
+        return self._engine.slower
 
     @concurrent
     def progress(self) -> EngineProgress:

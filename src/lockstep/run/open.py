@@ -29,7 +29,7 @@ from lockstep.run.policy import Policy
 from lockstep.run.prepare import START, Prepared
 from lockstep.run.publish import WeightSync
 from lockstep.run.run import Roles, Run
-from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER, PolicyAPI
+from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER, EngineAPI, PolicyAPI
 from lockstep.run.turns import Conversations
 from lockstep.train.api import TrainerInfo
 from lockstep.watch import beacon
@@ -168,6 +168,13 @@ def _tell_packing(prepared: Prepared, info: TrainerInfo) -> None:
     log.log(level, "packing %s%s (%s)", info.packing, means[info.packing], info.packing_reason)
 
 
+def _tell_slower(engines: list[Worker]) -> None:
+    """A model that engines decode slowly is said as well; all engines have the same one."""
+    for reason in dict.fromkeys(gather([worker.submit(EngineAPI.slower) for worker in engines], why="load the model")):
+        if reason:
+            log.warning("%s", reason)
+
+
 def _roles(
     prepared: Prepared,
     ledger: Ledger,
@@ -185,6 +192,7 @@ def _roles(
         roles.rewards.start()
     if not engine_workers:
         return roles
+    _tell_slower(engine_workers)
     roles.engines = _engines(prepared, cluster, engine_workers)
     roles.weights = WeightSync(policy, roles.engines, _store(prepared, policy, ledger.generation, store), ledger)
     roles.weights.publish(version)

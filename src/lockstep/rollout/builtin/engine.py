@@ -67,7 +67,8 @@ class BuiltinEngine:
         self._rows = Rows(max_rows)
         self._scheduler = Scheduler(cache_tokens)
         self._stops = Stops(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
-        self._runner = choose_runner(lm, self.device, self.context, cache_tokens)
+        self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens)
+        """With why it is not the fastest, empty where it is."""
         self._sampling: SamplingRows | None = None
         self._ids: set[str] = set()
         self._tokens, self._finished, self._paused = 0, 0, False
