@@ -8,6 +8,7 @@ models keep transformers' own layers.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -40,7 +41,9 @@ class KnownLayers:
         def forward(
             hidden_states: Tensor, *args: Any, layout: Layout | None = None, asked: Asked | None = None, **kwargs: Any
         ) -> Tensor:
-            if layout is None or not self.on:
+            # A compiler makes of the model's own what it makes of ours, and once for all layers.
+            compiled = torch.compiler.is_compiling() and (asked is None or not last)
+            if layout is None or not self.on or compiled:
                 return plain(hidden_states, *args, layout=layout, **kwargs)
             return _forward(layer, hidden_states[0], layout, asked if last else None, **kwargs)[None]
 
