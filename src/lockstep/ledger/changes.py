@@ -50,6 +50,7 @@ _BITS = (
     "rollout.engine.threads",
     "rollout.engine.max_rows",
     "rollout.engine.cache_tokens",
+    "rollout.engine.prefix_cache",
 )
 """Fields that say who computes how much at once: they change the order of additions and nothing else."""
 _RESULT = ("cluster.device",)

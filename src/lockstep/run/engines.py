@@ -89,7 +89,7 @@ class Engines:
         batches: list[list[Request]] = [[] for _ in self._engines]
         for group in groups.values():
             owed = [len(engine.open) + len(batch) for engine, batch in zip(self._engines, batches, strict=True)]
-            batches[owed.index(min(owed))].extend(group)
+            batches[self._place(group, owed)].extend(group)
         pendings = []
         for engine, batch in zip(self._engines, batches, strict=True):
             if batch:
@@ -97,6 +97,14 @@ class Engines:
                 self._queue_of.update((request.id, queue) for request in batch)
                 pendings.append(engine.worker.submit(EngineAPI.submit, batch))
         gather(pendings, why="hand over requests")
+
+    def _place(self, group: Sequence[Request], owed: Sequence[int]) -> int:
+        """Which engine gets a group, of those that owe so many completions."""
+        return owed.index(min(owed))
+
+    def metrics(self) -> dict[str, float]:
+        """Of the engines' work since the last call."""
+        return {}
 
     def collect(self, queue: str = "") -> list[Completion]:
         """What finished of a queue since the last call; returns at once. What finished of others waits for theirs.

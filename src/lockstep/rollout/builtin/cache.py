@@ -110,6 +110,20 @@ class Cache:
             for table in self.suffixes.values():
                 table.size = suffix
 
+    def sequence(self, group: int, prompt: int, row: int, suffix: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """By layer: a copy of the first `prompt` keys and values of a group and the first `suffix` of a row,
+        `[kv heads, tokens, head dim]`."""
+        made = {}
+        for layer, own in self.suffixes.items():
+            assert own.keys is not None and own.values is not None
+            keys, values = [own.keys[row, :, :suffix]], [own.values[row, :, :suffix]]
+            above = self.prompts.get(layer)
+            if prompt and above is not None and above.keys is not None and above.values is not None:
+                keys.insert(0, above.keys[group, :, :prompt])
+                values.insert(0, above.values[group, :, :prompt])
+            made[layer] = torch.cat(keys, 1), torch.cat(values, 1)
+        return made
+
     def move_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """`tokens`: how many the longest of the rows has in the cache."""
         for table in self.suffixes.values():

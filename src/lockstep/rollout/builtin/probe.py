@@ -27,7 +27,9 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @torch.inference_mode()
-def choose_runner(lm: Any, device: torch.device, context: int, budget: int | None) -> tuple[Runner, str]:
+def choose_runner(
+    lm: Any, device: torch.device, context: int, budget: int | None, prefix_cache: float = 0.0
+) -> tuple[Runner, str]:
     """The fastest runner that computes what the model computes: our cache under the fused forward, our cache under
     the model's own forward, or whole sequences; and why not a faster one, which is logged (empty for the fastest)."""
     name, dtype = type(lm).__name__, next(lm.parameters()).dtype
@@ -41,12 +43,12 @@ def choose_runner(lm: Any, device: torch.device, context: int, budget: int | Non
     forward, why = _fused(lm, device, own.windows, expected)
     if forward is None:
         slower = _told(f"{name} decodes through its own forward, not the fused one, slower: {why}")
-        return CachedRunner(own.forward, device, dtype, budget), slower
+        return CachedRunner(own.forward, device, dtype, budget, None, prefix_cache), slower
     log.info("%s decodes through the fused forward", name)
     capture, slower = captured if device.type == "cuda" else None, ""
     if capture and (why := _wrong(CachedRunner(forward, device, dtype, capture=capture), expected)):
         capture, slower = None, _told(f"{name} decodes without CUDA graphs, slower: {why}")
-    return CachedRunner(forward, device, dtype, budget, capture), slower
+    return CachedRunner(forward, device, dtype, budget, capture, prefix_cache), slower
 
 
 def _told(slower: str) -> str:
