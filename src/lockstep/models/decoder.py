@@ -101,9 +101,8 @@ def _attention(
 ) -> Tensor:
     """Everything before the output's projection: `[tokens, hidden]` to `[asked tokens, heads * size]`."""
     cos, sin = (table[0].unsqueeze(1) for table in position_embeddings)
-    own = (
-        heads if hasattr(heads, "sliding_window") else heads.config
-    )  # Qwen's layers know theirs; Mistral's is one for all
+    # Qwen's layers know their window; Mistral's is one for all.
+    own = heads if hasattr(heads, "sliding_window") else heads.config
     window = getattr(own, "sliding_window", None)
     hides = attention.sliding_window(heads, mask, {"sliding_window": window}, layout) is not None
     few = None if hides else asked
