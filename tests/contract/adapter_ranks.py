@@ -99,12 +99,7 @@ def reload(folder: Path, ranks: Ranks, port: int) -> tr.Result:
 
 def export(folder: Path, ranks: Ranks, port: int) -> tr.Result:
     """Alone and merged."""
-    cfg = config(folder, "llama", "sft", DORA)
-    trainer = FSDP2Trainer(cfg, ranks)
-    result = adapter_train(trainer, tr.batch_of(cfg, ranks.world))
-    trainer.export(folder / f"merged-{ranks.world}")
-    trainer.export_adapter(folder / f"adapter-{ranks.world}")
-    return result
+    return _exported(folder, ranks, DORA, "")
 
 
 def begun(folder: Path, ranks: Ranks, port: int) -> tr.Result:
@@ -129,11 +124,15 @@ def begun(folder: Path, ranks: Ranks, port: int) -> tr.Result:
 
 def export_saved(folder: Path, ranks: Ranks, port: int) -> tr.Result:
     """With what was trained beside it, alone and merged."""
-    cfg = config(folder, "llama", "sft", SAVED)
+    return _exported(folder, ranks, SAVED, "saved-")
+
+
+def _exported(folder: Path, ranks: Ranks, adapter: dict[str, Any], prefix: str) -> tr.Result:
+    cfg = config(folder, "llama", "sft", adapter)
     trainer = FSDP2Trainer(cfg, ranks)
     result = adapter_train(trainer, tr.batch_of(cfg, ranks.world))
-    trainer.export(folder / f"saved-merged-{ranks.world}")
-    trainer.export_adapter(folder / f"saved-adapter-{ranks.world}")
+    trainer.export(folder / f"{prefix}merged-{ranks.world}")
+    trainer.export_adapter(folder / f"{prefix}adapter-{ranks.world}")
     return result
 
 

@@ -1,6 +1,7 @@
 """LoRA and DoRA: the numbers of peft however the work is split; saved, merged and exported whole."""
 
 from pathlib import Path
+from typing import Any
 
 import adapter_ranks as ar
 import pytest
@@ -159,16 +160,22 @@ def test_a_checkpoint_is_refused_on_another_model_or_adapter(folder: Path, alone
 # --- exports
 
 
+def exported(folder: Path, prefix: str, world: int, results: list[tr.Result]) -> tuple[Any, PeftModel]:
+    """The merged export, which has the trainer's weights bit by bit, and the adapter's on its base."""
+    merged = AutoModelForCausalLM.from_pretrained(folder / f"{prefix}merged-{world}")
+    expected = tr.whole([result.weights for result in results])
+    assert apart({name: p.detach() for name, p in merged.named_parameters()}, expected) == 0
+    base = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    return merged, PeftModel.from_pretrained(base, folder / f"{prefix}adapter-{world}")
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_exports_load_with_transformers_and_with_peft(
     folder: Path, world: int, alone: dict[str, tr.Result], pair: dict[str, list[tr.Result]]
 ) -> None:
     results = [alone["export"]] if world == 1 else pair["export"]
+    _, adapted = exported(folder, "", world, results)
     expected = tr.whole([result.weights for result in results])
-    merged = AutoModelForCausalLM.from_pretrained(folder / f"merged-{world}")
-    assert apart({name: p.detach() for name, p in merged.named_parameters()}, expected) == 0
-    base = AutoModelForCausalLM.from_pretrained(folder / "llama")
-    adapted = PeftModel.from_pretrained(base, folder / f"adapter-{world}")
     found = {name: p.detach() for name, p in adapted.merge_and_unload().named_parameters()}  # type: ignore[operator]
     assert apart(found, expected) < 1e-6
     assert AutoTokenizer.from_pretrained(folder / f"adapter-{world}").eos_token_id is not None
@@ -182,11 +189,8 @@ def test_what_was_trained_beside_an_adapter_is_exported_with_it(
     folder: Path, world: int, alone: dict[str, tr.Result], pair: dict[str, list[tr.Result]]
 ) -> None:
     results = [alone["export_saved"]] if world == 1 else pair["export_saved"]
-    expected = tr.whole([result.weights for result in results])
-    merged = AutoModelForCausalLM.from_pretrained(folder / f"saved-merged-{world}")
-    assert apart({name: p.detach() for name, p in merged.named_parameters()}, expected) == 0
-    base = AutoModelForCausalLM.from_pretrained(folder / "llama")
-    adapted = PeftModel.from_pretrained(base, folder / f"saved-adapter-{world}").eval()
+    merged, adapted = exported(folder, "saved-", world, results)
+    adapted.eval()
     ids = torch.arange(20)[None] % 50 + 6
     with torch.no_grad():
         assert (adapted(ids).logits - merged(ids).logits).abs().max() < 1e-5

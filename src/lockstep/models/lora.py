@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +88,7 @@ def find_saved(policy: Policy, cfg: Adapter) -> list[str]:
             found.add(name)  # tied
     targets = () if cfg.target_modules == "all-linear" else cfg.target_modules
     for name in modules:
-        target = next((end for end in targets if name == end or name.endswith(f".{end}")), None)
+        target = next((end for end in targets if _ends(name, end)), None)
         if target is not None and _within(name, found):
             raise ModelError(_SAVED, name, f"it is adapted as well ({_FIELD} {target})", "name it in one of the two")
     return [name for name in modules if name in found]
@@ -127,6 +127,11 @@ def named_saved(policy: Policy) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in named_weights(policy):
             if parameter.requires_grad:
                 yield peft_name(name), parameter
+
+
+def begins_elsewhere(policy: Policy, cfg: Adapter) -> bool:
+    """Whether the policy without its adapter is another than the one that a run begins with."""
+    return cfg.path is not None or any(True for _ in named_saved(policy))
 
 
 def saved_names(policy: Policy) -> dict[str, list[str]]:
@@ -275,6 +280,22 @@ def _short(targets: list[str], names: list[str]) -> list[str]:
     return ends if sorted(named) == sorted(targets) else targets
 
 
+def _ends(name: str, end: str) -> bool:
+    """Whether a module has this name, or this end of one."""
+    return name == end or name.endswith(f".{end}")
+
+
+def _last_words(names: Iterable[str]) -> list[str]:
+    """`q_proj` of `model.layers.0.self_attn.q_proj`, each once."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _did_you_mean(name: str, ends: list[str]) -> str:
+    """A question with the nearest of `ends`; empty where none is near."""
+    nearest = difflib.get_close_matches(name.rpartition(".")[2], ends, n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
 def _within(name: str, modules: set[str]) -> bool:
     """Whether a module is one of `modules`, or inside of one."""
     return f"{name}.".startswith(tuple(f"{other}." for other in modules))
@@ -282,23 +303,22 @@ def _within(name: str, modules: set[str]) -> bool:
 
 def _holding(wanted: str, modules: dict[str, nn.Module]) -> list[str]:
     """The modules of a name, or with that end, that hold weights. Raises ModelError where there is none."""
-    matching = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
+    matching = [name for name in modules if _ends(name, wanted)]
     if not any(True for name in matching for _ in modules[name].parameters()):
-        ends = list(dict.fromkeys(name.rpartition(".")[2] for name in modules))
-        nearest = difflib.get_close_matches(wanted.rpartition(".")[2], ends, n=3, cutoff=0.4)
-        remedy = f"did you mean {' or '.join(nearest)}?" if nearest else f"it has {', '.join(ends[:20])}"
+        ends = _last_words(modules)
+        remedy = _did_you_mean(wanted, ends) or f"it has {', '.join(ends[:20])}"
         raise ModelError(_SAVED, wanted, "the model has no weights in a module of that name", remedy)
     return matching
 
 
 def _for_peft(saved: list[str], names: list[str]) -> list[str]:
     """The ends of saved modules' names where peft, which looks at ends of any length, finds nothing else by them."""
-    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in saved))
+    ends = _last_words(saved)
     return ends if [name for name in names if name.endswith(tuple(ends))] == saved else saved
 
 
 def _matching(policy: Policy, target: str, modules: dict[str, nn.Module], possible: list[str]) -> list[str]:
-    matching = [name for name in modules if name == target or name.endswith(f".{target}")]
+    matching = [name for name in modules if _ends(name, target)]
     unfit = [name for name in matching if name not in possible]
     if not matching or unfit:
         raise _refusal(policy, target, modules[unfit[0]] if unfit else None, possible)
@@ -307,10 +327,10 @@ def _matching(policy: Policy, target: str, modules: dict[str, nn.Module], possib
 
 def _refusal(policy: Policy, target: str, unfit: nn.Module | None, possible: list[str]) -> ModelError:
     """What is wrong with a target, and what it could have been."""
-    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in possible))
-    nearest = difflib.get_close_matches(target.rpartition(".")[2], ends, n=3, cutoff=0.4)
+    ends = _last_words(possible)
+    meant = "" if target in ends else _did_you_mean(target, ends)
     known = f"the linear layers of {type(policy.lm).__name__} are {', '.join(ends)}"
-    remedy = f"did you mean {' or '.join(nearest)}? {known}" if nearest and target not in ends else known
+    remedy = f"{meant} {known}" if meant else known
     if unfit is None:
         return ModelError(_FIELD, target, "the model has no layer of that name", remedy)
     if unfit is policy.head:

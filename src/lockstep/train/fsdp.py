@@ -14,7 +14,14 @@ from lockstep.config.model import Adapter
 from lockstep.config.recipes import Config
 from lockstep.data.batch import Packed
 from lockstep.models.load import load_policy, load_quantized, resolve_dtype
-from lockstep.models.lora import add_adapter, derived_seed, fill_adapter, with_dropout, without_adapter
+from lockstep.models.lora import (
+    add_adapter,
+    begins_elsewhere,
+    derived_seed,
+    fill_adapter,
+    with_dropout,
+    without_adapter,
+)
 from lockstep.models.policy import Policy
 from lockstep.models.probe import probe_layers
 from lockstep.models.weights import fill, folder_digest, resolve_folder
@@ -82,7 +89,8 @@ class FSDP2Trainer:
         """A model of its own; with an adapter the reference is the policy without it, or as it was at first."""
         if self.has_reference and self.adapter is None:
             self.reference = self._load(self.compute).requires_grad_(False)
-        self.beginning = Beginning(self._rows()) if self.has_reference and self._begins_elsewhere() else None
+        elsewhere = self.adapter is not None and begins_elsewhere(self.policy, self.adapter)
+        self.beginning = Beginning(self._rows()) if self.has_reference and elsewhere else None
         norms = norms_of(self.policy)
         undecayed = [name for name, parameter in self.names.items() if id(parameter) in norms]
         self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer, undecayed)
@@ -258,10 +266,6 @@ class FSDP2Trainer:
             return torch.float32
         mixes = bool(self.adapter.modules_to_save) and self.ranks.group is None
         return torch.float32 if mixes and self.config.model.quantization is None else self.compute
-
-    def _begins_elsewhere(self) -> bool:
-        """Whether the policy without its adapter is another than the one that the run began with."""
-        return self.adapter is not None and (self.adapter.path is not None or bool(self.outgoing.saved))
 
     def _digests(self) -> dict[str, str]:
         if self.adapter is None:
