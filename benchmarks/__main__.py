@@ -2,6 +2,7 @@
 
     script/benchmark                             everything, five repeats: about 20 minutes on two quiet cores
     script/benchmark fixed tail                  some of it
+    script/benchmark async                       not among everything: generation ahead of training, ten minutes
     script/benchmark --table --out FOLDER        the table of what was measured into FOLDER, without measuring
     script/benchmark --quick                     one tiny repeat of everything, to see that it works
 
@@ -17,12 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.ahead import run_ahead
 from benchmarks.results import RAW, SETTINGS, TABLE, facts, into_page, read, report, settings
 from benchmarks.runner import ROOT, Tell, environment, peer_installed, run, write
 from benchmarks.workloads import MODEL, TOY, WORKS, Side, Work, quick
 from lockstep.models.tiny import TinyModel, make_tiny
 
-GENERATION, FLOORS = "generation", "floors"
+GENERATION, FLOORS, ASYNC = "generation", "floors", "async"
 GENERATED = {"fixed": "p32-fixed", "tail": "p32-tail", "p512": "p512-fixed"}
 """What the row of `benchmarks.generation` with the same prompts and lengths is called there."""
 
@@ -40,7 +42,7 @@ def main() -> None:
         print(f"{time.monotonic() - began:6.0f} s  {text}", flush=True)
 
     if not options.table:
-        if not peer_installed():
+        if options.works != [ASYNC] and not peer_installed():
             raise SystemExit("TRL is not in build/peer: use script/benchmark, which puts it there")
         tell(f"results go to {folder}")
         if not (folder / RAW).exists():
@@ -54,6 +56,8 @@ def main() -> None:
                 measure_floors(works, folder, Path(scratch), tell, model)
             if GENERATION in options.works and not options.quick:
                 measure_generation(folder, Path(scratch), tell, options.generation_repeats)
+            if ASYNC in options.works:
+                run_ahead(repeats, Path(scratch), folder / RAW, tell, small=options.quick)
     text = report(works if options.quick else list(WORKS.values()), read(folder))
     (folder / TABLE).write_text(text)
     if options.docs:
@@ -63,10 +67,13 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     everything = [*WORKS, FLOORS, GENERATION]
+    known = [*everything, ASYNC]
     parser = argparse.ArgumentParser(
         prog="script/benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("works", nargs="*", metavar="WORK", help=f"of {', '.join(everything)}; all when none is given")
+    parser.add_argument(
+        "works", nargs="*", metavar="WORK", help=f"of {', '.join(known)}; all but the last when none is given"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="of each side, in turns (default 5)")
     parser.add_argument("--generation-repeats", type=int, default=2, help="of generation alone (default 2)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: build/benchmark/DATE-TIME")
@@ -74,9 +81,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="measure nothing")
     parser.add_argument("--quick", action="store_true", help="one tiny repeat")
     options = parser.parse_args()
-    unknown = [name for name in options.works if name not in everything]
+    unknown = [name for name in options.works if name not in known]
     if unknown:
-        parser.error(f"{unknown[0]!r} is no workload, expected some of {', '.join(everything)}")
+        parser.error(f"{unknown[0]!r} is no workload, expected some of {', '.join(known)}")
     if options.table and not options.out:
         parser.error("--table needs the --out of what was measured")
     options.works = options.works or everything

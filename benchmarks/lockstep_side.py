@@ -84,6 +84,7 @@ class Paced:
             self._detail.on = self._pacer.detail
             self._detail.mark("")
             yield step
+        self._pacer.begin()  # tells that the last one is done
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ahead import ahead_table
 from benchmarks.runner import PEER, ROOT
 from benchmarks.table import Line, comparison, floors, generation, overhead
 from benchmarks.workloads import MODEL, Work, lockstep_config, trl_arguments
@@ -58,9 +59,9 @@ def read(folder: Path) -> list[Line]:
 def report(works: Sequence[Work], lines: Sequence[Line]) -> str:
     """The tables, as Markdown."""
     parts = [comparison(works, lines), generation(lines), floors(works, lines)]
-    parts += [overhead(work, lines) for work in works if work.details]
+    parts += [overhead(work, lines) for work in works if work.details] + [ahead_table(lines)]
     made = [line["made"] for line in lines if "made" in line]
-    return "\n\n".join(["\n".join(part) for part in parts if part] + [_footnote(made, lines)]) + "\n"
+    return "\n\n".join(["\n".join(part) for part in parts if len(part) > 2] + [_footnote(made, lines)]) + "\n"
 
 
 def _footnote(made: Sequence[Line], lines: Sequence[Line]) -> str:

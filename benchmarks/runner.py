@@ -115,17 +115,8 @@ class Match:
     def _start(self, side: Side) -> None:
         work, own = self.work, self.folder / side.name.replace(" ", "-")
         steps = 2 + self.repeats * side.steps + work.details
-        own.mkdir(parents=True)
-        prepare(work, own, steps + 2, self._model)  # TRL reads a batch ahead
-        table = lengths(work, steps + 2)
-        if side.program == "lockstep":
-            order: dict[str, Any] = {"config": lockstep_config(work, side, own, steps), "lengths": table.tolist()}
-        else:
-            arguments = trl_arguments(work, side, own, steps)
-            order = {"kind": work.kind, "arguments": arguments, "lengths": table.ravel().tolist()}
-        (own / f"{side.program}.json").write_text(json.dumps(order))
+        command = ordered(work, side, own, steps, self._model)
         self.tell(f"{work.name}: starting {side.name}")
-        command = [sys.executable, "-m", f"benchmarks.{side.program}_side", str(own)]
         process = self._stack.enter_context(SideProcess(command, environment(side), self.folder / f"{own.name}.log"))
         facts = process.ready()
         self._processes[side.name] = process
@@ -134,6 +125,20 @@ class Match:
         if side.warm:
             self.tell(f"{work.name}: first step of {side.name}")
             self._tokens[side.name] = int(process.go(1).get("tokens", 0))
+
+
+def ordered(work: Work, side: Side, folder: Path, steps: int, model: TinyModel = MODEL) -> list[str]:
+    """Makes a folder with all that a side needs for so many steps; the command that starts it."""
+    folder.mkdir(parents=True)
+    prepare(work, folder, steps + 2, model)  # TRL reads a batch ahead
+    table = lengths(work, steps + 2)
+    if side.program == "lockstep":
+        order: dict[str, Any] = {"config": lockstep_config(work, side, folder, steps), "lengths": table.tolist()}
+    else:
+        arguments = trl_arguments(work, side, folder, steps)
+        order = {"kind": work.kind, "arguments": arguments, "lengths": table.ravel().tolist()}
+    (folder / f"{side.program}.json").write_text(json.dumps(order))
+    return [sys.executable, "-m", f"benchmarks.{side.program}_side", str(folder)]
 
 
 def by_name(before: Usage, after: Usage, names: dict[int, str]) -> dict[str, float]:

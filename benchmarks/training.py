@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.floors import TrainingFloor, segments
 from benchmarks.workloads import MODEL, WORKS, Work, prepare
+from lockstep.cluster.malloc import tune_malloc
 from lockstep.config.algorithm import CrossEntropy, PPOClip
 from lockstep.config.recipes import SFTConfig
 from lockstep.data.packing import pack
 from lockstep.data.trees import Segment, Tree
 from lockstep.train.distributed import Ranks
 from lockstep.train.fsdp import FSDP2Trainer
-from lockstep.train.speed import tune_malloc
 
 MICRO = {"fixed": 128, "tail": 128, "p512": 8, "sft": 1}
 """Rows of a padded micro-batch: what suits it best here."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from lockstep.watch import beacon
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+settings.register_profile("lockstep", deadline=None)  # how long an example takes says how busy the machine is
+settings.load_profile("lockstep")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,9 @@
     tests/full.py --match WORD          tests with this in their name
 
 What came of each test is in `full-results.json` as soon as it is known, so a run that was stopped goes on where it was.
-The seed is that of the tests' random moments, too. This file is also the pytest plugin that reports from inside.
+The seed is that of the tests' random moments, too. What failed beside another process runs once more, alone: fault
+tests have bounds in seconds, and two of them may starve each other on a busy machine. This file is also the pytest
+plugin that reports from inside.
 """
 
 import argparse
@@ -256,6 +258,7 @@ class Suite:
     def __init__(self, total: int, seed: int, source: str, results: Results) -> None:
         self.total, self.seed, self.source, self.results = total, seed, source, results
         self.counts = {"passed": 0, "failed": 0, "skipped": 0}
+        self.failed: set[str] = set()
         self.began = time.monotonic()
 
     def run(self, waiting: list[Batch], jobs: int) -> None:
@@ -277,6 +280,14 @@ class Suite:
                 for batch in running:
                     batch.kill()
 
+    def again(self) -> None:
+        """What failed, one by one."""
+        nodes = sorted(self.failed)
+        print(f"{len(nodes)} failed beside others and run once more, alone", flush=True)
+        self.failed.clear()
+        self.counts["failed"] = 0
+        self.run([Batch([node]) for node in nodes], jobs=1)
+
     def _look(self, batch: Batch) -> bool:
         """Notes what is over; whether all of it is."""
         ended = batch.ended()  # before the news: what it says last counts
@@ -295,6 +306,8 @@ class Suite:
     def _note(self, batch: Batch, node: str) -> None:
         outcome, seconds = batch.outcomes[node], round(batch.seconds.get(node, 0.0), 1)
         self.counts[outcome] += 1
+        if outcome == "failed":
+            self.failed.add(node)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self.results.put(Result(node, self.seed, outcome, seconds, self.source, now, machine()))
         done, elapsed = sum(self.counts.values()), time.monotonic() - self.began
@@ -323,6 +336,8 @@ def main() -> int:
     code = 0
     try:
         suite.run(batches(set(nodes) - recorded, results), chosen.jobs)
+        if suite.failed and chosen.jobs > 1:
+            suite.again()
     except KeyboardInterrupt:
         print("interrupted; what is over is recorded")
         code = 130

@@ -15,7 +15,9 @@ from lockstep.train.fsdp import FSDP2Trainer
 # r is odd: the last rank's part of A is shorter
 LORA = {"kind": "lora", "r": 5, "lora_alpha": 15, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 DORA = {"kind": "dora", "r": 3, "lora_alpha": 6, "use_rslora": True, "init_lora_weights": "gaussian"}
-ADAPTERS = {"lora": LORA, "dora": DORA}
+# trained whole beside it, in the layers and outside of them
+SAVED = LORA | {"modules_to_save": ["lm_head", "embed_tokens", "layers.1.input_layernorm"]}
+ADAPTERS = {"lora": LORA, "dora": DORA, "saved": SAVED}
 DROPPING = LORA | {"lora_dropout": 0.3}
 
 
@@ -31,7 +33,10 @@ def variant(kind: str, family: str, recipe: str, budget: int = 400, **trainer: A
         result = adapter_train(made, tr.batch_of(made.config, ranks.world, budget))
         after = made.outgoing.weights
         result.extra["start"] = start
-        result.extra["frozen"] = all(torch.equal(_local(before[n]), _local(after[n])) for n in before)
+        saved = {id(parameter) for parameter in made.outgoing.saved.values()}
+        result.extra["frozen"] = all(
+            torch.equal(_local(before[n]), _local(p)) != (id(p) in saved) for n, p in after.items()
+        )
         result.extra["optimizer"] = sorted(made.optimizer.exp_avg)
         return result
 
@@ -51,7 +56,9 @@ def adapter_train(trainer: FSDP2Trainer, batch: Any, steps: int = 3) -> tr.Resul
 
 
 def adapter_of(trainer: FSDP2Trainer) -> dict[str, torch.Tensor]:
-    return {name: rows.clone() for name, rows in trainer.outgoing.gather_adapter().items()}
+    """Whole; of what is trained beside it this rank's rows."""
+    whole = {name: rows.clone() for name, rows in trainer.outgoing.gather_adapter().items()}
+    return whole | {name: _local(rows).detach().clone() for name, rows in trainer.outgoing.saved.items()}
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -92,15 +99,45 @@ def reload(folder: Path, ranks: Ranks, port: int) -> tr.Result:
 
 def export(folder: Path, ranks: Ranks, port: int) -> tr.Result:
     """Alone and merged."""
-    cfg = config(folder, "llama", "sft", DORA)
+    return _exported(folder, ranks, DORA, "")
+
+
+def begun(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+    """From the adapter that one rank exported, which is the reference as well; saved and exported again."""
+    here = {"path": str(folder / "saved-adapter-1")}
+    cfg = config(folder, "llama", "grpo", here | SAVED)
+    trainer = FSDP2Trainer(cfg, ranks)
+    start = adapter_of(trainer)
+    rows = tr.batch_of(cfg, ranks.world).everything().ranks[ranks.rank]
+    first = trainer.evaluate(rows, ["logprobs"])
+    result = adapter_train(trainer, tr.batch_of(cfg, ranks.world))
+    after = trainer.evaluate(rows, ["reference_logprobs", "logprobs"])
+    result.extra |= {"start": start, "first": first, "after": after, "trained": adapter_of(trainer)}
+    trainer.save(folder / "saved" / f"begun-{ranks.world}")
+    trainer.writer.finish()
+    second = FSDP2Trainer(cfg, ranks)
+    second.load(folder / "saved" / f"begun-{ranks.world}")
+    result.extra["loaded"] = adapter_of(second)
+    result.extra["again"] = second.evaluate(rows, ["reference_logprobs"])
+    return result
+
+
+def export_saved(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+    """With what was trained beside it, alone and merged."""
+    return _exported(folder, ranks, SAVED, "saved-")
+
+
+def _exported(folder: Path, ranks: Ranks, adapter: dict[str, Any], prefix: str) -> tr.Result:
+    cfg = config(folder, "llama", "sft", adapter)
     trainer = FSDP2Trainer(cfg, ranks)
     result = adapter_train(trainer, tr.batch_of(cfg, ranks.world))
-    trainer.export(folder / f"merged-{ranks.world}")
-    trainer.export_adapter(folder / f"adapter-{ranks.world}")
+    trainer.export(folder / f"{prefix}merged-{ranks.world}")
+    trainer.export_adapter(folder / f"{prefix}adapter-{ranks.world}")
     return result
 
 
 CASES: dict[str, tr.Case] = {
+    "saved-llama-grpo": variant("saved", "llama", "grpo", budget=60),
     "lora-qwen2-grpo": variant("lora", "qwen2", "grpo"),
     "lora-llama-sft-split": variant("lora", "llama", "sft", budget=60),
     "lora-llama-grpo-zero2": variant("lora", "llama", "grpo", budget=60, reshard_after_forward=False),
@@ -110,6 +147,8 @@ CASES: dict[str, tr.Case] = {
     "recomputed": recomputed,
     "reload": reload,
     "export": export,
+    "export_saved": export_saved,
+    "begun": begun,
 }
 
 
@@ -127,9 +166,13 @@ def truth(folder: Path, name: str, start: dict[str, torch.Tensor]) -> tr.Result:
     model: Any = PeftModel.from_pretrained(base, folder / f"start-{name}", is_trainable=True).eval()
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     for key, value in named.items():
-        assert torch.equal(value, start[key.replace(".default", "").replace("_vector.weight", "_vector")]), key
+        stored = key.replace(".modules_to_save", "").replace(".default", "").replace("_vector.weight", "_vector")
+        assert torch.equal(value, start[stored]), key
     settings = cfg.trainer.optimizer
-    optimizer = torch.optim.AdamW(named.values(), lr=tr.LR, eps=settings.eps, weight_decay=settings.weight_decay)
+    decayed = [p for n, p in named.items() if "norm" not in n]
+    rest = {"params": [p for n, p in named.items() if "norm" in n], "weight_decay": 0.0}
+    groups = [{"params": decayed}, *([rest] if rest["params"] else [])]
+    optimizer = torch.optim.AdamW(groups, lr=tr.LR, eps=settings.eps, weight_decay=settings.weight_decay)
     result = tr.Result(0)
     old = None
     for step in range(3):
@@ -142,7 +185,8 @@ def truth(folder: Path, name: str, start: dict[str, torch.Tensor]) -> tr.Result:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(named.values(), cfg.trainer.max_grad_norm or 1e9)
         rate = tr.LR * [1 / 3, 2 / 3, 1.0][step]
-        optimizer.param_groups[0]["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
         result.metrics.append({"loss": float(loss.detach()), "grad_norm": float(norm), "lr": rate})
     result.weights = {n: (0, p.detach()) for n, p in model.merge_and_unload().named_parameters()}

@@ -49,7 +49,7 @@ def engine(cluster, home):
 class Setup:
     """A run's rollout, without the rest of it."""
 
-    def __init__(self, home, cluster, engine, folder, chat, max_tokens=90, seed=0, **environment):
+    def __init__(self, home, cluster, engine, folder, chat, max_tokens=90, seed=0, others=(), **environment):
         if "tools" not in environment:
             environment["path"] = f"talking.py:{environment['path']}"
         self.config = Environment(**environment)
@@ -62,15 +62,15 @@ class Setup:
         self.ledger = Ledger.create(folder, {"steps": 5})
         sampling = Sampling(max_tokens=max_tokens, stop=tuple(DIGITS))
         turns = Turns(self.tokenizer, data)
-        self.engines = Conversations([engine], sampling, seed, pool=self.pool, turns=turns)
-        self.generated = 0.0
+        self.engines = Conversations([engine, *others], sampling, seed, pool=self.pool, turns=turns)
+        self.metrics: dict[str, float] = {}
 
     def generate(self, n):
         """`n` completions of each prompt, as step 0."""
         draws = PromptDraws(self, self.ledger, len(self.prompts), replaced=False)
         buffer = RolloutBuffer(self.engines, self.ledger, draws, n, steps=1, max_staleness=0)
         rollouts = buffer.take(0, len(self.prompts))
-        self.generated = buffer.metrics(0)["rollout/generated"]
+        self.metrics = buffer.metrics(0)
         return rollouts
 
     def take(self, start, count):
@@ -79,6 +79,13 @@ class Setup:
     def close(self):
         self.pool.close()
         self.ledger.close()
+
+
+@pytest.fixture
+def second(cluster, home):
+    model, settings = Model(path=str(home / "model")), BuiltinEngine(max_rows=16)
+    arguments = {"model": model.model_dump(mode="json"), "engine": settings.model_dump(mode="json"), "threads": 1}
+    return cluster.start([WorkerSpec("engine-1", "rollout", 1, ENGINE, arguments)])[0]
 
 
 @pytest.fixture
@@ -121,6 +128,7 @@ def test_conversations_through_a_chat_template(home, setup) -> None:
     made = setup("Parrot", max_turn_tokens=12, workers=2)
     rollouts = made.generate(4)
     check_tokens(home, made, rollouts)
+    assert made.metrics["rollout/prefix_cache_hit_rate"] > 0.2  # later turns begin as the ones before them ended
     several = 0
     for group in rollouts.groups:
         assert group.prompt.text == f"<user>{group.prompt.text[6:]}" and not group.prompt.text.endswith("<assistant>")
@@ -138,6 +146,23 @@ def test_conversations_through_a_chat_template(home, setup) -> None:
     assert several
 
 
+def test_a_conversation_stays_with_its_engine(home, setup, second) -> None:
+    made = setup("Parrot", max_turn_tokens=12, workers=2, others=[second])
+    place, went = made.engines._place, {}
+
+    def noted(group, owed):
+        chosen = place(group, owed)
+        for request in group:
+            went.setdefault(request.id.rpartition("/turn")[0], []).append(chosen)
+        return chosen
+
+    made.engines._place = noted
+    check_tokens(home, made, made.generate(4))
+    assert all(len(set(each)) == 1 for each in went.values()) and max(map(len, went.values())) > 2
+    assert {each[0] for each in went.values()} == {0, 1}
+    assert made.metrics["rollout/prefix_cache_hit_rate"] > 0.2
+
+
 def test_a_resumed_step_goes_on_as_it_would_have(setup) -> None:
     made = setup("Parrot", max_turn_tokens=12)
     whole = made.generate(4)
@@ -146,7 +171,7 @@ def test_a_resumed_step_goes_on_as_it_would_have(setup) -> None:
     again = setup("Parrot", max_turn_tokens=12, folder="b")
     again.ledger.keep(0, kept)
     resumed = again.generate(4)
-    assert again.generated == 6
+    assert again.metrics["rollout/generated"] == 6
     for one, other in zip(whole.groups, resumed.groups, strict=True):
         for a, b in zip(one.completions, other.completions, strict=True):
             assert a.tokens.tolist() == b.tokens.tolist() and a.episode == b.episode

@@ -371,6 +371,14 @@ def test_bad_requests_are_refused_by_name(make, fields, match):
     assert run(engine, good).keys() == {"0/0", "0/1"}
 
 
+def test_prompts_kept_for_later_requests_do_not_hold_back_the_first_one(make):
+    def request(name, group, prompt, tokens):
+        return Request(name, group, np.arange(5, 5 + prompt, dtype=np.int32), 1, max_tokens=tokens, ignore_eos=True)
+
+    requests = [request("a", "one", 20, 4), request("b", "other", 25, 30), request("c", "one", 20, 4)]
+    same(run(make(), requests), run(make(cache_tokens=60), requests))
+
+
 def test_a_small_cache_holds_back_requests(make, reference):
     requests = ask(groups=6, size=3, max_tokens=12, ignore_eos=True)
     expected = run(make(), requests)

@@ -40,7 +40,14 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 UPPER = {"kind": "dora", "r": 4, "target_modules": ["layers.1.mlp.up_proj"]}
 
 
-@pytest.mark.parametrize("adapter", [None, {"r": 4}, UPPER], ids=["all weights", "lora", "dora in the upper layer"])
+BESIDE = UPPER | {"modules_to_save": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [None, {"r": 4}, UPPER, BESIDE],
+    ids=["all weights", "lora", "dora in the upper layer", "with the tied embedding"],
+)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_planned_collectives_are_those_of_a_step(
     tmp_path: Path, counts: Counter[str], reshard: bool, adapter: dict[str, Any] | None
@@ -73,7 +80,7 @@ def test_the_planned_collectives_are_those_of_a_step(
         with pytest.raises(WaitTimeout):
             list(trainer.shards())
         assert counts == {"told": expected(4)}
-        assert planned[4].bytes == 4 * sum(parameter.numel() for parameter in trainer.names.values())
+        assert planned[4].bytes == 4 * sum(parameter.numel() for parameter in trainer.outgoing.adapter.values())
 
 
 def test_copies_of_the_parameters_add_the_planned_all_reduce(

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.ledger.ledger import Ledger
 
-ADAPTER = {"kind": "dora", "r": 4, "lora_alpha": 16, "lora_dropout": 0.1}
+ADAPTER = {"kind": "dora", "r": 4, "lora_alpha": 16, "lora_dropout": 0.1, "modules_to_save": ["embed_tokens"]}
 LOSS = {"old_logprobs": "trainer", "kl": {"coefficient": 0.05}}
 
 
@@ -25,6 +25,13 @@ def values(home: Path, **changes: object) -> dict[str, object]:
     return made | {"model": {"path": str(home / "model"), "adapter": ADAPTER}, "evaluation": None}
 
 
+@pytest.mark.timeout(300)
+def test_a_run_trains_an_adapter_and_exports_it_twice(home: Path, tmp_path: Path) -> None:
+    made = values(home, folder=str(tmp_path / "runs")) | {"steps": 2}
+    _is_what_was_trained(home, train(home, made))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_ends_with_the_same_adapter(home: Path, tmp_path: Path) -> None:
     straight = train(home, values(home, folder=str(tmp_path / "straight")))
@@ -40,17 +47,30 @@ def test_a_killed_run_ends_with_the_same_adapter(home: Path, tmp_path: Path) -> 
     with Ledger.reader(folder) as ledger:
         assert {row.generation for row in ledger.commits()} == {1, 2}
     _is_what_was_trained(home, straight)
+    _goes_on_in_another_run(home, straight, tmp_path)
+
+
+def _goes_on_in_another_run(home: Path, begun: Path, tmp_path: Path) -> None:
+    made = values(home, folder=str(tmp_path / "further")) | {"steps": 1}
+    made["model"] = {"path": str(home / "model"), "adapter": {"path": str(begun / "adapter"), "lora_dropout": 0.0}}
+    with Ledger.reader(train(home, made)) as ledger:
+        adapter = ledger.config()["model"]["adapter"]
+        first = next(row.values for row in ledger.metrics_rows() if "policy/kl" in row.values)
+    assert (adapter["kind"], adapter["r"], adapter["modules_to_save"]) == ("dora", 4, ["embed_tokens", "lm_head"])
+    assert abs(first["policy/kl"]) < 1e-6, "what it began with is its reference"
+    assert first["policy/engine_gap_max"] < 1e-4
 
 
 def _is_what_was_trained(home: Path, run: Path) -> None:
     before, after = load_file(home / "model" / "model.safetensors"), load_file(run / "export" / "model.safetensors")
-    adapted = [name for name in after if "_proj.weight" in name]
+    adapted = [name for name in after if "_proj.weight" in name or "embed_tokens" in name]
     for name, weight in after.items():
         moved = float(np.abs(weight - before[name]).max())
         assert moved > 1e-4 if name in adapted else moved == 0, name
     base = AutoModelForCausalLM.from_pretrained(home / "model")
     merged = PeftModel.from_pretrained(base, run / "adapter").merge_and_unload()  # type: ignore[operator]
     for name, weight in merged.named_parameters():
+        name = name.replace("lm_head", "model.embed_tokens")  # peft unties them
         assert np.abs(weight.detach().numpy() - after[name]).max() < 1e-6, name
     with Ledger.reader(run) as ledger:
         rows = [row.values for row in ledger.metrics_rows() if "policy/kl" in row.values]
@@ -59,18 +79,23 @@ def _is_what_was_trained(home: Path, run: Path) -> None:
     assert divergence[-1] > divergence[0] >= 0
 
 
-def test_an_adapter_that_does_not_fit_is_refused(home: Path, tmp_path: Path) -> None:
-    made = values(home, folder=str(tmp_path / "runs"))
-    file, folder = str(write(tmp_path, made)), tmp_path / "runs" / "grpo"
-    for change, words in (
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
         ("model.adapter.target_modules=[q_prj]", ["model.adapter.target_modules", "'q_prj'", "did you mean q_proj"]),
         # without bitsandbytes or without a GPU
         ("model.quantization.kind=nf4 trainer.ranks=1", ["model.quantization.kind = 'nf4'"]),
         ("model.adapter.r=0", ["model.adapter.r"]),
+        ("model.adapter.path=nowhere/adapter", ["model.adapter.path = 'nowhere/adapter'"]),
+        ("model.adapter.modules_to_save=[lm_haed]", ["model.adapter.modules_to_save", "did you mean lm_head"]),
         ("model.adapter.rank=8", ["model.adapter.rank", "'model.adapter.r'"]),
-    ):
-        refused = Launched.start(folder, file, *change.split(), "cluster.device=cpu")
-        assert refused.finish() == 2, refused.text()
-        for word in words:
-            assert word in refused.said().replace("\n", " "), word
-        assert not folder.exists()
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(home: Path, tmp_path: Path, change: str, words: list[str]) -> None:
+    made = values(home, folder=str(tmp_path / "runs"))
+    folder = tmp_path / "runs" / "grpo"
+    refused = Launched.start(folder, str(write(tmp_path, made)), *change.split(), "cluster.device=cpu")
+    assert refused.finish() == 2, refused.text()
+    for word in words:
+        assert word in refused.said().replace("\n", " "), word
+    assert not folder.exists()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from harness import Launched, config, task, train, weights, write
 
+from lockstep.data.samples import Completion
 from lockstep.ledger.ledger import Ledger
 
 STEPS, PROMPTS, GROUP = 6, 4, 4
@@ -55,6 +56,11 @@ def tokens_while_training(launched: Launched) -> int:
     return max((max(found) - min(found) for found in seen.values()), default=0)
 
 
+def own_versions(completion: Completion) -> np.ndarray:
+    """Of the tokens that the model made."""
+    return completion.versions if completion.mask is None else completion.versions[completion.mask]
+
+
 def check(run: Path, bound: int) -> dict[int, dict[str, float]]:
     """What holds at any moment; the rows of metrics."""
     with Ledger.reader(run) as ledger:
@@ -68,7 +74,7 @@ def check(run: Path, bound: int) -> dict[int, dict[str, float]]:
                 continue
             assert len(stored.rollouts.groups) == PROMPTS
             discarded += stored.extra.get("discarded", [])
-            versions = np.concatenate([c.versions for g in stored.rollouts.groups for c in g.completions])
+            versions = np.concatenate([own_versions(c) for g in stored.rollouts.groups for c in g.completions])
             assert step - bound <= versions.min() and versions.max() <= step
             assert stored.rollouts.version >= step - bound
         assert len(discarded) == len(set(discarded)) and not set(discarded) & set(used)
@@ -77,7 +83,21 @@ def check(run: Path, bound: int) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_ahead_overlaps_is_bounded_and_goes_on_after_a_kill(home: Path, tmp_path: Path) -> None:
+def test_a_run_ahead_overlaps_and_is_bounded(home: Path, tmp_path: Path) -> None:
+    made = values(home, tmp_path, "ahead", steps=3, reward={"terms": TERMS}, evaluation=None)
+    run = tmp_path / "runs" / "ahead"
+    launched = Launched.start(run, str(write(tmp_path, made)), hold={"stage": "train", "seconds": 0.2, "at_end": False})
+    moved = tokens_while_training(launched)
+    assert launched.finish() == 0, launched.text()
+    assert moved > 0, "the engine decodes while the trainer works"
+    rows = check(run, 2)
+    assert sorted(rows) == [0, 1, 2]
+    assert max(row["rollout/staleness_max"] for row in rows.values()) in (1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_ahead_with_groups_replaced_goes_on_after_a_kill(home: Path, tmp_path: Path) -> None:
     filtered = {"enable": True, "max_num_gen_batches": 3}
     made = values(home, tmp_path, "ahead", filter_groups=filtered, reward={"terms": TERMS})
     run = tmp_path / "runs" / "ahead"
@@ -133,6 +153,62 @@ def test_a_run_ahead_killed_again_and_again(home: Path, tmp_path: Path, bound: i
         expected = {f"{position // 20}" for position in range(STEPS * PROMPTS)}
         assert {uid.partition(":")[0] for uid in ledger.prompts_used()} == expected
         assert len(ledger.prompts_used()) == STEPS * PROMPTS
+
+
+WORLD = '''
+from lockstep.rollout.environments import Observation
+
+
+class Twice:
+    """Two turns; what is said in the second is worth something where the first said it too."""
+
+    def reset(self, prompt):
+        self.said = []
+        return "+"
+
+    def step(self, action):
+        self.said.append(action)
+        done = len(self.said) == 2
+        return Observation("=", reward=float(done and self.said[0][:1] in self.said[1]), done=done)
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("bound", [1, 2])
+def test_conversations_run_ahead_and_go_on_after_a_kill(home: Path, tmp_path: Path, bound: int) -> None:
+    (tmp_path / "world.py").write_text(WORLD)
+    rollout = {
+        "sampling": {"max_tokens": 24, "stop": list("02468")},
+        "engine": {"max_rows": 8, "threads": 1},
+        "environment": {"path": f"{tmp_path}/world.py:Twice", "max_turn_tokens": 10, "branches": [2]},
+        "max_staleness": bound,
+    }
+    reward = {"terms": [{"kind": "environment"}, *TERMS]}
+    run = tmp_path / "runs" / "ahead"
+    file = write(tmp_path, values(home, tmp_path, "ahead", rollout=rollout, reward=reward))
+    launched = Launched.start(run, str(file), hold={"stage": "train", "seconds": 0.2, "at_end": False})
+    launched.wait_for("train", 3)
+    launched.kill()
+    check(run, bound)
+    digests = {path.name: path.read_bytes() for path in (run / "steps").glob("*.arrow")}
+    launched = Launched.resume(run)
+    assert launched.finish() == 0, launched.text()
+    for name, content in digests.items():
+        path = run / "steps" / name
+        assert not path.exists() or path.read_bytes() == content, "nothing durable is made anew"
+    rows = check(run, bound)
+    assert sorted(rows) == list(range(STEPS))
+    assert 1 <= max(row["rollout/staleness_max"] for row in rows.values()) <= bound
+    assert all(row["rollout/turns_max"] == 2 for row in rows.values())
+    with Ledger.reader(run) as ledger:
+        last = [ledger.stored(step) for step in ledger.collected_steps()][-1]
+    assert last is not None
+    completions = [completion for group in last.rollouts.groups for completion in group.completions]
+    masks = [completion.mask for completion in completions]
+    assert all(mask is None or not mask.all() for mask in masks), "what the environment said is not learned"
+    assert any(mask is not None for mask in masks)
+    assert all((np.diff(own_versions(each)) >= 0).all() for each in completions), "no turn is older than the one before"
 
 
 @pytest.mark.slow

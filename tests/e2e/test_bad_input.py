@@ -421,6 +421,7 @@ def test_a_model_that_passes_over_the_layout_is_packed_singly_and_that_is_said(f
     said = launched.said()
     assert "packing single: one sample per row, which is slower (MambaForCausalLM" in said
     assert "packing single" in (run / "logs" / "controller.log").read_text()
+    assert "MambaForCausalLM decodes without our KV cache" in said
     assert "MambaForCausalLM decodes without our KV cache" in (run / "logs" / "engine-0.log").read_text()
     with Ledger.reader(run) as ledger:
         gaps = [row.values["policy/engine_gap_max"] for row in ledger.metrics_rows()]

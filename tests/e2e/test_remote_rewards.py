@@ -35,7 +35,31 @@ def rewards(body: dict[str, Any], path: str) -> Reply:
     return Reply(chat(f"Score: {len(body['messages'][0]['content']) % 11}"))
 
 
-@pytest.mark.parametrize("tracked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "tracked"])
+def test_a_run_is_rewarded_by_servers(tmp_path: Path) -> None:
+    folder = task(tmp_path)
+    with serving(lambda number, body, path: rewards(body, path)) as server:
+        values = run_config(folder, server.url) | {"steps": 1, "evaluation": None}
+        run = Path(values["folder"]) / "remote"
+        launched = Launched.start(run, str(write(folder, values)))
+        assert launched.finish() == 0, launched.text()
+        assert server.headers[0]["authorization"] == f"Bearer {KEY}"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    has_all_metrics(next(row for row in rows if "policy/loss" in row))
+    knows_no_key(run)
+
+
+def has_all_metrics(row: dict[str, Any]) -> None:
+    for term, keys in (("rm", {"latency_s", "retries"}), ("judge", {"latency_s", "retries", "cached", "unreadable"})):
+        assert {f"reward/{term}/{key}" for key in keys | {"mean", "std"}} <= row.keys()
+
+
+def knows_no_key(*places: Path) -> None:
+    for file in (path for place in places for path in place.rglob("*") if path.is_file()):
+        assert KEY.encode() not in file.read_bytes(), file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracked", [False, True], ids=["", "tracked"])
 def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path: Path, tracked: bool) -> None:
     folder = task(tmp_path)
     requests = 0
@@ -68,8 +92,7 @@ def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (again,) = (row for row in rows if row["step"] == 1 and "policy/loss" in row)
     assert sorted(prompts_used(run).values()) == sorted([0, 1] * 4)
-    for term, keys in (("rm", {"latency_s", "retries"}), ("judge", {"latency_s", "retries", "cached", "unreadable"})):
-        assert {f"reward/{term}/{key}" for key in keys | {"mean", "std"}} <= again.keys()
+    has_all_metrics(again)
     evaluated = [row for row in rows if "eval/reward_mean" in row]
     assert all({"eval/reward/judge/mean", "eval/reward/json_schema/std"} <= row.keys() for row in evaluated)
     if tracked:
@@ -77,8 +100,7 @@ def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path:
         assert len(list((run / "wandb").glob(f"offline-run-*-{json.loads(ids)['wandb']}"))) == 2, "one per attempt"
         assert "status: 3\n" in next((folder / "mlruns").rglob(f"{json.loads(ids)['mlflow']}/meta.yaml")).read_text()
     assert not any(KEY in output.read_text() for output in launched.output.parent.glob("*.out"))
-    for file in (path for place in (run, folder / "mlruns") for path in place.rglob("*") if path.is_file()):
-        assert KEY.encode() not in file.read_bytes(), file
+    knows_no_key(run, folder / "mlruns")
 
 
 def test_a_judge_without_its_key_starts_nothing(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.config.model import Model
 from lockstep.data.layout import Layout
+from lockstep.models.asked import Asked
 from lockstep.models.cascade import cascade
 from lockstep.models.load import load_policy
 from lockstep.models.probe import probe_packing
@@ -56,7 +57,7 @@ def test_the_merge_of_variable_length_parts_is_exact() -> None:
     weights = torch.randn_like(q)
     found = [x.bfloat16().requires_grad_() for x in (q, k, v)]
     assert CUDA.fits(found[0], found[2])
-    out = cascade(*found, layout, 0.125, CUDA)
+    out = cascade(*found, Asked.everything(layout), 0.125, CUDA)
     (out * weights).sum().backward()
     plain = [x.detach().float().requires_grad_() for x in found]
     wide = [plain[0], *(x.repeat_interleave(2, 1) for x in plain[1:])]

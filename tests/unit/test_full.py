@@ -92,6 +92,21 @@ def test_every_outcome_is_told_and_recorded(project: Path) -> None:
     assert full(project, "--again", "--match", "test_bad")[1][-1] == "1 passed, 0 failed"
 
 
+def test_what_failed_beside_others_runs_once_more_alone(project: Path) -> None:
+    (project / "tests" / "test_suite.py").write_text(
+        "import os, pathlib, pytest\npytestmark = pytest.mark.slow\n"
+        f"came = pathlib.Path({str(project)!r}) / 'came'\n"
+        "def test_starved():\n    first = not came.exists()\n    came.touch()\n    assert not first\n"
+        "def test_ok(): pass\n"
+    )
+    code, said = full(project, "--jobs", "2")
+    assert (code, said[-1]) == (0, "2 passed, 0 failed"), said
+    assert "1 failed beside others and run once more, alone" in said
+    assert results(project)["test_starved"]["outcome"] == "passed"
+    (project / "came").unlink()
+    assert full(project, "--jobs", "1", "--again")[0] == 1, "alone already: what fails has failed"
+
+
 def test_nothing_found_and_nothing_collected_is_no_success(project: Path) -> None:
     assert full(project, "--match", "nothing like it") == (1, ["0 passed, 0 failed"])
     (project / "tests" / "test_other.py").write_text("import nothing_like_it")

@@ -1,7 +1,8 @@
 """What `lockstep train` does once its arguments are read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 from rich.console import Console
@@ -15,26 +16,18 @@ from lockstep.ledger.errors import LedgerError
 from lockstep.recipes import train
 from lockstep.run.errors import Finished, Interrupted, Refused
 from lockstep.run.plan import ModelFacts, Plan
-from lockstep.run.prepare import prepare
-from lockstep.run.survey import survey
+from lockstep.run.prepare import Prepared, prepare
+from lockstep.run.survey import Survey, survey
 
 Config = SFTConfig | GRPOConfig | None
+Found = TypeVar("Found", Prepared, Survey)
 
 
 def start(config: Config, resume: Path | None, overrides: Sequence[str]) -> int:
     """Trains; the exit code."""
-    try:
-        prepared = prepare(config, resume, overrides)
-    except Finished as done:
-        show_note(str(done))
-        return 0
-    except (Refused, LedgerError, ValueError, OSError) as error:
-        show_refusal(error)
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    for note in prepared.notes:
-        show_note(note)
+    prepared = _looked(lambda: prepare(config, resume, overrides))
+    if isinstance(prepared, int):
+        return prepared
     try:
         train(prepared)
     except Refused as error:
@@ -54,16 +47,9 @@ def show_plan(
 ) -> int:
     """Prints the resolved config and the plan, for a host with so many GPUs where it is not for this one; the exit
     code."""
-    try:
-        found = survey(config, resume, overrides, gpus)
-    except Finished as done:
-        show_note(str(done))
-        return 0
-    except (Refused, LedgerError, ValueError, OSError) as error:
-        show_refusal(error)
-        return REFUSED
-    for note in found.notes:
-        show_note(note)
+    found = _looked(lambda: survey(config, resume, overrides, gpus))
+    if isinstance(found, int):
+        return found
     text = yaml.safe_dump(found.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     console.print(Syntax(text, "yaml", background_color="default"))
     console.print(_processes(found.plan))
@@ -73,9 +59,26 @@ def show_plan(
     return 0
 
 
+def _looked(look: Callable[[], Found]) -> Found | int:
+    """What was found, with its notes shown; the exit code where there is nothing to start, which is said."""
+    try:
+        found = look()
+    except Finished as done:
+        show_note(str(done))
+        return 0
+    except (Refused, LedgerError, ValueError, OSError) as error:
+        show_refusal(error)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    for note in found.notes:
+        show_note(note)
+    return found
+
+
 def _sizes(plan: Plan, model: ModelFacts) -> str:
     adapter = model.adapter
-    trained = "" if adapter is None else f", {adapter.parameters / 1e6:,.2f} M trained (adapter)"
+    trained = "" if adapter is None else f", {adapter.trained / 1e6:,.2f} M trained (adapter)"
     copies = plan.memory_copy
     kept = f", {copies / 2**20:,.0f} MiB for copies of the trainer's state" if copies else ""
     return (

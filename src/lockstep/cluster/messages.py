@@ -7,10 +7,12 @@ answer arrives, however often the connection breaks.
 """
 
 import struct
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from lockstep.cluster.codec import Payload
+from lockstep.watch import wire
 
 STARTED = 0
 """The id of the service's construction, which is answered like a call."""
@@ -84,6 +86,29 @@ def pack(message: ToWorker | ToController, payload: Payload | bytearray = b"") -
     body = _encoder.encode(message)
     end = _LENGTH.size + len(body)
     return _LENGTH.pack(len(body)) + body + bytes(-end % _ALIGN), payload
+
+
+def post(
+    connection: wire.Connection | None,
+    parts: Sequence[bytes | bytearray | memoryview],
+    lost: Callable[[wire.Connection, str], None],
+    wake: Callable[[], None],
+) -> None:
+    """Queues a frame, if there is a connection, and writes what goes at once.
+
+    Args:
+        lost: is told of a connection that broke, and why.
+        wake: rouses the thread that writes the rest, or dials again.
+    """
+    if connection is None:
+        return
+    try:
+        connection.queue(*parts)
+        if connection.flush():
+            return
+    except wire.WireError as error:
+        lost(connection, str(error))
+    wake()
 
 
 def unpack_to_worker(frame: bytearray) -> tuple[ToWorker, memoryview]:

@@ -9,7 +9,19 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep.cluster.calls import FROZEN_S, PendingCall
 from lockstep.cluster.codec import Payload, signature_of
-from lockstep.cluster.messages import STARTED, Ack, Call, Failure, Leave, Pulse, Result, Resume, ToController, pack
+from lockstep.cluster.messages import (
+    STARTED,
+    Ack,
+    Call,
+    Failure,
+    Leave,
+    Pulse,
+    Result,
+    Resume,
+    ToController,
+    pack,
+    post,
+)
 from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
 from lockstep.watch import beacon, procs, wire
 from lockstep.watch.folders import run_dir
@@ -202,17 +214,8 @@ class RemoteWorker:
             known[0].settle(payload)
 
     def _send(self, parts: tuple[bytes, Payload | bytearray]) -> None:
-        """Queues a frame if there is a connection, and writes what goes at once. Needs the lock."""
-        connection = self._connection
-        if connection is None:
-            return
-        try:
-            connection.queue(*parts)
-            if not connection.flush():
-                self._wake()
-        except wire.WireError:
-            self.lost(connection)
-            self._wake()
+        """Needs the lock."""
+        post(self._connection, parts, lambda connection, _: self.lost(connection), self._wake)
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> str:

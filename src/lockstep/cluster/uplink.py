@@ -24,6 +24,7 @@ from lockstep.cluster.messages import (
     Result,
     Resume,
     pack,
+    post,
     unpack_to_worker,
 )
 from lockstep.cluster.service import Service
@@ -203,16 +204,8 @@ class Uplink:
         self._orphan_since = None
 
     def _send(self, *parts: bytes | bytearray | memoryview) -> None:
-        """Queues a frame on the connection, if there is one, and writes what goes at once. Needs the lock."""
-        connection = self._connection
-        if connection is None:
-            return
-        try:
-            connection.queue(*parts)
-            if not connection.flush():
-                self._wake()
-        except wire.WireError as error:
-            self._lose(connection, str(error))
+        """Needs the lock."""
+        post(self._connection, parts, self._lose, self._wake)
 
     def _lose(self, connection: wire.Connection, why: str) -> None:
         with self._lock:

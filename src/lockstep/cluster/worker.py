@@ -4,7 +4,6 @@ Its charge is a JSON file named by `LOCKSTEP_WORKER`; the run's token comes in `
 argument, which others could read. stdout and stderr are the worker's log; SIGUSR1 writes all stacks there.
 """
 
-import faulthandler
 import logging
 import os
 import signal
@@ -17,6 +16,7 @@ import msgspec
 
 from lockstep.cluster.service import Service, load_service
 from lockstep.cluster.uplink import ORPHANED, Address, Lease, Uplink
+from lockstep.cluster.worker_log import prepare_log
 from lockstep.watch import beacon, recorder
 
 CHARGE = "LOCKSTEP_WORKER"
@@ -46,7 +46,7 @@ def main() -> int:
     """Serves until it is told to leave; returns the exit code."""
     charge = msgspec.json.decode(Path(os.environ[CHARGE]).read_bytes(), type=Charge)
     token = os.environ.pop(TOKEN)
-    _prepare_log(charge.name)
+    prepare_log(charge.name)
     beacon.open_beacon(charge.run, charge.name, charge.role, charge.rank).stage("start")
     address = Address(charge.host, charge.port, token, charge.run, charge.generation, charge.name)
     uplink = Uplink(address, Lease(charge.controller_pid, charge.controller_start, charge.orphan_grace_s))
@@ -70,17 +70,6 @@ def main() -> int:
     recorder.uninstall()
     beacon.close_beacon()
     return ORPHANED if uplink.orphaned else 0
-
-
-def _prepare_log(name: str) -> None:
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname).1s %(name)s: %(message)s"
-    )
-    logging.getLogger("lockstep").setLevel(logging.INFO)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 class Adapter(Section):
     """A low-rank adapter that is trained instead of the model's own weights. Names as in peft's `LoraConfig`."""
 
+    path: str | None = None
+    """Begin from an adapter that peft wrote, a folder or a hub name. Its settings are taken; what is given beside it
+    must agree, but for the dropout. A new adapter when absent."""
     kind: Literal["lora", "dora"] = "lora"
     """LoRA (Hu et al. 2021), or DoRA, which learns a magnitude per output beside it (Liu et al. 2024)."""
     r: int = Field(16, gt=0)
@@ -22,6 +25,9 @@ class Adapter(Section):
     """On the adapter's input, in training only; the masks are the step's and micro-batch's, also after resuming."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field("all-linear", min_length=1)
     """Names of linear layers, or ends of them (`q_proj`); `all-linear` is all but the output layer."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules, or ends of them (`lm_head`, `embed_tokens`, `norm`), that are trained whole beside the adapter
+    and exported with it. Weights that the model ties stay tied."""
     use_rslora: bool = False
     """Scale by `lora_alpha / sqrt(r)` (Kalajdzievski 2023)."""
     init_lora_weights: Literal[True, "gaussian"] = True

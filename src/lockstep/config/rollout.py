@@ -36,8 +36,14 @@ class BuiltinEngine(Section):
     """Rows decoded together."""
     cache_tokens: int | None = Field(None, gt=0)
     """Size of the preallocated KV cache in tokens; enough for `max_rows` when absent."""
+    prefix_cache: float = Field(0.5, ge=0, le=1)
+    """How much of the keys and values of conversations is kept for their next turn, beside the KV cache and as a share
+    of it (of `cache_tokens`; when absent, of what `max_rows` conversations take). The least recently used go first,
+    all with new weights. 0 is off."""
     threads: int | None = Field(None, gt=0)
     """Torch threads of the engine; shared out evenly when absent."""
+    malloc: Literal["tuned", "default"] = "tuned"
+    """As `trainer.malloc`; logits of a large vocabulary are written about twice as fast."""
 
 
 class Rollout(Section):

@@ -81,6 +81,9 @@ FOREIGN_NAMES = {
     "lora_rank": "model.adapter.r",
     "lora_target_modules": "model.adapter.target_modules",
     "use_dora": "model.adapter.kind (dora)",
+    "lora_modules_to_save": "model.adapter.modules_to_save",
+    "lora_adapter_path": "model.adapter.path",
+    "adapter_name_or_path": "model.adapter.path",
     "zero_stage": "trainer.reshard_after_forward (true is ZeRO-3, false ZeRO-2)",
 }
 

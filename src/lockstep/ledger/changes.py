@@ -33,6 +33,7 @@ _HARMLESS = (
     "trainer.collective_timeout_s",
     "trainer.offload",
     "trainer.malloc",
+    "rollout.engine.malloc",
     "rollout.environment.workers",
     "rollout.environment.timeout_s",
     "rollout.environment.memory_mb",
@@ -51,6 +52,7 @@ _BITS = (
     "rollout.engine.threads",
     "rollout.engine.max_rows",
     "rollout.engine.cache_tokens",
+    "rollout.engine.prefix_cache",
 )
 """Fields that say who computes how much at once: they change the order of additions and nothing else."""
 _RESULT = ("cluster.device",)

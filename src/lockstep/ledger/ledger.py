@@ -32,9 +32,8 @@ from lockstep.ledger.files import fsync_folder, replace, room_for, sha256_of
 from lockstep.ledger.index import Index
 from lockstep.ledger.lock import RunLock
 from lockstep.ledger.records import CheckpointRow, CommitRow, EvaluationRow, EventRow, MetricsRow, Sample, Stored
+from lockstep.ledger.recovery import CONFIG, recover
 from lockstep.ledger.rules import INDEX, add_step, as_yaml, check_is_run, last_commit
-
-CONFIG = "config.yaml"
 
 
 class Ledger:
@@ -98,7 +97,7 @@ class Ledger:
             lock.close()
             raise
         try:
-            ledger._recover()
+            recover(folder, ledger._index)
             if config is not None and changes:
                 ledger._change_config(config, changes)
         except BaseException:
@@ -355,35 +354,6 @@ class Ledger:
         if self._partial is not None:
             self._partial[1].close()
             self._partial = None
-
-    def _recover(self) -> None:
-        """Brings folder and index into line after a kill: unfinished files go, a step file that reached its name
-        but not the index is taken in (it was complete before it got the name)."""
-        known = {step: bool(removed) for step, removed in self._index.rows("SELECT step, removed FROM steps")}
-        for path in sorted((self.folder / "steps").iterdir()):
-            step = int(path.stem) if path.stem.isdigit() else None
-            if path.name.startswith(".") and path.suffix == ".tmp":
-                path.unlink(missing_ok=True)
-            elif step is not None and path.suffix == ".arrow" and step not in known:
-                self._adopt(step, path)
-            elif step is not None and ((path.suffix == ".arrow" and known[step]) or self._superseded(path, step)):
-                path.unlink(missing_ok=True)
-        readable, config = self.folder / CONFIG, as_yaml(self.config())
-        if not readable.exists() or readable.read_bytes() != config:
-            replace(readable, config)
-
-    def _superseded(self, path: Path, step: int) -> bool:
-        return path.suffix == ".partial" and bool(self._index.rows("SELECT 1 FROM steps WHERE step = ?", step))
-
-    def _adopt(self, step: int, path: Path) -> None:
-        try:
-            stored = stepfile.read_file(path, step)
-        except StepCorrupt:
-            path.rename(path.with_suffix(".rejected"))
-            self.event("step_rejected", step=step, path=str(path))
-            return
-        with self._index.transaction() as transaction:
-            add_step(transaction, stored.rollouts, sha256_of(path), path.stat().st_size)
 
     def _change_config(self, config: Mapping[str, Any], changes: tuple[Change, ...]) -> None:
         with self._index.transaction() as transaction:

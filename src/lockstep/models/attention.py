@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lockstep.data.layout import Layout
+from lockstep.models.asked import Asked
 from lockstep.models.cascade import CPU, cascade
 from lockstep.models.varlen import CUDA
 
@@ -62,6 +63,7 @@ def forest_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     layout: Layout | None = None,
+    asked: Asked | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention in which each segment sees itself causally and its ancestors wholly.
@@ -71,6 +73,7 @@ def forest_attention(
         key: `[1, key/value heads, tokens, head size]`; value alike.
         attention_mask: with a layout, what `forest_mask` made.
         layout: of the packed row, or None for ordinary attention.
+        asked: whose queries these are, where no `sliding_window` hides anything; None for all tokens.
         kwargs: `sliding_window`, `softcap` and `s_aux` (attention sinks) are respected.
 
     Returns:
@@ -89,14 +92,13 @@ def forest_attention(
     if layout is None:
         key, value = _every_head(query, key, value)
         return _scores_attention(query, key, value, attention_mask, dropout, scale, softcap, sinks), None
-    _refuse_misfits(module, query, key, layout, kwargs)
-    window = _sliding_window(module, attention_mask, kwargs)
-    if window is not None and window >= layout.longest:
-        window = None
+    asked = Asked.everything(layout) if asked is None else asked
+    _refuse_misfits(module, query, key, asked, kwargs)
+    window = sliding_window(module, attention_mask, kwargs, layout)
     parts = next((each for each in (CPU, CUDA) if each.fits(query, value)), None)
     if parts is not None and window is None and softcap is None and sinks is None and not dropout:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return cascade(q, k, v, layout, scale, parts)[None], None
+        return cascade(q, k, v, asked, scale, parts)[None], None
     return _masked_attention(query, key, value, layout, window, dropout, scale, softcap, sinks), None
 
 
@@ -136,12 +138,14 @@ def _masked_attention(
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).contiguous()
 
 
-def _sliding_window(module: nn.Module, marker: Tensor | None, kwargs: dict[str, Any]) -> int | None:
-    """The layer's sliding window in tokens: told by the mask, passed by the layer, or kept on it."""
+def sliding_window(module: nn.Module, marker: Tensor | None, kwargs: dict[str, Any], layout: Layout) -> int | None:
+    """The layer's sliding window in tokens: told by the mask, passed by the layer, or kept on it; None where it hides
+    nothing of this row."""
     if marker is not None and marker.dim() == 2 and marker.shape[0] == 0:
-        return marker.shape[1]
-    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
-    return window if isinstance(window, int) and window > 0 else None
+        window: Any = marker.shape[1]
+    else:
+        window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
+    return window if isinstance(window, int) and 0 < window < layout.longest else None
 
 
 def _scores_attention(
@@ -172,13 +176,13 @@ def _scores_attention(
     return (weights @ value).transpose(1, 2).contiguous()
 
 
-def _refuse_misfits(module: nn.Module, query: Tensor, key: Tensor, layout: Layout, kwargs: dict[str, Any]) -> None:
+def _refuse_misfits(module: nn.Module, query: Tensor, key: Tensor, asked: Asked, kwargs: dict[str, Any]) -> None:
     rows, _, tokens, _ = query.shape
-    name = type(module).__name__
-    if rows != 1 or tokens != layout.tokens or key.shape[2] != tokens:
+    name, expected = type(module).__name__, asked.layout.tokens
+    if rows != 1 or tokens != asked.tokens or key.shape[2] != expected:
         raise ValueError(
-            f"{name}: a layout of {layout.tokens} tokens needs one row of as many queries and keys, got {rows} rows of "
-            f"{tokens} queries and {key.shape[2]} keys"
+            f"{name}: a layout of {expected} tokens needs one row of {asked.tokens} queries and as many "
+            f"keys as tokens, got {rows} rows of {tokens} queries and {key.shape[2]} keys"
         )
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):

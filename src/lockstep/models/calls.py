@@ -8,17 +8,20 @@ call with others of about their length, because a call has a price of its own.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from lockstep.data.layout import Layout
+from lockstep.models.asked import Asked
 
 ALONE = 128
 """Query tokens from which a call on views is cheaper than gathering (CPU, heads of 32 to 64)."""
 TOGETHER = 1024
 """Query tokens of a call at most, where it can be smaller: more than this leaves the cache."""
+LONG, STEP = 384, 128
+"""Tokens from which a segment over itself goes step by step, and of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,55 +84,91 @@ class Picked:
 Where = Block | Picked
 
 
+Pair = tuple[Sequence[int], Sequence[int]]
+"""(queries, keys)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One dense attention: queries of some tokens over keys of some tokens, row by row of the two."""
 
     queries: Where
+    """Among the asked tokens."""
     keys: Where
-    causal: bool
-    """Segments over themselves; otherwise descendants over an ancestor."""
+    """In the whole row."""
+    own: bool
+    """Segments over themselves, causally, the queries being the last of the keys; otherwise wholly over what is before
+    them."""
 
     @property
-    def mask(self) -> Tensor | None:
-        """float32 `[count, 1, 1, keys]`, added to the scores: hides padded keys. Causality hides them already."""
-        if self.causal or isinstance(self.keys, Block) or self.keys.hidden is None:
+    def causal(self) -> bool:
+        """Whether it is what the kernel calls causal."""
+        return self.own and self.queries.length == self.keys.length
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """`[count or 1, 1, queries or 1, keys]`, added to the scores: hides keys that are padding or come later."""
+        if self.own:
+            return None if self.causal else _staircase(self.queries.length, self.keys.length, dtype)
+        if isinstance(self.keys, Block) or self.keys.hidden is None:
             return None
-        return -self.keys.hidden[:, :, None, :]
+        return -self.keys.hidden[:, :, None, :].to(dtype)
 
 
-def calls(layout: Layout) -> list[Call]:
-    """Every (query, key) pair of the layout in exactly one call; those of segments over themselves come first, and no
-    token is twice among the queries of a call."""
-    return layout.kept("calls", lambda row: [*_over_themselves(row), *_over_ancestors(row)])
+@lru_cache(maxsize=64)
+def _staircase(queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    return torch.zeros(1, 1, queries, keys, dtype=dtype).masked_fill_(later, float("-inf"))
 
 
-def _over_themselves(layout: Layout) -> Iterator[Call]:
-    small: list[range] = []
-    for run in _runs(layout.lengths):
-        length, start = layout.lengths[run[0]], layout.starts[run[0]]
+def calls(asked: Asked) -> list[Call]:
+    """Every (query, key) pair of a row whose query is asked for, in exactly one call; those of segments over
+    themselves come first, and no token is twice among the queries of a call."""
+    return asked.kept("calls", lambda row: [*_over_themselves(row), *_over_ancestors(row)])
+
+
+def _over_themselves(asked: Asked) -> Iterator[Call]:
+    small: list[Pair] = []
+    for run in _runs(asked):
+        (start, stop), place, distance = asked.spans[run[0]], asked.places[run[0]], asked.layout.lengths[run[0]]
+        length = stop - start
         if len(run) * length < ALONE:
-            small += [range(layout.starts[segment], layout.starts[segment] + length) for segment in run]
+            small += [(asked.of(segment), range(*asked.spans[segment])) for segment in run if length]
             continue
         share = max(1, TOGETHER // length)
         for first in range(0, len(run), share):
-            block = Block(start + first * length, min(share, len(run) - first), length, length)
-            yield Call(block, block, True)
-    for bucket in _buckets([(segment, segment) for segment in small]):
-        where = _where([tokens for tokens, _ in bucket])
-        yield Call(where, where, True)
+            count = min(share, len(run) - first)
+            queries = Block(place + first * length, count, length, length)
+            yield from _causal(queries, Block(start + first * distance, count, length, distance))
+    for bucket in _buckets(small):
+        yield Call(_where([queries for queries, _ in bucket]), _where([keys for _, keys in bucket]), True)
 
 
-def _runs(lengths: Sequence[int]) -> Iterator[range]:
-    """Segments of equal length, one behind the other."""
-    edges = [i for i in range(1, len(lengths)) if lengths[i] != lengths[i - 1]]
-    for first, last in pairwise([0, *edges, len(lengths)]):
+def _runs(asked: Asked) -> Iterator[range]:
+    """Segments of equal length, asked for alike, one behind the other."""
+    row = asked.layout
+    shapes = [
+        (length, first - start, last - first)
+        for start, length, (first, last) in zip(row.starts, row.lengths, asked.spans, strict=True)
+    ]
+    edges = [i for i in range(1, len(shapes)) if shapes[i] != shapes[i - 1]]
+    for first, last in pairwise([0, *edges, len(shapes)]):
         yield range(first, last)
 
 
-def _over_ancestors(layout: Layout) -> Iterator[Call]:
-    for level in families(layout):
-        small: list[tuple[Sequence[int], range]] = []
+def _causal(queries: Block, keys: Block) -> Iterator[Call]:
+    """The kernel computes the half that nobody sees too: long segments go step by step, each over the keys up to it."""
+    if queries.length < LONG:
+        yield Call(queries, keys, True)
+        return
+    for done in range(0, queries.length, STEP):
+        upto = min(done + STEP, queries.length)
+        part = Block(queries.start + done, queries.count, upto - done, queries.stride)
+        yield Call(part, Block(keys.start, keys.count, upto, keys.stride), True)
+
+
+def _over_ancestors(asked: Asked) -> Iterator[Call]:
+    for level in families(asked):
+        small: list[Pair] = []
         for keys, queries in level:
             if isinstance(queries, range) and len(queries) >= ALONE:
                 yield Call(_whole(queries), _whole(keys), False)
@@ -139,30 +178,33 @@ def _over_ancestors(layout: Layout) -> Iterator[Call]:
             yield Call(_where([queries for queries, _ in bucket]), _where([keys for _, keys in bucket]), False)
 
 
-def families(layout: Layout) -> list[list[tuple[range, Sequence[int]]]]:
-    """By depth: each ancestor's tokens, and those of its descendants. Those of one depth have none in common."""
+def families(asked: Asked) -> list[list[tuple[range, Sequence[int]]]]:
+    """By depth: each ancestor's tokens, and what is asked for of its descendants; what nobody asks for at the beginning
+    of a segment is an ancestor of the rest. Those of one depth have none in common."""
+    layout = asked.layout
     depth: list[int] = []
     below: dict[int, list[int]] = {}
     for segment, parent in enumerate(layout.parents):
         depth.append(0 if parent < 0 else depth[parent] + 1)
-        for above in layout.ancestors(segment):
+        for above in layout.ancestors(segment) if asked.of(segment) else ():
             below.setdefault(above, []).append(segment)
-    levels: list[list[tuple[range, Sequence[int]]]] = [[] for _ in range(max(depth))]
-    for above in sorted(below):
-        keys = range(layout.starts[above], layout.starts[above] + layout.lengths[above])
-        levels[depth[above]].append((keys, _tokens(layout, below[above])))
-    return levels
+    levels: list[list[tuple[range, Sequence[int]]]] = [[] for _ in range(max(depth) + 1)]
+    for segment, start in enumerate(layout.starts):
+        if segment in below:
+            levels[depth[segment]].append(
+                (range(start, start + layout.lengths[segment]), _tokens(asked, below[segment]))
+            )
+        if asked.of(segment) and asked.spans[segment][0] > start:
+            levels[depth[segment]].append((range(start, asked.spans[segment][0]), asked.of(segment)))
+    return [level for level in levels if level]
 
 
-def _tokens(layout: Layout, segments: Sequence[int]) -> Sequence[int]:
-    """The segments' tokens: a range where they lie one behind the other."""
-    spans = [range(layout.starts[s], layout.starts[s] + layout.lengths[s]) for s in segments]
+def _tokens(asked: Asked, segments: Sequence[int]) -> Sequence[int]:
+    """The segments' asked tokens: a range where they lie one behind the other."""
+    spans = [asked.of(segment) for segment in segments]
     if all(one.stop == next_.start for one, next_ in pairwise(spans)):
         return range(spans[0].start, spans[-1].stop)
     return [token for span in spans for token in span]
-
-
-Pair = tuple[Sequence[int], Sequence[int]]
 
 
 def _buckets(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:

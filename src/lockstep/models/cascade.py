@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.data.layout import Layout
+from lockstep.models.asked import Asked
 from lockstep.models.calls import Call, Picked, calls
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -24,41 +24,41 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class Parts(Protocol):
     """How a kind of device computes a row. Tensors are `[tokens, heads, head size]`."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, scale: float) -> tuple[Tensor, Tensor]:
         """(output, log-sum-exps in a form of its own)."""
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, asked: Asked, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
 
 
-def cascade(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, parts: Parts) -> Tensor:
+def cascade(q: Tensor, k: Tensor, v: Tensor, asked: Asked, scale: float, parts: Parts) -> Tensor:
     """Each segment over itself and its ancestors.
 
     Args:
-        q: `[tokens, heads, head size]`; k and v `[tokens, key/value heads, head size]`.
+        q: `[asked tokens, heads, head size]`; k and v `[tokens, key/value heads, head size]`.
 
     Returns:
-        `[tokens, heads, head size]`, contiguous.
+        `[asked tokens, heads, head size]`, contiguous.
     """
-    out: Tensor = _Cascade.apply(q, k, v, layout, scale, parts)  # type: ignore[no-untyped-call]
+    out: Tensor = _Cascade.apply(q, k, v, asked, scale, parts)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Cascade(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, parts: Parts) -> Tensor:
-        out, lse = parts.forward(q, k, v, layout, scale)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, asked: Asked, scale: float, parts: Parts) -> Tensor:
+        out, lse = parts.forward(q, k, v, asked, scale)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = (layout, scale, parts)
+        ctx.settings = (asked, scale, parts)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layout, scale, parts = ctx.settings
-        return *parts.backward(grad, *ctx.saved_tensors, layout, scale), None, None, None
+        asked, scale, parts = ctx.settings
+        return *parts.backward(grad, *ctx.saved_tensors, asked, scale), None, None, None
 
 
 class CpuParts:
@@ -68,15 +68,15 @@ class CpuParts:
     def fits(q: Tensor, v: Tensor) -> bool:
         return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, scale: float) -> tuple[Tensor, Tensor]:
         out = q.new_empty(q.shape)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        for call in calls(layout):
+        for call in calls(asked):
             where = call.queries
             part, part_lse = _forward(
                 where.of(q), call.keys.of(k), call.keys.of(v), 0.0, call.causal, attn_mask=_mask(call, q), scale=scale
             )
-            if not call.causal:
+            if not call.own:
                 seen, seen_lse = where.of(out), where.of(lse)
                 part = torch.lerp(seen, part, torch.sigmoid(part_lse - seen_lse)[..., None].to(part.dtype))
                 part_lse = torch.logaddexp(part_lse, seen_lse)
@@ -85,15 +85,15 @@ class CpuParts:
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, asked: Asked, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-        for call in calls(layout):
+        dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        for call in calls(asked):
             where, keys = call.queries, call.keys
             part_lse = where.of(lse)
             if isinstance(where, Picked) and where.hidden is not None:
                 part_lse = part_lse + where.hidden  # exp(scores - inf): a padded query takes part in nothing
-            parts = _backward(
+            part, part_k, part_v = _backward(
                 where.of(grad),
                 where.of(q),
                 keys.of(k),
@@ -105,19 +105,18 @@ class CpuParts:
                 attn_mask=_mask(call, q),
                 scale=scale,
             )
-            for whole, part, place in zip(grads, parts, (where, keys, keys), strict=True):
-                if call.causal:
-                    place.put(whole, part)
-                else:
-                    place.add(whole, part)
-        return grads
+            if call.own:
+                where.put(dq, part)
+            else:
+                where.add(dq, part)
+            keys.add(dk, part_k)
+            keys.add(dv, part_v)
+        return dq, dk, dv
 
 
 def _mask(call: Call, q: Tensor) -> Tensor | None:
-    mask = call.mask
-    if mask is None:
-        return None
-    return mask.to(q.dtype).expand(-1, -1, call.queries.length, -1)
+    mask = call.mask(q.dtype)
+    return None if mask is None else mask.expand(call.queries.count, -1, call.queries.length, -1)
 
 
 CPU = CpuParts()

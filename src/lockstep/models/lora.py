@@ -8,9 +8,10 @@ import difflib
 import hashlib
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,28 +22,36 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.config.model import Adapter
+from lockstep.models.adapter_folder import opened
 from lockstep.models.errors import ModelError
 from lockstep.models.policy import Policy, hf_name
 from lockstep.models.quantized import plain_weight
-from lockstep.models.weights import Places, in_adapter
+from lockstep.models.weights import Checkpoint, Places, all_names, in_adapter, named_weights
 
 NAME = "default"
 """Of the adapter within the model, as peft calls a model's only one."""
 _FIELD = "model.adapter.target_modules"
+_SAVED = "model.adapter.modules_to_save"
 
 
 def add_adapter(policy: Policy, cfg: Adapter) -> None:
-    """Puts peft's layers into a policy, on the meta device and in float32, and freezes everything else.
+    """Puts peft's layers into a policy, on the meta device, and freezes everything else but `modules_to_save`. What
+    is trained is float32.
 
     Raises:
-        ModelError: a target that the model does not have, or that cannot have an adapter.
+        ModelError: a target that the model does not have, or that cannot have an adapter; a module to save that it
+            does not have, or that has an adapter in it.
     """
+    modules = dict(_modules(policy))
+    saved = {id(parameter) for name in find_saved(policy, cfg) for parameter in modules[name].parameters()}
+    settings = peft_config(policy, cfg)
+    settings.modules_to_save = None  # peft would copy them: here they are trained where they are
     with warnings.catch_warnings():
         # It would advise on settings that are made here, not by the user.
         warnings.simplefilter("ignore")
-        inject_adapter_in_model(peft_config(policy, cfg), policy.lm, NAME, low_cpu_mem_usage=True)
+        inject_adapter_in_model(settings, policy.lm, NAME, low_cpu_mem_usage=True)
     for name, parameter in policy.named_parameters():
-        trained = in_adapter(name)
+        trained = in_adapter(name) or id(parameter) in saved
         parameter.requires_grad_(trained)
         if trained:
             parameter.data = parameter.data.float()
@@ -56,7 +65,8 @@ def find_targets(policy: Policy, cfg: Adapter) -> list[str]:
         name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not policy.head
     ]
     if cfg.target_modules == "all-linear":
-        found = set(possible)
+        saved = set(find_saved(policy, cfg))
+        found = {name for name in possible if not _within(name, saved)}
     else:
         found = {name for target in cfg.target_modules for name in _matching(policy, target, modules, possible)}
     transposed = next((name for name in sorted(found) if isinstance(modules[name], Conv1D)), None)
@@ -64,6 +74,24 @@ def find_targets(policy: Policy, cfg: Adapter) -> list[str]:
         problem = f"{transposed} is a transposed layer (Conv1D), which DoRA is not made for here"
         raise ModelError("model.adapter.kind", cfg.kind, problem, "set model.adapter.kind=lora")
     return [name for name in possible if name in found]
+
+
+def find_saved(policy: Policy, cfg: Adapter) -> list[str]:
+    """The full names of the modules that are trained whole, in the model's order, with those that share a tied weight
+    with them. Raises ModelError."""
+    modules = dict(_modules(policy))
+    found = {name for wanted in cfg.modules_to_save for name in _holding(wanted, modules)}
+    trained = {id(parameter) for name in found for parameter in modules[name].parameters()}
+    for name, module in modules.items():
+        mine = [id(parameter) for parameter in module.parameters(recurse=False)]
+        if mine and trained.issuperset(mine) and not _within(name, found):
+            found.add(name)  # tied
+    targets = () if cfg.target_modules == "all-linear" else cfg.target_modules
+    for name in modules:
+        target = next((end for end in targets if _ends(name, end)), None)
+        if target is not None and _within(name, found):
+            raise ModelError(_SAVED, name, f"it is adapted as well ({_FIELD} {target})", "name it in one of the two")
+    return [name for name in modules if name in found]
 
 
 def peft_config(policy: Policy, cfg: Adapter) -> LoraConfig:
@@ -79,6 +107,7 @@ def peft_config(policy: Policy, cfg: Adapter) -> LoraConfig:
         use_rslora=cfg.use_rslora,
         use_dora=cfg.kind == "dora",
         init_lora_weights=cfg.init_lora_weights,
+        modules_to_save=_for_peft(find_saved(policy, cfg), list(modules)) or None,
         fan_in_fan_out=any(isinstance(modules[name], Conv1D) for name in targets),
         bias="none",
     )
@@ -91,6 +120,26 @@ def named_adapter(policy: Policy) -> Iterator[tuple[str, nn.Parameter]]:
             yield peft_name(hf_name(name)), parameter
 
 
+def named_saved(policy: Policy) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name in peft's files, parameter) of each weight of the model that is trained whole beside an adapter, tied ones
+    once; nothing without an adapter."""
+    if any(isinstance(module, LoraLayer) for module in policy.modules()):
+        for name, parameter in named_weights(policy):
+            if parameter.requires_grad:
+                yield peft_name(name), parameter
+
+
+def begins_elsewhere(policy: Policy, cfg: Adapter) -> bool:
+    """Whether the policy without its adapter is another than the one that a run begins with."""
+    return cfg.path is not None or any(True for _ in named_saved(policy))
+
+
+def saved_names(policy: Policy) -> dict[str, list[str]]:
+    """All names in peft's files of each weight of `named_saved`, by the first: peft's model ties none."""
+    aliases = {peft_name(name): [peft_name(other) for other in others] for name, others in all_names(policy).items()}
+    return {name: aliases[name] for name, _ in named_saved(policy)}
+
+
 def peft_name(name: str) -> str:
     """`model.layers.0.self_attn.q_proj.lora_A.default.weight` as it is called in `adapter_model.safetensors`."""
     name = name.replace(f".{NAME}.", ".")
@@ -98,9 +147,18 @@ def peft_name(name: str) -> str:
 
 
 def fill_adapter(policy: Policy, cfg: Adapter, seed: int, device: torch.device | str) -> None:
-    """Initialises an adapter whose base is filled: A at random, the same whatever the number of ranks; B with zeros;
-    DoRA's magnitude with the norms of the base's rows (section 4.1 of the paper)."""
+    """Initialises an adapter whose base is filled: with the one that it begins from, or A at random, the same whatever
+    the number of ranks; B with zeros; DoRA's magnitude with the norms of the base's rows (section 4.1 of the paper).
+
+    Raises:
+        ModelError: the adapter that it begins from does not fit the model.
+    """
     places = Places(policy, torch.device(device))
+    if cfg.path is not None:
+        with _stored(policy, cfg.path) as stored:
+            for name, parameter in [*named_adapter(policy), *named_saved(policy)]:
+                places.fill(parameter, partial(stored.part, name))
+        return
     names = {id(parameter): name for name, parameter in named_adapter(policy)}
     for layer in adapted(policy).values():
         down, up = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
@@ -110,6 +168,13 @@ def fill_adapter(policy: Policy, cfg: Adapter, seed: int, device: torch.device |
         if NAME in layer.lora_magnitude_vector:
             norms = torch.linalg.norm(_rows(layer.get_base_layer()), dim=1)
             places.fill(layer.lora_magnitude_vector[NAME].weight, lambda *_, norms=norms: norms)
+
+
+def check_adapter(policy: Policy, cfg: Adapter) -> None:
+    """Raises ModelError where the adapter that `cfg` begins from does not fit the policy, which has its layers."""
+    if cfg.path is not None:
+        with _stored(policy, cfg.path):
+            pass
 
 
 def adapted(policy: Policy) -> dict[str, Any]:
@@ -177,6 +242,11 @@ def derived_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:7])
 
 
+def _stored(policy: Policy, path: str) -> AbstractContextManager[Checkpoint]:
+    shapes = {name: tuple(parameter.shape) for name, parameter in [*named_adapter(policy), *named_saved(policy)]}
+    return opened(shapes, saved_names(policy), path)
+
+
 def _initial(down: nn.Parameter, cfg: Adapter, seed: int, name: str) -> Tensor:
     """The whole of A as peft draws it, float32 `[r, in]`."""
     generator = torch.Generator().manual_seed(derived_seed(seed, name))
@@ -210,8 +280,45 @@ def _short(targets: list[str], names: list[str]) -> list[str]:
     return ends if sorted(named) == sorted(targets) else targets
 
 
+def _ends(name: str, end: str) -> bool:
+    """Whether a module has this name, or this end of one."""
+    return name == end or name.endswith(f".{end}")
+
+
+def _last_words(names: Iterable[str]) -> list[str]:
+    """`q_proj` of `model.layers.0.self_attn.q_proj`, each once."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _did_you_mean(name: str, ends: list[str]) -> str:
+    """A question with the nearest of `ends`; empty where none is near."""
+    nearest = difflib.get_close_matches(name.rpartition(".")[2], ends, n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
+def _within(name: str, modules: set[str]) -> bool:
+    """Whether a module is one of `modules`, or inside of one."""
+    return f"{name}.".startswith(tuple(f"{other}." for other in modules))
+
+
+def _holding(wanted: str, modules: dict[str, nn.Module]) -> list[str]:
+    """The modules of a name, or with that end, that hold weights. Raises ModelError where there is none."""
+    matching = [name for name in modules if _ends(name, wanted)]
+    if not any(True for name in matching for _ in modules[name].parameters()):
+        ends = _last_words(modules)
+        remedy = _did_you_mean(wanted, ends) or f"it has {', '.join(ends[:20])}"
+        raise ModelError(_SAVED, wanted, "the model has no weights in a module of that name", remedy)
+    return matching
+
+
+def _for_peft(saved: list[str], names: list[str]) -> list[str]:
+    """The ends of saved modules' names where peft, which looks at ends of any length, finds nothing else by them."""
+    ends = _last_words(saved)
+    return ends if [name for name in names if name.endswith(tuple(ends))] == saved else saved
+
+
 def _matching(policy: Policy, target: str, modules: dict[str, nn.Module], possible: list[str]) -> list[str]:
-    matching = [name for name in modules if name == target or name.endswith(f".{target}")]
+    matching = [name for name in modules if _ends(name, target)]
     unfit = [name for name in matching if name not in possible]
     if not matching or unfit:
         raise _refusal(policy, target, modules[unfit[0]] if unfit else None, possible)
@@ -220,10 +327,10 @@ def _matching(policy: Policy, target: str, modules: dict[str, nn.Module], possib
 
 def _refusal(policy: Policy, target: str, unfit: nn.Module | None, possible: list[str]) -> ModelError:
     """What is wrong with a target, and what it could have been."""
-    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in possible))
-    nearest = difflib.get_close_matches(target.rpartition(".")[2], ends, n=3, cutoff=0.4)
+    ends = _last_words(possible)
+    meant = "" if target in ends else _did_you_mean(target, ends)
     known = f"the linear layers of {type(policy.lm).__name__} are {', '.join(ends)}"
-    remedy = f"did you mean {' or '.join(nearest)}? {known}" if nearest and target not in ends else known
+    remedy = f"{meant} {known}" if meant else known
     if unfit is None:
         return ModelError(_FIELD, target, "the model has no layer of that name", remedy)
     if unfit is policy.head:

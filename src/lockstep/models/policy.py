@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from lockstep.data.layout import Layout
 from lockstep.models import attention
+from lockstep.models.asked import Asked
+from lockstep.models.decoder import KnownLayers, UnknownLayers
 from lockstep.models.errors import ModelError
 from lockstep.models.head import split_head, target_logprobs
 
@@ -33,6 +35,8 @@ class Policy(nn.Module):
         self._backbone_name, self.transform = split_head(lm)
         self.layout_refusal = _layout_refusal(lm, self.backbone)
         """Why rows of several segments cannot be given to this model at all; None where `probe_packing` decides."""
+        self.known_layers: KnownLayers | None = None
+        """Where the layers have our own forward (`fuse_layers`)."""
 
     @property
     def config(self) -> Any:
@@ -57,6 +61,17 @@ class Policy(nn.Module):
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return list(module)
         raise ModelError("model.path", type(self.lm).__name__, f"no list of {count} layers found", "use another model")
+
+    def fuse_layers(self) -> str | None:
+        """Gives the decoder layers the forward of `lockstep.models.decoder`; says why not where it cannot. Before they
+        are compiled, recomputed or sharded."""
+        if self.layout_refusal is not None:
+            return self.layout_refusal
+        try:
+            self.known_layers = KnownLayers(self.layers, getattr(self.backbone, "norm", None))
+        except UnknownLayers as error:
+            return str(error)
+        return None
 
     def forward(
         self,
@@ -90,7 +105,10 @@ class Policy(nn.Module):
             raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
         if tokens.shape != (layout.tokens,):
             raise ValueError(f"tokens {list(tokens.shape)} do not fit a layout of {layout.tokens} tokens")
-        hidden = self._hidden(tokens, layout)
+        asked = self._asked(layout, sources)
+        hidden = self._hidden(tokens, layout, asked)
+        if asked is not None:
+            sources = asked.among(sources)
         # Both gather; on CUDA only indexing has a deterministic backward, on CPU only index_select has a fast one.
         chosen = hidden.index_select(0, sources) if hidden.device.type == "cpu" else hidden[sources]
         head = self.head
@@ -98,8 +116,15 @@ class Policy(nn.Module):
             chosen.to(head.weight.dtype), head.weight, head.bias, targets, self.transform, temperature, chunk, entropy
         )
 
-    def _hidden(self, tokens: Tensor, layout: Layout) -> Tensor:
-        """Last hidden states `[tokens, hidden]`."""
+    def _asked(self, layout: Layout, sources: Tensor) -> Asked | None:
+        """The tokens for which the last layer does all of its work; None for all of them, where little is saved."""
+        if self.known_layers is None or not self.known_layers.on or not len(sources):
+            return None
+        asked = Asked.by(layout, sources)
+        return asked if asked.tokens * 16 <= layout.tokens * 15 else None
+
+    def _hidden(self, tokens: Tensor, layout: Layout, asked: Asked | None) -> Tensor:
+        """Last hidden states `[asked tokens, hidden]`."""
         several = len(layout.lengths) > 1
         if several and self.layout_refusal is not None:
             raise ValueError(f"a row of {len(layout.lengths)} segments was given, but {self.layout_refusal}")
@@ -107,9 +132,10 @@ class Policy(nn.Module):
             hidden: Tensor = self.backbone(input_ids=tokens[None], use_cache=False).last_hidden_state
             return hidden[0]
         positions = layout.positions().to(tokens.device)
+        more = {} if asked is None else {"asked": asked}
         with attention.forest_row():
             hidden = self.backbone(
-                input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False
+                input_ids=tokens[None], position_ids=positions[None], layout=layout, use_cache=False, **more
             ).last_hidden_state
         return hidden[0]
 

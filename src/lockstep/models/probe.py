@@ -72,6 +72,26 @@ def probe_packing(policy: Policy, compute_dtype: torch.dtype | None = None) -> P
     return ProbeResult("forest", f"{name}: packed rows and trees agree with separate forwards to {worst:.1e}")
 
 
+@torch.no_grad()
+def probe_layers(policy: Policy) -> str:
+    """What came of `Policy.fuse_layers`: keeps the fused forward where it agrees with the model's own on a tree, of
+    which only the branches are asked for, and takes it back where it does not. Under FSDP every rank calls it."""
+    layers = policy.known_layers
+    if layers is None:
+        return "the model's own forward"
+    tokens = _random_tokens(policy, next(policy.parameters()).device)
+    pairs = _steps(_LENGTH - 1, 2 * _LENGTH)
+    fused = _logprobs(policy, tokens.flatten(), [-1, 0, 0], pairs)
+    layers.on = False
+    own = _logprobs(policy, tokens.flatten(), [-1, 0, 0], pairs)
+    noise = _worst(own, _logprobs(policy, tokens[:2].flatten(), [-1], pairs))
+    error = _worst(fused, own)
+    layers.on = error <= max(4 * noise, 1e-5)
+    if layers.on:
+        return f"a fused forward, which agrees with the model's own to {error:.1e}"
+    return f"the model's own forward, as the fused one disagrees with it by {error:.1e}"
+
+
 def _ignored(name: str, what: str, found: _Comparison) -> str:
     return f"{name} ignores the layout: {what} (log-probabilities differ by {found.error:.1e}, noise {found.noise:.1e})"
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.layout import Layout
+from lockstep.models.asked import Asked
 from lockstep.models.calls import families
 
 _forward = torch.ops.aten._flash_attention_forward
@@ -44,7 +45,7 @@ def levels(layout: Layout, device: torch.device) -> list[Level]:
     def make(row: Layout) -> list[Level]:
         own = _spans([range(start, stop) for start, stop, _ in row.segments()], device, whole=True)
         made = [Level(own, own, True)]
-        for family in families(row):
+        for family in families(Asked.everything(row)):
             queries = [list(below) for _, below in family]
             made.append(Level(_spans(queries, device), _spans([list(above) for above, _ in family], device), False))
         return made
@@ -60,16 +61,16 @@ def _spans(pieces: list[range] | list[list[int]], device: torch.device, whole: b
 
 
 class CudaParts:
-    """torch's flash attention for CUDA, in half precision; sums over parts are kept in float32."""
+    """torch's flash attention for CUDA, in half precision, over whole rows; sums over parts are kept in float32."""
 
     @staticmethod
     def fits(q: Tensor, v: Tensor) -> bool:
         half = q.dtype in (torch.float16, torch.bfloat16)
         return q.device.type == "cuda" and half and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = q, q  # replaced by the first level, which is the causal one
-        for level in levels(layout, q.device):
+        for level in levels(asked.layout, q.device):
             a, b = level.queries, level.keys
             part, part_lse, *_ = _forward(
                 a.of(q), b.of(k), b.of(v), a.ends, b.ends, a.longest, b.longest, 0.0, level.causal, False, scale=scale
@@ -84,11 +85,11 @@ class CudaParts:
         return out, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, layout: Layout, scale: float
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, asked: Asked, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
         seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        for level in levels(layout, q.device):
+        for level in levels(asked.layout, q.device):
             a, b = level.queries, level.keys
             part_lse = lse if a.index is None else lse[:, a.index].contiguous()
             parts = _backward(

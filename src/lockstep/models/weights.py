@@ -32,23 +32,27 @@ _SINGLE = "model.safetensors"
 class Checkpoint:
     """The tensors of a safetensors folder, read by name and by rows. A context manager.
 
+    Args:
+        single: the file's name where there is one only.
+        field: of the config that names the folder, for errors.
+
     Raises:
         ModelError: the folder has no safetensors, one is torn, or its index names a file that is not there.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, single: str = _SINGLE, field: str = "model.path") -> None:
+        self.folder, self.field, self.single = folder, field, single
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         for file in self._file_names():
             path = folder / file
             if not path.is_file():
-                raise ModelError("model.path", str(folder), f"{file} is missing", "complete the download")
+                raise ModelError(field, str(folder), f"{file} is missing", "complete the download")
             try:
                 opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
             except SafetensorError as error:
-                raise ModelError("model.path", str(folder), f"{file} is torn ({error})", "fetch it again") from error
+                raise ModelError(field, str(folder), f"{file} is torn ({error})", "fetch it again") from error
             self._files[file] = opened
             self._where.update(dict.fromkeys(opened.keys(), file))
 
@@ -56,11 +60,9 @@ class Checkpoint:
         if (self.folder / _INDEX).is_file():
             index = json.loads((self.folder / _INDEX).read_text(encoding="utf-8"))
             return sorted(set(index["weight_map"].values()))
-        if (self.folder / _SINGLE).is_file():
-            return [_SINGLE]
-        raise ModelError(
-            "model.path", str(self.folder), "holds no model.safetensors", "convert the weights to safetensors"
-        )
+        if (self.folder / self.single).is_file():
+            return [self.single]
+        raise ModelError(self.field, str(self.folder), f"holds no {self.single}", "convert the weights to safetensors")
 
     @property
     def names(self) -> list[str]:
@@ -80,6 +82,11 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         found: Tensor = self._files[self._where[name]].get_tensor(name)
         return found
+
+    def part(self, name: str, start: int, stop: int) -> Tensor:
+        """`rows`, or in one piece what is asked for whole, which scalars need."""
+        whole = start == 0 and self.shape(name)[:1] in ((), (stop,))
+        return self.read(name) if whole else self.rows(name, start, stop)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.names:
@@ -127,7 +134,7 @@ def named_state(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 def compare_names(policy: Policy, checkpoint: Checkpoint) -> NameReport:
     """Which names are on one side only; a name of a tied weight counts as its first place's."""
     wanted = dict(named_state(policy))
-    aliases = _aliases(policy)
+    aliases = all_names(policy)
     missing = [name for name in wanted if not any(alias in checkpoint for alias in aliases.get(name, [name]))]
     known = {alias for name in wanted for alias in aliases.get(name, [name])}
     return NameReport(sorted(missing), [name for name in checkpoint.names if name not in known])
@@ -154,7 +161,7 @@ def fill(policy: Policy, folder: Path, device: torch.device | str) -> NameReport
         report, sources = _match(policy, checkpoint)
         places = Places(policy, torch.device(device))
         for name, parameter in list(named_weights(policy)):
-            places.fill(parameter, partial(_read, checkpoint, sources[name]))
+            places.fill(parameter, partial(checkpoint.part, sources[name]))
         for name, buffer in named_state(policy):
             if not isinstance(buffer, nn.Parameter):
                 buffer.copy_(checkpoint.read(sources[name]))
@@ -165,12 +172,6 @@ def fill(policy: Policy, folder: Path, device: torch.device | str) -> NameReport
     if report.unexpected:
         log.warning("%s: %d weights are not used: %s", folder, len(report.unexpected), ", ".join(report.unexpected[:3]))
     return report
-
-
-def _read(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
-    # A whole tensor is read in one piece, which scalars need.
-    whole = start == 0 and checkpoint.shape(name)[:1] in ((), (stop,))
-    return checkpoint.read(name) if whole else checkpoint.rows(name, start, stop)
 
 
 class Places:
@@ -239,7 +240,7 @@ def local_rows(tensor: DTensor) -> tuple[int, int]:
 
 def _match(policy: Policy, checkpoint: Checkpoint) -> tuple[NameReport, dict[str, str]]:
     """The report, and the checkpoint's name of each weight and buffer. Raises ModelError."""
-    folder, report, aliases = str(checkpoint.folder), compare_names(policy, checkpoint), _aliases(policy)
+    folder, report, aliases = str(checkpoint.folder), compare_names(policy, checkpoint), all_names(policy)
     sources = {name: _first_in(checkpoint, aliases.get(name, [name])) for name, _ in named_state(policy)}
     if report.missing:
         raise ModelError(
@@ -262,8 +263,8 @@ def _first_in(checkpoint: Checkpoint, names: list[str]) -> str:
     return next((name for name in names if name in checkpoint), names[0])
 
 
-def _aliases(policy: Policy) -> dict[str, list[str]]:
-    """All names of each tied weight, by its first: an untied checkpoint may hold any of them."""
+def all_names(policy: Policy) -> dict[str, list[str]]:
+    """All names of each weight, tied ones have several, by its first: an untied checkpoint may hold any of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in policy.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(hf_name(name))

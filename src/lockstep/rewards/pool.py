@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.cluster.protocol import Cluster
+from lockstep.cluster.user_process import LOADING_S
 from lockstep.config.reward import Reward
 from lockstep.data.samples import Rollouts
 from lockstep.rewards.api import Batch, Failure, RewardError, Scores, TermInfo
 from lockstep.rewards.batches import batches, columns, unscored, with_rewards
-from lockstep.rewards.scorer import LOADING_S, Lost, Scorer
+from lockstep.rewards.scorer import Lost, Scorer
 from lockstep.rewards.terms import weighted_sum
 from lockstep.rewards.values import BadReward
 from lockstep.watch import beacon, waits

@@ -1,23 +1,17 @@
 """The controller's end of one scorer process: calls it, ends it when it is stuck, starts another."""
 
-import logging
 import threading
 from pathlib import Path
 from typing import Any
 
 from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.cluster.user_process import NotLoaded, last_words, loaded
 from lockstep.config.reward import Math, Reward
 from lockstep.rewards.api import Batch, Prepared, RewardError, ScorerAPI, Scores
-from lockstep.watch.waits import Stalled, WaitTimeout
+from lockstep.watch.waits import Stalled
 
-log = logging.getLogger(__name__)
-
-LOADING_S = 300.0
-"""Longest time without progress for importing the users' modules, which may import anything."""
 NEWS_S = 1.5
 """Progress is told about once a second: what happened within the limit may be heard of this much later."""
-LAST_WORDS_S = 5.0
-"""Within this time the cluster knows that a killed process is dead."""
 
 
 class Lost(Exception):
@@ -86,14 +80,10 @@ class Scorer:
         """The terms that the process has loaded. Raises RewardError when a function cannot be used."""
         functions = ", ".join(term.path for term in self.cfg.terms if term.kind == "function") or "the verifiers"
         try:
-            prepared = pending.result(why=f"loading {functions}", stall_s=LOADING_S)
-        except Stalled as error:
-            lost = self._end(f"could not be loaded within {error.waited_s:.0f} s", pending)
-            raise RewardError(functions, lost.problem, traceback=lost.log_tail) from error
-        except WorkerDied as error:
+            prepared = loaded(pending, functions, self.name, self._kill)
+        except NotLoaded as error:
             self._forget()
-            problem = f"the scorer process {error.how} while loading"
-            raise RewardError(functions, problem, traceback=error.last_words) from error
+            raise RewardError(functions, error.problem, traceback=error.log_tail) from error
         if prepared.failure is not None:
             failure = prepared.failure
             raise RewardError(prepared.function or functions, failure.problem, traceback=failure.traceback)
@@ -145,10 +135,5 @@ class Scorer:
         """Kills the process, and collects the end of its log: the stack of what it was in is there."""
         self._kill()
         if pending is not None:
-            try:
-                pending.result(why=f"the last words of {self.name}", stall_s=LAST_WORDS_S)
-            except WorkerDied as error:
-                log_tail = error.last_words
-            except (WaitTimeout, RemoteError):
-                log.warning("%s left no last words", self.name)
+            log_tail = last_words(pending, self.name)
         return Lost(problem, log_tail)

@@ -43,6 +43,9 @@ class EngineAPI(Protocol):
     def load_weights(self, source: str, version: int) -> None:
         """Takes a version from the weight room's store, between two decode steps."""
 
+    def slower(self) -> str:
+        """Why it does not decode by the fastest way there is; empty where it does."""
+
     @concurrent
     def progress(self) -> EngineProgress:
         """Counters; answers at any time."""

@@ -30,6 +30,8 @@ class Request:
     ignore_eos: bool = False
     priority: int = 0
     """Lower ones are admitted first; those of equal priority in the order in which they came."""
+    keep: bool = False
+    """Its keys and values are worth keeping when it ends: a prompt that begins with it may follow."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,10 @@ class EngineProgress:
     finished: int
     version: int
     paused: bool
+    prefix_cache_queries: int = 0
+    """Tokens of prompts that were looked up among what is kept of sequences that ended."""
+    prefix_cache_hits: int = 0
+    """Those of them whose keys and values were there, and were not computed again."""
 
 
 class RolloutEngine(Protocol):

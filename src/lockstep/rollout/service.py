@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from lockstep.cluster.malloc import tune_malloc
 from lockstep.cluster.protocol import Later, concurrent
 from lockstep.config.model import Model
 from lockstep.config.rollout import BuiltinEngine as EngineConfig
 from lockstep.data.samples import Completion
 from lockstep.rollout.api import Collected
 from lockstep.rollout.builtin.engine import BuiltinEngine, WeightReader
-from lockstep.rollout.protocol import EngineProgress, Request, RolloutEngine
+from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.watch import beacon
 
 log = logging.getLogger(__name__)
@@ -44,14 +45,17 @@ class EngineService:
         weights: str | None = None,
         version: int = 0,
     ) -> None:
+        config = EngineConfig.model_validate(engine)
+        if config.malloc == "tuned":
+            tune_malloc()
         if threads is not None:
             torch.set_num_threads(threads)
         self._outbox = Outbox()
         self._failure: Exception | None = None
         self._asked: list[tuple[int, Later[Collected]]] = []
-        self._engine: RolloutEngine = BuiltinEngine.from_config(
+        self._engine = BuiltinEngine.from_config(
             Model.model_validate(model),
-            EngineConfig.model_validate(engine),
+            config,
             device,
             None if reader is None else _load(reader),
             version,
@@ -85,6 +89,9 @@ class EngineService:
 
     def load_weights(self, source: str, version: int) -> None:
         self._engine.load_weights(Path(source), version)
+
+    def slower(self) -> str:
+        return self._engine.slower
 
     @concurrent
     def progress(self) -> EngineProgress:

@@ -124,7 +124,7 @@ class RolloutBuffer:
         found = {"rollout/generated": told["asked"]}
         if self.max_staleness and told["all"]:
             found["rollout/ready"] = told["ready"] / told["all"]
-        return found
+        return found | self.engines.metrics()
 
     def _ask(self, step: int, prompts: Sequence[Prompt]) -> None:
         ids = [[f"{step}/{prompt.uid}/{k}" for k in range(self.group_size)] for prompt in prompts]

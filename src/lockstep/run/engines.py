@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from lockstep.cluster.protocol import Worker
@@ -37,7 +37,7 @@ class Engines:
     ) -> None:
         self._news = threading.Event()
         """An engine has told something."""
-        self._fleet = Fleet(workers, self._news, hires, recovery)
+        self._fleet = Fleet(workers, self._news, self._place, hires, recovery)
         self._queue_of: dict[str, str] = {}
         """Of every request under way, the queue that its completion goes to."""
         self._arrived: dict[str, list[Completion]] = {}
@@ -82,6 +82,14 @@ class Engines:
         """
         self._queue_of.update((request.id, queue) for request in requests)
         self._fleet.submit(requests)
+
+    def _place(self, group: Sequence[Request], owed: Mapping[int, int]) -> int:
+        """Which engine gets a group; how many completions those that live owe, by rank."""
+        return min(owed, key=owed.__getitem__)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the engines' work since the last call."""
+        return {}
 
     def collect(self, queue: str = "") -> list[Completion]:
         """What finished of a queue since the last call; returns at once. What finished of others waits for theirs.

@@ -11,7 +11,7 @@ from lockstep.config.cluster import LocalCluster
 from lockstep.config.model import Adapter, Model
 from lockstep.models.errors import ModelError
 from lockstep.models.load import context_length, load_policy, resolve_dtype
-from lockstep.models.lora import add_adapter, named_adapter
+from lockstep.models.lora import add_adapter, begins_elsewhere, check_adapter, named_adapter, named_saved
 from lockstep.models.policy import Policy
 from lockstep.models.weights import check_weights, named_weights
 from lockstep.run.plan import AdapterFacts, HostFacts, ModelFacts
@@ -43,11 +43,19 @@ def model_facts(cfg: Model, device: str) -> ModelFacts:
 
 def _adapter_facts(policy: Policy, cfg: Adapter) -> AdapterFacts:
     add_adapter(policy, cfg)
+    check_adapter(policy, cfg)
+    low = sum(parameter.numel() for _, parameter in named_adapter(policy))
+    saved = sum(parameter.numel() for _, parameter in named_saved(policy))
+    inside = {id(parameter) for layer in policy.layers for parameter in layer.parameters()}
+    outside = any(p.requires_grad for p in policy.parameters() if id(p) not in inside)
+    embedding = policy.lm.get_input_embeddings().weight.requires_grad
     trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in policy.layers]
     return AdapterFacts(
-        parameters=sum(parameter.numel() for _, parameter in named_adapter(policy)),
-        layers=sum(trained),
-        first=trained.index(True) if any(trained) else len(trained),
+        parameters=low,
+        saved=saved,
+        units=sum(trained) + outside,
+        first=0 if embedding else trained.index(True) if any(trained) else len(trained),
+        begins_elsewhere=begins_elsewhere(policy, cfg),
     )
 
 

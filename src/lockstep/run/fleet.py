@@ -7,7 +7,7 @@ successor where it was the only one. Completions depend on their requests' seeds
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -57,6 +57,7 @@ class Fleet:
 
     Args:
         news: set when there is something to look at.
+        choose: which engine gets a group, by how many completions those that live owe; from any thread.
         hires: without, the first loss is an error.
     """
 
@@ -64,11 +65,12 @@ class Fleet:
         self,
         workers: Sequence[Worker],
         news: threading.Event,
+        choose: Callable[[Sequence[Request], Mapping[int, int]], int],
         hires: Hires | None = None,
         recovery: Recovery | None = None,
     ) -> None:
         self._places = [_Place(rank, worker) for rank, worker in enumerate(workers)]
-        self._news, self._hires, self._recovery = news, hires, recovery
+        self._news, self._choose, self._hires, self._recovery = news, choose, hires, recovery
         self._lock = threading.RLock()
         self._homeless: list[Request] = []
         """Requests that no engine has."""
@@ -88,7 +90,7 @@ class Fleet:
         return [place.worker for place in self._places if place.worker is not None]
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hands requests over, whole groups to the engine that owes least.
+        """Hands requests over, whole groups to the engine that `choose` names.
 
         Raises:
             RemoteError: BadRequest.
@@ -148,13 +150,13 @@ class Fleet:
         groups: dict[str, list[Request]] = {}
         for request in self._homeless:
             groups.setdefault(request.group, []).append(request)
-        batches: list[list[Request]] = [[] for _ in living]
+        batches: dict[int, list[Request]] = {place.rank: [] for place, _ in living}
         for group in groups.values():
-            owed = [len(place.open) + len(batch) for (place, _), batch in zip(living, batches, strict=True)]
-            batches[owed.index(min(owed))].extend(group)
+            owed = {place.rank: len(place.open) + len(batches[place.rank]) for place, _ in living}
+            batches[self._choose(group, owed)].extend(group)
         asked = []
-        for (place, worker), batch in zip(living, batches, strict=True):
-            if batch:
+        for place, worker in living:
+            if batch := batches[place.rank]:
                 place.open.update((request.id, request) for request in batch)
                 asked.append((place, worker, worker.submit(EngineAPI.submit, batch)))
         self._homeless = []

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from lockstep.cluster.calls import gather
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import Worker
 from lockstep.ledger.errors import LedgerError
@@ -32,6 +33,7 @@ from lockstep.run.recovery.memory import MemoryCopy
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.recovery.trainers import Healing
 from lockstep.run.run import Roles, Run
+from lockstep.run.services import EngineAPI
 from lockstep.run.staff import Staff
 from lockstep.run.turns import Conversations
 from lockstep.train.api import TrainerInfo
@@ -132,6 +134,13 @@ def _tell_packing(prepared: Prepared, info: TrainerInfo) -> None:
     log.log(level, "packing %s%s (%s)", info.packing, means[info.packing], info.packing_reason)
 
 
+def _tell_slower(engines: list[Worker]) -> None:
+    """A model that engines decode slowly is said as well; all engines have the same one."""
+    for reason in dict.fromkeys(gather([worker.submit(EngineAPI.slower) for worker in engines], why="load the model")):
+        if reason:
+            log.warning("%s", reason)
+
+
 def _roles(
     prepared: Prepared,
     ledger: Ledger,
@@ -174,6 +183,7 @@ def _engines(prepared: Prepared, staff: Staff, recovery: Recovery, workers: list
     """Engines whose completions are conversations where the config names an environment; None where none is needed."""
     if not workers:
         return None
+    _tell_slower(workers)
     config = prepared.config
     sampling, stall_s = config.rollout.sampling, config.cluster.stall_limit_s
     if prepared.turns is None or config.rollout.environment is None:

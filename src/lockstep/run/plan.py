@@ -14,10 +14,19 @@ class AdapterFacts:
     """What the plan must know of an adapter."""
 
     parameters: int
-    layers: int
-    """Decoder layers that have a part of it."""
+    units: int
+    """Decoder layers that have a part of it, and the root where weights outside of the layers are trained."""
     first: int
-    """The first of them: below it nothing has a backward."""
+    """The first layer that needs a backward."""
+    saved: int = 0
+    """Of the model's own parameters, those that are trained whole beside it."""
+    begins_elsewhere: bool = False
+    """Whether the model without it is not what the run began with, which then is the reference of a KL penalty."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.parameters + self.saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +173,7 @@ def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
     else:  # merging needs the whole of it
         frozen = config.model.quantization
         bits = 8 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]  # with the blocks' constants
-        sharded = int(bits * model.parameters / 8) + 16 * adapter.parameters
+        sharded = int(bits * (model.parameters - adapter.saved) / 8) + 16 * adapter.trained
         states = sharded // config.trainer.shards + 4 * adapter.parameters
     per_layer = (2 if config.trainer.activation_checkpointing else 34) * config.token_budget * model.hidden
     activations = per_layer * model.layers * width // 2
@@ -217,14 +226,15 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
     adapter = model.adapter
     # FSDP2 gathers one layer ahead of the backward that comes next, also where none comes.
     backward = layers if adapter is None else layers - max(adapter.first - 1, 0)
-    reduced = units if adapter is None else adapter.layers
+    reduced = units if adapter is None else adapter.units
     if config.recipe == "grpo":
         loss = config.loss
         updates = config.epochs * (
             config.completions_per_step // (config.minibatch_size or config.completions_per_step)
         )
         models = int(loss.old_logprobs == "trainer") + int(loss.kl.coefficient > 0)
-    held = models if adapter is None else min(models, 1)  # without its adapter the policy is the reference
+    # Without its adapter the policy is the reference; where the reference is what it began with, it is gathered anew.
+    held = models if adapter is None or adapter.begins_elsewhere else min(models, 1)
     if config.trainer.reshard_after_forward:
         # A layer is gathered again for its backward; the root (embedding, last norm, head) is kept until then.
         before = f"{models * layers} per micro-batch, and {held}"
@@ -236,7 +246,7 @@ def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> li
     largest = max((model.parameters - embedding) // max(layers, 1), embedding)
     width = BYTES[model.dtype]
     found = [Collective("all_gather", "fsdp", f"{before} (log-probabilities before training)", largest * width)]
-    scattered = largest if adapter is None else adapter.parameters // max(adapter.layers, 1)
+    scattered = largest if adapter is None else adapter.trained // max(adapter.units, 1)
     found = [
         *(found if models else []),
         Collective("all_gather", "fsdp", gathers, largest * width),

@@ -17,6 +17,7 @@ from lockstep.ledger.changes import Change, compare_config
 from lockstep.ledger.errors import FolderExists
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.rules import INDEX
+from lockstep.models.adapter_folder import settled
 from lockstep.models.load import load_tokenizer
 from lockstep.models.quantized import check_quantization
 from lockstep.rewards.static import check_terms, compares_answers
@@ -75,6 +76,8 @@ def prepare(
         Finished: there is nothing left to do.
     """
     notes: list[str] = []
+    if config is not None:
+        config = settled_adapter(config)
     if resume is not None:
         config, notes = _resumed(config, resume, overrides)
     if config is None:
@@ -98,6 +101,14 @@ def prepare(
     if prepared.resuming:
         _must_be_the_same_data(prepared)
     return prepared
+
+
+def settled_adapter(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:
+    """With the settings of the adapter that it begins from, if any. Raises ModelError where they contradict."""
+    if config.model.adapter is None:
+        return config
+    model = config.model.model_copy(update={"adapter": settled(config.model.adapter)})
+    return config.model_copy(update={"model": model})
 
 
 def _must_have_metric(config: SFTConfig | GRPOConfig) -> None:

@@ -13,7 +13,7 @@ from lockstep.rewards.static import check_terms
 from lockstep.rollout.environments.static import told_tools
 from lockstep.run.facts import UNLIMITED, host_facts, model_facts
 from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan
-from lockstep.run.prepare import prepare
+from lockstep.run.prepare import prepare, settled_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ def survey(
 def _what_is_known(config: SFTConfig | GRPOConfig, host: HostFacts, notes: list[str]) -> Survey:
     model: ModelFacts | None = None
     try:
+        config = settled_adapter(config)
         model = model_facts(config.model, host.device)
     except HubUnreachable as error:
         notes.append(f"not looked up: {error}. Memory and collectives are not known, and no prompt was measured")

@@ -7,7 +7,7 @@ waits for no other.
 import copy
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +58,8 @@ class _Talk:
     episode: Episode = field(default_factory=lambda: Episode([], [], "abort"))
     turns: int = 0
     """Turns of the model that were answered."""
+    engine: int | None = None
+    """The one that has the keys and values of its turns."""
 
     @property
     def name(self) -> str:
@@ -115,6 +117,8 @@ class Conversations(Engines):
         self._over: list[str] = []
         self._finished: dict[str, list[Completion]] = {}
         self._failures = 0
+        self._cached = (0, 0)
+        """Hits and queries of the engines' prefix caches when metrics were asked for."""
 
     def submit(self, requests: Sequence[Request], queue: str = "") -> None:
         """Begins conversations, one for each request (before they branch, one for several of a group). `max_tokens`
@@ -135,8 +139,31 @@ class Conversations(Engines):
         self._advance()
         return self._finished.pop(queue, [])
 
+    def metrics(self) -> dict[str, float]:
+        """`rollout/prefix_cache_hit_rate`: the share of prompt tokens, of all turns since the last call, whose keys and
+        values were still there. (The prompt of a group of first turns counts once.)"""
+        now = [(each.prefix_cache_hits, each.prefix_cache_queries) for each in self.progress()]
+        hits, queries = (sum(column) for column in zip(*now, strict=True))
+        before, self._cached = self._cached, (hits, queries)
+        asked = queries - before[1]
+        return {"rollout/prefix_cache_hit_rate": max(0.0, (hits - before[0]) / asked)} if asked > 0 else {}
+
     def _moves(self) -> object:
         return super()._moves(), self.pool.answers
+
+    def _place(self, group: Sequence[Request], owed: Mapping[int, int]) -> int:
+        """A conversation stays with the engine that has its beginning, as long as that lives."""
+        talks = [self._talk(request.id) for request in group]
+        engine = talks[0].engine
+        if engine is None or engine not in owed:
+            engine = super()._place(group, owed)
+        for talk in talks:
+            talk.engine = engine
+        return engine
+
+    def _talk(self, request: str) -> _Talk:
+        """The conversation that a turn's request is of."""
+        return self._talks[request.rpartition("/turn")[0]]
 
     def request(
         self, id: str, step: int, prompt: Prompt, k: int, sampling: Sampling | None = None, suffix: str = ""
@@ -165,7 +192,7 @@ class Conversations(Engines):
     def _advance(self) -> None:
         """Takes what has come, and hands over what follows from it."""
         for turn in super().collect(_TURNS):
-            self._said(self._talks[turn.request.rpartition("/turn")[0]], turn)
+            self._said(self._talk(turn.request), turn)
         for reply in self.pool.collect():
             self._answered(self._talks[reply.episode], reply)
         if self._over:
@@ -199,6 +226,7 @@ class Conversations(Engines):
                 prompt=np.concatenate([talk.prompt.tokens, *(part.tokens for part in talk.parts)]),
                 seed=request_seed(talk.seed, 0, "turn", turn) if turn else talk.seed,
                 max_tokens=min(left, self.config.max_turn_tokens or left),
+                keep=turn + 1 < self.config.max_turns,
             )
         )
 

@@ -72,7 +72,8 @@ def export_model(
 
 
 def export_adapter(folder: Path, policy: Policy, adapter: Mapping[str, Tensor], model: Model, ranks: Ranks) -> None:
-    """Writes an adapter, whole and by the names of peft's files, as peft does, with the tokenizer; rank 0 alone.
+    """Writes an adapter with what is trained beside it, whole and by the names of peft's files, as peft does, with the
+    tokenizer; rank 0 alone.
 
     Raises:
         CheckpointError: something could not be written; `folder` is then as it was.

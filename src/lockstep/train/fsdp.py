@@ -1,8 +1,8 @@
 """The FSDP2 trainer: one rank of a policy with its optimizer, and of the frozen reference where KL needs one."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,19 @@ from lockstep.config.model import Adapter
 from lockstep.config.recipes import Config
 from lockstep.data.batch import Packed
 from lockstep.models.load import load_policy, load_quantized, resolve_dtype
-from lockstep.models.lora import add_adapter, derived_seed, fill_adapter, with_dropout, without_adapter
+from lockstep.models.lora import (
+    add_adapter,
+    begins_elsewhere,
+    derived_seed,
+    fill_adapter,
+    with_dropout,
+    without_adapter,
+)
 from lockstep.models.policy import Policy
+from lockstep.models.probe import probe_layers
 from lockstep.models.weights import fill, folder_digest, resolve_folder
 from lockstep.train import checkpoint, losses
+from lockstep.train.beginning import Beginning
 from lockstep.train.checkpoint import Rows
 from lockstep.train.copies import Copies
 from lockstep.train.distributed import Ranks
@@ -73,27 +82,28 @@ class FSDP2Trainer:
         self.compute = resolve_dtype(config.model.dtype, ranks.device)
         self.total_steps = optimizer_steps(config)
         self.adapter = config.model.adapter
-        # What an adapter freezes needs no master weights.
-        self.policy = self._load(torch.float32 if self.adapter is None else self.compute, self.adapter)
+        self.policy = self._load(self._kept(), self.adapter)
         # A gathered layer puts plain parameters in the module's place: these are the ones that stay.
         self.outgoing = Outgoing(self.policy, ranks)
         self.has_reference = isinstance(config.loss, PolicyLoss) and config.loss.kl.coefficient > 0
         self.reference: Policy | None = None
-        """A model of its own; with an adapter the reference is the policy without it."""
+        """A model of its own; with an adapter the reference is the policy without it, or as it was at first."""
         if self.has_reference and self.adapter is None:
             self.reference = self._load(self.compute).requires_grad_(False)
+        elsewhere = self.adapter is not None and begins_elsewhere(self.policy, self.adapter)
+        self.beginning = Beginning(self._rows()) if self.has_reference and elsewhere else None
         norms = norms_of(self.policy)
         undecayed = [name for name, parameter in self.names.items() if id(parameter) in norms]
         self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer, undecayed)
         self.writer = checkpoint.Writer(ranks, generation)
-        self.base = {} if self.adapter is None else {"base": folder_digest(self._folder())}
+        self.base = self._digests()
         """What a checkpoint of an adapter stands on."""
         self.offloaded = False
 
     @property
     def names(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained: the adapter's where there is one, by their names in peft's files."""
-        return self.outgoing.adapter or self.outgoing.weights
+        """The parameters that are trained: with an adapter it and what is trained beside it, by names of peft's."""
+        return self.outgoing.trained
 
     def evaluate(self, microbatches: Sequence[Packed], want: Sequence[Want]) -> list[dict[str, np.ndarray]]:
         """Per micro-batch the wanted values, float32 `[targets]`, without gradients.
@@ -104,11 +114,14 @@ class FSDP2Trainer:
         self._check_on_device()
         if "reference_logprobs" in want and not self.has_reference:
             raise ValueError("want has reference_logprobs, but loss.kl.coefficient is 0, so no reference is loaded")
-        found = []
+        found: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
+        own = [name for name in want if name != "reference_logprobs"]
         with torch.no_grad():
-            for done, packed in enumerate(microbatches, start=1):
-                found.append(self._values(Row.of(packed, self.ranks.device), want))
-                beacon.current().progress("microbatches", done, len(microbatches))
+            if own:
+                self._look(microbatches, lambda row: self._values(row, own), found)
+            if "reference_logprobs" in want:
+                with self._as_reference() as reference:
+                    self._look(microbatches, lambda row: self._reference_values(reference, row), found)
         for model in self._models():
             free_gathered(model)
         return found
@@ -214,7 +227,8 @@ class FSDP2Trainer:
         """Writes a folder that peft's `PeftModel.from_pretrained` loads. All ranks call it."""
         if self.adapter is None:
             raise ValueError("there is no adapter to export; set model.adapter")
-        export_adapter(folder, self.policy, self.outgoing.gather_adapter(), self.config.model, self.ranks)
+        parts = self.outgoing.gather_adapter() | self.outgoing.gather_saved()
+        export_adapter(folder, self.policy, parts, self.config.model, self.ranks)
 
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
         """Moves parameters, optimizer state or both to host memory, so that an engine can have the device's. Weights
@@ -243,6 +257,7 @@ class FSDP2Trainer:
             policy = load_policy(self.config.model, self.ranks.device, meta=True, dtype=dtype)
         if adapter is not None:
             add_adapter(policy, adapter)
+        apart = self._fuse_layers(policy)
         if trainer.compile == "layers":
             compile_layers(policy, self.ranks.device)
         if trainer.activation_checkpointing:
@@ -252,7 +267,31 @@ class FSDP2Trainer:
             fill(policy, self._folder(), self.ranks.device)
         if adapter is not None:
             fill_adapter(policy, adapter, self.config.seed, self.ranks.device)
+        log.info("rank %d computes decoder layers by %s", self.ranks.rank, apart or probe_layers(policy))
+        free_gathered(policy)
         return policy
+
+    def _fuse_layers(self, policy: Policy) -> str | None:
+        """Layers with fewer passes over memory, where that is what takes time; says why not."""
+        if self.ranks.device.type != "cpu" or self.compute != torch.float32:
+            return "the model's own forward: there is no other for this device and precision"
+        refusal = policy.fuse_layers()
+        return refusal and f"the model's own forward: {refusal}"
+
+    def _kept(self) -> torch.dtype:
+        """Of the parameters. What an adapter freezes needs no master weights; but a plain module, without FSDP2's mixed
+        precision, cannot mix it with weights that are trained whole."""
+        if self.adapter is None:
+            return torch.float32
+        mixes = bool(self.adapter.modules_to_save) and self.ranks.group is None
+        return torch.float32 if mixes and self.config.model.quantization is None else self.compute
+
+    def _digests(self) -> dict[str, str]:
+        if self.adapter is None:
+            return {}
+        begun = self.adapter.path
+        first = {} if begun is None else {"adapter": folder_digest(resolve_folder(begun, field="model.adapter.path"))}
+        return {"base": folder_digest(self._folder()), **first}
 
     def _folder(self) -> Path:
         return resolve_folder(self.config.model.path, self.config.model.revision)
@@ -265,14 +304,41 @@ class FSDP2Trainer:
         if self.adapter and self.adapter.lora_dropout:
             torch.manual_seed(derived_seed(self.config.seed, self.optimizer.steps, microbatch, self.ranks.rank))
 
-    def _values(self, row: Row, want: Sequence[Want]) -> dict[str, np.ndarray]:
-        found: dict[str, Tensor | None] = {}
-        if "logprobs" in want or "entropy" in want:
-            found["logprobs"], found["entropy"] = self._forward(self.policy, row, entropy="entropy" in want)
-        if "reference_logprobs" in want:
+    def _look(
+        self,
+        microbatches: Sequence[Packed],
+        values: Callable[[Row], dict[str, Tensor]],
+        found: list[dict[str, np.ndarray]],
+    ) -> None:
+        """Adds the values of each micro-batch to those that were found."""
+        for done, packed in enumerate(microbatches, start=1):
+            values_now = values(Row.of(packed, self.ranks.device))
+            found[done - 1] |= {name: value.float().cpu().numpy() for name, value in values_now.items()}
+            beacon.current().progress("microbatches", done, len(microbatches))
+
+    def _values(self, row: Row, want: Sequence[Want]) -> dict[str, Tensor]:
+        logprobs, entropy = self._forward(self.policy, row, entropy="entropy" in want)
+        values = {"logprobs": logprobs, "entropy": entropy}
+        return {name: value for name in want if (value := values[name]) is not None}
+
+    def _reference_values(self, reference: Policy, row: Row) -> dict[str, Tensor]:
+        return {"reference_logprobs": self._forward(reference, row)[0]}
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[Policy]:
+        """The reference: a model of its own, the policy without its adapter, or with what it began with."""
+        if self.reference is not None:
+            yield self.reference
+        elif self.beginning is None:
             with without_adapter(self.policy):
-                found["reference_logprobs"], _ = self._forward(self.reference or self.policy, row)
-        return {name: value.float().cpu().numpy() for name in want if (value := found[name]) is not None}
+                yield self.policy
+        else:
+            free_gathered(self.policy)
+            with self.beginning.restored(self._rows()):
+                try:
+                    yield self.policy
+                finally:
+                    free_gathered(self.policy)
 
     def _backward(self, row: Row, loss: PolicyLoss | CrossEntropy, meter: losses.Meter) -> None:
         logprobs, entropy = self._forward(self.policy, row, entropy=isinstance(loss, PolicyLoss))

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.lora import NAME, LowRank, adapted, named_adapter
+from lockstep.models.lora import NAME, LowRank, adapted, named_adapter, named_saved, saved_names
 from lockstep.models.policy import Policy, hf_name
 from lockstep.models.quantized import plain_shape, plain_weight
 from lockstep.models.weights import named_weights
@@ -48,6 +48,9 @@ class Outgoing:
         """The model's own, by checkpoint name."""
         self.adapter: dict[str, nn.Parameter] = dict(named_adapter(policy))
         """By name in peft's files; empty without one."""
+        self.saved: dict[str, nn.Parameter] = dict(named_saved(policy))
+        """Those of `weights` that are trained whole beside an adapter, by name in peft's files."""
+        self._saved_names = saved_names(policy)
         names = {id(parameter): name for name, parameter in self.adapter.items()}
         self._layers = {}
         for name, layer in adapted(policy).items():
@@ -61,6 +64,11 @@ class Outgoing:
             )
         self._packed = _packed(policy)
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """With an adapter its parameters and the weights beside it, by name in peft's files; else all weights."""
+        return self.adapter | self.saved or self.weights
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a weight as it leaves, whatever it is kept as."""
         parameter = self.weights[name]
@@ -72,7 +80,7 @@ class Outgoing:
 
         All ranks call it together: an adapter is gathered whole by each of them, as a row of `B A` needs all of A.
         """
-        whole = self.gather_adapter()
+        whole, saved = self.gather_adapter(), {id(parameter) for parameter in self.saved.values()}
         found = {}
         for name, parameter in self.weights.items():
             layer, rows = self._layers.get(name), partial(self._plain, name)
@@ -81,7 +89,8 @@ class Outgoing:
                 factors = LowRank(whole[layer.down], whole[layer.up], layer.scaling, magnitude, layer.transposed)
                 first = self.ranks.rows(parameter.shape[0])[0]
                 rows = partial(self._merged, factors, name, first)
-            found[name] = Weight(self.shape(name), rows, constant=bool(whole) and layer is None)
+            constant = bool(whole) and layer is None and id(parameter) not in saved
+            found[name] = Weight(self.shape(name), rows, constant)
         return found
 
     def _plain(self, name: str) -> Tensor:
@@ -108,6 +117,16 @@ class Outgoing:
             whole[name] = everyone[:, at : at + size].reshape(-1, *rest)[: parameter.shape[0]]
             at += size
         return whole
+
+    def gather_saved(self) -> dict[str, Tensor]:
+        """What is trained whole beside an adapter, on rank 0 and its CPU, tied weights under each of their names there;
+        empty elsewhere. All ranks call it."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.saved.items():
+            whole = self.ranks.gather_rows(local(parameter), parameter.shape[0], why=f"export {name}")
+            if whole is not None:
+                found |= {alias: whole.clone() for alias in self._saved_names[name]}
+        return found
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
+from lockstep.cluster.malloc import tune_malloc
 from lockstep.config.algorithm import Loss
 from lockstep.config.recipes import Config
 from lockstep.data.batch import Packed
@@ -21,7 +22,6 @@ from lockstep.train.distributed import join
 from lockstep.train.fsdp import FSDP2Trainer
 from lockstep.train.protocol import StepStats, Want
 from lockstep.train.sharding import free_gathered
-from lockstep.train.speed import tune_malloc
 from lockstep.watch import beacon
 
 log = logging.getLogger(__name__)

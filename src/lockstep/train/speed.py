@@ -1,8 +1,5 @@
-"""What makes a trainer's process faster without changing what it computes: compiled layers, an allocator that keeps
-its memory."""
+"""What makes a trainer's process faster without changing what it computes: compiled layers."""
 
-import ctypes
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -13,11 +10,6 @@ from torch import Tensor
 
 from lockstep.models.attention import hide_from_compiler
 from lockstep.models.policy import Policy
-
-log = logging.getLogger(__name__)
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_KEPT_BYTES = 2**30
 
 
 class NoCompiler(ValueError):
@@ -61,16 +53,3 @@ def require_compiler() -> None:
     """Raises NoCompiler where torch would find none for C++."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name):
         raise NoCompiler
-
-
-def tune_malloc() -> bool:
-    """Lets glibc keep what a step frees for the next step: otherwise every large tensor is new pages from the kernel.
-
-    Returns:
-        Whether it is done; False where the C library has no `mallopt`.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not (mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)):
-        log.warning("trainer.malloc is tuned, but this C library's malloc cannot be: left as it is")
-        return False
-    return True

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import results, table
+from benchmarks import ahead, results, table
 from benchmarks.workloads import Side, Work
 
 WORK = Work(
@@ -94,3 +94,18 @@ def test_the_page_gets_the_tables_between_its_markers(tmp_path):
 def test_a_record_that_was_cut_short_is_read_to_its_last_whole_line(tmp_path):
     (tmp_path / results.RAW).write_text('{"a": 1}\n{"b": ')
     assert results.read(tmp_path) == [{"a": 1}]
+
+
+def test_runs_ahead_are_held_against_the_run_in_turn():
+    def run(staleness, wall_s, cpu_s):
+        return {
+            "ahead": "tail", "max_staleness": staleness, "repeat": 0, "steps": 2, "wall_s": wall_s, "cpu_s": cpu_s,
+            "load": 0.5, "staleness": staleness / 2, "ready": 0.25 * staleness,
+        }  # fmt: skip
+
+    lines = [run(0, wall, 8.0) for wall in (9.0, 6.0, 5.0)] + [run(1, wall, 9.0) for wall in (4.0, 3.0, 1.0)]
+    found = ahead.ahead_table(lines)
+    assert found[2].endswith("| 0 | 3.00 | 1.00x | 4.00 | 0% | 0.00 | 3 |")
+    assert found[3].endswith("| 1 | 1.50 | 2.00x | 4.50 | 25% | 0.50 | 3 |")
+    assert len(found) == 4
+    assert ahead.ahead_table([]) == []

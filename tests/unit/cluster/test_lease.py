@@ -1,31 +1,39 @@
 """A worker by itself, against a controller that the test plays: resending, acknowledging, and the lease."""
 
+import io
 import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lockstep.cluster.codec import Signature
 from lockstep.cluster.messages import Ack, Call, Failure, Leave, Pulse, Result, Resume, pack, unpack_to_controller
+from lockstep.cluster.worker_log import RedactedStream
 from lockstep.watch import procs, wire
 
 SERVICE = """
-import signal, threading, time
+import logging, os, signal, sys, threading, time
 class Service:
     def __init__(self):
         self.total = 0
     def add(self, n: int) -> int:
         self.total += n
         return self.total
+    def tell(self, text: str) -> None:
+        print(text, end="")
+        print(" is", os.environ["WORLD_API_KEY"])
+        sys.stderr.write(f"Authorization: Bearer {text * 9}\\n")
+        logging.getLogger("theirs").warning("still %s", os.environ["WORLD_API_KEY"])
+        raise ValueError(os.environ["WORLD_API_KEY"])
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
     def deaf(self, seconds: float) -> None:
@@ -40,7 +48,13 @@ class Service:
 """
 
 
+KEY = "correct horse battery staple"
+
+
 class Protocol:
+    def tell(self, text: str) -> None:
+        raise NotImplementedError
+
     def add(self, n: int) -> int:
         raise NotImplementedError
 
@@ -92,7 +106,8 @@ def worker(folder: Path, grace_s: float = 0.0, controller: int | None = None) ->
         (folder / "w.json").write_text(json.dumps(charge))
         environment = {
             **os.environ, "LOCKSTEP_WORKER": str(folder / "w.json"), "LOCKSTEP_TOKEN": token,
-            "PYTHONPATH": str(folder), "LOCKSTEP_BEACONS": str(folder / "beacons"),
+            "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "WORLD_API_KEY": KEY, "LOCKSTEP_BEACONS": str(folder / "beacons"),
         }  # fmt: skip
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
@@ -148,12 +163,12 @@ def test_pulses_come_each_second_while_a_call_runs_and_not_when_idle(tmp_path: P
         line.hear(Result)
         with pytest.raises(AssertionError):
             line.hear(Pulse, 2.5)
-        line.call(1, Protocol.nap, 3.5)
-        times = []
+        began = time.monotonic()
+        line.call(1, Protocol.nap, 600.0)
         for _ in range(3):
-            line.hear(Pulse, 3)
-            times.append(time.monotonic())
-        assert np.allclose(np.diff(times), 1.0, atol=0.4)
+            line.hear(Pulse, 15)
+        # However late they are heard on a busy machine, the third leaves two seconds after the first.
+        assert 2.0 <= time.monotonic() - began < 9.0
 
 
 def test_a_worker_leaves_in_order_when_its_controller_is_gone(tmp_path: Path, stranger: subprocess.Popen) -> None:
@@ -252,6 +267,35 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_repeated(tmp_path: Path)
         line.call(1, Protocol.miss, 600.0)
         assert process.wait(5) == 0
     assert "service closed" in (tmp_path / "log").read_text()
+
+
+def test_secrets_that_users_code_prints_are_not_in_the_log(tmp_path: Path) -> None:
+    with worker(tmp_path) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        line.call(1, Protocol.tell, "tok3n")
+        line.hear(Failure)
+        line.connection.send(*pack(Leave("test")))
+        assert process.wait(10) == 0
+    log = (tmp_path / "log").read_text()
+    assert "tok3n is [hidden]\n" in log
+    assert "Authorization: Bearer [hidden]\n" in log
+    assert "theirs: still [hidden]\n" in log
+    assert KEY not in log
+
+
+def test_an_unfinished_line_is_written_when_it_is_flushed_and_threads_have_their_own() -> None:
+    written = io.BytesIO()
+    stream = RedactedStream(written, ["swordfish1"])
+    stream.write("10% of sword")
+    thread = threading.Thread(target=lambda: stream.write("another\nline\n"))
+    thread.start()
+    thread.join(5)
+    stream.write("fish1")
+    assert written.getvalue() == b"another\nline\n"
+    stream.flush()
+    stream.write("\r20%\n")
+    assert written.getvalue() == b"another\nline\n10% of [hidden]\r20%\n"
 
 
 def test_sigusr1_writes_all_stacks_into_the_log(tmp_path: Path) -> None:

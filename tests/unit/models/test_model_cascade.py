@@ -1,5 +1,7 @@
 """The cascade: every pair of a forest in one part, and the merge exact in both directions."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lockstep.data.layout import Layout
 from lockstep.models import calls as calls_module
+from lockstep.models.asked import Asked
 from lockstep.models.calls import Block, Picked, Where, calls
 from lockstep.models.cascade import CPU, cascade
 from lockstep.models.varlen import CUDA, levels
@@ -40,26 +43,53 @@ def places(where: Where) -> list[list[int]]:
     return rows.unflatten(0, (where.count, where.length)).tolist()
 
 
+@st.composite
+def questions(draw: st.DrawFn) -> Asked:
+    layout = draw(layouts())
+    every = st.lists(st.integers(0, layout.tokens - 1), min_size=1, max_size=2 * layout.tokens)
+    return Asked.by(layout, torch.tensor(draw(every))) if draw(st.booleans()) else Asked.everything(layout)
+
+
+def limit(patch: pytest.MonkeyPatch, limits: tuple[int, int, int, int]) -> None:
+    for name, value in zip(("ALONE", "TOGETHER", "LONG", "STEP"), limits, strict=True):
+        patch.setattr(calls_module, name, value)
+
+
+LIMITS = {"views": (1, 1, 99, 9), "both": (6, 12, 5, 2), "gathered": (128, 1024, 384, 128), "steps": (3, 9, 3, 3)}
+
+
 @settings(deadline=None)
-@given(layouts(), st.sampled_from([(1, 1), (6, 12), (128, 1024)]))
-def test_every_pair_is_in_one_call(layout: Layout, limits: tuple[int, int]) -> None:
-    seen = torch.zeros(layout.tokens, layout.tokens, dtype=torch.int64)
+@given(questions(), st.sampled_from([*LIMITS.values()]))
+def test_every_pair_is_in_one_call(asked: Asked, limits: tuple[int, int, int, int]) -> None:
+    seen = torch.zeros(asked.tokens, asked.layout.tokens, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls_module, "ALONE", limits[0])
-        patch.setattr(calls_module, "TOGETHER", limits[1])
-        found = calls(layout)
+        limit(patch, limits)
+        found = calls(asked)
     for call in found:
-        asked: list[int] = []
+        together: list[int] = []
         for queries, keys in zip(places(call.queries), places(call.keys), strict=True):
-            asked += [q for q in queries if q >= 0]
+            together += [q for q in queries if q >= 0]
             for number, q in enumerate(queries):
-                for k in keys[: number + 1] if call.causal else keys:
+                for k in keys[: len(keys) - len(queries) + number + 1] if call.own else keys:
                     if q >= 0 and k >= 0:
                         seen[q, k] += 1
-        assert len(set(asked)) == len(asked)
-    assert torch.equal(seen, layout.mask().long())
-    own = [call.causal for call in found]
+        assert len(set(together)) == len(together)
+    assert torch.equal(seen, asked.layout.mask()[asked.index].long())
+    own = [call.own for call in found]
     assert own == sorted(own, reverse=True)
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
+def test_asked_for_is_from_the_first_to_the_last_source_of_a_segment(layout: Layout, data: st.DataObject) -> None:
+    sources = data.draw(st.lists(st.integers(0, layout.tokens - 1), min_size=1))
+    asked = Asked.by(layout, torch.tensor(sources))
+    expected = []
+    for start, stop, _ in layout.segments():
+        mine = [source for source in sources if start <= source < stop]
+        expected += range(min(mine), max(mine) + 1) if mine else ()
+    assert asked.index.tolist() == expected and asked.tokens == len(expected)
+    assert asked.index[asked.among(torch.tensor(sources))].tolist() == sources
 
 
 @settings(deadline=None)
@@ -94,14 +124,14 @@ def with_gradients(attend, q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> 
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-@pytest.mark.parametrize("limits", [(1, 1), (6, 12), (128, 1024)], ids=["views", "both", "gathered"])
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("name", FORESTS)
 def test_the_cascade_equals_attention_with_a_mask(name: str, heads: tuple[int, int], limits, monkeypatch) -> None:
     """In float64, against torch's attention with the layout's mask."""
-    monkeypatch.setattr(calls_module, "ALONE", limits[0])
-    monkeypatch.setattr(calls_module, "TOGETHER", limits[1])
+    limit(monkeypatch, limits)
     layout = Layout(FORESTS[name].lengths, FORESTS[name].parents)
+    asked = Asked.everything(layout)
     q, k, v = (x.double() for x in row_of(layout, *heads))
     weights = torch.randn(layout.tokens, heads[0], 8, generator=torch.Generator().manual_seed(1)).double()
 
@@ -111,26 +141,37 @@ def test_the_cascade_equals_attention_with_a_mask(name: str, heads: tuple[int, i
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, attn_mask=layout.mask(), scale=0.3)[0].transpose(0, 1)
 
-    found = with_gradients(lambda q, k, v: cascade(q, k, v, layout, 0.3, CPU), q, k, v, weights)
-    for one, other in zip(found, with_gradients(masked, q, k, v, weights), strict=True):
+    expected = with_gradients(masked, q, k, v, weights)
+    for one, other in zip(with_gradients(attending(asked), q, k, v, weights), expected, strict=True):
         torch.testing.assert_close(one, other)
+    # The same where every third token, and in some segments none, is asked for.
+    asked = Asked.by(layout, torch.arange(0, layout.tokens, 3))
+    weights[[token not in asked.index for token in range(layout.tokens)]] = 0
+    few = with_gradients(attending(asked), q[asked.index], k, v, weights[asked.index])
+    for one, other in zip(few, with_gradients(masked, q, k, v, weights), strict=True):
+        torch.testing.assert_close(one, other[asked.index] if len(one) == asked.tokens != layout.tokens else other)
+
+
+def attending(asked: Asked) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda q, k, v: cascade(q, k, v, asked, 0.3, CPU)
 
 
 def test_calls_are_made_once_per_row() -> None:
     layout = FORESTS["turns"]
-    assert calls(layout) is calls(layout)
+    assert calls(Asked.everything(layout)) is calls(Asked.everything(layout))
     device = torch.device("cpu")
     assert levels(layout, device) is levels(layout, device)
 
 
 def test_long_runs_are_views_and_short_segments_are_gathered_together() -> None:
     """16 prompts of 32 tokens, each with eight completions of 64: no gathering at all."""
-    fixed = calls(Layout([32, *[64] * 8] * 16, [p for g in range(16) for p in (-1, *[9 * g] * 8)]))
-    causal = [call for call in fixed if call.causal]
+    layout = Layout([32, *[64] * 8] * 16, [p for g in range(16) for p in (-1, *[9 * g] * 8)])
+    fixed = calls(Asked.everything(layout))
+    causal = [call for call in fixed if call.own]
     blocks = [call.queries for call in causal if isinstance(call.queries, Block)]
     assert sum(block.count * block.length for block in blocks) == 16 * 8 * 64
-    assert all(isinstance(call.queries, Block) for call in fixed if not call.causal)
-    short = calls(Layout([6] * 3 + [7] * 3, [-1] * 6))
+    assert all(isinstance(call.queries, Block) for call in fixed if not call.own)
+    short = calls(Asked.everything(Layout([6] * 3 + [7] * 3, [-1] * 6)))
     assert len(short) == 1 and isinstance(short[0].queries, Picked)
 
 

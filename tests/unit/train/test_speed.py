@@ -1,4 +1,4 @@
-"""Compiled layers compute what plain ones do; the allocator's setting is taken."""
+"""Compiled layers compute what plain ones do."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from lockstep.models.tiny import make_tiny
 from lockstep.train import speed
 from lockstep.train.distributed import Ranks
 from lockstep.train.fsdp import FSDP2Trainer
-from lockstep.train.speed import NoCompiler, require_compiler, tune_malloc
+from lockstep.train.speed import NoCompiler, require_compiler
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,17 @@ def test_compiled_layers_compute_the_same(folder: Path) -> None:
         torch.testing.assert_close(weight, plain[name], rtol=1e-5, atol=2e-6, msg=name)
 
 
+def test_known_layers_are_fused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "lockstep"):
+        trainer = FSDP2Trainer(config(folder), Ranks())
+    assert trainer.policy.known_layers is not None and trainer.policy.known_layers.on
+    assert "a fused forward, which agrees with the model's own" in caplog.text
+
+
 def test_without_a_compiler_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed.shutil, "which", lambda name: None)
     with pytest.raises(NoCompiler, match=r"install g\+\+, or set trainer.compile: off"):
         require_compiler()
-
-
-def test_malloc_is_tuned_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tune_malloc() is hasattr(speed.ctypes.CDLL(None), "mallopt")
-    monkeypatch.setattr(speed.ctypes, "CDLL", lambda name: object())
-    assert tune_malloc() is False
 
 
 def test_off_may_be_written_as_yaml_reads_it(folder: Path) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.rollout.builtin.attention import by_products
+
 
 @dataclass(slots=True)
 class Size:
@@ -24,35 +26,46 @@ class Size:
 
 
 class Table:
-    """Keys and values `[slots, tokens, kv heads, head dim]` of one layer, allocated at the first write."""
+    """Keys and values `[slots, kv heads, tokens, head dim]` of one layer, allocated at the first write.
 
-    __slots__ = ("keys", "size", "values")
+    `turned`: keys lie as `[slots, kv heads, head dim, tokens]` where attention is by matrix products, which read
+    long ones faster so.
+    """
 
-    def __init__(self, size: Size) -> None:
-        self.size = size
+    __slots__ = ("keys", "size", "turned", "values")
+
+    def __init__(self, size: Size, turned: bool = False) -> None:
+        self.size, self.turned = size, turned
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     def open(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The two tensors, of at least the wanted size; `keys`, `values` `[..., kv heads, head dim]` say the shape,
         type and device of new ones."""
-        if self.keys is None or self.values is None or self.keys.shape[:2] != (self.size.slots, self.size.tokens):
-            self.keys, self.values = _grown(self.keys, keys, self.size), _grown(self.values, values, self.size)
+        have = () if self.keys is None else (self.keys.shape[0], self.keys.shape[2])
+        if self.keys is None or self.values is None or have != (self.size.slots, self.size.tokens):
+            turned = self.turned and by_products(keys)
+            self.keys = _grown(self.keys, keys, self.size, turned)
+            self.values = _grown(self.values, values, self.size, turned=False)
         return self.keys, self.values
 
     def move(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copies the first `tokens` of slots `sources` over slots `targets`."""
         if self.keys is not None and self.values is not None:
-            self.keys[targets, :tokens] = self.keys[sources, :tokens]
-            self.values[targets, :tokens] = self.values[sources, :tokens]
+            self.keys[targets, :, :tokens] = self.keys[sources, :, :tokens]
+            self.values[targets, :, :tokens] = self.values[sources, :, :tokens]
 
 
-def _grown(old: Tensor | None, like: Tensor, size: Size) -> Tensor:
+def _grown(old: Tensor | None, like: Tensor, size: Size, turned: bool) -> Tensor:
+    heads, dim = like.shape[-2:]
     # Zeros: a masked key still meets its value with weight 0, and 0 x garbage may be NaN.
-    new = like.new_zeros(size.slots, size.tokens, *like.shape[-2:])
+    if turned:
+        new = like.new_zeros(size.slots, heads, dim, size.tokens).transpose(2, 3)
+    else:
+        new = like.new_zeros(size.slots, heads, size.tokens, dim)
     if old is not None:
-        slots, tokens = min(size.slots, old.shape[0]), min(size.tokens, old.shape[1])
-        new[:slots, :tokens] = old[:slots, :tokens]
+        slots, tokens = min(size.slots, old.shape[0]), min(size.tokens, old.shape[2])
+        new[:slots, :, :tokens] = old[:slots, :, :tokens]
     return new
 
 
@@ -68,7 +81,7 @@ class Cache:
 
     def prompt(self, layer: int) -> Table:
         if layer not in self.prompts:
-            self.prompts[layer] = Table(self.prompt_size)
+            self.prompts[layer] = Table(self.prompt_size, turned=True)
         return self.prompts[layer]
 
     def suffix(self, layer: int) -> Table:
@@ -96,6 +109,20 @@ class Cache:
             self.suffix_size = suffix
             for table in self.suffixes.values():
                 table.size = suffix
+
+    def sequence(self, group: int, prompt: int, row: int, suffix: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """By layer: a copy of the first `prompt` keys and values of a group and the first `suffix` of a row,
+        `[kv heads, tokens, head dim]`."""
+        made = {}
+        for layer, own in self.suffixes.items():
+            assert own.keys is not None and own.values is not None
+            keys, values = [own.keys[row, :, :suffix]], [own.values[row, :, :suffix]]
+            above = self.prompts.get(layer)
+            if prompt and above is not None and above.keys is not None and above.values is not None:
+                keys.insert(0, above.keys[group, :, :prompt])
+                values.insert(0, above.values[group, :, :prompt])
+            made[layer] = torch.cat(keys, 1), torch.cat(values, 1)
+        return made
 
     def move_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """`tokens`: how many the longest of the rows has in the cache."""

@@ -45,6 +45,7 @@ class BuiltinEngine:
         max_length: longest sequence; the model's own limit when None.
         reader: where `load_weights` gets them.
         version: of the weights that `lm` has.
+        prefix_cache: how much is kept of sequences that ended (`Request.keep`), as a share of `cache_tokens`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class BuiltinEngine:
         max_length: int | None = None,
         reader: WeightReader | None = None,
         version: int = 0,
+        prefix_cache: float = 0.5,
     ) -> None:
         self.version = version
         self.lm = lm.eval().requires_grad_(False)
@@ -67,7 +69,8 @@ class BuiltinEngine:
         self._rows = Rows(max_rows)
         self._scheduler = Scheduler(cache_tokens)
         self._stops = Stops(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
-        self._runner = choose_runner(lm, self.device, self.context, cache_tokens)
+        self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache)
+        """With why it is not the fastest, empty where it is."""
         self._sampling: SamplingRows | None = None
         self._ids: set[str] = set()
         self._tokens, self._finished, self._paused = 0, 0, False
@@ -85,7 +88,8 @@ class BuiltinEngine:
         chosen = model.model_copy(update={"dtype": engine.dtype}) if engine.dtype != "auto" else model
         lm = load_policy(chosen, device).lm
         tokenizer = load_tokenizer(model)
-        return cls(lm, tokenizer, engine.max_rows, engine.cache_tokens, model.max_length, reader, version)
+        sizes = engine.max_rows, engine.cache_tokens, model.max_length
+        return cls(lm, tokenizer, *sizes, reader, version, engine.prefix_cache)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests, or none: BadRequest (a ValueError) names the first that cannot be served."""
@@ -131,6 +135,7 @@ class BuiltinEngine:
         """
         if self._reader is None:
             raise ValueError("the engine was made without a weight reader; give it `reader`")
+        self._runner.prefixes.clear()
         with self._reader(source, version) as tensors:
             self._take(tensors)
         self.version = version
@@ -150,11 +155,14 @@ class BuiltinEngine:
             finished=self._finished,
             version=self.version,
             paused=self._paused,
+            prefix_cache_queries=self._runner.prefixes.queries,
+            prefix_cache_hits=self._runner.prefixes.hits,
         )
 
     def close(self) -> None:
         """Forgets everything; the model stays its owner's."""
         self.abort()
+        self._runner.prefixes.clear()
 
     def _check(self, request: Request, prompt: np.ndarray, seen: set[str]) -> None:
         length = len(request.prompt)
@@ -205,9 +213,18 @@ class BuiltinEngine:
         rows = sorted(ended)
         texts = self._texts(rows)
         done = [self._rows.completion(row, ended[row], text) for row, text in zip(rows, texts, strict=True)]
+        self._runner.keep(self._rows, self._scheduler.groups, [row for row in rows if self._may_go_on(row)])
         self._leave(rows)
         self._finished += len(done)
         return done
+
+    def _may_go_on(self, row: int) -> bool:
+        """Whether what a row has in the cache is wanted, and all of it of the weights that are served now."""
+        prompt = self._scheduler.groups[self._rows.group[row]]
+        versions = self._rows.versions[row, : self._rows.counts[row]]
+        return (
+            self._rows.requests[row].keep and prompt.version == self.version and bool((versions == self.version).all())
+        )
 
     def _leave(self, rows: list[int]) -> None:
         """Frees the rows, and the groups that nobody needs any more."""

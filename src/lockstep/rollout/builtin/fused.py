@@ -5,6 +5,7 @@ prefill stops after the keys and values of its last layer. The fused tensors are
 parameters become views of them: whoever writes a parameter writes the fused tensor, and nothing is kept twice.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from lockstep.rollout.builtin.attention import Turn
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+_SILU = functools.partial(F.silu, inplace=True)
 
 
 class NotFusible(ValueError):
@@ -154,7 +158,7 @@ class Layer:
         self.kv = self.qkv.tail(self.heads * self.dim)
         self.out = Projection.of([attention.o_proj])
         self.gate_up, self.down = Projection.of([mlp.gate_proj, mlp.up_proj]), Projection.of([mlp.down_proj])
-        self.activation = F.silu if attention.config.hidden_act == "silu" else mlp.act_fn
+        self.activation = _SILU if attention.config.hidden_act == "silu" else mlp.act_fn
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> None:
         """Adds its part to `x [tokens, hidden]`."""

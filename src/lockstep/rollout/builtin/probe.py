@@ -27,9 +27,11 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @torch.inference_mode()
-def choose_runner(lm: Any, device: torch.device, context: int, budget: int | None) -> Runner:
+def choose_runner(
+    lm: Any, device: torch.device, context: int, budget: int | None, prefix_cache: float = 0.0
+) -> tuple[Runner, str]:
     """The fastest runner that computes what the model computes: our cache under the fused forward, our cache under
-    the model's own forward, or whole sequences. The log says which, and why not a faster one."""
+    the model's own forward, or whole sequences; and why not a faster one, which is logged (empty for the fastest)."""
     name, dtype = type(lm).__name__, next(lm.parameters()).dtype
     use_plain(lm)
     rows, groups = _play(lm.config.get_text_config().vocab_size)
@@ -37,18 +39,21 @@ def choose_runner(lm: Any, device: torch.device, context: int, budget: int | Non
     own, why = _cached(lm, device, context, expected)
     if own is None:
         use_plain(lm)
-        log.warning("%s decodes without our KV cache, slowly: %s", name, why)
-        return PlainRunner(lm, device)
+        return PlainRunner(lm, device), _told(f"{name} decodes without our KV cache, slowly: {why}")
     forward, why = _fused(lm, device, own.windows, expected)
     if forward is None:
-        log.warning("%s decodes through its own forward, not the fused one, slower: %s", name, why)
-        return CachedRunner(own.forward, device, dtype, budget)
+        slower = _told(f"{name} decodes through its own forward, not the fused one, slower: {why}")
+        return CachedRunner(own.forward, device, dtype, budget, None, prefix_cache), slower
     log.info("%s decodes through the fused forward", name)
-    capture = captured if device.type == "cuda" else None
+    capture, slower = captured if device.type == "cuda" else None, ""
     if capture and (why := _wrong(CachedRunner(forward, device, dtype, capture=capture), expected)):
-        log.warning("%s decodes without CUDA graphs, slower: %s", name, why)
-        capture = None
-    return CachedRunner(forward, device, dtype, budget, capture)
+        capture, slower = None, _told(f"{name} decodes without CUDA graphs, slower: {why}")
+    return CachedRunner(forward, device, dtype, budget, capture, prefix_cache), slower
+
+
+def _told(slower: str) -> str:
+    log.warning("%s", slower)
+    return slower
 
 
 def _cached(lm: Any, device: torch.device, context: int, expected: Tensor) -> tuple[CachedRunner | None, str]:

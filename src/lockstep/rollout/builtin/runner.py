@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,12 +13,13 @@ from lockstep.rollout.builtin.attention import NAME, Turn
 from lockstep.rollout.builtin.cache import Cache, index
 from lockstep.rollout.builtin.fused import FusedForward
 from lockstep.rollout.builtin.graphs import Capture, Graphs
+from lockstep.rollout.builtin.prefixes import Prefixes
 from lockstep.rollout.builtin.rows import Rows
 from lockstep.rollout.builtin.scheduler import Group
 from lockstep.rollout.builtin.turns import Prefill, RowSet
 
 _PREFILL_TOKENS = 8192  # of one packed forward; a longer prompt goes alone
-_PREFILL_TOKENS_CPU = 2048  # whose activations stay in the caches
+_PREFILL_TOKENS_CPU = 1024  # whose activations stay in the caches
 
 
 class Runner(Protocol):
@@ -28,6 +30,12 @@ class Runner(Protocol):
 
     def decode(self, rows: Rows, groups: Sequence[Group]) -> Tensor:
         """float32 logits `[rows, vocabulary]` of each row's next token."""
+
+    prefixes: Prefixes
+    """What is kept of sequences that ended."""
+
+    def keep(self, rows: Rows, groups: Sequence[Group], ended: Sequence[int]) -> None:
+        """Keeps the keys and values of the sequences of rows that are about to leave."""
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None: ...
 
@@ -74,10 +82,12 @@ class CachedRunner:
         dtype: torch.dtype,
         budget: int | None = None,
         capture: Capture | None = None,
+        prefix_cache: float = 0.0,
     ) -> None:
-        """`capture`: how decode steps become graphs; they do not when None, or under a `budget` or windows."""
+        """`capture`: how decode steps become graphs; they do not when None, or under a `budget` or windows.
+        `prefix_cache`: how much is kept, as a share of the `budget`, or of what all rows take when None."""
         self.forward, self.device, self.dtype = forward, device, dtype
-        self.cache = Cache(budget)
+        self.cache, self.prefixes, self.prefix_cache = Cache(budget), Prefixes(), prefix_cache
         self._graphs: Graphs | None = None
         if capture is not None and budget is None and isinstance(forward, FusedForward) and not forward.windows:
             self._graphs = Graphs(forward, self.cache, device, dtype, capture)
@@ -92,24 +102,45 @@ class CachedRunner:
         longest = max((group.cached for group in groups), default=0)
         slots = max(first + len(groups), self.cache.prompt_size.slots)
         self.cache.reserve(slots, longest, self.cache.suffix_size.slots, self.cache.suffix_size.tokens)
-        batch: list[Group] = []
+        batch: list[_Fill] = []
         for slot, group in enumerate(groups, start=first):
-            if not group.cached:
+            start = self._found(group, slot)
+            tokens = group.prompt[start:-1]
+            if not len(tokens):
                 self._prefill(batch, slot - len(batch))
                 batch = []
                 continue
-            if batch and sum(each.cached for each in batch) + group.cached > self._chunk:
+            if batch and sum(len(each.tokens) for each in batch) + len(tokens) > self._chunk:
                 self._prefill(batch, slot - len(batch))
                 batch = []
-            batch.append(group)
+            batch.append(_Fill(start, tokens))
         self._prefill(batch, first + len(groups) - len(batch))
 
-    def _prefill(self, batch: list[Group], first: int) -> None:
+    def _prefill(self, batch: list["_Fill"], first: int) -> None:
         if batch:
-            turn = Prefill(self.cache, first, [group.cached for group in batch], self.device)
-            tokens = torch.from_numpy(np.concatenate([group.prompt[:-1] for group in batch]).astype(np.int64))
+            lengths = [len(each.tokens) for each in batch]
+            turn = Prefill(self.cache, first, [each.start for each in batch], lengths, self.device)
+            tokens = torch.from_numpy(np.concatenate([each.tokens for each in batch]).astype(np.int64))
             self.forward.fill(tokens.to(self.device), turn.positions().to(self.device), turn.longest, turn)
             self.windows |= turn.windows
+
+    def _found(self, group: Group, slot: int) -> int:
+        """How many tokens of a prompt were kept; their keys and values are copied to its slot."""
+        layers, count = self.prefixes.find(group.prompt[:-1])
+        for layer, (k, v) in layers.items():
+            keys, values = self.cache.prompt(layer).open(k.transpose(0, 1), v.transpose(0, 1))
+            keys[slot, :, :count], values[slot, :, :count] = k[:, :count], v[:, :count]
+        return count
+
+    def keep(self, rows: Rows, groups: Sequence[Group], ended: Sequence[int]) -> None:
+        """All but the last token of each: that one was never an input."""
+        each = self.cache.prompt_size.tokens + self.cache.suffix_size.tokens
+        limit = int(self.prefix_cache * (self.cache.budget or rows.capacity * each))
+        for row in ended:
+            slot, count = int(rows.group[row]), int(rows.counts[row])
+            tokens = np.concatenate([rows.requests[row].prompt, rows.tokens[row, : count - 1]])
+            if len(tokens) <= limit:
+                self.prefixes.keep(tokens, self.cache.sequence(slot, groups[slot].cached, row, count), limit)
 
     def decode(self, rows: Rows, groups: Sequence[Group]) -> Tensor:
         count = len(rows)
@@ -142,14 +173,25 @@ class CachedRunner:
             self.cache.move_groups(index(sources, self.device), index(targets, self.device))
 
 
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    """What is computed of a prompt."""
+
+    start: int
+    tokens: np.ndarray
+
+
 class PlainRunner:
     """Whole sequences again for every token, rows of equal length together: slow, and right for any model."""
 
     def __init__(self, lm: Any, device: torch.device, batch_tokens: int = 8192) -> None:
-        self.lm, self.device, self.batch_tokens = lm, device, batch_tokens
+        self.lm, self.device, self.batch_tokens, self.prefixes = lm, device, batch_tokens, Prefixes()
         self._keeps = "logits_to_keep" in inspect.signature(lm.forward).parameters
 
     def prefill(self, groups: Sequence[Group], first: int) -> None:
+        """Nothing is kept."""
+
+    def keep(self, rows: Rows, groups: Sequence[Group], ended: Sequence[int]) -> None:
         """Nothing is kept."""
 
     def decode(self, rows: Rows, groups: Sequence[Group]) -> Tensor:

@@ -56,7 +56,13 @@ class Scheduler:
             longest, prompt = max(longest, request.max_tokens), max(prompt, len(request.prompt) - 1)
             groups = len(self.groups) + (request.group not in slots)
             if self.budget is not None and (len(rows) + 1) * longest + groups * prompt > self.budget:
-                break
+                if len(rows) or not self.groups:
+                    break
+                # Nobody runs: prompts that are kept for later requests would keep the first one waiting for ever.
+                self.groups.clear()
+                slots.clear()
+                first = prompt = 0
+                continue
             self._take(self.waiting.popleft(), rows, slots, version)
         return self.groups[first:]
 

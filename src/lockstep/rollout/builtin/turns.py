@@ -20,37 +20,48 @@ _BLOCK = 128  # queries of a prompt that are attended together
 
 
 class Prefill:
-    """A forward of whole prompts, packed one behind the other; their keys and values go to slots `first`..."""
+    """A forward of prompts, packed one behind the other; their keys and values go to slots `first`...
 
-    __slots__ = ("_masks", "cache", "first", "lengths", "longest", "pad", "unpad", "windows")
+    Args:
+        starts: tokens at each prompt's beginning whose keys and values are in its slot already.
+        lengths: tokens of each prompt after them.
+    """
 
-    def __init__(self, cache: Cache, first: int, lengths: list[int], device: torch.device) -> None:
-        self.cache, self.first, self.lengths, self.longest = cache, first, lengths, max(lengths)
+    __slots__ = ("_masks", "_places", "cache", "first", "lengths", "longest", "pad", "starts", "unpad", "width",
+                 "windows")  # fmt: skip
+
+    def __init__(self, cache: Cache, first: int, starts: list[int], lengths: list[int], device: torch.device) -> None:
+        self.cache, self.first, self.starts, self.lengths, self.width = cache, first, starts, lengths, max(lengths)
+        self.longest = max(start + length for start, length in zip(starts, lengths, strict=True))
         self.windows: dict[int, int] = {}
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self.pad: Tensor | None = None
         self.unpad: Tensor | None = None
-        if min(lengths) < self.longest:
-            sizes = torch.tensor(lengths)
-            starts = torch.cumsum(sizes, 0) - sizes
-            column = torch.arange(self.longest)
+        sizes = torch.tensor(lengths)
+        if min(lengths) < self.width:
+            before = (torch.cumsum(sizes, 0) - sizes).unsqueeze(1)
+            column = torch.arange(self.width)
             real = column < sizes.unsqueeze(1)
             # Padding repeats the first token of the row; causal attention keeps it from the real ones.
-            self.pad = torch.where(real, starts.unsqueeze(1) + column, starts.unsqueeze(1)).flatten().to(device)
+            self.pad = torch.where(real, before + column, before).flatten().to(device)
             self.unpad = real.flatten().nonzero().squeeze(1).to(device)
+        self._places: tuple[Tensor, Tensor] | None = None
+        if any(starts):
+            slots = torch.arange(first, first + len(lengths)).repeat_interleave(sizes)
+            self._places = slots.to(device), self.positions().to(device)
 
     def positions(self) -> Tensor:
         """int64 `[tokens]`."""
-        return torch.cat([torch.arange(length) for length in self.lengths])
+        return torch.cat([torch.arange(s, s + length) for s, length in zip(self.starts, self.lengths, strict=True)])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        q, k, v = (self._padded(x) for x in (q, k, v))
-        self._write(layer, k, v)
+        keys, values = self._write(layer, k, v)
         if window is not None:
             self.windows[layer] = window
         reach = window if window is not None and window < self.longest else None
-        whole = self._causal if q.device.type == "cuda" and reach is None else self._blocks
-        out = whole(q, k.transpose(1, 2), v.transpose(1, 2), scaling, reach).flatten(0, 1)
+        plain = q.device.type == "cuda" and reach is None and self._places is None
+        whole = self._causal if plain else self._blocks
+        out = whole(self._padded(q), keys, values, scaling, reach).flatten(0, 1)
         return out if self.unpad is None else out.index_select(0, self.unpad)
 
     def _causal(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -60,42 +71,54 @@ class Prefill:
         return out.transpose(1, 2).contiguous()
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Queries `[prompts, longest, heads, dim]` in blocks, each over the keys up to its end: the CPU's kernel
+        """Queries `[prompts, width, heads, dim]` in blocks, each over the keys up to its end: the CPU's kernel
         would compute the upper triangle as well."""
-        prompts, longest, heads, dim = q.shape
+        prompts, width, heads, dim = q.shape
         kv_heads, shared = k.shape[1], heads // k.shape[1]
-        grouped = q.view(prompts, longest, kv_heads, shared, dim)
-        out = q.new_empty(prompts, longest, kv_heads, shared, v.shape[-1])
-        for start in range(0, longest, _BLOCK):
-            stop = min(start + _BLOCK, longest)
-            low = 0 if window is None else max(0, start - window + 1)
+        grouped = q.view(prompts, width, kv_heads, shared, dim)
+        out = q.new_empty(prompts, width, kv_heads, shared, v.shape[-1])
+        for start in range(0, width, _BLOCK):
+            stop = min(start + _BLOCK, width)
+            keys = self._reached(start, stop, window)
             folded = grouped[:, start:stop].permute(0, 2, 3, 1, 4).reshape(prompts, kv_heads, -1, dim)
-            mask = self._mask(start, stop, low, window, shared, q)
-            made, _ = attend(folded, k[:, :, low:stop], v[:, :, low:stop], mask, scaling)
+            mask = self._mask(start, stop, keys, window, shared, q)
+            made, _ = attend(folded, k[:, :, keys], v[:, :, keys], mask, scaling)
             out[:, start:stop] = made.view(prompts, kv_heads, shared, stop - start, -1).permute(0, 3, 1, 2, 4)
         return out.flatten(2, 3)
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        self._write(layer, self._padded(k), self._padded(v))
+        self._write(layer, k, v)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        keys, values = self.cache.prompt(layer).open(k, v)
-        last = self.first + len(self.lengths)
-        keys[self.first : last, : self.longest] = k
-        values[self.first : last, : self.longest] = v
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The prompts' keys and values `[prompts, kv heads, longest, dim]`, in the cache."""
+        slots = slice(self.first, self.first + len(self.lengths))
+        tables = self.cache.prompt(layer).open(k, v)
+        keys, values = (table[slots, :, : self.longest] for table in tables)
+        for table, whole, new in zip(tables, (keys, values), (k, v), strict=True):
+            if self._places is None:
+                whole.copy_(self._padded(new).transpose(1, 2))
+            else:
+                table[self._places[0], :, self._places[1]] = new
+        return keys, values
 
     def _padded(self, x: Tensor) -> Tensor:
-        """`[tokens, heads, dim]` to `[prompts, longest, heads, dim]`."""
+        """`[tokens, heads, dim]` to `[prompts, width, heads, dim]`."""
         rows = x if self.pad is None else x.index_select(0, self.pad)
-        return rows.view(len(self.lengths), self.longest, *rows.shape[1:])
+        return rows.view(len(self.lengths), self.width, *rows.shape[1:])
 
-    def _mask(self, start: int, stop: int, low: int, window: int | None, shared: int, like: Tensor) -> Tensor:
-        """Added to the scores of queries `start` to `stop`, `shared` times, and keys `low` to `stop`."""
+    def _reached(self, start: int, stop: int, window: int | None) -> slice:
+        """The keys that any of the queries `start` to `stop` sees."""
+        low = 0 if window is None else max(0, min(self.starts) + start - window + 1)
+        return slice(low, min(self.longest, max(self.starts) + stop))
+
+    def _mask(self, start: int, stop: int, keys: slice, window: int | None, shared: int, like: Tensor) -> Tensor:
+        """Added to the scores of queries `start` to `stop`, `shared` times, and these keys."""
         if (start, window) not in self._masks:
-            of = torch.arange(start, stop, device=like.device).repeat(shared).unsqueeze(1)
-            at = torch.arange(low, stop, device=like.device)
+            begins = torch.tensor([0] if self._places is None else self.starts).unsqueeze(1)
+            of = (begins + torch.arange(start, stop)).repeat(1, shared).unsqueeze(2)
+            at = torch.arange(keys.start, keys.stop)
             visible = (at <= of) if window is None else (at <= of) & (at > of - window)
-            self._masks[start, window] = bias(visible[None, None], like.dtype)
+            self._masks[start, window] = bias(visible.unsqueeze(1).to(like.device), like.dtype)
         return self._masks[start, window]
 
 
@@ -213,10 +236,10 @@ class Decode:
         grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim)
         prompt_mask, suffix_mask = self._mask(layer, window, heads // kv_heads)
         self.store(layer, k, v)
-        keys, values = (x[:rows, : self.longest].transpose(1, 2) for x in self.cache.suffix(layer).open(k, v))
+        keys, values = (x[:rows, :, : self.longest] for x in self.cache.suffix(layer).open(k, v))
         out, lse = attend(grouped, keys, values, suffix_mask, scaling)
         if self.among.prompt:
-            keys, values = (x.transpose(1, 2) for x in self.cache.prompt(layer).open(k, v))
+            keys, values = self.cache.prompt(layer).open(k, v)
             above, above_lse = self._over_prompts(grouped, keys, values, prompt_mask, scaling)
             out.lerp_(above, torch.sub(above_lse, lse).sigmoid_().unsqueeze(-1).to(out.dtype))
         return out.reshape(rows, heads, -1)
@@ -225,11 +248,11 @@ class Decode:
         keys, values = self.cache.suffix(layer).open(k, v)
         rows = len(k)
         if isinstance(self.at, int):
-            keys[:rows, self.at] = k
-            values[:rows, self.at] = v
+            keys[:rows, :, self.at] = k
+            values[:rows, :, self.at] = v
         else:
-            keys[self.among.rows, self.at] = k
-            values[self.among.rows, self.at] = v
+            keys[self.among.rows, :, self.at] = k
+            values[self.among.rows, :, self.at] = v
 
     def _over_prompts(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float

@@ -1,10 +1,10 @@
 """The controller's end of one environment process: never waits for it, ends it when it is stuck, starts another."""
 
-import logging
 import time
 from pathlib import Path
 
-from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.cluster.protocol import Cluster, Pending, Worker, WorkerDied, WorkerSpec
+from lockstep.cluster.user_process import LAST_WORDS_S, NotLoaded, last_words, loaded
 from lockstep.config.environment import Environment as Config
 from lockstep.rollout.environments.api import (
     SERVICE,
@@ -15,15 +15,9 @@ from lockstep.rollout.environments.api import (
     Prepared,
     Task,
 )
-from lockstep.watch.waits import Stalled, WaitTimeout
 
-log = logging.getLogger(__name__)
-
-LOADING_S = 300.0
-"""Longest time without progress for importing the users' modules, which may import anything."""
 GRACE_S = 1.0
 """Async methods are cancelled at the limit; a process that has not come back this much later is ended."""
-LAST_WORDS_S = 5.0
 
 
 class Lost(Exception):
@@ -83,13 +77,10 @@ class Host:
         """What was loaded. Raises EnvironmentFailed where it cannot be used."""
         path = self.config.path or ", ".join(self.config.tools)
         try:
-            prepared = pending.result(why=f"loading {path}", stall_s=LOADING_S)
-        except Stalled as error:
-            lost = self._end(f"could not be loaded within {error.waited_s:.0f} s", pending)
-            raise EnvironmentFailed(path, lost.problem, traceback=lost.traceback) from error
-        except WorkerDied as error:
-            self._worker = None
-            raise EnvironmentFailed(path, f"its process {error.how} while loading", traceback=error.log_tail) from error
+            prepared = loaded(pending, path, f"environment-{self.rank}", self.stop)
+        except NotLoaded as error:
+            self._gone()
+            raise EnvironmentFailed(path, error.problem, traceback=error.log_tail) from error
         if prepared.failure is not None:
             raise EnvironmentFailed(path, prepared.failure.problem, traceback=prepared.failure.traceback)
         return prepared
@@ -179,13 +170,7 @@ class Host:
             return Failure(problem)
         pending = worker.submit(EnvironmentAPI.prepare) if pending is None else pending
         self.stop()
-        try:
-            pending.result(why=f"the last words of {worker.spec.name}", stall_s=LAST_WORDS_S)
-        except WorkerDied as error:
-            return Failure(problem, error.last_words or None)
-        except (WaitTimeout, RemoteError):
-            log.warning("%s left no last words", worker.spec.name)
-        return Failure(problem)
+        return Failure(problem, last_words(pending, worker.spec.name) or None)
 
 
 def _settled(call: Pending[None]) -> bool:
