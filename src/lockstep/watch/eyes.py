@@ -46,6 +46,7 @@ class Seen:
     life: Life = Life.RUNNING
     exit_code: int = NO_CODE
     ended_ns: int = 0
+    """When it ended; of one that is stopped, when that was first seen."""
     moved_ns: int = 0
     """When a counter, its stage or a collective last changed."""
     active_ns: int = 0
@@ -105,8 +106,12 @@ class Eyes:
         self._oom_kills = causes.oom_kills()
         self._reader = Reader(self.run)
 
-    def look(self, children: Mapping[str, Child]) -> list[Seen]:
-        """Looks at everybody once; returns those that were found to have ended since the last look."""
+    def look(self, children: Mapping[str, Child], held: int | None = None) -> list[Seen]:
+        """Looks at everybody once; returns those that were found to have ended since the last look.
+
+        Args:
+            held: the pid of a process that is stopped for its native stack: our doing, and over in a moment.
+        """
         now = time.monotonic_ns()
         gone = self._gone(children, now)
         beacons = {
@@ -121,7 +126,7 @@ class Eyes:
                 self._read(state)
         ended = []
         for seen in self.seen.values():
-            if seen.living and not self._observe(seen, children.get(seen.name), now):
+            if seen.living and not self._observe(seen, children.get(seen.name), held, now):
                 ended.append(seen)
         return ended
 
@@ -193,7 +198,7 @@ class Eyes:
         seen.moved_ns = max(seen.moved_ns, last_move(state))
         seen.beacon = state
 
-    def _observe(self, seen: Seen, child: Child | None, now: int) -> bool:
+    def _observe(self, seen: Seen, child: Child | None, held: int | None, now: int) -> bool:
         """Its state and what it used; False when it has ended."""
         mine = child is not None and child.pid == seen.pid
         if mine and child is not None and child.exit_code is not None:
@@ -212,7 +217,10 @@ class Eyes:
                 seen.end = End(seen.pid)
             except OSError:
                 seen.end = None
-        seen.life = Life.STOPPED if usage.state in "Tt" else Life.RUNNING
+        if usage.state not in "Tt":
+            seen.life, seen.ended_ns = Life.RUNNING, 0
+        elif seen.pid != held and seen.life is not Life.STOPPED:
+            seen.life, seen.ended_ns = Life.STOPPED, now
         if not still:
             seen.active_ns = max(seen.active_ns, seen.moved_ns)
         elif self._active(seen, usage, now):

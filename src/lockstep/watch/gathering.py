@@ -82,7 +82,7 @@ def _process(seen: Seen) -> dict[str, Any]:
     usage = seen.usage
     return {
         "name": seen.name, "role": seen.role, "rank": seen.rank, "pid": seen.pid, "life": seen.life.name.lower(),
-        "exit_code": seen.exit_code if seen.ended_ns else None, "where": seen.where, "error": seen.error,
+        "exit_code": None if seen.living else seen.exit_code, "where": seen.where, "error": seen.error,
         "cause": seen.cause, "state": usage.state if usage else None, "cpu_s": usage.cpu_s if usage else None,
         "read": usage.read if usage else None, "written": usage.written if usage else None,
     }  # fmt: skip

@@ -43,6 +43,11 @@ class Spy:
     def busy(self) -> bool:
         return self._now is not None or bool(self._waiting)
 
+    @property
+    def holds(self) -> int | None:
+        """The process that is stopped, or about to be, for its native stack."""
+        return self._now.pid if self._now is not None and self._now.native else None
+
     def order(self, pid: int, told: Told, native: bool = False, first: bool = False) -> None:
         """Has stacks taken of a process, `first` before those that wait already."""
         dump = _Dump(pid, native, told)

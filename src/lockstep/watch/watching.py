@@ -109,7 +109,7 @@ class Watching:
 
     def _look(self, now: float) -> None:
         self._looked, self._due = now, False
-        self._eyes.look(self._children)
+        self._eyes.look(self._children, self._spy.holds)
         self._calm = self._eyes.calm()
         roster, state = self._teller.tell(self._eyes)
         said = encode(state) | {"calm": self._calm}
@@ -183,7 +183,7 @@ class Watching:
         """Tells who waits in a collective why it ends, then ends it."""
         names = [str(name) for name in message["names"]]
         broken = 0
-        self._eyes.look(self._children)
+        self._eyes.look(self._children, self._spy.holds)
         try:
             orders.give(self._eyes.run, "verdict", names, text=str(message["text"]), verdict=message["verdict"])
             for name in names:

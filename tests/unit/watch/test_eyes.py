@@ -108,8 +108,15 @@ def test_a_stopped_process_is_seen_as_stopped(run: str) -> None:
         assert eyes.seen["policy-1"].life is Life.RUNNING
         os.kill(child.pid, signal.SIGSTOP)
         until(lambda: procs.process_state(child.pid) == "T")
+        eyes.look({}, held=child.pid)  # for a stack of ours
+        assert eyes.seen["policy-1"].life is Life.RUNNING
         eyes.look({})
-        assert eyes.seen["policy-1"].life is Life.STOPPED
+        seen = eyes.seen["policy-1"]
+        assert seen.life is Life.STOPPED
+        stopped = seen.ended_ns
+        assert 0 < stopped <= time.monotonic_ns()
+        eyes.look({})
+        assert seen.ended_ns == stopped
         child.kill()
         child.wait()
         (ended,) = eyes.look({})
