@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -107,35 +108,28 @@ def start(run: str, folder: Path, node: str, namespace: str | None, host: str) -
     return agent
 
 
-def test_a_host_that_is_cut_off_is_told_and_taken_back_when_the_link_heals(tmp_path: Path, link: Link) -> None:
+@contextmanager
+def two_hosts(folder: Path, link: Link, patience: Patience) -> Iterator[list[Said]]:
+    """A worker on each, which waits for the other's in every step, until the link goes down; what is said of them."""
     run, said = beacon.new_run_id("cut"), list[Said]()
-    agents = [
-        start(run, tmp_path / "a", "a", None, "127.0.0.1"),
-        start(run, tmp_path / "b", "b", link.name, link.address),
-    ]
-    addresses = [Address.read(tmp_path / node) for node in ("a", "b")]
+    agents = [start(run, folder / "a", "a", None, "127.0.0.1"), start(run, folder / "b", "b", link.name, link.address)]
+    addresses = [Address.read(folder / node) for node in ("a", "b")]
     clients = [AgentClient(each, TOKEN) for each in addresses]
-    (tmp_path / "worker.py").write_text(WORKER)
+    (folder / "worker.py").write_text(WORKER)
     supervision = Supervision(
-        Settings(run, 1, tmp_path, tmp_path / "incidents", addresses, os.getpid(), PATIENCE), TOKEN, said.append
+        Settings(run, 1, folder, folder / "incidents", addresses, os.getpid(), patience), TOKEN, said.append
     )
     try:
         for node, client, name, other in zip("ab", clients, ("policy-0", "policy-1"), ("policy-1", ""), strict=True):
-            argv = [sys.executable, str(tmp_path / "worker.py"), run, name, other, str(tmp_path)]
-            environment = {**os.environ, "LOCKSTEP_BEACONS": str(tmp_path / node / "shm")}
-            client.spawn(name, argv, log_path=tmp_path / f"{name}.log", env=environment)
-        until(lambda: (tmp_path / "policy-1.5").exists() and supervision.up.is_set(), 30, "both work")
+            argv = [sys.executable, str(folder / "worker.py"), run, name, other, str(folder)]
+            environment = {**os.environ, "LOCKSTEP_BEACONS": str(folder / node / "shm")}
+            client.spawn(name, argv, log_path=folder / f"{name}.log", env=environment)
+        until(lambda: (folder / "policy-1.5").exists() and supervision.up.is_set(), 30, "both work")
         time.sleep(1.5)
         assert [each.headline for each in said if each.level != "notice"] == []
         link.plug(up=False)
-        (tmp_path / "hold").touch()  # over a network, the other would not hear of it either
-        until(lambda: any("b" in _hosts(each) for each in said), 15, f"host b is told of; said {said}")
-        told = next(each for each in said if "b" in _hosts(each))
-        assert [each["rank"] for each in told.verdict["culprits"]] == [1]
-        link.plug(up=True)
-        (tmp_path / "hold").unlink()
-        until(lambda: any(each.change == "withdrawn" for each in said), 30, "it is taken back")
-        assert not any("a" in _hosts(each) and each.level != "notice" for each in said), "the other is no culprit"
+        (folder / "hold").touch()  # over a network, the other would not hear of it either
+        yield said
     finally:
         link.plug(up=True)
         supervision.close()
@@ -143,6 +137,27 @@ def test_a_host_that_is_cut_off_is_told_and_taken_back_when_the_link_heals(tmp_p
             client.leave(0.2)
             agent.send_signal(signal.SIGTERM)
             agent.wait(10)
+
+
+def test_a_host_that_is_cut_off_is_told_and_taken_back_when_the_link_heals(tmp_path: Path, link: Link) -> None:
+    with two_hosts(tmp_path, link, PATIENCE) as said:
+        until(lambda: any("b" in _hosts(each) for each in said), 15, f"host b is told of; said {said}")
+        told = next(each for each in said if "b" in _hosts(each))
+        assert [each["rank"] for each in told.verdict["culprits"]] == [1]
+        link.plug(up=True)
+        (tmp_path / "hold").unlink()
+        until(lambda: any(each.change == "withdrawn" for each in said), 30, "it is taken back")
+        assert not any("a" in _hosts(each) and each.level != "notice" for each in said), "the other is no culprit"
+
+
+def test_a_host_that_stays_cut_off_is_confirmed(tmp_path: Path, link: Link) -> None:
+    """It may have lost its power or its cable: both are said, and the host that is left is not blamed."""
+    with two_hosts(tmp_path, link, replace(PATIENCE, still_s=4.0)) as said:
+        until(lambda: any(each.level == "confirmed" for each in said), 40, f"it is confirmed; said {said}")
+        told = next(each for each in said if each.level == "confirmed")
+        assert _hosts(told) == {"b"} and told.verdict["kind"] == "absent"
+        assert [each["class"] for each in told.verdict["alternatives"]] == ["network_blocked", "external_kill"]
+        assert told.verdict["confidence"] < 0.8, "nobody is restarted for a cable"
 
 
 def _hosts(said: Said) -> set[str]:
