@@ -234,7 +234,7 @@ def inline() -> list[tuple[str, str]]:
 def test_commands_within_sentences_exist(page: str, command: str) -> None:
     _, name, *arguments = shlex.split(command)
     known = get_command(app).commands[name]  # type: ignore[attr-defined]
-    options = {option for parameter in known.params for option in parameter.opts}
+    options = {option for parameter in known.params for option in parameter.opts} | {"--"}
     assert {argument for argument in arguments if argument.startswith("-")} <= options
     files = [argument for argument in arguments if argument.endswith(".yaml") and argument.islower()]
     overrides = [argument for argument in arguments if "=" in argument]
