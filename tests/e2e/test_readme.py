@@ -251,16 +251,16 @@ with (pathlib.Path(__file__).parents[2] / "called").open("a") as file:
 """
 
 
-def demo(copy: Path) -> list[list[str]]:
+def demo(copy: Path, *arguments: str) -> list[list[str]]:
     """What script/demo calls, told by programs that only write down how they are called."""
     (copy / ".venv" / "bin").mkdir(parents=True)
     shutil.copytree(ROOT / "script", copy / "script")
     for name in (".venv/bin/lockstep", ".venv/bin/python", "script/bootstrap"):
         (copy / name).write_text(STUB)
         (copy / name).chmod(0o755)
-    subprocess.run([copy / "script" / "demo"], check=True, capture_output=True, timeout=60)
+    subprocess.run([copy / "script" / "demo", *arguments], check=True, capture_output=True, timeout=60)
     called = [json.loads(line) for line in (copy / "called").read_text().splitlines()]
-    return [words for words in called if words[0] == "lockstep" or words[1:2] == ["examples/sort_data.py"]]
+    return [words for words in called if words[0] == "lockstep" or words[1:2] != ["-"]]
 
 
 def options(words: list[str]) -> dict[str, Any]:
@@ -282,6 +282,13 @@ def test_the_demo_does_what_is_documented(tmp_path: Path) -> None:
     for words in trained:
         changed = {word.partition("=")[0] for word in words[3:]}
         assert changed <= {"folder", "model.path", "data.path", "evaluation.data.path"}
+
+
+def test_the_demo_with_faults_breaks_the_same_run(tmp_path: Path) -> None:
+    *before, trained = demo(tmp_path / "plain", "folder", "seed=3")
+    *before_too, broken = demo(tmp_path / "fault", "--fault", "folder", "seed=3")
+    assert before_too == before
+    assert broken == ["python", "examples/faults.py", "folder/sort-grpo", "--", ".venv/bin/lockstep", *trained[1:]]
 
 
 # ---------------------------------------------------------------- links, paths, names

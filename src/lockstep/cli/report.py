@@ -9,13 +9,16 @@ from lockstep.cli.errors import REFUSED, show_refusal
 
 
 def command(run: Annotated[Path, typer.Argument(help="The run's folder; the run may be going on.")]) -> None:
-    """Write the HTML report of a run, finished or not."""
+    """Write the HTML report of a run, finished or not, and say what went wrong in it."""
     from lockstep.ledger.errors import LedgerError
     from lockstep.ledger.ledger import Ledger
     from lockstep.report.html import write_report
+    from lockstep.report.incidents import incidents_of
 
     try:
         with Ledger.reader(run) as ledger:
+            for each in incidents_of(ledger.events()):
+                typer.echo(f"incident: {each.who} ({each.what}), {each.told}  {each.folder}".rstrip(), err=True)
             typer.echo(write_report(ledger))
     except (LedgerError, OSError) as error:
         show_refusal(error)

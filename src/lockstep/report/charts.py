@@ -11,7 +11,9 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
+
+from lockstep.report.top import duration
 
 Series = Sequence[tuple[float, float]]
 """(step, value) pairs."""
@@ -19,7 +21,8 @@ Series = Sequence[tuple[float, float]]
 # Colours that nothing else uses, replaced by CSS variables in the finished SVG.
 _INK, _GRID = "#0a0b0c", "#0a0b0d"
 _LINES = ("#0a0c01", "#0a0c02", "#0a0c03", "#0a0c04", "#0a0c05", "#0a0c06")
-_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)"} | {
+_FINE, _BAD = "#0a0d01", "#0a0d02"
+_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)", _FINE: "var(--warn)", _BAD: "var(--bad)"} | {
     colour: f"var(--series-{index + 1})" for index, colour in enumerate(_LINES)
 }
 _STYLE: dict[Any, Any] = {
@@ -42,7 +45,11 @@ _SMOOTH_FROM = 40
 """Points from which a curve is also drawn smoothed, unless it is exact by nature."""
 _MOST = 1000
 """Points of one curve: the card is some 500 pixels wide."""
-_EXACT = frozenset({"policy/lr"})
+_EXACT = frozenset({"policy/lr", "steps"})
+_LABELLED = 20
+"""Marks of a chart from which on they have no numbers any more."""
+_ROUND_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+"""Seconds between ticks of a clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,21 @@ class Chart:
     """Only where the values span more than a decade."""
     bounded: bool = False
     """Values are shares: the axis is 0 to 1."""
+    wide: bool = False
+    """As wide as the page."""
+    clock: bool = False
+    """Over seconds instead of steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened, on a chart's axis."""
+
+    at: float
+    until: float
+    """The same as `at` where it took no time on this axis."""
+    label: str
+    fine: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +90,27 @@ class Drawn:
     svg: str
 
 
-def draw(chart: Chart, curves: Mapping[str, Series], labels: Mapping[str, str] | None = None) -> Drawn | None:
+def draw(
+    chart: Chart, curves: Mapping[str, Series], labels: Mapping[str, str] | None = None, marks: Sequence[Mark] = ()
+) -> Drawn | None:
     """The chart as SVG; None where the run has none of its metrics. Points that are not finite leave a gap."""
     present = [name for name in chart.names if any(math.isfinite(value) for _, value in curves.get(name, ()))]
     if not present:
         return None
     with mpl.rc_context({**_STYLE, "svg.hashsalt": ascii(chart.title)}):
-        figure = Figure(figsize=(5.4, 2.25))
+        figure = Figure(figsize=(11.2, 2.1) if chart.wide else (5.4, 2.25))
         FigureCanvasSVG(figure)
-        axes = figure.add_axes((0.1, 0.13, 0.88, 0.82))
+        left = 0.045 if chart.wide else 0.1
+        axes = figure.add_axes((left, 0.13, 0.985 - left, 0.8 if chart.wide else 0.82))
         for index, name in enumerate(present):
             _curve(axes, thinned(curves[name]), _LINES[index % len(_LINES)], smooth=name not in _EXACT)
         axes.grid(axis="y")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axes.margins(x=0.015)
+        if chart.clock:
+            _clock(axes)
         _scale(axes, chart, [value for name in present for _, value in curves[name] if math.isfinite(value)])
+        _mark(axes, marks)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     legend = [
@@ -125,6 +153,27 @@ def _scale(axes: Any, chart: Chart, values: list[float]) -> None:
     else:
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def _clock(axes: Any) -> None:
+    first, last = axes.get_xlim()
+    between = next((each for each in _ROUND_S if (last - first) / each <= 12), _ROUND_S[-1])
+    axes.xaxis.set_major_locator(MultipleLocator(between) if last - first < 12 * between else MaxNLocator(nbins=7))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value) if value > 0 else "0"))
+
+
+def _mark(axes: Any, marks: Sequence[Mark]) -> None:
+    """A line where something happened, a band where it lasted, its number above."""
+    for mark in marks:
+        colour = _FINE if mark.fine else _BAD
+        if mark.until > mark.at:
+            axes.axvspan(mark.at, mark.until, color=colour, alpha=0.16, linewidth=0, zorder=0)
+        axes.axvline(mark.at, color=colour, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
+        if len(marks) <= _LABELLED:
+            axes.annotate(
+                mark.label, (mark.at, 1), (3, -1), xycoords=("data", "axes fraction"), textcoords="offset points",
+                va="top", color=colour, fontsize=8.5, fontweight="bold", annotation_clip=False,
+            )  # fmt: skip
 
 
 def _tick(value: float, _: object) -> str:

@@ -119,18 +119,19 @@ class Console:
         """Something a person must know; shown in quiet mode too."""
         self._print(f"[yellow]{escape(text)}[/]")
 
-    def finish(self, reason: str, report: Path | None = None) -> None:
-        """The last line: how the run ended and where everything is."""
+    def finish(self, reason: str, report: Path | None = None, incidents: str = "") -> None:
+        """The last line: how the run ended, what went wrong meanwhile, and where everything is."""
         self.close()
         exact = ""
         if self._evaluated:
             first = f"{number(self._evaluated[0][1])} → " if len(self._evaluated) > 1 else ""
             exact = f", exact match {first}{number(self._evaluated[-1][1])}"
+        told = f", {incidents}" if incidents else ""
         colour = {"finished": "green", "failed": "red"}.get(reason, "yellow")
-        told = f", report: {report}" if report is not None else ""
+        where = f", report: {report}" if report is not None else ""
         self._print(
             f"[bold {colour}]{escape(reason)}[/] after {self._done} of {self._steps} steps in "
-            f"{duration(time.monotonic() - self._began)}{exact}; run: {escape(str(self._folder))}{escape(told)}"
+            f"{duration(time.monotonic() - self._began)}{exact}{told}; run: {escape(str(self._folder))}{escape(where)}"
         )
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from markupsafe import Markup
 
 from lockstep.ledger import EvaluationRow, Ledger, MetricsRow, Sample
 from lockstep.ledger.files import replace
-from lockstep.report.charts import Chart, Drawn, draw
+from lockstep.report.charts import Chart, Drawn, Mark, draw
 from lockstep.report.console import number
-from lockstep.report.faults import faults_of
-from lockstep.report.stalls import stalls_of
+from lockstep.report.incidents import Incident, Moment, in_words, incidents_of
 from lockstep.report.summary import METRIC, stage_seconds, total_tokens, versions, what_was_done
+from lockstep.report.timeline import PROGRESS, Timeline
 from lockstep.report.top import duration
 from lockstep.watch.secrets import redact
 
@@ -67,6 +67,19 @@ class StageShare:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """An incident as it is listed, under the number that it has on the charts."""
+
+    number: int
+    incident: Incident
+    clock: str
+    step: int
+    """Under way when it began, counted from 1."""
+    moments: list[tuple[str, Moment]]
+    """With the time since it began."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pair:
     """The same prompt before and after training."""
 
@@ -93,22 +106,25 @@ def render(ledger: Ledger, exit_reason: str = "") -> str:
     rows, evaluations = what_was_done(ledger)
     reason = exit_reason or _reason(ledger)
     curves = curves_of(rows, evaluations)
+    incidents = incidents_of(ledger.events())
+    timeline = Timeline(ledger, incidents)
+    marks = timeline.over_steps()
     return _environment().get_template("report.html.j2").render(
         name=config.get("name", ledger.folder.name),
         recipe=str(config.get("recipe", "")).upper(),
         model=config.get("model", {}).get("path", ""),
         reason=reason,
         finished=reason == "finished",
-        tiles=_tiles(ledger, rows, evaluations),
-        charts=[_card(chart, curves) for chart in _charts(curves)],
-        more=[_card(chart, curves) for chart in _rest(curves)],
+        tiles=_tiles(ledger, rows, evaluations, incidents),
+        charts=[_card(chart, curves, marks) for chart in _charts(curves)],
+        more=[_card(chart, curves, marks) for chart in _rest(curves)],
         stages=_stages(rows),
-        faults=faults_of(ledger.events()),
+        incidents=_shown(incidents, timeline),
+        progress=_card(PROGRESS, {"steps": timeline.curve()}, timeline.over_time()) if incidents else None,
         evaluations=_ends(evaluations),
         pairs=_pairs(evaluations),
         config=yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True),
         events=[(_clock(event.at), event.kind, _fields(event.fields)) for event in ledger.events()],
-        stalls=stalls_of(ledger.events()),
         versions=versions(),
         written=_clock(time.time()),
         folder=str(ledger.folder),
@@ -139,14 +155,29 @@ def _rest(curves: Mapping[str, Any]) -> list[Chart]:
     return [Chart(name, (name,)) for name in names[:_REST]]
 
 
-def _card(chart: Chart, curves: Mapping[str, Any]) -> tuple[Drawn, Markup] | None:
+def _card(chart: Chart, curves: Mapping[str, Any], marks: Sequence[Mark]) -> tuple[Drawn, Markup] | None:
     terms = {name: found[1] for name in chart.names if (found := _TERM.fullmatch(name))}
-    drawn = draw(chart, curves, {**_LABELS, **terms})
+    drawn = draw(chart, curves, {**_LABELS, **terms}, marks)
     # matplotlib escapes text; what it draws here are numbers only.
     return None if drawn is None else (drawn, Markup(drawn.svg))
 
 
-def _tiles(ledger: Ledger, rows: list[MetricsRow], evaluations: list[EvaluationRow]) -> list[Tile]:
+def _shown(incidents: list[Incident], timeline: Timeline) -> list[Shown]:
+    return [
+        Shown(
+            number,
+            each,
+            _clock(each.began),
+            timeline.step(each.began),
+            [(f"+{moment.at - each.began:.1f} s", moment) for moment in each.moments],
+        )
+        for number, each in enumerate(incidents, 1)
+    ]
+
+
+def _tiles(
+    ledger: Ledger, rows: list[MetricsRow], evaluations: list[EvaluationRow], incidents: list[Incident]
+) -> list[Tile]:
     tiles = []
     exact = [row.metrics[METRIC] for row in evaluations if METRIC in row.metrics]
     if exact:
@@ -164,6 +195,8 @@ def _tiles(ledger: Ledger, rows: list[MetricsRow], evaluations: list[EvaluationR
         tiles.append(Tile("tokens", _short(tokens)))
     if seconds := sum(stage_seconds(rows).values()):
         tiles.append(Tile("time in stages", duration(seconds), f"{duration(seconds / max(len(rows), 1))} per step"))
+    if incidents:
+        tiles.append(Tile("incidents", f"{len(incidents)}", in_words(incidents).partition(", ")[2]))
     return tiles
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.ledger import EvaluationRow, Ledger, MetricsRow
 from lockstep.ledger.files import replace
+from lockstep.report.incidents import incidents_of
 
 METRIC = "eval/exact_match"
 _PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "pyarrow", "ray", "vllm", "deepspeed")
@@ -26,6 +27,7 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
         "last": rows[-1].values if rows else {},
         "tokens": total_tokens(rows),
         "seconds": stage_seconds(rows),
+        "incidents": [each.json() for each in incidents_of(ledger.events())],
         "checkpoint": None if checkpoint is None else str(checkpoint.path),
         "generation": ledger.generation,
         "versions": versions(),

@@ -8,6 +8,7 @@ from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.activity import beacon_activity
 from lockstep.report.console import Console
+from lockstep.report.incidents import in_words, incidents_of
 from lockstep.report.sinks import Sink, Sinks, open_sinks
 from lockstep.report.summary import versions, write_summary
 from lockstep.run.stages import Stages
@@ -111,7 +112,8 @@ class Monitor:
         self.stalls.flush()
         report = write_report(self.ledger, reason) if self.config.report.html else None
         write_summary(self.ledger, reason)  # last: a run whose summary says that it is finished has nothing left to do
-        self.console.finish(reason.partition(":")[0], report)
+        incidents = in_words(incidents_of(self.ledger.events()))
+        self.console.finish(reason.partition(":")[0], report, incidents)
 
     def close(self) -> None:
         self.console.close()

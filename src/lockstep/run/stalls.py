@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.console import Console
+from lockstep.report.incidents import STALL
 from lockstep.report.top import duration
 from lockstep.watch.supervisor_client import Said
 
 log = logging.getLogger(__name__)
 
-EVENT = "stall"
-"""The ledger's event of everything the supervisor says."""
 SURE = 0.8
 """Nobody is restarted on less."""
 
@@ -35,7 +34,7 @@ class Stalls:
     def hear(self, said: Said) -> None:
         """Something is said."""
         self._news.put(said)
-        for line in lines(said):
+        for line in lines(said, acted=said.number in self._acted):
             self._console.warning(line)
             log.info("%s", line)
         if self._actors and to_act_on(said) and said.number not in self._acted:
@@ -48,21 +47,29 @@ class Stalls:
         while not self._news.empty():
             said = self._news.get_nowait()
             self._ledger.event(
-                EVENT, number=said.number, change=said.change, level=said.level, verdict=said.verdict["kind"],
+                STALL, number=said.number, change=said.change, level=said.level, verdict=said.verdict["kind"],
                 cause=said.verdict["class"], who=list(said.who), text=said.headline, since_s=round(said.since_s, 3),
-                said_at=said.wall, incident=said.incident,
+                said_at=said.wall, waited_s=waited_s(said), incident=said.incident,
             )  # fmt: skip
 
 
-def lines(said: Said) -> list[str]:
-    """One or two lines for a person."""
+def lines(said: Said, acted: bool = False) -> list[str]:
+    """Up to two lines for a person; `acted`: who it names was handed to recovery."""
     if said.change == "withdrawn":
-        who = ", ".join(said.who) or "it"
-        return [f"goes on: {who} ({said.verdict['kind']}), after {duration(said.since_s)}"]
+        who, kind = ", ".join(said.who) or "it", said.verdict["kind"]
+        if kind == "dead":  # it does not go on: its successor does, of which recovery tells
+            return []
+        return [f"{'over' if acted else 'goes on'}: {who} ({kind}), after {duration(said.since_s)}"]
     found = [f"{said.level}: {said.headline}"]
     if said.incident is not None:
         found.append(f"  incident: {said.incident}")
     return found
+
+
+def waited_s(said: Said) -> float:
+    """Since when nobody but those who are named was waited for; nobody waits for long for who just died."""
+    since = [float(link["since_s"]) for link in said.verdict["waiting"] if link["since_s"] is not None]
+    return min(since, default=0.0) if said.verdict["kind"] != "dead" else 0.0
 
 
 def to_act_on(said: Said) -> bool:

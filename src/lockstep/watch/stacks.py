@@ -18,6 +18,7 @@ LIMIT_S = 5.0
 MAX_BYTES = 4 << 20
 
 _OURS = str(Path(__file__).resolve().parents[1])
+_WATCH = str(Path(__file__).resolve().parent)
 _STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
@@ -86,9 +87,10 @@ def where(frames: Iterable[Frame]) -> str:
 
 
 def _distance(file: str) -> int:
-    """0 for the user's code, 1 for Lockstep's, 2 for libraries and the interpreter's own."""
+    """0 for the user's code, 1 for Lockstep's, 2 for libraries, the interpreter's own and what only looks on: the
+    recorder's frames stand around every collective, those of waits around every wait."""
     if file.startswith(_OURS):
-        return 1
+        return 2 if file.startswith(_WATCH) else 1
     parts = PurePath(file).parts
     library = {"site-packages", "dist-packages"} & set(parts) or (parts and not file.endswith(".py"))
     return 2 if library or file.startswith(_STDLIB) or _in_stdlib(parts) else 0

@@ -8,7 +8,6 @@ from report_helpers import CONFIG, make_run
 from lockstep.ledger import Ledger, Sample
 from lockstep.report.charts import Chart, draw, smoothed, thinned
 from lockstep.report.html import curves_of, render, write_report
-from lockstep.report.stalls import stalls_of
 
 VOID = {"meta", "link", "br", "img", "path", "use", "rect"}
 
@@ -62,9 +61,9 @@ def test_it_is_a_whole_page_that_needs_nothing_else(page):
 
 def test_light_and_dark(page):
     assert "@media (prefers-color-scheme: dark)" in page
-    drawings = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
-    assert drawings.count("var(--series-1)") >= 12 and "var(--muted)" in drawings
-    assert not re.findall(r"(?:fill|stroke): ?#[0-9a-f]{6}", drawings)  # no colour that one of the two would hide
+    drawn = "".join(drawings(page))
+    assert drawn.count("var(--series-1)") >= 12 and "var(--muted)" in drawn
+    assert not re.findall(r"(?:fill|stroke): ?#[0-9a-f]{6}", drawn)  # no colour that one of the two would hide
 
 
 def test_what_is_on_it(page):
@@ -112,23 +111,35 @@ def test_a_reader_can_write_it_while_the_run_goes_on(tmp_path):
         assert write_report(reader).exists()
 
 
-def test_stalls_are_listed_with_what_is_kept_of_them(tmp_path):
-    ledger = Ledger.create(tmp_path / "run", CONFIG)
+def test_incidents_are_listed_and_marked_on_the_charts(tmp_path):
+    ledger = make_run(tmp_path / "run", steps=3)
+    at = ledger.commits()[1].at  # in the third step
     stall = {
-        "number": 1, "level": "notice", "verdict": "absent", "cause": "unknown", "who": ["policy-1"],
-        "text": "policy-1 is in score() at <reward.py>:31", "since_s": 0.0, "said_at": 5.0, "incident": None,
+        "number": 1, "change": "told", "level": "confirmed", "verdict": "absent", "cause": "unknown",
+        "who": ["policy-1"], "text": "policy-1 is in score() at <reward.py>:31", "since_s": 0.0, "said_at": at + 1e-9,
+        "incident": "/elsewhere/runs/x/incidents/20261121-231502-absent-policy-1",
     }  # fmt: skip
-    confirmed = {"level": "confirmed", "incident": "/elsewhere/runs/x/incidents/20261121-231502-absent-policy-1"}
-    ledger.event("stall", change="told", **stall)
-    ledger.event("stall", change="updated", **(stall | confirmed))
-    ledger.event("stall", change="withdrawn", **(stall | confirmed | {"since_s": 12.0}))
-    ledger.event("stall", change="told", **(stall | {"number": 2, "text": "only noticed"}))
-    (row,) = stalls_of(ledger.events())
-    assert (row.kind, row.lasted, row.folder) == ("absent", "12s", "incidents/20261121-231502-absent-policy-1")
+    assert "Incidents" not in render(ledger) and "var(--warn)" not in "".join(drawings(render(ledger)))
+    ledger.event("stall", **stall)
+    ledger.event(
+        "recovery", action="gave up", at=at + 2, worker="engine-0", what="died (SIGKILL)", reason="5 are spent"
+    )
     page = render(ledger)
-    assert "<h2>Stalls " in page and 'href="incidents/20261121-231502-absent-policy-1/story.txt"' in page
-    assert "score() at &lt;reward.py&gt;:31" in page
+    assert Page(page).open == []
+    text = " ".join(" ".join(Page(page).text).split())
+    for expected in (
+        "2 of them not healed", "Steps done over the time the run was up", "policy-1 absent, in step 3", "not over",
+        "+0.0 s confirmed policy-1 is in score() at <reward.py>:31", "engine-0 died (SIGKILL)", "the run gave up",
+        "gave up 5 are spent",
+    ):  # fmt: skip
+        assert expected in text, expected
+    assert 'href="incidents/20261121-231502-absent-policy-1/story.txt"' in page
+    assert all("var(--bad)" in each and ">1<" in each and ">2<" in each for each in drawings(page))
     ledger.close()
+
+
+def drawings(page):
+    return re.findall(r"<svg.*?</svg>", page, re.DOTALL)
 
 
 def test_curves(tmp_path):

@@ -8,7 +8,8 @@ import pytest
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.console import Console
-from lockstep.run.stalls import EVENT, Stalls, lines, to_act_on
+from lockstep.report.incidents import STALL
+from lockstep.run.stalls import Stalls, lines, to_act_on, waited_s
 from lockstep.watch.supervisor_client import Said
 from lockstep.watch.verdict import Culprit, Kind, Level, Verdict
 
@@ -37,9 +38,9 @@ def test_a_stall_is_told_at_once_and_written_when_the_run_looks(ledger: Ledger, 
     told = stream.getvalue()
     assert "confirmed: policy-1 is in score() at reward.py:31" in told and "incident: incidents/x" in told
     assert "goes on: policy-1 (absent), after 4.2s" in told
-    assert [event for event in ledger.events() if event.kind == EVENT] == []
+    assert [event for event in ledger.events() if event.kind == STALL] == []
     stalls.flush()
-    first, second = [event.fields for event in ledger.events() if event.kind == EVENT]
+    first, second = [event.fields for event in ledger.events() if event.kind == STALL]
     assert (first["verdict"], first["level"], first["who"]) == ("absent", "confirmed", ["policy-1"])
     assert second["change"] == "withdrawn"
 
@@ -70,3 +71,18 @@ def test_nobody_is_restarted_on_less(more: dict[str, Any]) -> None:
 
 def test_a_notice_is_one_line() -> None:
     assert lines(said(level="notice", incident=None)) == ["notice: policy-1 is in score() at reward.py:31"]
+
+
+def test_who_was_replaced_does_not_go_on() -> None:
+    over = said(change="withdrawn")
+    assert lines(over) == ["goes on: policy-1 (absent), after 4.2s"]
+    assert lines(over, acted=True) == ["over: policy-1 (absent), after 4.2s"]
+    assert lines(said(change="withdrawn", verdict=VERDICT | {"kind": "dead"})) == []
+
+
+def test_since_when_others_wait_is_that_of_the_youngest_wait() -> None:
+    waiting = [{"who": "controller", "on": "rank 0", "what": "step", "since_s": 300.0},
+               {"who": "rank 0", "on": "rank 1", "what": "all_reduce #7", "since_s": 3.5}]  # fmt: skip
+    assert waited_s(said(verdict=VERDICT | {"waiting": waiting})) == 3.5
+    assert waited_s(said(verdict=VERDICT | {"waiting": waiting, "kind": "dead"})) == 0.0
+    assert waited_s(said()) == 0.0

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from lockstep.config.recovery import Recovery as Config
 from lockstep.ledger.ledger import Ledger
-from lockstep.report.faults import RECOVERY
+from lockstep.report.incidents import RECOVERY
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.failures import Failure
 from lockstep.run.recovery.policy import FewerRanks, Restart, Stop, decide
@@ -49,14 +49,14 @@ class Recovery:
             action = decide(failure, self._history, self.config, fewer)
             if not isinstance(action, Stop):
                 self._history.append(failure)
-        what = self._told(failure)
-        self.note("failed", worker=failure.worker, role=failure.role, what=what, step=failure.step)
+        what, why = self._what(failure), self._accused.get(failure.worker)
+        facts = {"worker": failure.worker, "role": failure.role, "what": failure.what, "step": failure.step}
+        self.note("failed", **facts, **({"why": why} if why else {}))
         if isinstance(action, Stop):
-            facts = {"worker": failure.worker, "role": failure.role, "what": what, "step": failure.step}
             self.note("gave up", **facts, reason=action.reason)
             if not action.reason:
                 raise cause
-            raise GaveUp(failure.worker, what, action.reason) from cause
+            raise GaveUp(failure.worker, f"{what} ({why})" if why else what, action.reason) from cause
         if isinstance(action, FewerRanks):
             log.warning(
                 "%s %s: no replacement can be had, training goes on with ranks=%d (recovery.fewer_ranks); the result "
@@ -73,15 +73,13 @@ class Recovery:
 
     def restarted(self, failure: Failure, seconds: float, text: str, **facts: Any) -> None:
         """A failure is healed: `text` says what came of it, for a sentence that goes on after the time it took."""
-        what = self._told(failure)
-        log.warning("%s %s; restarted in %.1f s%s", failure.worker, what, seconds, text)
-        facts |= {"what": what, "step": failure.step, "seconds": round(seconds, 3)}
+        log.warning("%s %s; restarted in %.1f s%s", failure.worker, self._what(failure), seconds, text)
+        facts |= {"what": failure.what, "step": failure.step, "seconds": round(seconds, 3)}
         self.note("restarted", worker=failure.worker, role=failure.role, **facts)
 
-    def _told(self, failure: Failure) -> str:
-        """How it failed, with the verdict that it was ended for."""
-        why = self._accused.get(failure.worker)
-        return f"{failure.what} ({why})" if why else failure.what
+    def _what(self, failure: Failure) -> str:
+        """How it failed, in a line that comes after the verdict, where it was ended for one."""
+        return "was ended" if failure.worker in self._accused and failure.how == "died" else failure.what
 
     def note(self, action: str, **fields: Any) -> None:
         """Something for the ledger; written by the next `flush`."""

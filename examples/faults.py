@@ -1,0 +1,172 @@
+"""Breaks a run twice, in front of whoever looks: in the middle of it a trainer rank is frozen, and some steps after the
+run has healed its rollout engine is killed while it generates. The run knows nothing of it.
+
+    python examples/faults.py runs/sort-grpo -- lockstep train examples/grpo_sort.yaml
+
+Prints what the run prints, what is done to it, and at the end how long it took until each fault was told of and healed.
+The exit code is the run's own, or 1 where a fault was not told of within ten seconds or not healed.
+"""
+
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.watch.beacon import read_beacon, read_beacons
+from lockstep.watch.folders import run_dir
+from lockstep.watch.records import BeaconState
+
+TOLD_WITHIN_S = 10.0
+LOOK_S = 0.002
+
+
+@dataclass
+class Fault:
+    """What is done to whom, and what became of it."""
+
+    verb: str
+    role: str
+    signal: signal.Signals
+    stage: str
+    """Of the run, in which it is done."""
+    after: float
+    """Share of the run's steps that are done before."""
+    whom: str = ""
+    step: int = 0
+    at: float = 0.0
+    # Seconds since then at which the run's console said so:
+    told: float | None = None
+    confirmed: float | None = None
+    restarted: float | None = None
+    stepped: float | None = None
+
+    @property
+    def fine(self) -> bool:
+        """Told of in time, and healed."""
+        return self.stepped is not None and self.told is not None and self.told <= TOLD_WITHIN_S
+
+    def hear(self, line: str) -> None:
+        """A line of the run's console, since the fault."""
+        after = time.monotonic() - self.at
+        if self.told is None and line.startswith(("notice: ", "confirmed: ")):
+            self.told = after
+        if self.confirmed is None and line.startswith("confirmed: "):
+            self.confirmed = after
+        if self.restarted is None and re.match(rf"{re.escape(self.whom)} .*; restarted in ", line):
+            self.restarted = after
+        if self.stepped is None and self.restarted is not None and line.startswith("step "):
+            self.stepped = after
+
+
+class Run:
+    """The run from outside: what its beacons say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.moves = 0
+
+    def controller(self) -> BeaconState | None:
+        try:
+            name = (self.folder / "run-id").read_text().strip()
+        except OSError:
+            return None
+        return read_beacon(run_dir(name) / "controller.beacon", events=False) if name else None
+
+    def newest(self, run: str, role: str) -> BeaconState | None:
+        """The last rank of a role, in its present life."""
+        found = [state for state in read_beacons(run, events=False) if state.role == role]
+        return max(found, key=lambda state: (state.rank, state.created_ns), default=None)
+
+    def victim(self, fault: Fault) -> BeaconState | None:
+        """Whom the fault is for, once its moment has come: in that stage of a step late enough, while it works."""
+        controller = self.controller()
+        step = controller.counters.get("step") if controller is not None else None
+        if controller is None or step is None or step.value < fault.after * (step.total or 0):
+            return None
+        there = self.newest(controller.run, fault.role) if controller.stage == fault.stage else None
+        before, self.moves = self.moves, there.moves if there is not None else 0
+        fault.step = step.value
+        return there if 0 < before < self.moves else None
+
+
+class Screen:
+    """Passes the run's lines on. On a terminal its steps share one line."""
+
+    def __init__(self) -> None:
+        self.live = sys.stdout.isatty()
+        self.open = False
+
+    def show(self, line: str, style: str = "") -> None:
+        step = self.live and line.startswith("step ")
+        begin = "\r\x1b[2K" if self.open else ""
+        if step:
+            line = line[: shutil.get_terminal_size().columns - 1]
+        elif self.live and style:
+            line = f"\x1b[{style}m{line}\x1b[0m"
+        self.open = step
+        sys.stdout.write(f"{begin}{line}{'' if step else chr(10)}")
+        sys.stdout.flush()
+
+
+def strike(fault: Fault, victim: BeaconState, screen: Screen) -> None:
+    fault.whom = victim.name
+    screen.show(f"-- {fault.verb} {victim.name}, pid {victim.pid} ({fault.signal.name})", "1;35")
+    os.kill(victim.pid, fault.signal)
+    fault.at = time.monotonic()
+
+
+def follow(process: "subprocess.Popen[bytes]", folder: Path, faults: list[Fault]) -> int:
+    """Until the run ends; its exit code. A fault is done when the one before is healed."""
+    assert process.stdout is not None
+    run, screen, rest, waiting = Run(folder), Screen(), b"", list(faults)
+    current: Fault | None = None
+    while True:
+        if select.select([process.stdout], [], [], LOOK_S)[0]:
+            read = os.read(process.stdout.fileno(), 1 << 16)
+            if not read:
+                return process.wait(60)
+            *lines, rest = (rest + read).split(b"\n")
+            for line in (each.decode(errors="replace") for each in lines):
+                told = line.startswith(("notice: ", "confirmed: ", "goes on: ", "  incident: ")) or "restart" in line
+                screen.show(line, "33" if told else "")
+                if current is not None:
+                    current.hear(line)
+        if waiting and (current is None or current.stepped is not None) and (victim := run.victim(waiting[0])):
+            current = waiting.pop(0)
+            strike(current, victim, screen)
+
+
+def summary(faults: list[Fault]) -> str:
+    """A table of seconds after each fault."""
+    rows = [("", "told", "confirmed", "restarted", "next step")]
+    for fault in faults:
+        times = (fault.told, fault.confirmed, fault.restarted, fault.stepped)
+        what = f"{fault.whom} ({fault.signal.name}) in step {fault.step + 1}" if fault.whom else f"no {fault.role}"
+        rows.append((what, *("never" if each is None else f"{each:.1f} s" for each in times)))  # type: ignore[arg-type]
+    return "\n".join(f"{row[0]:<32}" + "".join(f"{each:>11}" for each in row[1:]) for row in rows)
+
+
+def main(folder: Path, command: list[str]) -> int:
+    faults = [
+        Fault("freezing", "policy", signal.SIGSTOP, "train", after=0.4),
+        Fault("killing", "rollout", signal.SIGKILL, "rollout", after=0.6),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        code = follow(process, folder, faults)
+    except KeyboardInterrupt:  # the run has heard it as well, and finishes its step
+        code = follow(process, folder, [])
+    sys.stdout.write(f"\nSeconds from each fault until the run said so:\n{summary(faults)}\n")
+    return code or int(not all(fault.fine for fault in faults))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 4 or sys.argv[2] != "--":
+        sys.exit(__doc__)
+    sys.exit(main(Path(sys.argv[1]), sys.argv[3:]))
