@@ -18,7 +18,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.watch.assemble import Inbox
 from lockstep.watch.diagnose import diagnose
 from lockstep.watch.evidence import (
     NO_CODE,
@@ -33,6 +32,7 @@ from lockstep.watch.evidence import (
     Process,
     Processes,
 )
+from lockstep.watch.inbox import Inbox
 from lockstep.watch.messages import (
     Member,
     Named,

@@ -37,11 +37,21 @@ def command(
         float,
         typer.Option(help="Seconds of stillness after which a process that others wait for is accused.", min=1.0),
     ] = 40.0,
+    supervisor: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Of a job on several nodes: where its one supervisor listens, the same on every node, an address of "
+            "one of them; LOCKSTEP_TOKEN is the secret that they share.",
+        ),
+    ] = "",
+    node: Annotated[str, typer.Option(help="What this host is called in verdicts; its host name if not given.")] = "",
 ) -> None:
     """Run a command and name who keeps it waiting: torchrun, accelerate, deepspeed, mpirun or plain Python.
 
     Its code needs no change, and its Python environment no Lockstep. The exit code is the command's."""
     from lockstep.watch.launch import CannotStart, Watch, watch
+    from lockstep.watch.nodes import Meeting
     from lockstep.watch.supervisor_client import Said
     from lockstep.watch.verdict import Patience
 
@@ -55,7 +65,12 @@ def command(
         console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
 
     patience = Patience(notice_s=notice_after, still_s=confirm_after)
-    asked = Watch(words, incidents, on_stall.value, patience, Path(words[0]).name)
+    try:
+        meeting = Meeting.read(supervisor) if supervisor else None
+    except ValueError as error:
+        show_refusal(error)
+        raise typer.Exit(2) from None
+    asked = Watch(words, incidents, on_stall.value, patience, Path(words[0]).name, node, meeting)
     try:
         code = watch(asked, said, trouble)
     except CannotStart as error:

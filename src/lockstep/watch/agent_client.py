@@ -93,7 +93,7 @@ class Address:
 
 def start_agent(
     run: str, token: str, folder: Path, *, generation: int = 1, orphan_grace_s: float = 0.0,
-    kill_grace_s: float = 2.0, timeout_s: float = 60.0,
+    kill_grace_s: float = 2.0, timeout_s: float = 60.0, host: str = "127.0.0.1", node: str = "",
 ) -> Address:  # fmt: skip
     """Starts an agent in a session of its own; its output goes to `folder/agent.log`. Raises AgentError when it
     does not come up."""
@@ -102,7 +102,7 @@ def start_agent(
     argv = [
         sys.executable, "-m", "lockstep.watch.agent", "--run", run, "--generation", str(generation),
         "--folder", str(folder), "--controller", str(os.getpid()), "--orphan-grace", str(orphan_grace_s),
-        "--kill-grace", str(kill_grace_s),
+        "--kill-grace", str(kill_grace_s), "--host", host, *(["--node", node] if node else []),
     ]  # fmt: skip
     with (folder / "agent.log").open("ab") as output:
         popen = subprocess.Popen(

@@ -1,19 +1,13 @@
-"""From what agents said (`messages`) to evidence: pure functions, and an inbox that keeps what they need between ticks.
+"""From what agents said (`messages`) to evidence: pure functions; `inbox` keeps what they need between ticks."""
 
-inbox = Inbox(expected=processes_of_the_run, aliases={"the scorers": Alias("reward", Needs.ANY)})
-inbox.receive(json.loads(frame), now)      # every message of every agent
-diagnose(inbox.evidence(now), patience)    # at every tick
-"""
-
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from lockstep.watch.evidence import Calls, Communicators, Edge, Evidence, Floats, Integers, Processes
 from lockstep.watch.facts import UNKNOWN, Call, Communicator, Life, Needs, Note, Process
-from lockstep.watch.messages import CALL, MEMBER, PROCESS, Roster, State, Waiter, decode, member_record, process_record
+from lockstep.watch.messages import CALL, Roster, State, Waiter, member_record, process_record
 
 _PROCESS = np.dtype(
     [("life", "i1"), ("code", "<i4"), ("ended", "<f4"), ("moved", "<f4"), ("active", "<f4"), ("same", "<f4")]
@@ -22,8 +16,6 @@ _MEMBER = np.dtype(
     [("entered", "<i8"), ("completed", "<i8"), ("in", "<f4"), ("out", "<f4"), ("blocked", "i1"), ("blind", "u1")]
 )
 _CALL = np.dtype([("member", "<u4"), ("seq", "<i8"), ("signature", "<u8")])
-_REMEMBERED = 4096
-"""Signatures of a host that are kept; a job with ever new shapes must not fill the supervisor's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +279,13 @@ def _edges(layout: Layout, heard: Sequence[Heard], aliases: Mapping[str, Alias])
 
 def _edge(layout: Layout, process: int, wait: Waiter, at: float, aliases: Mapping[str, Alias]) -> Edge:
     on, needs, outside = _whom(layout, wait.whom, aliases)
+    elsewhere = 0
     if outside and wait.meeting:
         on, outside = layout.by_role[layout.who[process].role], ""
+        if wait.expected is not None:
+            size = wait.expected.size
+            on = tuple(each for each in on if layout.who[each].rank < size)
+            elsewhere = max(0, size - len({layout.who[each].rank for each in on}))
     return Edge(
         process=process,
         on=tuple(index for index in on if index != process),
@@ -301,6 +298,7 @@ def _edge(layout: Layout, process: int, wait: Waiter, at: float, aliases: Mappin
         main=wait.main,
         idle=wait.idle,
         meeting=wait.meeting,
+        elsewhere=elsewhere,
     )
 
 
@@ -316,74 +314,3 @@ def _whom(layout: Layout, whom: str, aliases: Mapping[str, Alias]) -> tuple[tupl
     names = whom.split(" and ")[0].split(", ")
     several = tuple(layout.by_name[name] for name in names if name in layout.by_name)
     return (several, Needs.ALL, "") if several else ((), Needs.ALL, whom)
-
-
-class Inbox:
-    """What was heard, by host, and the layout that goes with it."""
-
-    def __init__(
-        self,
-        expected: Iterable[Process] = (),
-        aliases: Mapping[str, Alias] | None = None,
-        host_s: float = 5.0,
-    ) -> None:
-        self._expected, self._aliases, self._host_s = tuple(expected), dict(aliases or {}), host_s
-        self._hosts: dict[str, Heard] = {}
-        self._layout: Layout | None = None
-        self._asked = self._listening_since = float("-inf")
-
-    def receive(self, message: Mapping[str, Any], at: float) -> bool:
-        """Takes a message that came at `at`. False when its roster is not known: the agent should send it again.
-
-        Raises:
-            ValueError: it is no message of an agent.
-        """
-        said = decode(message)
-        known = self._hosts.get(said.host)
-        if isinstance(said, Roster):
-            if known is None or known.roster != said:
-                self._layout = None
-                self._hosts[said.host] = Heard(said, at=at)
-            return True
-        if known is None or known.roster.number != said.number:
-            return False
-        self._hosts[said.host] = _updated(known, said, at)
-        return True
-
-    def expect(self, processes: Iterable[Process]) -> None:
-        """Who should be there from now on."""
-        self._expected, self._layout = tuple(processes), None
-
-    def forget(self, host: str) -> None:
-        """A host that has left the job: its silence means nothing."""
-        if self._hosts.pop(host, None) is not None:
-            self._layout = None
-
-    def evidence(self, at: float) -> Evidence:
-        """All that is known at `at`. To be asked several times in `host_s`: who does not ask for long was stopped
-        itself, and hears of silent hosts only after that."""
-        if at - self._asked > self._host_s / 2:
-            self._listening_since = at
-        self._asked = at
-        if self._layout is None:
-            self._hosts = dict(sorted(self._hosts.items()))
-            self._layout = lay_out([each.roster for each in self._hosts.values()], self._expected)
-        hosts = list(self._hosts.values())
-        return assemble(self._layout, hosts, at, self._host_s, self._aliases, self._listening_since)
-
-
-def _updated(known: Heard, said: State, at: float) -> Heard:
-    processes, members = len(known.roster.processes), len(known.roster.members)
-    if len(said.processes) != processes * PROCESS.size or len(said.members) != members * MEMBER.size:
-        raise ValueError(
-            f"state of host {said.host}: {len(said.processes)} and {len(said.members)} bytes, "
-            f"expected {processes} and {members} records of {PROCESS.size} and {MEMBER.size}"
-        )
-    if len(said.calls) % CALL.size:
-        raise ValueError(f"state of host {said.host}: {len(said.calls)} bytes of calls, not a multiple of {CALL.size}")
-    if not said.about:
-        return replace(known, state=said, at=at)
-    about = {**known.about, **said.about}
-    for old in list(about)[: max(0, len(about) - _REMEMBERED)]:
-        del about[old]
-    return Heard(known.roster, said, at, about)

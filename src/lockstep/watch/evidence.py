@@ -115,6 +115,8 @@ class Edge:
     meeting: str = ""
     """Waits with equal, not empty names wait for each other's arrival (a rendezvous, a store barrier): who is in it has
     arrived and is waited for no longer."""
+    elsewhere: int = 0
+    """How many take part in the meeting of whom nothing is known: no watched host has them, or should have them."""
 
 
 @dataclass(frozen=True, slots=True)

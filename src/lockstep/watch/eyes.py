@@ -16,7 +16,9 @@ from lockstep.watch.children import Child
 from lockstep.watch.ends import End
 from lockstep.watch.facts import NO_CODE, Life
 from lockstep.watch.history import History
+from lockstep.watch.meeting import read_meeting
 from lockstep.watch.messages import NEXT_ORDER
+from lockstep.watch.newcomers import newcomers
 from lockstep.watch.procs import Usage
 
 WATCHERS = ("agent", "supervisor")
@@ -29,6 +31,8 @@ CALM_S = 1.0
 """Who has moved within this time moves."""
 ENDED_S = 10.0
 """Who waits for somebody who has ended does so within this time, or others do not go on."""
+NEWCOMERS_S = 1.0
+"""Between two searches for those whom a meeting still lacks."""
 _RANKED = re.compile(r"(.+?)-(\d+)")
 
 
@@ -105,6 +109,7 @@ class Eyes:
     def __post_init__(self) -> None:
         self._oom_kills = causes.oom_kills()
         self._reader = Reader(self.run)
+        self._searched_ns = 0
 
     def look(self, children: Mapping[str, Child], held: int | None = None) -> list[Seen]:
         """Looks at everybody once; returns those that were found to have ended since the last look.
@@ -124,6 +129,7 @@ class Eyes:
             child = children.get(state.name)
             if child is None or child.pid == state.pid:
                 self._read(state)
+        self._meet_newcomers(now)
         ended = []
         for seen in self.seen.values():
             if seen.living and not self._observe(seen, children.get(seen.name), held, now):
@@ -175,6 +181,26 @@ class Eyes:
         if state is not None and state.pid == child.pid:
             role, rank = state.role, state.rank
         self._begin(Seen(child.name, role, rank, child.pid, child.start_ticks, Path(child.log)))
+
+    def _meet_newcomers(self, now: int) -> None:
+        """Those whom others wait for in a rendezvous and who have no beacon yet, as far as they exist."""
+        if now - self._searched_ns < NEWCOMERS_S * 1e9:
+            return
+        there: dict[tuple[str, int], dict[int, int]] = {}
+        for seen in self.seen.values():
+            for wait in seen.beacon.waits if seen.living and seen.beacon is not None else ():
+                _, expected = read_meeting(wait.kind, wait.whom, wait.why)
+                if expected is not None and now - wait.since_ns > NEWCOMERS_S * 1e9:
+                    there.setdefault((seen.role, expected.size), {})[seen.rank] = seen.pid
+        if not there:
+            return
+        self._searched_ns = now
+        known = {each.pid for each in self.seen.values()}
+        for (role, size), waiting in there.items():
+            ranks = {each.rank for each in self.seen.values() if each.role == role and each.living}
+            missing = [rank for rank in range(size) if rank not in ranks]
+            for rank, pid in newcomers(self.run, waiting, missing, known).items() if missing else ():
+                self._begin(Seen(f"{role}-{rank}", role, rank, pid, procs.start_ticks(pid) or 0))
 
     def _begin(self, seen: Seen) -> None:
         before = self.seen.get(seen.name)

@@ -95,9 +95,12 @@ class Case:
 
     @cached_property
     def ranked(self) -> Bools:
-        """`[processes]`: members of a communicator, who are best known by their rank."""
+        """`[processes]`: members of a communicator or of a meeting, who are best known by their rank."""
         mask = np.zeros(len(self.evidence.processes.who), dtype=np.bool_)
         mask[self.evidence.communicators.process] = True
+        for edge in self.evidence.edges:
+            if edge.meeting:
+                mask[[edge.process, *edge.on]] = True
         return mask
 
     @cached_property

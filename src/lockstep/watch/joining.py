@@ -1,22 +1,28 @@
 """A process of a watched command joins the watched run: its beacon, and the recorder in it.
 
-Who is a rank is known from the launcher's environment, or at the latest when its first communicator is made. The first
-process of a rank claims it: what it starts (data loader workers, compilers) has the same environment and is none.
+Where the launcher says for sure who is a rank, it joins at once; else when it meets the other ranks, or at the latest
+when its first communicator is made. The first process of a rank claims it: what it starts (data loader workers,
+compilers) has the same environment and is none.
 """
 
 import functools
 import importlib
 import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, urlparse
 
-from lockstep.watch import beacon, recorder
+from lockstep.watch import beacon, launchers, meeting, recorder
 from lockstep.watch.waiting import waiting
 
 CLAIM = "LOCKSTEP_WATCH_RANK"
 """`rank pid` of the process that is the rank, for those below it."""
-RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 ROLE = "rank"
 """Of every rank of a job that says nothing of roles."""
+MESH = "torch.distributed.device_mesh"
+"""Has its own name for `init_process_group`."""
 
 
 def join(run: str) -> None:
@@ -24,19 +30,12 @@ def join(run: str) -> None:
     dist = importlib.import_module("torch.distributed")
     if not dist.is_available():
         return
-    rank = rank_of_environment()
+    rank = launchers.sure_rank(os.environ)
     if rank is not None and not claimed():
         _open(run, rank)
         recorder.install()
-        _show_rendezvous(dist)
-    else:
-        _join_with_the_first_communicator(run, dist)
-
-
-def rank_of_environment() -> int | None:
-    """The rank that the launcher gave this process."""
-    values = (os.environ.get(name, "") for name in RANKS)
-    return next((int(value) for value in values if value.isdecimal()), None)
+    _join_with_the_first_communicator(run, dist)
+    _show_rendezvous(run, dist)
 
 
 def claimed() -> bool:
@@ -55,31 +54,74 @@ def _open(run: str, rank: int) -> None:
     os.environ[CLAIM] = f"{rank} {os.getpid()}"
 
 
+def _enrol(run: str, rank: int) -> None:
+    """Makes this process a recorded one, if it is none yet. The job goes on if that fails."""
+    if recorder.current() is not None:
+        return
+    try:
+        _open(run, rank)
+        recorder.install()
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        recorder.log.warning("this process is not recorded: %r", error)
+
+
 def _join_with_the_first_communicator(run: str, dist: Any) -> None:
     c10d = dist.distributed_c10d
     create = c10d._new_process_group_helper
 
     @functools.wraps(create)
     def created(group_size: int, group_rank: int, *args: Any, **kwargs: Any) -> Any:
-        c10d._new_process_group_helper = create
-        try:
-            _open(run, group_rank)
-            recorder.install()
-        except (OSError, ValueError, RuntimeError, AttributeError) as error:  # the job goes on unrecorded
-            recorder.log.warning("this process is not recorded: %r", error)
-        return c10d._new_process_group_helper(group_size, group_rank, *args, **kwargs)
+        if recorder.current() is None:
+            _enrol(run, group_rank)
+            if recorder.current() is not None:  # it has put its own in this one's place
+                return c10d._new_process_group_helper(group_size, group_rank, *args, **kwargs)
+        return create(group_size, group_rank, *args, **kwargs)
 
     c10d._new_process_group_helper = created
 
 
-def _show_rendezvous(dist: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class _Joins:
+    """What a call of `init_process_group` says, the environment's word where it says nothing. -1: not known."""
+
+    rank: int
+    world: int
+    place: str
+
+    @staticmethod
+    def read(args: Sequence[Any], given: Mapping[str, Any], variables: Mapping[str, str]) -> "_Joins":
+        def argument(place: int, name: str, default: Any) -> Any:
+            return args[place] if len(args) > place else given.get(name, default)
+
+        method = argument(1, "init_method", None)
+        url = str(method or "env://") if argument(5, "store", None) is None else ""
+        query = parse_qs(urlparse(url).query)
+        told = launchers.rank_of(variables)
+        ranks = (argument(4, "rank", -1), *query.get("rank", ()), -1 if told is None else told[0])
+        worlds = (argument(3, "world_size", -1), *query.get("world_size", ()), launchers.world_of(variables) or -1)
+        rank, world = (next((int(each) for each in some if int(each) >= 0), -1) for some in (ranks, worlds))
+        return _Joins(rank, world, url)
+
+
+def _show_rendezvous(run: str, dist: Any) -> None:
     """Says in the beacon that this rank waits for the others to come, while it does."""
     c10d = dist.distributed_c10d
-    meet = c10d.init_process_group
+    meet: Callable[..., Any] = c10d.init_process_group
 
     @functools.wraps(meet)
     def met(*args: Any, **kwargs: Any) -> Any:
-        with waiting("rendezvous", ROLE, f"{os.environ.get('WORLD_SIZE', 'all')} ranks meet"):
+        try:
+            joins = _Joins.read(args, kwargs, os.environ)
+        except (TypeError, ValueError, AttributeError):  # torch itself will say what is wrong with it
+            return meet(*args, **kwargs)
+        if joins.rank < 0 or joins.world < 1:
+            return meet(*args, **kwargs)
+        _enrol(run, joins.rank)
+        first, last = launchers.on_this_host(joins.rank, joins.world, joins.place, os.environ)
+        whom = meeting.whom(meeting.Expected(first, last, joins.world))
+        with waiting(meeting.KIND, whom, meeting.why(joins.rank, f"the rendezvous of {joins.world} ranks")):
             return meet(*args, **kwargs)
 
-    c10d.init_process_group = dist.init_process_group = met
+    for module in (c10d, dist, sys.modules.get(MESH)):
+        if getattr(module, "init_process_group", None) is meet:
+            module.init_process_group = met  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ that judges. What happens to these two never happens to the command.
 import contextlib
 import logging
 import os
+import platform
 import secrets
 import shutil
 import signal
@@ -15,14 +16,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from lockstep.watch import waits
-from lockstep.watch.agent_client import AgentClient, AgentError, start_agent
-from lockstep.watch.folders import make_run_dir, new_run_id
+from lockstep.watch.agent_client import Address, AgentClient, AgentError, start_agent
+from lockstep.watch.folders import make_run_dir, new_run_id, run_dir
+from lockstep.watch.nodes import GENERATION, TOKEN, Joined, Meeting
 from lockstep.watch.settings import Settings
 from lockstep.watch.supervisor_client import Said, Supervision
 from lockstep.watch.verdict import Level, Patience
@@ -38,7 +41,7 @@ GRACE_S = 30.0
 """Between asking a stalled command to end and killing what is left of it: torchrun needs that long for its ranks."""
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FROM_THE_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
-"""The terminal sends these to the command as well; ours are ignored."""
+"""The terminal sends these to the command as well; ours do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,10 @@ class Watch:
     """report, dump (flight recorders and native stacks as well) or kill."""
     patience: Patience = field(default_factory=Patience)
     name: str = "watch"
+    node: str = ""
+    """What this host is called in verdicts; its host name if empty."""
+    meeting: Meeting | None = None
+    """Where the agents of several nodes meet; None: this node is all."""
 
 
 class CannotStart(OSError):
@@ -75,10 +82,14 @@ def watch(asked: Watch, on_said: Callable[[Said], None], on_trouble: Callable[[s
     Raises:
         CannotStart: there is no such command.
     """
-    run, token = new_run_id(asked.name), secrets.token_hex(16)
+    run, token = new_run_id(asked.name), asked.meeting.token if asked.meeting else secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="lockstep-watch-") as folder, contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, make_run_dir(run), ignore_errors=True)
+        for each in (run, asked.meeting.run) if asked.meeting else (run,):
+            stack.callback(shutil.rmtree, run_dir(each), ignore_errors=True)
+        make_run_dir(run)
+        signals = stack.enter_context(_Signals())
         process = _start(asked.command, environment(os.environ, run))
+        signals.pass_to(process)
         stalled = threading.Event()
 
         def said(what: Said) -> None:
@@ -88,19 +99,19 @@ def watch(asked: Watch, on_said: Callable[[Said], None], on_trouble: Callable[[s
             if asked.on_stall == "kill" and what.level != Level.NOTICE and what.change != "withdrawn":
                 stalled.set()
 
-        with _signals(process):
-            with _eyes(asked, run, token, Path(folder), said, on_trouble):
-                code = _wait(process, stalled)
-            if code is None:
-                _end(process)
-                return ENDED_FOR_A_STALL
-            return 128 - code if code < 0 else code
+        with _eyes(asked, run, token, Path(folder), said, on_trouble):
+            code = _wait(process, stalled)
+        if code is None:
+            _end(process)
+            return ENDED_FOR_A_STALL
+        return 128 - code if code < 0 else code
 
 
 def environment(base: Mapping[str, str], run: str) -> dict[str, str]:
     """What the command gets: ours, and where Python finds what is loaded into its processes."""
     path = os.pathsep.join(filter(None, [str(PAYLOAD), base.get("PYTHONPATH")]))
-    return {**base, "PYTHONPATH": path, "LOCKSTEP_WATCH": run}
+    rest = {name: value for name, value in base.items() if name != TOKEN}
+    return {**rest, "PYTHONPATH": path, "LOCKSTEP_WATCH": run}
 
 
 def _wait(process: "subprocess.Popen[bytes]", stalled: threading.Event) -> int | None:
@@ -135,44 +146,75 @@ def _eyes(
     asked: Watch, run: str, token: str, folder: Path, said: Callable[[Said], None], on_trouble: Callable[[str], None]
 ) -> Iterator[None]:
     """Agent and supervisor, while the command runs."""
+    meeting = asked.meeting
     try:
-        address = start_agent(run, token, folder)
+        host = meeting.our_address() if meeting else "127.0.0.1"
+        address = start_agent(run, token, folder, generation=GENERATION, host=host, node=asked.node)
         client = AgentClient(address, token, name="watch")
     except (AgentError, OSError) as error:
         on_trouble(f"the agent cannot be started: the command goes on unwatched ({error})")
         yield
         return
-    facts = {"command": list(asked.command), "python": sys.version.split()[0]}
-    on_stall = "dump" if asked.on_stall == "kill" else asked.on_stall  # we end the whole command, not the culprits
-    settings = Settings(
-        run, address.generation, folder, asked.incidents, [address], os.getpid(), asked.patience, on_stall,
-        facts=facts,
-    )  # fmt: skip
-    supervision = Supervision(settings, token, said, on_trouble)
+    judge: Joined | Supervision
+    if meeting is not None and not meeting.is_ours():
+        judge = Joined(meeting, address, asked.node or platform.node(), said, on_trouble)
+    else:
+        judge = Supervision(_settings(asked, run, folder, address), token, said, on_trouble)
     try:
         yield
     finally:
-        supervision.close()
+        judge.close()
         with contextlib.suppress(AgentError):
             client.leave(0.0)
         client.close()
 
 
-@contextlib.contextmanager
-def _signals(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """What we are sent goes to the command."""
+def _settings(asked: Watch, run: str, folder: Path, agent: Address) -> Settings:
+    facts = {"command": list(asked.command), "python": sys.version.split()[0]}
+    on_stall = "dump" if asked.on_stall == "kill" else asked.on_stall  # we end the whole command, not the culprits
+    settings = Settings(
+        run, GENERATION, folder, asked.incidents, [agent], os.getpid(), asked.patience, on_stall, facts=facts
+    )
+    if asked.meeting is None:
+        return settings
+    return replace(settings, run=asked.meeting.run, host=asked.meeting.host, port=asked.meeting.port)
 
-    def pass_on(number: int, frame: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in PASSED_ON}
-    before |= {number: signal.signal(number, signal.SIG_IGN) for number in FROM_THE_TERMINAL}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+class _Signals:
+    """What we are sent goes to the command, also what came before it was there. What was ignored when we were started
+    (nohup) stays so for us and for the command: handlers would be reset to the default in it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        for number in (*PASSED_ON, *FROM_THE_TERMINAL):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                handler = self._pass_on if number in PASSED_ON else _nothing
+                self._before[number] = signal.signal(number, handler)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def pass_to(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        for number in self._early:
+            self._pass_on(number, None)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        if self._process is None:
+            self._early.append(number)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+def _nothing(number: int, frame: object) -> None:
+    """Unlike SIG_IGN, a handler is not inherited by the command."""
 
 
 def _tree(pid: int) -> list[psutil.Process]:

@@ -7,11 +7,12 @@ import time
 from dataclasses import dataclass, field
 
 from lockstep.watch import stacks, waits
-from lockstep.watch.assemble import Alias, Inbox
+from lockstep.watch.assemble import Alias
 from lockstep.watch.beacon import read_beacon
 from lockstep.watch.diagnose import diagnose
 from lockstep.watch.eyes import Eyes
 from lockstep.watch.folders import base_dir
+from lockstep.watch.inbox import Inbox
 from lockstep.watch.messages import encode
 from lockstep.watch.sensible import sensible
 from lockstep.watch.telling import Teller

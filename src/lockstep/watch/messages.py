@@ -31,6 +31,7 @@ not known: clocks of hosts need not agree.
 - `whom` of a wait is a process's name, several with commas, a role (`policy`), an alias that the supervisor was given
   (`the scorers`), or, when it is none of these, somebody outside of the job (`judge.example:8000`); in a *meeting*,
   when it is none of these, everybody of the role of the waiter.
+- "expected" of a wait in a meeting: first and last rank that should be on the waiter's host, and how many there are.
 """
 
 import math
@@ -40,6 +41,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.watch.facts import NO_CODE, UNKNOWN, Call, Communicator, Life, Needs, Note, Process
+from lockstep.watch.meeting import Expected, read_meeting
 from lockstep.watch.records import WaitRecord
 
 NAN = float("nan")
@@ -54,8 +56,6 @@ CALL = struct.Struct("<IqQ")
 
 NEXT_ORDER = "the next call"
 """Why a service waits when it waits for work and owes nobody anything."""
-JOINS = " joins "
-"""Before the name of the meeting in why somebody waits in a rendezvous: `rank 1 joins policy-3`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ class Waiter:
     main: bool = True
     idle: bool = False
     meeting: str = ""
+    expected: Expected | None = None
+    """Who should come to the meeting, where the waiter says that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +157,10 @@ def call_records(calls: Iterable[tuple[int, int, int]]) -> bytes:
 def waiter(process: int, record: WaitRecord, now_ns: int, main: bool = True) -> Waiter:
     """A wait that a beacon shows. `now_ns` is the same monotonic clock."""
     since, moved = (now_ns - record.since_ns) / 1e9, (now_ns - record.moved_ns) / 1e9
+    name, expected = read_meeting(record.kind, record.whom, record.why)
     return Waiter(
         process, record.whom, record.kind, record.why, since, moved, main=main, idle=record.why == NEXT_ORDER,
-        meeting=record.why.partition(JOINS)[2] if record.kind == "rendezvous" else "",
+        meeting=name, expected=expected,
     )  # fmt: skip
 
 
@@ -273,6 +276,8 @@ def _encode_wait(wait: Waiter) -> dict[str, Any]:
         said["idle"] = True
     if wait.meeting:
         said["meeting"] = wait.meeting
+    if wait.expected is not None:
+        said["expected"] = [wait.expected.first, wait.expected.last, wait.expected.size]
     return said
 
 
@@ -280,4 +285,6 @@ def _decode_wait(said: Mapping[str, Any]) -> Waiter:
     fields = dict(said)
     if "needs" in fields:
         fields["needs"] = Needs(fields["needs"])
+    if "expected" in fields:
+        fields["expected"] = Expected(*fields["expected"])
     return Waiter(**fields)

@@ -21,6 +21,12 @@ def process_state(pid: int, start: int | None = None) -> str | None:
     return facts[0]
 
 
+def parent(pid: int) -> int | None:
+    """Its parent's pid, None when there is no such process."""
+    facts = _proc_stat(pid)
+    return None if facts is None else int(facts[1])
+
+
 def alive(pid: int, start: int | None = None) -> bool:
     """Whether the process exists and is no zombie."""
     return process_state(pid, start) not in (None, "Z", "X")
@@ -79,12 +85,18 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     todo = [pid]
     while todo:
-        parent = todo.pop()
-        with contextlib.suppress(OSError):  # ended meanwhile
-            for task in Path(f"/proc/{parent}/task").iterdir():
-                children = [int(child) for child in (task / "children").read_text().split()]
-                found += children
-                todo += children
+        below = children(todo.pop())
+        found += below
+        todo += below
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Pids of the living processes that it has started; empty where the kernel does not list them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # ended meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (task / "children").read_text().split()]
     return found
 
 

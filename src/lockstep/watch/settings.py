@@ -31,6 +31,8 @@ class Settings:
     facts: dict[str, Any] = field(default_factory=dict)
     """What an incident says of the run: its config, versions, command."""
     host: str = "127.0.0.1"
+    port: int = 0
+    """0: whichever is free."""
 
     @staticmethod
     def read(text: str) -> "Settings":

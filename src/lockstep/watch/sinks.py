@@ -215,11 +215,12 @@ def _one_too_many(case: Case, graph: Graph, node: int) -> Finding:
 def _never_came(case: Case, graph: Graph, process: int, nodes: list[int]) -> Finding:
     node, since = longest(graph, nodes)
     proven = case.at - since >= case.patience.still_s
+    meeting = _meeting(case, graph, node) if node is not None else ""
     return Finding(
         Kind.ABSENT,
         Level.CONFIRMED if proven else Level.NOTICE,
         0.7 if proven else 0.5,
-        "was never heard of",
+        f"has not joined {meeting}; no such process is known here" if meeting else "was never heard of",
         (process,),
         node=node,
         since=since,
@@ -328,14 +329,22 @@ def edges_without_process(case: Case, graph: Graph, reached: Bools) -> list[Find
                 Kind.ABSENT, level, confidence, "does not answer", outside=edge.outside, node=node, since=since,
                 cause=cause, alternatives=(Alternative("network_blocked", 0.2),), others=(edge.process,),
             )  # fmt: skip
-        elif not edge.meeting:
+        elif edge.meeting:
+            if not edge.elsewhere or stillness(case, edge.process).moves(case.patience.notice_s):
+                continue
+            finding = Finding(
+                Kind.UNKNOWN, Level.NOTICE, 0.4,
+                f"all who are known here have come to {edge.meeting}; of {edge.elsewhere} of its ranks nothing is "
+                "known, they are on no host that is watched",
+                since=since, cause="rendezvous_incomplete", others=(edge.process,),
+                collect=("what their launchers say on their hosts",),
+            )  # fmt: skip
+        else:
             finding = Finding(
                 Kind.STARVED, level, min(confidence, 0.6), "waits and nobody is about to give", node=node, since=since,
                 others=(edge.process, *edge.on), more="Whoever it waits for is idle.",
                 collect=("what the idle ones were asked last",),
             )  # fmt: skip
-        else:
-            continue
         found.append(finding)
     return found
 

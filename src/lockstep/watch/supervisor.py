@@ -6,6 +6,7 @@ run has ended: the controller and all agents are gone, or somebody says `leave`.
 
     {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; told frames after number `after` follow
     {"id", "op": "agents", "agents": [address, ...]} -> {}     who is to be heard from now on
+    {"id", "op": "join", "agent": address} -> {}     an agent that is to be heard as well
     {"id", "op": "leave"} -> {}
     <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who"}
 
@@ -31,10 +32,10 @@ from typing import Any
 
 from lockstep.watch import beacon, incident, procs
 from lockstep.watch.agent_client import Address
-from lockstep.watch.assemble import Inbox
 from lockstep.watch.collecting import Collection
 from lockstep.watch.diagnose import diagnose
 from lockstep.watch.evidence import Evidence
+from lockstep.watch.inbox import Inbox
 from lockstep.watch.links import Link
 from lockstep.watch.sensible import sensible
 from lockstep.watch.settings import Settings
@@ -61,7 +62,7 @@ class Supervisor:
         self.settings, self._token = settings, token
         self._selector = selectors.DefaultSelector()
         self._listener = Listener(
-            token, settings.run, settings.generation, name="supervisor", host=settings.host, max_frame=64 << 20
+            token, settings.run, settings.generation, "supervisor", settings.host, settings.port, max_frame=64 << 20
         )
         self._selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept())
         self._wake_in, self._wake_out = socket.socketpair()
@@ -312,6 +313,10 @@ class Supervisor:
 
     def _op_agents(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
         self._set_agents([Address(**each) for each in message["agents"]])
+        return {}
+
+    def _op_join(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+        self._set_agents([*(link.address for link in self._links.values()), Address(**message["agent"])])
         return {}
 
     def _op_leave(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def label(case: Case, process: int) -> str:
     each = case.evidence.processes.who[process]
     host = f"host {each.host}" if each.host else ""
     if each.rank >= 0 and case.ranked[process]:
-        about = ", ".join(part for part in (each.role, host) if part)
+        about = ", ".join(part for part in (_role(each.role), host) if part)
         return f"rank {each.rank} ({about})" if about else f"rank {each.rank}"
     return f"{each.name} ({host})" if host else each.name
 
@@ -75,9 +75,14 @@ def several(case: Case, processes: tuple[int, ...]) -> str:
     roles = {who[p].role for p in processes}
     if len(roles) == 1 and all(who[p].rank >= 0 and case.ranked[p] for p in processes):
         numbers = [str(who[p].rank) for p in sorted(processes, key=lambda p: who[p].rank)]
-        role = roles.pop()
+        role = _role(roles.pop())
         return f"ranks {_and(numbers)}" + (f" ({role})" if role else "")
     return _and([label(case, p) for p in processes])
+
+
+def _role(role: str) -> str:
+    """Not of those that are nothing but ranks."""
+    return "" if role == "rank" else role
 
 
 def _and(words: list[str]) -> str:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lockstep.watch.assemble import Alias, Inbox
+from lockstep.watch.assemble import Alias
 from lockstep.watch.facts import UNKNOWN, Call, Communicator, Life, Needs, Note, Process
+from lockstep.watch.inbox import Inbox
 from lockstep.watch.messages import (
     Member,
     Named,

@@ -568,7 +568,7 @@ def test_who_is_busy_elsewhere_while_others_join() -> None:
     edges = [wait(p, *(q for q in range(4) if q != p), kind="rendezvous", meeting="world-3") for p in range(3)]
     verdict = check(diagnose(snapshot(policy(4), [], edges)), Kind.ABSENT, ["policy-3"])
     assert verdict.cause == "rendezvous_incomplete"
-    assert verdict.explanation.startswith("policy-3 (host a) has not joined world-3")
+    assert verdict.explanation.startswith("rank 3 (policy, host a) has not joined world-3")
 
 
 # --- roles and edges

@@ -15,7 +15,7 @@ SOURCE = Path(lockstep.__file__).parents[1]
 PROGRAM = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import lockstep.watch.recorder
+import lockstep.watch.joining
 files = [module.__file__ for name, module in sys.modules.items() if name.startswith("lockstep")]
 ours = {"__main__", "lockstep"}
 names = sorted({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names) - ours)
@@ -25,7 +25,7 @@ print(json.dumps([files, names]))
 
 @pytest.fixture(scope="module")
 def loaded() -> list[list[str]]:
-    """What `import lockstep.watch.recorder` loads in an interpreter without site-packages."""
+    """What `import lockstep.watch.joining` loads, the recorder among it, in an interpreter without site-packages."""
     said = subprocess.run(
         [sys.executable, "-I", "-S", "-c", PROGRAM, str(SOURCE)],
         capture_output=True, text=True, timeout=60, check=True, env={"PATH": os.environ["PATH"]},

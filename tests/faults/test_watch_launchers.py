@@ -1,0 +1,164 @@
+"""`lockstep watch` around the launchers there are, and stand-ins for those that are not installed: who blocks is named
+with its rank and its line, and who never comes to the rendezvous."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
+JOBS = Path(__file__).with_name("watched")
+JOB, STANDIN = str(JOBS / "job.py"), str(JOBS / "standin.py")
+OPTIONS = ("--notice-after", "1", "--confirm-after", "4")
+BOUND_S = 150.0
+ACCELERATE = Path(sys.executable).with_name("accelerate")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    notice: str
+    """The first that was printed."""
+    verdict: dict[str, object]
+    """The first that was confirmed."""
+    said: str
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def python(*words: str) -> list[str]:
+    return [sys.executable, *words]
+
+
+def torchrun(*words: str) -> list[str]:
+    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words)
+
+
+def standin(kind: str, *words: str, ranks: int = 2) -> list[str]:
+    return python(STANDIN, kind, str(ranks), "--", *python(*words))
+
+
+def watch_until_confirmed(folder: Path, command: list[str]) -> Outcome:
+    """Ends the command as soon as a verdict is confirmed."""
+    argv = [LOCKSTEP, "watch", "--incidents", str(folder / "incidents"), *OPTIONS, "--", *command]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "MASTER_PORT": free_port()}
+    process = subprocess.Popen(
+        argv, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    assert process.stderr is not None
+    bound = threading.Timer(BOUND_S, lambda: os.killpg(process.pid, signal.SIGKILL))
+    bound.start()
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "lockstep watch: confirmed" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(60)
+    with contextlib.suppress(ProcessLookupError):  # a command that is killed leaves its children, watched or not
+        os.killpg(process.pid, signal.SIGKILL)
+    said = "".join(lines) + process.stderr.read()
+    bound.cancel()
+    files = sorted((folder / "incidents").glob("*/verdict.json"))
+    assert files, said
+    notice = next((line for line in lines if "lockstep watch: notice" in line), "")
+    return Outcome(code, notice, json.loads(files[0].read_text()), said)
+
+
+def ranks_of(outcome: Outcome) -> list[object]:
+    culprits = outcome.verdict["culprits"]
+    assert isinstance(culprits, list)
+    return [each["rank"] for each in culprits]
+
+
+BLOCKED: dict[str, Callable[[str], list[str]]] = {
+    "torch-spawn": lambda port: python(JOB, "--how", "torch-spawn", "--port", port),
+    "spawn": lambda port: python(JOB, "--how", "spawn", "--port", port),
+    "fork": lambda port: python(JOB, "--how", "fork", "--port", port),
+    "forkserver": lambda port: python(JOB, "--how", "forkserver", "--port", port),
+    "shell": lambda port: ["sh", "-c", " ".join(torchrun(JOB)) + ' "$@"; exit $?', "sh"],
+    "accelerate": lambda port: [str(ACCELERATE), "launch", "--multi_gpu", "--num_processes", "2", JOB],
+    "mpirun": lambda port: standin("mpirun", JOB, "--how", "mpi", "--port", port),
+    "hydra": lambda port: standin("hydra", JOB, "--how", "pmi", "--port", port),
+    "srun": lambda port: standin("srun", JOB, "--how", "slurm", "--port", port),
+    "deepspeed": lambda port: standin("deepspeed", JOB),
+    "srun-torchrun": lambda port: standin("srun", *torchrun(JOB)[1:], ranks=1),
+    "kubeflow-torchrun": lambda port: standin("kubeflow", *torchrun(JOB)[1:], ranks=1),
+}
+
+
+@pytest.mark.parametrize(
+    "launcher", [name if name == "fork" else pytest.param(name, marks=pytest.mark.slow) for name in BLOCKED]
+)
+@pytest.mark.timeout(300)
+def test_who_blocks_is_named_with_its_line(tmp_path: Path, launcher: str) -> None:
+    outcome = watch_until_confirmed(tmp_path, [*BLOCKED[launcher](free_port()), "--stuck", "1"])
+    assert "rank 1" in outcome.notice, outcome.said
+    assert "ask_the_judge() at job.py" in outcome.notice, outcome.said
+    assert (outcome.verdict["kind"], ranks_of(outcome)) == ("absent", [1]), outcome.said
+    collective = outcome.verdict["collective"]
+    assert isinstance(collective, dict)
+    assert (collective["operation"], collective["seq"]) == ("all_reduce", 6)
+
+
+LATE: dict[str, Callable[[str], list[str]]] = {
+    "torchrun": lambda port: torchrun(JOB),
+    "spawn": lambda port: python(JOB, "--how", "spawn", "--port", port),
+    "mpirun": lambda port: standin("mpirun", JOB, "--how", "mpi", "--port", port),
+}
+
+
+@pytest.mark.parametrize(
+    "launcher", [name if name == "torchrun" else pytest.param(name, marks=pytest.mark.slow) for name in LATE]
+)
+@pytest.mark.timeout(300)
+def test_who_never_comes_to_the_rendezvous(tmp_path: Path, launcher: str) -> None:
+    """It exists, and does something else: with its line."""
+    outcome = watch_until_confirmed(tmp_path, [*LATE[launcher](free_port()), "--late", "1"])
+    assert "rank 1 " in outcome.notice, outcome.said
+    assert "has not joined the rendezvous of 2 ranks; it is in load_the_data() at job.py" in outcome.notice
+    assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [1]), outcome.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_who_does_not_even_import_torch(tmp_path: Path) -> None:
+    """Nothing of ours has run in it yet."""
+    outcome = watch_until_confirmed(tmp_path, torchrun(JOB, "--late-import"))
+    assert "rank 1 " in outcome.notice
+    assert "<module> at job.py" in outcome.notice, outcome.said
+    assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [1]), outcome.said
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_nobody_started(tmp_path: Path) -> None:
+    command = python(JOB, "--how", "fork", "--ranks", "2", "--world", "3", "--port", free_port())
+    outcome = watch_until_confirmed(tmp_path, command)
+    assert "rank 2 has not joined the rendezvous of 3 ranks; no such process is known here" in outcome.notice
+    assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [2]), outcome.said
+    assert outcome.verdict["confidence"] == 0.7
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_a_healthy_job_is_left_in_peace(tmp_path: Path, how: str) -> None:
+    argv = [LOCKSTEP, "watch", "--incidents", str(tmp_path / "incidents"), *OPTIONS, "--"]
+    words = python(JOB, "--how", how, "--steps", "20" if how == "fork" else "2", "--port", free_port())
+    done = subprocess.run(
+        [*argv, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=BOUND_S
+    )
+    assert (done.returncode, "confirmed" in done.stderr) == (0, False), done.stderr
+    assert not (tmp_path / "incidents").exists()

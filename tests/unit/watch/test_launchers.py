@@ -1,0 +1,192 @@
+"""What launchers say, and what a rendezvous says of who should come."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.watch.beacon import WaitRecord
+from lockstep.watch.diagnose import diagnose
+from lockstep.watch.facts import Life, Process
+from lockstep.watch.inbox import Inbox
+from lockstep.watch.joining import _Joins
+from lockstep.watch.launchers import on_this_host, rank_of, sure_rank, world_of
+from lockstep.watch.meeting import Expected, read_meeting, whom, why
+from lockstep.watch.messages import Roster, State, decode, encode, process_record, waiter
+from lockstep.watch.newcomers import newcomers
+from lockstep.watch.verdict import Kind, Level
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a.example"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "sure", "world"),
+    [
+        ({}, None, None, None),
+        (TORCHRUN, (5, 0), 5, 8),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 1), None, 2),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, (3, 2), None, 4),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, (0, 2), None, 2),
+        ({**TORCHRUN, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, (5, 0), 5, 8),
+        ({"RANK": "none", "SLURM_PROCID": "1"}, (1, 2), None, None),
+    ],
+    ids=["nothing", "torchrun", "by hand", "Open MPI", "Hydra", "torchrun in Slurm", "nonsense"],
+)
+def test_what_launchers_say(
+    variables: dict[str, str], rank: tuple[int, int] | None, sure: int | None, world: int | None
+) -> None:
+    assert (rank_of(variables), sure_rank(variables), world_of(variables)) == (rank, sure, world)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "place", "variables", "here"),
+    [
+        (5, 8, "env://", TORCHRUN, (4, 7)),
+        (1, 4, "tcp://127.0.0.1:29500", {}, (0, 3)),
+        (1, 4, "tcp://localhost:29500", TORCHRUN, (0, 3)),
+        (1, 4, "tcp://10.0.0.1:29500", {}, (1, 1)),
+        (1, 4, "env://", {**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, (0, 3)),
+        (5, 8, "file:///shared/store", {}, (5, 5)),
+        (1, 2, "", {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, (0, 1)),
+    ],
+    ids=["two nodes", "loopback", "localhost", "another host", "more than were started", "file", "deepspeed"],
+)
+def test_who_is_on_this_host(
+    rank: int, world: int, place: str, variables: dict[str, str], here: tuple[int, int]
+) -> None:
+    assert on_this_host(rank, world, place, variables) == here
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "variables", "joins"),
+    [
+        ((), {}, TORCHRUN, _Joins(5, 8, "env://")),
+        (("gloo",), {"rank": 1, "world_size": 3, "init_method": "tcp://b:1"}, {}, _Joins(1, 3, "tcp://b:1")),
+        (("gloo", "tcp://b:1?rank=2&world_size=3"), {}, {}, _Joins(2, 3, "tcp://b:1?rank=2&world_size=3")),
+        (("gloo", None, None, 4, 0), {}, TORCHRUN, _Joins(0, 4, "env://")),
+        ((), {"store": object(), "rank": 0, "world_size": 2}, {}, _Joins(0, 2, "")),
+        (("mpi",), {}, {"PMI_RANK": "1", "PMI_SIZE": "2"}, _Joins(1, 2, "env://")),
+        (("gloo",), {}, {}, _Joins(-1, -1, "env://")),
+    ],
+    ids=["environment", "arguments", "query", "positional", "store", "mpi", "nothing"],
+)
+def test_what_a_call_of_init_process_group_says(
+    args: tuple[object, ...], given: dict[str, object], variables: dict[str, str], joins: _Joins
+) -> None:
+    assert _Joins.read(args, given, variables) == joins
+
+
+def test_a_meeting_in_words() -> None:
+    expected = Expected(4, 7, 8)
+    assert read_meeting("rendezvous", whom(expected), why(5, "the rendezvous")) == ("the rendezvous", expected)
+    assert read_meeting("rendezvous", "4 trainer ranks", why(5, "policy-3")) == ("policy-3", None)
+    assert read_meeting("future", whom(expected), why(5, "it")) == ("", None)
+
+
+def evidence_of(here: list[int], waiting: list[int], expected: Expected) -> Inbox:
+    """A host whose ranks `here` are known and those `waiting` have been in the rendezvous for 60 s, or 10."""
+    inbox = Inbox()
+    processes = tuple(Process(f"rank-{rank}", "rank", rank, "a", 100 + rank) for rank in here)
+    record = process_record(moved=10.0, active=10.0, same_stack=10.0)
+    said = WaitRecord("rendezvous", whom(expected), why(0, "the rendezvous"), 10**9, None, 10**9, 1, "MainThread")
+    waits = tuple(waiter(here.index(rank), said, 11 * 10**9) for rank in waiting)
+    for message in (Roster("a", 1, processes), State("a", 1, record * len(here), waits=waits)):
+        inbox.receive(encode(message), 100.0)
+    return inbox
+
+
+def test_a_rank_of_this_host_that_nobody_has_seen() -> None:
+    (verdict,) = diagnose(evidence_of([0, 1, 2], [0, 1, 2], Expected(0, 3, 4)).evidence(100.0))
+    assert (verdict.kind, verdict.level, verdict.cause) == (Kind.ABSENT, Level.NOTICE, "rendezvous_incomplete")
+    assert [each.rank for each in verdict.culprits] == [3]
+    assert "rank 3 has not joined the rendezvous; no such process is known here" in verdict.explanation
+
+
+def test_several_at_once() -> None:
+    (verdict,) = diagnose(evidence_of([1], [1], Expected(0, 3, 4)).evidence(100.0))
+    assert [each.rank for each in verdict.culprits] == [0, 2, 3]
+    assert "ranks 0, 2 and 3 have not joined the rendezvous" in verdict.explanation
+
+
+def test_ranks_of_hosts_that_nobody_watches_are_not_accused() -> None:
+    (verdict,) = diagnose(evidence_of([0, 1], [0, 1], Expected(0, 1, 4)).evidence(100.0))
+    assert (verdict.kind, verdict.level, verdict.culprits) == (Kind.UNKNOWN, Level.NOTICE, ())
+    assert verdict.explanation.startswith(
+        "All who are known here have come to the rendezvous; of 2 of its ranks nothing is known"
+    )
+
+
+def test_who_is_here_and_late_is_named_whoever_may_be_elsewhere() -> None:
+    (verdict,) = diagnose(evidence_of([0, 1], [0], Expected(0, 1, 4)).evidence(100.0))
+    assert [each.rank for each in verdict.culprits] == [1]
+    assert "has not joined the rendezvous" in verdict.explanation
+
+
+def test_a_meeting_that_is_over_expects_nobody() -> None:
+    inbox = evidence_of([0, 1, 2], [0, 1, 2], Expected(0, 3, 4))
+    assert Life.UNSEEN in inbox.evidence(100.0).processes.life
+    inbox.receive(encode(State("a", 1, process_record() * 3)), 101.0)
+    assert len(inbox.evidence(101.0).processes.who) == 3
+
+
+def test_who_should_come_goes_over_the_wire() -> None:
+    record = WaitRecord("rendezvous", whom(Expected(0, 3, 4)), why(0, "it"), 1, None, 1, 1, "MainThread")
+    state = State("a", 1, waits=(waiter(0, record, 2),))
+    told = decode(encode(state))
+    assert isinstance(told, State)
+    assert told.waits[0].expected == Expected(0, 3, 4)
+
+
+# --- processes without a beacon
+
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+
+
+class Started:
+    """Sleeping processes of a watched run; a thing to end them all."""
+
+    def __init__(self) -> None:
+        self.run = f"newcomers-{os.getpid()}-{time.monotonic_ns()}"
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *wrapper: str, **variables: str) -> int:
+        environment = {**os.environ, "LOCKSTEP_WATCH": self.run, **variables}
+        self.processes.append(subprocess.Popen([*wrapper, *SLEEP], env=environment))
+        return self.processes[-1].pid
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    made = Started()
+    yield made
+    for each in made.processes:
+        each.kill()
+        each.wait(10)
+
+
+def test_newcomers_by_the_launchers_word(started: Started) -> None:
+    waits = started.start(RANK="0", LOCAL_RANK="0")
+    late = started.start(RANK="1", LOCAL_RANK="1")
+    started.start(RANK="1")  # a launcher of that node
+    assert newcomers(started.run, {0: waits}, [1], {waits}) == {1: late}
+
+
+def test_newcomers_by_their_place_among_the_siblings(started: Started) -> None:
+    waits, second, third = (started.start() for _ in range(3))
+    assert newcomers(started.run, {0: waits}, [1, 2], {waits}) == {1: second, 2: third}
+    assert newcomers(started.run, {0: waits}, [1], {waits}) == {}, "two could be the one"
+
+
+def test_a_word_that_is_wrong_about_those_who_are_there_is_not_believed(started: Started) -> None:
+    """The environment of `torch.multiprocessing.spawn` on a node of Kubeflow's: everybody has the node's number."""
+    waits, late = started.start(RANK="0"), started.start(RANK="0")
+    assert newcomers(started.run, {1: waits}, [0], {waits}) == {0: late}
+
+
+def test_processes_of_other_runs_are_none(started: Started) -> None:
+    waits = started.start()
+    started.start(LOCKSTEP_WATCH="another")
+    assert newcomers(started.run, {0: waits}, [1], {waits}) == {}
