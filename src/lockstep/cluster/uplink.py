@@ -286,8 +286,7 @@ def describe(service: Service) -> tuple[str, str]:
     state = beacon.read_beacon(beacon.current().path)
     if state is None:
         return service.running, ""
-    main = threading.main_thread().native_id
-    waiting = [wait for wait in state.waits if wait.thread == main]
+    waiting = [wait for wait in state.waits if wait.thread == os.getpid()]
     return state.stage or service.running, f"{waiting[-1].whom} ({waiting[-1].why})" if waiting else ""
 
 

@@ -295,6 +295,7 @@ def _edge(layout: Layout, process: int, wait: Waiter, at: float, aliases: Mappin
         why=wait.why,
         since=at - wait.since,
         moved_at=at - wait.moved,
+        until=at + wait.left,
         main=wait.main,
         idle=wait.idle,
         meeting=wait.meeting,

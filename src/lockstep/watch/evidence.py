@@ -107,6 +107,8 @@ class Edge:
     since: float = float("nan")
     moved_at: float = float("nan")
     """When the one waited for last made progress, as far as the waiter saw."""
+    until: float = float("nan")
+    """When the waiter gives up by itself, as things stand; NaN where it has no bound, or nobody knows it."""
     main: bool = True
     """False for a wait of a background thread, which keeps nobody else waiting."""
     idle: bool = False

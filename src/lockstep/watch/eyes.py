@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.watch import causes, procs, stacks
+from lockstep.watch.activity import Activity, Host
 from lockstep.watch.beacon import BeaconState, Reader
 from lockstep.watch.children import Child
 from lockstep.watch.ends import End
@@ -23,16 +24,14 @@ from lockstep.watch.procs import Usage
 
 WATCHERS = ("agent", "supervisor")
 """Roles of processes that watch and do not take part."""
-BUSY = 0.06
-"""A process that uses more of a core than this does something; what polls and beats beside a stuck thread uses less."""
-MOVED_BYTES = 32 << 10
-"""Read and written in a second: less is a line in a log, or a watcher's own."""
 CALM_S = 1.0
 """Who has moved within this time moves."""
 ENDED_S = 10.0
 """Who waits for somebody who has ended does so within this time, or others do not go on."""
 NEWCOMERS_S = 1.0
 """Between two searches for those whom a meeting still lacks."""
+LATE_S = 3.0
+"""Who looks after so long was stopped or starved itself, and says of nobody that it did nothing meanwhile."""
 _RANKED = re.compile(r"(.+?)-(\d+)")
 
 
@@ -50,7 +49,7 @@ class Seen:
     life: Life = Life.RUNNING
     exit_code: int = NO_CODE
     ended_ns: int = 0
-    """When it ended; of one that is stopped, when that was first seen."""
+    """When it ended; of one that is stopped, since when every look has found it so and it has not run in between."""
     moved_ns: int = 0
     """When a counter, its stage or a collective last changed."""
     active_ns: int = 0
@@ -66,9 +65,7 @@ class Seen:
     cause: str = ""
     ours: bool = False
     usage: Usage | None = None
-    usage_ns: int = 0
-    below_s: float = 0.0
-    """CPU time of its descendants, as of the last look."""
+    activity: Activity | None = None
     end: End | None = None
 
     @property
@@ -110,6 +107,7 @@ class Eyes:
         self._oom_kills = causes.oom_kills()
         self._reader = Reader(self.run)
         self._searched_ns = 0
+        self._host, self._looked_ns, self._late = Host(), 0, False
 
     def look(self, children: Mapping[str, Child], held: int | None = None) -> list[Seen]:
         """Looks at everybody once; returns those that were found to have ended since the last look.
@@ -118,6 +116,8 @@ class Eyes:
             held: the pid of a process that is stopped for its native stack: our doing, and over in a moment.
         """
         now = time.monotonic_ns()
+        self._late, self._looked_ns = now - self._looked_ns > LATE_S * 1e9, now
+        self._host = Host()
         gone = self._gone(children, now)
         beacons = {
             state.name: state for state in self._reader.read() if state.role not in WATCHERS and state.name not in gone
@@ -243,32 +243,27 @@ class Eyes:
                 seen.end = End(seen.pid)
             except OSError:
                 seen.end = None
-        if usage.state not in "Tt":
-            seen.life, seen.ended_ns = Life.RUNNING, 0
-        elif seen.pid != held and seen.life is not Life.STOPPED:
-            seen.life, seen.ended_ns = Life.STOPPED, now
+        self._stopped(seen, usage, held, now)
+        if seen.activity is None or seen.activity.pid != seen.pid:
+            seen.activity = Activity(seen.pid)
         if not still:
             seen.active_ns = max(seen.active_ns, seen.moved_ns)
-        elif self._active(seen, usage, now):
+            seen.activity.rest(usage, now)
+        elif seen.activity.seen(usage, now, self._host, closer=not seen.idle) or self._late:
             seen.active_ns = now
-        seen.usage, seen.usage_ns = usage, now
+        seen.usage = usage
         return True
 
-    def _active(self, seen: Seen, usage: Usage, now: int) -> bool:
-        before = seen.usage
-        if before is None:
-            return True
-        seconds = (now - seen.usage_ns) / 1e9
-        if usage.cpu_s - before.cpu_s > BUSY * seconds + procs.TICK_S:
-            return True
-        if _bytes(usage) - _bytes(before) > MOVED_BYTES * seconds and before.read is not None:
-            return True
-        below = 0.0
-        for pid in procs.descendants(seen.pid):
-            used = procs.usage(pid)
-            below += used.cpu_s if used is not None else 0.0
-        before_s, seen.below_s = seen.below_s, below
-        return below - before_s > BUSY * seconds + procs.TICK_S
+    def _stopped(self, seen: Seen, usage: Usage, held: int | None, now: int) -> None:
+        """Two looks that find it stopped may have found two moments: then it has run in between."""
+        if usage.state not in "Tt":
+            seen.life, seen.ended_ns = Life.RUNNING, 0
+            return
+        ran = seen.usage is not None and seen.usage.ran_ns != usage.ran_ns
+        if seen.life is Life.STOPPED and ran:
+            seen.ended_ns = now
+        elif seen.life is not Life.STOPPED and seen.pid != held:
+            seen.life, seen.ended_ns = Life.STOPPED, now
 
     def _ended(self, seen: Seen, code: int, now: int) -> None:
         seen.life = Life.LEFT if code == 0 else Life.DEAD
@@ -300,10 +295,6 @@ def _calm(seen: Seen, now: int) -> bool:
     if not seen.living:
         return now - seen.ended_ns > ENDED_S * 1e9
     return seen.life is Life.RUNNING and (seen.idle or now - seen.moved_ns < CALM_S * 1e9)
-
-
-def _bytes(usage: Usage) -> int:
-    return (usage.read or 0) + (usage.written or 0)
 
 
 def last_move(state: BeaconState) -> int:

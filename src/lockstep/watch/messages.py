@@ -48,7 +48,7 @@ NAN = float("nan")
 _NONE: Mapping[str, Any] = {}
 
 PROCESS = struct.Struct("<biffff")
-"""life, exit code, then ages: ended, moved, active, same stack."""
+"""life, exit code, then ages: ended (or stopped, where it is), moved, active, same stack."""
 MEMBER = struct.Struct("<qqffbB")
 """entered, completed, then ages: entered, completed; blocked (1, 0, -1), blind (1, 0)."""
 CALL = struct.Struct("<IqQ")
@@ -104,6 +104,8 @@ class Waiter:
     meeting: str = ""
     expected: Expected | None = None
     """Who should come to the meeting, where the waiter says that."""
+    left: float = NAN
+    """Seconds until the waiter gives up by itself, as things stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +160,10 @@ def waiter(process: int, record: WaitRecord, now_ns: int, main: bool = True) -> 
     """A wait that a beacon shows. `now_ns` is the same monotonic clock."""
     since, moved = (now_ns - record.since_ns) / 1e9, (now_ns - record.moved_ns) / 1e9
     name, expected = read_meeting(record.kind, record.whom, record.why)
+    left = NAN if record.deadline_ns is None else (record.deadline_ns - now_ns) / 1e9
     return Waiter(
         process, record.whom, record.kind, record.why, since, moved, main=main, idle=record.why == NEXT_ORDER,
-        meeting=name, expected=expected,
+        meeting=name, expected=expected, left=left,
     )  # fmt: skip
 
 
@@ -265,7 +268,7 @@ def _encode_note(note: Note) -> dict[str, Any]:
 
 def _encode_wait(wait: Waiter) -> dict[str, Any]:
     said: dict[str, Any] = {"process": wait.process, "whom": wait.whom, "kind": wait.kind, "why": wait.why}
-    for name, age in (("since", wait.since), ("moved", wait.moved)):
+    for name, age in (("since", wait.since), ("moved", wait.moved), ("left", wait.left)):
         if not math.isnan(age):
             said[name] = round(age, 4)
     if wait.needs is not None:

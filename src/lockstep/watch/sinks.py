@@ -69,8 +69,8 @@ def stopped(case: Case, reached: Bools | None) -> list[Finding]:
         if np.isnan(began):
             last = case.moved(process)
             began = since if np.isnan(last) else last
-        if not case.at - began >= case.patience.notice_s:
-            continue  # a look at its stack stops a process for a moment
+        if not case.now(process) - began >= case.patience.notice_s:
+            continue  # a look at its stack stops a process for a moment; what was since the last look nobody knows
         sure = not all_stopped
         found.append(
             Finding(
@@ -321,7 +321,9 @@ def edges_without_process(case: Case, graph: Graph, reached: Bools) -> list[Find
     for node in np.flatnonzero(reached & (graph.edge >= 0) & ~blocked).tolist():
         edge = case.evidence.edges[int(graph.edge[node])]
         since = float(graph.since[node])
-        proven = proven_still(case, edge.process, since)
+        # Nobody can look at a service outside; how long it may think is what the waiter grants it.
+        granted = bool(edge.outside) and edge.kind == "http" and case.at < edge.until
+        proven = proven_still(case, edge.process, since) and not granted
         level, confidence = (Level.CONFIRMED, 0.7) if proven else (Level.NOTICE, 0.5)
         if edge.outside:
             cause = "remote_service_timeout" if proven and edge.kind in ("http", "async function") else "unknown"

@@ -96,7 +96,9 @@ class Wait:
         self.kind, self.whom, self.why, self.timeout_s, self.stall_s = kind, whom, why, timeout_s, stall_s
         self.since_ns = self.moved_ns = time.monotonic_ns()
         self.progress: object = None
-        self._thread = threading.current_thread()
+        self._thread = threading.current_thread().name
+        self._thread_id = threading.get_native_id()
+        """Asked of the kernel: to Python 3.11 the main thread of a forked process is still its parent's."""
 
     def waited_s(self) -> float:
         return (time.monotonic_ns() - self.since_ns) / 1e9
@@ -137,9 +139,8 @@ class Wait:
         if self.stall_s is not None:
             stalls = self.moved_ns + int(self.stall_s * 1e9)
             left = stalls if left is None else min(left, stalls)
-        thread = self._thread
         return beacon.WaitRecord(
-            self.kind, self.whom, self.why, self.since_ns, left, self.moved_ns, thread.native_id or 0, thread.name
+            self.kind, self.whom, self.why, self.since_ns, left, self.moved_ns, self._thread_id, self._thread
         )
 
 

@@ -178,6 +178,14 @@ def test_stopped_for_a_moment_only_is_none() -> None:
     assert diagnose(snapshot(policy(4, p1=idle), [fsdp(since=1.0)])) == []
 
 
+def test_stopped_for_a_moment_as_of_a_look_that_is_old() -> None:
+    """The agent was late itself: nobody knows whether the process is stopped still."""
+    job = snapshot(policy(4, p1=One("policy-1", Life.STOPPED, still=300.0, ended=AT - 8.5)), [fsdp(since=9.0)])
+    looked = replace(job, processes=replace(job.processes, seen_at=np.full(4, AT - 8.0)))
+    assert diagnose(looked) == []
+    check(diagnose(job), Kind.ABSENT, ["policy-1"])
+
+
 def test_a_suspended_job_is_no_fault() -> None:
     job = snapshot([One(f"policy-{i}", Life.STOPPED) for i in range(4)], [fsdp()])
     assert all(each.level is Level.NOTICE for each in diagnose(job))
@@ -616,6 +624,14 @@ def test_an_answer_from_outside_that_never_comes() -> None:
     assert verdict.culprits[0].rank is None
     slow = only(diagnose(snapshot(policy(4, p1=One("policy-1", cpu=0.1)), [fsdp()], edges)))
     assert slow.level is Level.NOTICE
+
+
+def test_an_answer_from_outside_has_as_long_as_it_was_granted() -> None:
+    """A judge that thinks: nobody can look at it, and who asked it gives up by itself."""
+    edge = wait(1, outside="judge.example:8000", kind="http", why="scores of step 7")
+    granted = only(diagnose(snapshot(policy(4), [fsdp()], [replace(edge, until=AT + 1.0)])))
+    assert granted.level is Level.NOTICE and names(granted) == ["judge.example:8000"]
+    assert only(diagnose(snapshot(policy(4), [fsdp()], [replace(edge, until=AT - 1.0)]))).level is Level.CONFIRMED
 
 
 def test_a_dead_controller_explains_idle_workers() -> None:

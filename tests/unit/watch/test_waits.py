@@ -317,3 +317,20 @@ def test_a_poll_that_is_woken_looks_at_once():
     began = time.monotonic()
     assert waits.poll(look, kind="queue", whom="x", why="y", every_s=30.0, timeout_s=60.0, wake=wake)
     assert looks[1] - began < 5
+
+
+def test_a_wait_of_a_forked_process_is_its_own_main_thread_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm workers are forked; Python 3.11 keeps calling their main thread by the number of the parent's."""
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    hear, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        beacon.open_beacon("r", "me", "policy", 0)
+        with waits.waiting("call", "w", "y"):
+            (record,) = beacon.read_beacons("r")[0].waits
+        os.write(tell, str(record.thread).encode())
+        os._exit(0)
+    os.close(tell)
+    with os.fdopen(hear) as said:
+        assert int(said.read()) == child
+    assert os.waitpid(child, 0)[1] == 0

@@ -22,7 +22,10 @@ def shifted(evidence: Evidence, by: float) -> Evidence:
         communicators=replace(
             members, entered_at=members.entered_at + by, completed_at=members.completed_at + by
         ),
-        edges=[replace(edge, since=edge.since + by, moved_at=edge.moved_at + by) for edge in evidence.edges],
+        edges=[
+            replace(edge, since=edge.since + by, moved_at=edge.moved_at + by, until=edge.until + by)
+            for edge in evidence.edges
+        ],
     )  # fmt: skip
 
 

@@ -1,0 +1,68 @@
+"""Healthy processes under what is no fault: nobody is confirmed to hang in them. The long one is `benchmarks.soak`."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.runner import ROOT
+from benchmarks.soak.acts import JUDGE
+from benchmarks.soak.disturb import Disturber
+from benchmarks.soak.judge import thinking
+from benchmarks.soak.load import busy
+from benchmarks.soak.site import Site
+from benchmarks.soak.tally import Tally
+from lockstep.watch.verdict import Patience
+
+SEED = 18
+"""With it the first acts of both followers are long: one starves, the other's child reads."""
+PATIENCE = Patience(notice_s=0.75, still_s=4.0)
+NASTIEST = ("starved", "judge_that_streams", "child_reads")
+"""Without CPU, without a byte that is counted for the process, and with none of its own."""
+
+
+BOUND_S = 120.0
+
+
+def long_acts(site: Site) -> int:
+    """How many that would have been proof, had nothing moved, have come to their end."""
+    record = site.folder / "acts.jsonl"
+    lines = record.read_text().splitlines() if record.exists() else []
+    return sum(json.loads(line).get("took_s", 0.0) > 3 * PATIENCE.still_s for line in lines)
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """For this process and all that it starts: a loaded machine that leaves the others alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def test_the_nastiest_of_the_soak_accuse_nobody(tmp_path: Path, one_core: None) -> None:
+    """A follower each, on one core with two busy loops, everybody (the watchers too) stopped for moments."""
+    tally = Tally("site")
+    with thinking() as judge:
+        environment = {JUDGE: judge, "SOAK_DISK": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+        site = Site(tmp_path / "site", PATIENCE, SEED, tally, environment, ("policy-1", "policy-2"), NASTIEST)
+        with busy(2), site, Disturber(site.everybody, PATIENCE.notice_s, SEED) as disturber:
+            end = time.monotonic() + BOUND_S
+            while long_acts(site) < 2 and time.monotonic() < end:
+                site.soak(0.5)
+    tally.disturbed(disturber.done, disturber.late, "")
+    assert tally.longest_s > 3 * PATIENCE.still_s and tally.notices > 0, "nothing was tested"
+    assert tally.wrong == [] and tally.troubles == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_two_minutes_of_soak_accuse_nobody() -> None:
+    command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "2", "--seed", "20261122"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
