@@ -23,7 +23,8 @@ from lockstep.watch.folders import run_dir
 from lockstep.watch.records import BeaconState
 
 TOLD_WITHIN_S = 10.0
-LOOK_S = 0.002
+LOOK_S, FAR_S = 0.002, 0.05
+"""Between two looks at the run, near the moment of a fault and far from it."""
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.moves = 0
+        self.look_s = FAR_S
 
     def controller(self) -> BeaconState | None:
         try:
@@ -87,7 +89,11 @@ class Run:
         """Whom the fault is for, once its moment has come: in that stage of a step late enough, while it works."""
         controller = self.controller()
         step = controller.counters.get("step") if controller is not None else None
-        if controller is None or step is None or step.value < fault.after * (step.total or 0):
+        if controller is None or step is None:
+            return None
+        due = fault.after * (step.total or 0)
+        self.look_s = LOOK_S if step.value >= due - 1 else FAR_S
+        if step.value < due:
             return None
         there = self.newest(controller.run, fault.role) if controller.stage == fault.stage else None
         before, self.moves = self.moves, there.moves if there is not None else 0
@@ -127,7 +133,7 @@ def follow(process: "subprocess.Popen[bytes]", folder: Path, faults: list[Fault]
     run, screen, rest, waiting = Run(folder), Screen(), b"", list(faults)
     current: Fault | None = None
     while True:
-        if select.select([process.stdout], [], [], LOOK_S)[0]:
+        if select.select([process.stdout], [], [], run.look_s)[0]:
             read = os.read(process.stdout.fileno(), 1 << 16)
             if not read:
                 return process.wait(60)
@@ -140,6 +146,7 @@ def follow(process: "subprocess.Popen[bytes]", folder: Path, faults: list[Fault]
         if waiting and (current is None or current.stepped is not None) and (victim := run.victim(waiting[0])):
             current = waiting.pop(0)
             strike(current, victim, screen)
+            run.look_s = FAR_S
 
 
 def summary(faults: list[Fault]) -> str:

@@ -240,7 +240,7 @@ def _repaired(repair: _Repair, stalls: Sequence[_Stall]) -> Incident:
 def _stood(stall: _Stall) -> Incident:
     moments = stall.moments()
     if stall.ended is not None:
-        moments.append(Moment(stall.ended, "over", "it goes on" if stall.said[-1]["verdict"] != "dead" else ""))
+        moments.append(Moment(stall.ended, "over", "nobody waits for it any more"))
     return Incident(
         ", ".join(stall.who) or "nobody",
         str(stall.said[-1]["verdict"]),

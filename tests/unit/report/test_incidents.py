@@ -141,7 +141,7 @@ def test_what_passed_by_itself_is_not_healed(healed_before: bool) -> None:
     *before, found = incidents_of(events)
     assert len(before) == healed_before
     assert (found.outcome, found.told) == ("passed", "passed after 40s")
-    assert moments(found)[-1] == (40.0, "over", "it goes on")
+    assert moments(found)[-1] == (40.0, "over", "nobody waits for it any more")
 
 
 def test_an_attempt_does_not_heal_another() -> None:
