@@ -6,7 +6,7 @@ are what the others see.
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.watch.facts import NO_CODE, Life, Note
 from lockstep.watch.verdict import Alternative
@@ -19,6 +19,11 @@ _EFFECTS = re.compile(
     r"|Application timeout caused pair closure|KeyboardInterrupt|SystemExit|Store(?:Timeout|Error)|EngineDeadError",
     re.IGNORECASE,
 )
+
+_TOLD = re.compile(r"(?:\w+\.)*CollectiveStalled\b")
+"""The exception that the observer raises on who is freed. Its text is the verdict, of somebody else's cause."""
+_REFUSED = re.compile(r"(?:\w+\.)*CollectiveRefused\b")
+"""What the later of two ranks gets that do not fit together, whichever of them is wrong."""
 
 _CAUSES: tuple[tuple[str, str], ...] = (
     (r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", "rank_oom"),
@@ -62,7 +67,19 @@ class Cause:
 
 def is_effect(error: str) -> bool:
     """Whether an exception only says that somebody else is gone or late."""
+    if freed(error):
+        return True
     return bool(error) and bool(_EFFECTS.search(error)) and of_text(error) in _SEEN_BY_OTHERS
+
+
+def freed(error: str) -> bool:
+    """Whether an exception is the observer's own verdict, which it raised on who waited."""
+    return bool(_TOLD.match(error))
+
+
+def refused(error: str) -> bool:
+    """Whether an exception says that a call did not fit a peer's, so that it was refused."""
+    return bool(_REFUSED.match(error))
 
 
 def of_text(error: str) -> str:
@@ -72,15 +89,17 @@ def of_text(error: str) -> str:
 
 def of_end(life: int, code: int, note: Note) -> Cause:
     """The class of a process that has ended."""
+    if is_effect(note.error):
+        return Cause("unknown" if freed(note.error) else of_text(note.error) or "unknown", own=0.3)
+    if refused(note.error):
+        return Cause("rank_divergent_branch", own=0.5)
+    if note.cause in ("", "external_kill") and NO_CODE < code < 0:  # what is said beside it is the signal's name
+        return replace(_of_code(code), name=note.cause or _of_code(code).name)
     if note.cause:
         return Cause(note.cause, own=0.95)
     if note.error:
         proven = of_text(note.error)
-        if proven and not is_effect(note.error):
-            return Cause(proven, own=0.95)
-        if is_effect(note.error):
-            return Cause(proven or "unknown", own=0.3)
-        return Cause("rank_exception_masked", own=0.9)
+        return Cause(proven, own=0.95) if proven else Cause("rank_exception_masked", own=0.9)
     if life == Life.LEFT or code == 0:
         return Cause("unknown", (Alternative("uneven_data", 0.5), Alternative("rank_divergent_branch", 0.3)), own=0.85)
     return _of_code(code)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.watch.classify import Cause, of_end
+from lockstep.watch.classify import Cause, freed, of_end, refused
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Bools
@@ -25,7 +25,7 @@ AFTERMATH_S = 5.0
 def deaths(case: Case, reached: Bools | None) -> list[Finding]:
     """The deaths that are causes; of each incident the first, and those that do not look like effects."""
     life = case.evidence.processes.life
-    dead = [int(p) for p in np.flatnonzero(life == Life.DEAD) if not case.note(int(p)).ours]
+    dead = [int(p) for p in np.flatnonzero(life == Life.DEAD) if not _meant(case, int(p))]
     if not dead:
         return []
     causes = {p: of_end(Life.DEAD, int(case.evidence.processes.exit_code[p]), case.note(p)) for p in dead}
@@ -44,6 +44,12 @@ def deaths(case: Case, reached: Bools | None) -> list[Finding]:
         for process in culprits:
             found.append(_finding(case, process, causes[process], sorted(set(group) - set(culprits)), reached))
     return found
+
+
+def _meant(case: Case, process: int) -> bool:
+    """Its end was asked for, or it ended by the verdict that freed it: that has been told."""
+    note = case.note(process)
+    return note.ours or freed(note.error)
 
 
 def _first(case: Case, group: Sequence[int], causes: dict[int, Cause]) -> list[int]:
@@ -111,7 +117,7 @@ def _finding(case: Case, process: int, cause: Cause, effects: list[int], reached
     unknown = cause.name == "unknown"
     return Finding(
         Kind.DEAD,
-        Level.CONFIRMED,
+        Level.NOTICE if refused(case.note(process).error) else Level.CONFIRMED,  # the calls tell who was wrong
         cause.own,
         ended(case, process),
         (process,),

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.watch.evidence import Calls, Integers
-from lockstep.watch.facts import Call
+from lockstep.watch.facts import Call, Life
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Bools
 from lockstep.watch.shifts import shifted
+from lockstep.watch.stillness import stillness
 from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
 SURE, LIKELY, OPEN = 0.95, 0.75, 0.45
@@ -119,7 +120,7 @@ def _judge(case: Case, parting: _Parting) -> Finding:
     told = [*culprits[:4], *[p for p in parting.process[:8].tolist() if p not in culprits]]
     return Finding(
         Kind.MISMATCH,
-        Level.CONFIRMED,
+        Level.CONFIRMED if right is not None or not _undecided(case, parting) else Level.NOTICE,
         confidence,
         _difference(case, parting, right, instead),
         culprits,
@@ -147,7 +148,39 @@ def _who_is_right(case: Case, parting: _Parting) -> tuple[int | None, float, str
     sisters = _sisters(case, parting)
     if sisters is not None and len(parting.of(sisters)):
         return sisters, LIKELY, "The sister communicators made the other call at that number."
+    in_turn = _in_turn(case, parting)
+    if in_turn is not None:
+        return (
+            in_turn,
+            LIKELY,
+            "Another member has still to come there, and waits in a collective that they passed over.",
+        )
     return None, OPEN, "There is no majority, so it is open who is right."
+
+
+def _in_turn(case: Case, parting: _Parting) -> int | None:
+    """What those called, of two sides, who passed over nothing: where a member that has not come there yet waits in
+    another communicator, its members on one side have not entered that, and came here out of turn."""
+    members, inside = case.evidence.communicators, case.inside
+    rows, said = case.members(parting.communicator), parting.said()
+    behind = members.process[rows][(members.entered[rows] >= 0) & (members.entered[rows] < parting.seq)]
+    if len(said) != 2 or not len(behind):
+        return None
+    passed: set[int] = set()
+    for row in np.flatnonzero(inside.waits & np.isin(members.process, behind[:WINDOW])).tolist():
+        there = case.members(int(inside.communicator[row]))
+        late = (members.entered[there] >= 0) & (members.entered[there] < inside.seq[row])
+        passed |= {*members.process[there][late].tolist()}
+    sides = [signature for signature, _ in said if passed & {*parting.of(signature).tolist()}]
+    return next(signature for signature, _ in said if signature != sides[0]) if len(sides) == 1 else None
+
+
+def _undecided(case: Case, parting: _Parting) -> bool:
+    """Whether somebody who has not come there yet is on the way, and will be in the majority."""
+    rows, members = case.members(parting.communicator), case.evidence.communicators
+    behind = (members.entered[rows] >= 0) & (members.entered[rows] < parting.seq)
+    coming = [p for p in members.process[rows][behind].tolist() if case.life(p) is Life.RUNNING]
+    return any(stillness(case, p).moves(case.patience.notice_s) for p in coming[:WINDOW])
 
 
 def _sisters(case: Case, parting: _Parting) -> int | None:

@@ -72,6 +72,10 @@ class Tracker:
             case = self._cases.get(key)
             if case is None and verdict.kind is Kind.DEAD and key in self._buried:
                 continue
+            surer = None if case is not None else self._surer(verdict)
+            if surer is not None:
+                surer.seen = at
+                continue
             if case is None:
                 self._count += 1
                 case = self._cases[key] = _Case(self._count, verdict, at, at)
@@ -92,11 +96,29 @@ class Tracker:
                 changes.append(Told(case.number, Change.WITHDRAWN, case.verdict, case.since, at))
         return changes
 
+    def _surer(self, verdict: Verdict) -> _Case | None:
+        """The case that says of fewer, and surer, what the verdict says of more: evidence wears off, as when those who
+        were freed have ended and no longer vote."""
+        for case in self._cases.values():
+            known = case.verdict
+            if known.kind is not verdict.kind or known.confidence <= verdict.confidence:
+                continue
+            # A deadlock is in several collectives at once, and one of them is told.
+            same = verdict.kind is Kind.CYCLE or _place(known) == _place(verdict) is not None
+            if same and {*key_of(known)} < {*key_of(verdict)}:
+                return case
+        return None
+
     def acted(self, number: int) -> None:
         """Something was done about a case: its level says so from now on."""
         for case in self._cases.values():
             if case.number == number:
                 case.verdict = replace(case.verdict, level=Level.ACT)
+
+
+def _place(verdict: Verdict) -> tuple[str, int] | None:
+    collective = verdict.collective
+    return None if collective is None else (collective.communicator, collective.seq)
 
 
 def _level(verdict: Verdict) -> int:

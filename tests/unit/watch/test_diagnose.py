@@ -222,6 +222,74 @@ RESET = Note(error="RuntimeError: [pair.cc:547] Connection closed by peer [10.0.
 GIVEN_UP = Note(error="RuntimeError: [unbound_buffer.cc:84] Timed out waiting 60000ms for recv operation to complete")
 
 
+FREED = Note(
+    error="lockstep.watch.errors.CollectiveStalled: rank 1 has ended (OSError: No space left on device)",
+    cause="storage_fault",
+)
+REFUSED = Note(
+    error="lockstep.watch.errors.CollectiveRefused: collective #412 does not fit: rank 0 is about to enter ...",
+    cause="rank_exception_masked",
+)
+
+
+def test_who_ended_by_our_verdict_is_not_accused() -> None:
+    """Whatever the verdict's text says, and also when nothing else is left to explain their ends."""
+    freed = One("policy-0", Life.DEAD, 1, AT - 1, note=FREED)
+    stopped = One("policy-1", Life.STOPPED, still=60.0)
+    check(diagnose(snapshot(policy(3, p0=freed, p1=stopped), [fsdp(count=3)])), Kind.ABSENT, ["policy-1"])
+    assert diagnose(snapshot(policy(3, p0=freed, p2=replace(freed, name="policy-2")))) == []
+
+
+def test_plain_ends_that_others_saw_are_effects_whatever_class_was_noted() -> None:
+    died = One("policy-1", Life.DEAD, -9, AT - 2.0, note=Note(error="killed by SIGKILL"))
+    reset = One("policy-0", Life.DEAD, 1, AT - 2.1, note=replace(RESET, cause="rank_exception_masked"))
+    check(diagnose(snapshot(policy(3, p0=reset, p1=died), [fsdp(count=3)])), Kind.DEAD, ["policy-1"])
+
+
+def test_who_is_refused_or_aborted_need_not_be_wrong() -> None:
+    """The later of two ranks is refused, and gloo aborts who receives: the calls tell who was wrong."""
+    for code, note in ((1, REFUSED), (-6, Note(error="ended by SIGABRT"))):
+        later = One("policy-0", Life.DEAD, code, AT - 0.5, note=note)
+        for size, wrong in ((4, ["policy-1"]), (2, ["policy-0", "policy-1"])):
+            group = Group("fsdp", list(range(size)), [412] * size, [411] * size)
+            group.calls = calls_of(*((p, [ALL, ALL, Call("barrier") if p == 1 else ALL]) for p in range(size)))
+            check(diagnose(snapshot(policy(size, p0=later), [group])), Kind.MISMATCH, wrong)
+
+
+def test_nobody_is_confirmed_while_who_decides_is_on_the_way() -> None:
+    """Two of three differ, and the third has not come there yet."""
+    group = Group("fsdp", [0, 1, 2], [412, 412, 411], [411, 411, 411], 1.0)
+    group.calls = calls_of((0, [ALL, ALL, ALL]), (1, [ALL, ALL, Call("barrier")]), (2, [ALL, ALL]))
+    for still, level in ((0.2, Level.NOTICE), (30.0, Level.CONFIRMED)):
+        verdicts = diagnose(snapshot(policy(3, p2=One("policy-2", still=still)), [replace(group, since=still)]))
+        assert [each.level for each in verdicts if each.kind is Kind.MISMATCH] == [level]
+    later = One("policy-0", Life.DEAD, 1, AT - 0.5, note=REFUSED)
+    moving = One("policy-2", still=0.2)
+    assert {v.level for v in diagnose(snapshot(policy(3, p0=later, p2=moving), [group]))} == {Level.NOTICE}
+
+
+def test_who_passed_over_a_collective_in_which_another_waits_is_the_odd_one() -> None:
+    """Rank 1 went to the barrier at the end while rank 0 waits for it in their own communicator; rank 2 is refused."""
+    world = Group("world", [0, 1, 2], [6, 7, 7], [6, 6, 6], 30.0)
+    world.calls = {(1, 7): (Call("barrier"), ""), (2, 7): (Call("broadcast", "[32]", "float32", 0), "")}
+    left = Group("left", [0, 1], [10, 9], [9, 9], 30.0)
+    refused = One("policy-2", Life.DEAD, 1, AT - 30, note=REFUSED)
+    verdict = check(diagnose(snapshot(policy(3, p2=refused), [world, left])), Kind.MISMATCH, ["policy-1"])
+    assert 0.6 <= verdict.confidence < 0.8
+
+
+def test_who_a_launcher_ends_is_no_culprit() -> None:
+    """torchrun ends all others with SIGTERM when one has failed."""
+    ended = Note(error="ended by SIGTERM from outside", cause="external_kill")
+    odd = {
+        "p0": One("policy-0", Life.DEAD, -15, AT - 2.0, note=ended),
+        "p1": One(
+            "policy-1", Life.DEAD, 1, AT - 3.0, note=Note(error="ValueError: bad", cause="rank_exception_masked")
+        ),
+    }
+    check(diagnose(snapshot(policy(3, **odd), [fsdp(count=3)])), Kind.DEAD, ["policy-1"])
+
+
 def test_resets_are_effects_of_who_left() -> None:
     """The neighbours of a rank that exits early see their connections reset; nobody may be left to wait for it."""
     left, fell = One("policy-1", Life.LEFT, 0, AT - 9), One("policy-0", Life.DEAD, 1, AT - 8.5, note=RESET)

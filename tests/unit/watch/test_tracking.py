@@ -57,6 +57,18 @@ def test_nobody_dies_twice() -> None:
     assert told(tracker, [dead, successor], 4.0) == [(2, Change.TOLD, Level.CONFIRMED)]
 
 
+def test_what_was_known_of_one_does_not_become_a_doubt_about_two() -> None:
+    """Who was freed has ended, and its vote is gone."""
+    tracker = Tracker(hold_s=1.5)
+    where = Collective("fsdp", 412, "all_reduce")
+    sure = replace(NOTICE, kind=Kind.MISMATCH, level=Level.CONFIRMED, collective=where, confidence=0.95)
+    doubt = replace(sure, culprits=(*sure.culprits, Culprit(2, "policy", "a", 8)), confidence=0.45)
+    assert told(tracker, [sure], 0.0) == [(1, Change.TOLD, Level.CONFIRMED)]
+    assert told(tracker, [doubt], 1.0) == [] == told(tracker, [doubt], 2.0) == told(tracker, [sure], 3.0)
+    elsewhere = replace(doubt, collective=replace(where, seq=500))
+    assert told(tracker, [sure, elsewhere], 4.0) == [(2, Change.TOLD, Level.CONFIRMED)]
+
+
 def test_two_stalls_are_two() -> None:
     other = Verdict(Kind.IN_FLIGHT, Level.NOTICE, collective=Collective("fsdp", 4))
     later = replace(other, collective=Collective("fsdp", 5))

@@ -1,0 +1,96 @@
+"""Runs random faults on real gloo ranks under a real agent and supervisor, and prints what these said of them.
+
+    python -m benchmarks.faults --cases 200 --seed 1          about ten minutes
+    python -m benchmarks.faults --cases 200 --seed 1 --resume goes on where it was
+    python -m benchmarks.faults --table                       the tables of what was measured
+    python -m benchmarks.faults --only skips extra --cases 20
+
+One JSON line per case is appended to the file; what went wrong keeps its folder. The supervisor's patience is 1 s to a
+notice and 2.5 s of stillness to a confirmation, so that a case takes seconds.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.cases import FAULTS, cases
+from benchmarks.faults.judge import judge, matrix, numbers, wrong
+from benchmarks.faults.site import run
+from benchmarks.runner import ROOT
+
+OUT = ROOT / "benchmarks" / "results" / "cpu" / "faults.jsonl"
+BEGIN, END, WRONG = "<!-- faults: begin -->", "<!-- faults: end -->", "\nwrong:"
+
+
+def main() -> None:
+    options = arguments()
+    done = read(options.out)
+    if done and not (options.resume or options.table):
+        raise SystemExit(f"{options.out} has {len(done)} cases already: go on with --resume, or name another --out")
+    if not options.table:
+        known = {each["case"]["name"] for each in done}
+        wanted = [each for each in cases(options.seed, options.cases, options.only) if each.name not in known]
+        scratch = Path(tempfile.mkdtemp(prefix="lockstep-faults-"))
+        began = time.monotonic()
+        with ThreadPoolExecutor(options.jobs) as pool, options.out.open("a") as file:
+            futures = {pool.submit(run, each, scratch / each.name): each for each in wanted}
+            for future in as_completed(futures):
+                case, outcome = futures[future], future.result().json()
+                file.write(json.dumps(outcome) + "\n")
+                file.flush()
+                done.append(outcome)
+                said = wrong([judge(outcome)])
+                if not said:
+                    shutil.rmtree(scratch / case.name, ignore_errors=True)
+                print(f"{time.monotonic() - began:6.0f} s  {case.name} {case.fault}: {said or 'right'}", flush=True)
+    text = report(done)
+    print(text)
+    if options.docs:
+        page = options.docs.read_text()
+        head, tail = page.split(BEGIN)[0], page.split(END)[1]
+        options.docs.write_text(f"{head}{BEGIN}\n{text.split(WRONG)[0].strip()}\n{END}{tail}")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a record; the unfinished last one of a run that was killed is cut off."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def report(done: Sequence[dict[str, Any]]) -> str:
+    """The tables in Markdown, and what was wrong."""
+    judged = [judge(each) for each in done]
+    loads = sorted(each.load for each in judged) or [0.0]
+    load = f"Load of the machine: {loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}."
+    said = "\n".join(wrong(judged)) or "nothing was wrong"
+    return f"{matrix(judged)}\n\n{numbers(judged)}\n\n{load}\n{WRONG}\n{said}"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=len(FAULTS), help="default: one of each kind")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=tuple(FAULTS), choices=tuple(FAULTS), metavar="KIND")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at once (default 2)")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE")
+    parser.add_argument("--resume", action="store_true", help="leave out what FILE has already")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the tables into this page, between its markers")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

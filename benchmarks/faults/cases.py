@@ -1,0 +1,267 @@
+"""Random cases: who does what, when and where, and what is to be said of it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import Any
+
+from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, Groups, draw, layouts, members
+
+STEP_LAST = 6
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of fault, and what is to be said of it."""
+
+    kinds: tuple[str, ...]
+    """Those that may be told; empty: nobody is to be accused."""
+    level: str = "confirmed"
+    structural: bool = True
+    """Proven by what is, not by how long it lasts."""
+    call: bool = False
+    """It is a wrong call: what may be refused."""
+    where: str = ""
+    """The function that a verdict is to name."""
+
+
+GONE, STILL, BUSY = ("dead",), ("absent",), ("absent", "slow")
+WRONG = ("mismatch", "cycle")
+"""Who is in another collective than the others: of one communicator, or of two."""
+FAULTS = {
+    "stopped": Fault(STILL),
+    "killed": Fault(GONE),
+    "exits": Fault(GONE),
+    "raises": Fault(GONE),
+    "memory": Fault(GONE),
+    "reward": Fault(STILL, structural=False, where="reward"),
+    "loader": Fault(STILL, structural=False, where="load"),
+    "checkpoint": Fault(STILL, structural=False, where="save"),
+    "never": Fault(STILL, structural=False),
+    "gil": Fault(BUSY, level="notice", structural=False, where="reward"),
+    "spins": Fault(BUSY, level="notice", structural=False, where="reward"),
+    "skips": Fault(WRONG, call=True),
+    "extra": Fault(WRONG, call=True),
+    "operation": Fault(WRONG, call=True),
+    "shape": Fault(WRONG, call=True),
+    "dtype": Fault(WRONG, call=True),
+    "root": Fault(WRONG, call=True),
+    "branch": Fault(WRONG, call=True),
+    "uneven": Fault(WRONG, call=True),
+    "members": Fault((*WRONG, *STILL)),
+    "order": Fault(("cycle",)),
+    "two": Fault((*GONE, *STILL)),
+    "slow": Fault((), level="notice"),
+    "tail cpu": Fault((), level="notice"),
+    "tail io": Fault((), level="notice"),
+    "tail counter": Fault((), level="notice"),
+    "slow disk": Fault((), level="notice"),
+}
+PAIRS = (
+    ("stopped", "stopped"), ("killed", "killed"), ("killed", "raises"), ("stopped", "killed"), ("reward", "reward"),
+    ("reward", "loader"), ("stopped", "reward"),
+)  # fmt: skip
+"""Of two at once."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    fault: str
+    world: int
+    layout: str
+    schedule: tuple[Call, ...]
+    faults: dict[int, str]
+    """What each culprit does."""
+    step: int
+    """In which it happens ..."""
+    at: int
+    """... before which of its calls, or to which."""
+    refuse: bool = False
+
+    @property
+    def groups(self) -> Groups:
+        return layouts(self.world)[self.layout]
+
+    @property
+    def about(self) -> Fault:
+        return FAULTS[self.fault]
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(told: dict[str, Any]) -> "Case":
+        schedule = tuple(Call(**each) for each in told["schedule"])
+        return Case(**{**told, "schedule": schedule, "faults": {int(k): v for k, v in told["faults"].items()}})
+
+
+def cases(seed: int, count: int, faults: Sequence[str] = tuple(FAULTS)) -> Iterator[Case]:
+    """The first `count` of a seed's cases: the kinds in turn, the rest drawn."""
+    for number in range(count):
+        rng = Random(f"{seed}-{number}")
+        yield case(rng, faults[number % len(faults)], f"{seed}-{number}")
+
+
+def case(rng: Random, fault: str, name: str) -> Case:
+    """A random case of one kind."""
+    while True:
+        world = rng.choice((2, 3, 3, 4, 4)) if fault != "two" else rng.choice((3, 4))
+        layout = rng.choice(sorted(layouts(world)) if fault != "two" else ["world", "twins"])  # both are waited for
+        groups = layouts(world)[layout]
+        schedule = draw(rng, groups)
+        culprit = rng.randrange(world)
+        at = _place(rng, fault, schedule, groups, culprit)
+        if at is not None:
+            break
+    done = {culprit: fault}
+    if fault == "two":
+        first, second = rng.choice(PAIRS)
+        done = {culprit: first, rng.choice([each for each in range(world) if each != culprit]): second}
+    refuse = FAULTS[fault].call and rng.random() < 0.5
+    return Case(name, fault, world, layout, schedule, done, rng.randrange(3, STEP_LAST + 1), at, refuse)
+
+
+def _place(rng: Random, fault: str, schedule: Sequence[Call], groups: Groups, culprit: int) -> int | None:
+    """Before which call it happens; None where this kind has no place in the schedule."""
+    own = [i for i, call in enumerate(schedule) if members(groups, call.group, culprit)]
+    if fault == "order":
+        own = [i for i in own if _crosses(schedule, groups, culprit, i)]
+    elif fault in ("shape", "dtype"):
+        own = [i for i in own if PLACES[schedule[i].place].size]
+    elif fault == "root":
+        own = [i for i in own if schedule[i].place in ROOTED]
+    return rng.choice(own) if own else None
+
+
+def _crosses(schedule: Sequence[Call], groups: Groups, culprit: int, at: int) -> bool:
+    """Whether a call and the next one, exchanged, wait for each other: on two communicators with two common members,
+    and nobody leaves them before all have come."""
+    if at + 1 == len(schedule):
+        return False
+    here, there = schedule[at], schedule[at + 1]
+    both = {*members(groups, here.group, culprit)} & {*members(groups, there.group, culprit)}
+    waits = all(PLACES[each.place].operation in ("all_reduce", "barrier") for each in (here, there))
+    return here.group != there.group and len(both) >= 2 and waits
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is to be said."""
+
+    kinds: tuple[str, ...]
+    level: str
+    culprits: frozenset[int]
+    open_to: frozenset[int] = field(default_factory=frozenset)
+    """The members of a communicator in which nobody is in the majority: all of them is as good an answer."""
+    collectives: frozenset[tuple[str, int]] = field(default_factory=frozenset)
+    """(communicator, sequence number): one of these; empty where none has to be named."""
+
+
+def expected(case: Case) -> Expected:
+    """What is to be said of a case."""
+    about = case.about
+    culprits = frozenset(case.faults) if about.kinds else frozenset()
+    if not about.kinds:
+        return Expected((), about.level, culprits)
+    if about.call:
+        parted = partings(case)
+        group = next((name for name, _ in parted), WORLD)
+        there = members(case.groups, group, next(iter(culprits)))
+        return Expected(about.kinds, about.level, culprits, _pair(there), frozenset(parted) | waited_for(case))
+    if case.fault == "order":
+        first, second = case.schedule[case.at : case.at + 2]
+        both = {*members(case.groups, first.group, next(iter(culprits)))}
+        both &= {*members(case.groups, second.group, next(iter(culprits)))}
+        return Expected(about.kinds, about.level, culprits, _pair(tuple(sorted(both))), waited_for(case, 2))
+    if case.fault in ("never", "members"):
+        return Expected(about.kinds, about.level, culprits, _pair(tuple(range(case.world))))
+    return Expected(about.kinds, about.level, culprits, collectives=waited_for(case))
+
+
+def _pair(who: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(who) if len(who) == 2 else frozenset()
+
+
+def waited_for(case: Case, ahead: int = 1) -> frozenset[tuple[str, int]]:
+    """The collectives that culprits would enter next when it happens, on each of their communicators; with `ahead`
+    2, those after them too."""
+    found = set()
+    for rank in case.faults:
+        done = dict.fromkeys(case.groups, 0)
+        for call in list(case.schedule) * (case.step - 1) + list(case.schedule[: case.at]):
+            if members(case.groups, call.group, rank):
+                done[call.group] += 1
+        if case.faults[rank] == "checkpoint":  # at the end of the step
+            for call in case.schedule[case.at :]:
+                done[call.group] += bool(members(case.groups, call.group, rank))
+        elif case.faults[rank] in AT_BEGIN:
+            for call in case.schedule[: case.at]:
+                done[call.group] -= bool(members(case.groups, call.group, rank))
+        found |= {(name, count + k) for name, count in done.items() for k in range(1, ahead + 1)}
+    return frozenset(found)
+
+
+AT_BEGIN = ("loader", "reward", "gil", "spins", "memory", "uneven", "slow", "tail cpu", "tail io", "tail counter")
+"""What happens in functions that a step begins with, before its first call."""
+
+Signature = tuple[str, int, str, int]
+
+
+def done_by(case: Case, rank: int, steps: int) -> list[tuple[str, Signature]]:
+    """(communicator, operation, size, dtype and root) of all calls of a rank in so many steps, its fault included."""
+    fault, found = case.faults.get(rank), []
+    for step in range(1, steps + 1):
+        if fault == "uneven" and step == case.step:
+            return [*found, (WORLD, _signature(Call(FINISH, WORLD)))]
+        for i, call in enumerate(case.schedule):
+            if not members(case.groups, call.group, rank):
+                continue
+            usual = (call.group, _signature(call))
+            now = step == case.step and i == case.at and fault is not None and FAULTS[fault].call
+            found += _instead(fault or "", call, usual) if now else [usual]
+    return found
+
+
+def _signature(call: Call) -> Signature:
+    place = PLACES[call.place]
+    return place.operation, place.size, "float32", 0 if call.place in ROOTED else -1
+
+
+def _instead(fault: str, call: Call, usual: tuple[str, Signature]) -> list[tuple[str, Signature]]:
+    group, (operation, size, dtype, root) = usual
+    if fault == "skips":
+        return []
+    if fault == "extra":
+        return [usual, usual]
+    if fault == "branch":
+        return [(group, other(call)), usual]
+    changed = {
+        "operation": other(call), "shape": (operation, 3 * size, dtype, root),
+        "dtype": (operation, size, "float64", root), "root": (operation, size, dtype, 1),
+    }[fault]  # fmt: skip
+    return [(group, changed)]
+
+
+def other(call: Call) -> Signature:
+    """Another operation than that of a call, on the same communicator."""
+    return _signature(Call("gradients" if PLACES[call.place].operation != "all_reduce" else "meet", call.group))
+
+
+def partings(case: Case) -> list[tuple[str, int]]:
+    """Of each communicator, the first number under which its members call different things."""
+    culprit = next(iter(case.faults))
+    peers = [rank for rank in range(case.world) if rank != culprit]
+    found = []
+    for group in case.groups:
+        there = members(case.groups, group, culprit)
+        peer = next((each for each in peers if each in there), None)
+        if peer is None:
+            continue
+        mine, theirs = (
+            [what for name, what in done_by(case, rank, case.step + 3) if name == group] for rank in (culprit, peer)
+        )
+        parted = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b), None)
+        if parted is not None:
+            found.append((group, parted))
+    return found

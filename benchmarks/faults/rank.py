@@ -1,0 +1,255 @@
+"""A rank of a small training, which does what a case says: `python -m benchmarks.faults.rank FOLDER RUN RANK`."""
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.faults.cases import AT_BEGIN, Case
+from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, members
+from lockstep.watch import beacon, recorder, waits
+
+BOUND_S = 120.0
+FOREVER_S = 1000.0
+ELSEWHERE = ("checkpoint", "slow disk", "never", "members")
+"""Faults that do not happen at a call."""
+SILENCE_S = 7.5
+"""Of those that do something: three times what confirms who does nothing."""
+
+
+class Rank:
+    def __init__(self, folder: Path, run: str, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.case = Case.of(json.loads((folder / "case.json").read_text()))
+        self.fault = self.case.faults.get(rank, "")
+        self.own = beacon.open_beacon(run, f"policy-{rank}", "policy", rank)
+        self.own.stage("begin")
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        self.step = 0
+
+    def run(self) -> None:
+        self.join()
+        self.own.stage("train")
+        while True:
+            self.step += 1
+            self.own.progress("steps", self.step)
+            if self.fault == "uneven" and self.now():
+                self.strike()
+                break
+            self.load()
+            self.score()
+            for i, call in enumerate(self.case.schedule):
+                if members(self.case.groups, call.group, self.rank):
+                    self.call(i, call)
+            self.save()
+        meet(torch.zeros(1), self.groups[WORLD], 0, self.case.world)
+
+    def join(self) -> None:
+        recorder.install(refuse=self.case.refuse)
+        if self.fault == "never":
+            self.strike()
+            time.sleep(FOREVER_S)
+        with waits.waiting("rendezvous", "the ranks", f"rank {self.rank} joins policy-1", BOUND_S):
+            store = dist.FileStore(str(self.folder / "store"), self.case.world)
+            bound = timedelta(seconds=BOUND_S)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.case.world, timeout=bound)
+            for name, each in self.case.groups.items():
+                for ranks in () if name == WORLD else each:
+                    made = dist.new_group(list(ranks), timeout=bound, group_desc=name)
+                    if self.rank in ranks:
+                        self.groups[name] = made
+        assert dist.group.WORLD is not None
+        self.groups[WORLD] = dist.group.WORLD
+        if self.case.fault == "members":
+            self.later()
+
+    def later(self) -> None:
+        """A communicator of all; the culprit takes itself for its only member."""
+        dist.barrier()
+        ranks = list(range(self.case.world))
+        if self.fault:
+            self.strike()
+            ranks = [self.rank, (self.rank + 1) % self.case.world] if self.case.world > 2 else [self.rank]
+        with waits.waiting("rendezvous", "the ranks", f"rank {self.rank} joins late-1", BOUND_S):
+            late = dist.new_group(ranks, timeout=timedelta(seconds=BOUND_S), group_desc="late")
+        dist.all_reduce(torch.ones(4), group=late)
+
+    def now(self) -> bool:
+        return bool(self.fault) and self.step == self.case.step
+
+    def strike(self) -> None:
+        """Says when it happens."""
+        draft = self.folder / f".struck-{self.rank}"
+        draft.write_text(repr(time.time()))
+        draft.rename(self.folder / f"struck-{self.rank}")
+
+    def load(self) -> None:
+        """The data loader."""
+        if self.now() and self.fault == "loader":
+            self.strike()
+            time.sleep(FOREVER_S)
+        time.sleep(0.01)
+
+    def score(self) -> None:
+        """The reward."""
+        self.own.progress("samples", 4 * self.step)
+        if self.now() and self.fault in AT_BEGIN:
+            self.reward()
+        elif self.fault == "slow":
+            until = time.monotonic() + 0.7
+            while time.monotonic() < until:
+                torch.ones(64, 64) @ torch.ones(64, 64)
+        time.sleep(0.01)
+
+    def reward(self) -> None:
+        if self.fault == "loader":
+            return
+        self.strike()
+        if self.fault == "reward":
+            time.sleep(FOREVER_S)
+        elif self.fault == "gil":
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        elif self.fault == "spins":
+            while True:
+                pass
+        elif self.fault == "memory":
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), used + (64 << 20)))
+            torch.zeros(1 << 28)
+        elif self.fault.startswith("tail"):
+            self.tail(self.fault.removeprefix("tail "))
+
+    def tail(self, moves: str) -> None:
+        """A long silence in which something moves."""
+        until = time.monotonic() + SILENCE_S
+        count = 0
+        with (self.folder / f"scratch-{self.rank}").open("wb", buffering=0) as scratch:
+            while time.monotonic() < until:
+                count += 1
+                if moves == "cpu":
+                    torch.ones(128, 128) @ torch.ones(128, 128)
+                elif moves == "io":
+                    scratch.write(bytes(64 << 10))
+                    time.sleep(0.1)
+                else:
+                    self.own.progress("tokens", count)
+                    time.sleep(0.4)
+
+    def save(self) -> None:
+        """The checkpoint, in every step."""
+        self.own.stage("checkpoint")
+        if self.now() and self.fault == "checkpoint":
+            self.strike()
+            time.sleep(FOREVER_S)
+        if self.now() and self.fault == "slow disk":
+            self.strike()
+            with (self.folder / f"checkpoint-{self.rank}").open("wb", buffering=0) as file:
+                for _ in range(int(SILENCE_S / 0.25)):
+                    file.write(bytes(128 << 10))
+                    time.sleep(0.25)
+        self.own.stage("train")
+
+    def call(self, i: int, call: Call) -> None:
+        """A collective of the schedule, or what a culprit does instead."""
+        fault = self.fault if self.now() else ""
+        if fault == "order" and i == self.case.at:
+            self.strike()
+            self.issue(self.case.schedule[i + 1])
+            self.issue(call)
+        elif fault == "order" and i == self.case.at + 1:
+            return
+        elif fault and i == self.case.at and fault not in AT_BEGIN:
+            self.wrong(fault, call)
+        else:
+            self.issue(call)
+
+    def wrong(self, fault: str, call: Call) -> None:
+        if fault not in ELSEWHERE:
+            self.strike()
+        if fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "exits":
+            sys.exit(0)
+        elif fault == "raises":
+            raise KeyError("advantages")
+        if fault == "extra":
+            self.issue(call)
+        if fault == "branch" and self.rank == next(iter(self.case.faults)):
+            self.issue(other(call))
+        if fault == "operation":
+            self.issue(other(call))
+        elif fault == "shape":
+            self.issue(call, times=3)
+        elif fault == "dtype":
+            self.issue(call, dtype=torch.float64)
+        elif fault == "root":
+            self.issue(call, root=1)
+        elif fault != "skips":
+            self.issue(call)
+
+    def issue(self, call: Call, times: int = 1, dtype: torch.dtype = torch.float32, root: int = 0) -> None:
+        group, who = self.groups[call.group], members(self.case.groups, call.group, self.rank)
+        size = PLACES[call.place].size * times
+        LINES[call.place](torch.ones(size, dtype=dtype), group, who[root], len(who))
+
+
+def other(call: Call) -> Call:
+    return Call("gradients" if PLACES[call.place].operation != "all_reduce" else "meet", call.group)
+
+
+def gradients(tensor: torch.Tensor, group: dist.ProcessGroup, root: int, size: int) -> None:
+    dist.all_reduce(tensor, group=group)
+
+
+def norm(tensor: torch.Tensor, group: dist.ProcessGroup, root: int, size: int) -> None:
+    dist.all_reduce(tensor, group=group)
+
+
+def loss(tensor: torch.Tensor, group: dist.ProcessGroup, root: int, size: int) -> None:
+    dist.all_reduce(tensor, group=group)
+
+
+def weights(tensor: torch.Tensor, group: dist.ProcessGroup, root: int, size: int) -> None:
+    dist.broadcast(tensor, root, group=group)
+
+
+def tokens(tensor: torch.Tensor, group: dist.ProcessGroup, root: int, size: int) -> None:
+    dist.all_gather_into_tensor(tensor.repeat(size), tensor, group=group)
+
+
+def metrics(tensor: torch.Tensor, group: dist.ProcessGroup, root: int, size: int) -> None:
+    dist.reduce(tensor, root, group=group)
+
+
+def meet(tensor: torch.Tensor, group: dist.ProcessGroup, root: int, size: int) -> None:
+    dist.barrier(group=group)
+
+
+LINES = {each.__name__: each for each in (gradients, norm, loss, weights, tokens, metrics, meet)}
+assert LINES.keys() == PLACES.keys() and FINISH in LINES and {*ROOTED} < LINES.keys()
+
+
+def main() -> None:
+    folder, rank = Path(sys.argv[1]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    try:
+        Rank(folder, sys.argv[2], rank).run()
+    except RuntimeError as error:
+        draft = folder / f".ended-{rank}"
+        draft.write_text(json.dumps({"at": time.time(), "type": type(error).__name__, "text": str(error)}))
+        draft.rename(folder / f"ended-{rank}")
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The collectives of a step, and which of them ranks that do something wrong come to call under one number."""
+
+from dataclasses import dataclass
+from random import Random
+
+ROOTED = ("weights", "metrics")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the program from which a collective is issued."""
+
+    operation: str
+    size: int
+    """Numbers of float32; 0 without a tensor."""
+
+
+PLACES = {
+    "gradients": Place("all_reduce", 64),
+    "norm": Place("all_reduce", 1),
+    "loss": Place("all_reduce", 1),
+    "weights": Place("broadcast", 32),
+    "tokens": Place("all_gather_into_tensor", 8),
+    "metrics": Place("reduce", 16),
+    "meet": Place("barrier", 0),
+}
+FINISH = "meet"
+"""What the program calls on all ranks after its last step."""
+
+
+@dataclass(frozen=True)
+class Call:
+    place: str
+    group: str
+
+
+Groups = dict[str, tuple[tuple[int, ...], ...]]
+"""By name: the communicators of that name, each with its ranks; a rank is in one of them at most."""
+
+WORLD = "default_pg"
+
+
+def layouts(world: int) -> dict[str, Groups]:
+    """Communicators by the layout's name; the default one is in each."""
+    everybody = tuple(range(world))
+    found: dict[str, Groups] = {
+        "world": {WORLD: (everybody,)},
+        "twins": {WORLD: (everybody,), "one": (everybody,), "two": (everybody,)},
+    }
+    if world == 3:
+        found["subgroup"] = {WORLD: (everybody,), "tensor": ((0, 1),)}
+        found["overlapping"] = {WORLD: (everybody,), "left": ((0, 1),), "right": ((1, 2),)}
+    elif world == 4:
+        found["subgroup"] = {WORLD: (everybody,), "tensor": ((0, 1), (2, 3))}
+        found["overlapping"] = {WORLD: (everybody,), "left": ((0, 1, 2),), "right": ((1, 2, 3),)}
+    return found
+
+
+def draw(rng: Random, groups: Groups) -> tuple[Call, ...]:
+    """A step's calls: each communicator has two with different signatures, so that one too few or too many shows."""
+    calls = []
+    for group in groups:
+        first = rng.choice([place for place in PLACES if place != FINISH])
+        other = rng.choice([place for place in PLACES if PLACES[place] != PLACES[first]])
+        calls += [Call(first, group), Call(other, group)]
+    calls += [Call(rng.choice(list(PLACES)), rng.choice(list(groups))) for _ in range(rng.randrange(3))]
+    rng.shuffle(calls)
+    return tuple(calls)
+
+
+def members(groups: Groups, name: str, rank: int) -> tuple[int, ...]:
+    """Who is in a rank's communicator of that name; empty when it has none."""
+    return next((each for each in groups[name] if rank in each), ())
