@@ -22,6 +22,9 @@ SENT_BYTES = 1 << 10
 """Taken from one TCP socket, or sent over it, in a second: less is a heartbeat; an answer that is streamed is more."""
 RUNNABLE_LOOKS = 4
 """Looks in a row at which some thread wants a core. What polls is caught at it now and then, and not so often."""
+WANTED = 0.3
+"""Of the time between two looks, what one thread ran or waited for a core: then it had work. What polls ten times a
+second on a core with five busy loops comes to 0.2."""
 DISK_LOOKS = 2
 """The same of uninterruptible waits."""
 
@@ -55,6 +58,7 @@ class Activity:
     _own_ns: int = 0
     _below: dict[int, Usage] = field(default_factory=dict)
     _sent: dict[int, int] = field(default_factory=dict)
+    _wanted: dict[int, int] = field(default_factory=dict)
     _disks: int = 0
     _deep_ns: int = 0
     """When it and all below it were looked at for the last time; 0 where that is too long ago to compare with."""
@@ -81,6 +85,7 @@ class Activity:
         known = host.sockets()
         sent = {inode: known[inode] for inode in sockets.inodes([self.pid, *below]) if inode in known}
         runnable, in_disk = _states([self.pid, *below])
+        wanted = {int(tid): procs.wanted_ns(pid, tid) for pid in (self.pid, *below) for tid in procs.threads(pid)}
         disks = host.disks() if in_disk else self._disks
         seconds = (now - self._deep_ns) / 1e9 if self._deep_ns else 0.0
         self._runnable = self._runnable + 1 if runnable else 0
@@ -89,9 +94,10 @@ class Activity:
         if seconds:
             found |= sum(_grown(self._below, below, lambda used: used.cpu_s)) > BUSY * seconds + TICK_S
             found |= sum(_grown(self._below, below, lambda used: used.moved or 0)) > MOVED_BYTES * seconds
+            found |= max(_grown(self._wanted, wanted, float), default=0.0) > WANTED * seconds * 1e9
             found |= max(_grown(self._sent, sent, float), default=0.0) > SENT_BYTES * seconds
             found |= self._in_disk >= DISK_LOOKS and disks - self._disks > MOVED_BYTES * seconds
-        self._below, self._sent, self._disks, self._deep_ns = below, sent, disks, now
+        self._below, self._sent, self._wanted, self._disks, self._deep_ns = below, sent, wanted, disks, now
         return found
 
 

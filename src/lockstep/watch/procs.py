@@ -106,6 +106,12 @@ def thread_state(pid: int, tid: str) -> str | None:
     return None if not text else text[text.rindex(")") + 2]
 
 
+def wanted_ns(pid: int, tid: str) -> int:
+    """How long a thread has run or waited for a core so far; 0 where the kernel does not say."""
+    words = (_read(f"/proc/{pid}/task/{tid}/schedstat") or "").split()
+    return int(words[0]) + int(words[1]) if words else 0
+
+
 def frozen(pid: int) -> bool:
     """Whether the freezer of its cgroup (version 1 or 2) holds it; False where that cannot be read."""
     for line in (_read(f"/proc/{pid}/cgroup") or "").splitlines():

@@ -134,6 +134,14 @@ def test_who_is_starved_would_do_something() -> None:
         assert ever(child.pid, settle=6)
 
 
+def test_a_little_work_now_and_then_is_something_on_a_loaded_machine() -> None:
+    """It gets a tenth of what it wants: its CPU time does not tell it from what polls."""
+    code = "import time\nwhile True:\n    time.sleep(0.6); end = time.monotonic() + 0.1\n"
+    code += "    while time.monotonic() < end: pass"
+    with crowd(4) as join, running(f"import os; os.nice(5)\n{code}", preexec_fn=join) as child:
+        assert ever(child.pid)
+
+
 def test_who_is_stuck_does_nothing_on_a_loaded_machine() -> None:
     """A stuck main thread, and one beside it that wakes ten times a second, as beacons and recorders do."""
     with crowd(2) as join, running(POLLS + "time.sleep(600)", preexec_fn=join) as child:
