@@ -32,6 +32,7 @@ from lockstep.watch.evidence import (
     Process,
     Processes,
 )
+from lockstep.watch.hearing import parse
 from lockstep.watch.inbox import Inbox
 from lockstep.watch.messages import (
     Member,
@@ -212,7 +213,7 @@ def in_circle(evidence: Evidence, odd: int) -> Evidence:
     )
 
 
-def messages(evidence: Evidence) -> tuple[list[str], list[str]]:
+def messages(evidence: Evidence) -> tuple[list[bytes], list[bytes]]:
     """Rosters and states of all hosts, as they come out of their sockets."""
     members, processes = evidence.communicators, evidence.processes
     order = np.argsort(members.process, kind="stable")
@@ -260,7 +261,9 @@ def messages(evidence: Evidence) -> tuple[list[str], list[str]]:
                 ),
             )
         )  # fmt: skip
-    return [json.dumps(encode(each)) for each in rosters], [json.dumps(encode(each)) for each in states]
+    return [json.dumps(encode(each)).encode() for each in rosters], [
+        json.dumps(encode(each)).encode() for each in states
+    ]
 
 
 def timed(call: Callable[[], list[Verdict]], runs: int) -> tuple[float, float, list[Verdict]]:
@@ -274,9 +277,9 @@ def timed(call: Callable[[], list[Verdict]], runs: int) -> tuple[float, float, l
     return statistics.median(taken), max(taken), verdicts
 
 
-def from_messages(inbox: Inbox, texts: list[str], evidence: Evidence, patience: Patience) -> list[Verdict]:
-    for text in texts:
-        inbox.receive(json.loads(text), AT)
+def from_messages(inbox: Inbox, frames: list[bytes], evidence: Evidence, patience: Patience) -> list[Verdict]:
+    for frame in frames:
+        inbox.receive(parse(frame), AT)
     built = inbox.evidence(AT)
     return diagnose(replace(built, edges=evidence.edges), patience)
 
@@ -301,10 +304,10 @@ def line(name: str, evidence: Evidence, patience: Patience, runs: int) -> str:
     median, worst, verdicts = timed(lambda: diagnose(evidence, patience), runs)
     inbox = Inbox()
     rosters, states = messages(evidence)
-    for text in rosters:
-        inbox.receive(json.loads(text), AT)
+    for frame in rosters:
+        inbox.receive(parse(frame), AT)
     about = {str(key): [call.operation, call.shapes, call.dtype, None, ""] for key, call in ((11, CALL), (12, OTHER))}
-    inbox.receive({**json.loads(states[0]), "about": about}, AT)
+    inbox.receive({**parse(states[0]), "about": about}, AT)
     from_messages(inbox, states, evidence, patience)
     whole, slowest, _ = timed(lambda: from_messages(inbox, states, evidence, patience), max(3, runs // 3))
     said = f"{verdicts[0].kind}: {verdicts[0].explanation[:70]}" if verdicts else "nothing"

@@ -2,8 +2,9 @@
 
 Calls with and without it alternate in one process, in blocks of 250, and the median of the differences of
 neighbouring blocks counts, in CPU time of the calling thread: back to back, and with 50 us of other work between
-them, which finds the recorder's code and data out of the processor's nearest caches, as a real program does. The poll
-is measured apart. The share of a step is reckoned from both.
+them, which finds the recorder's code and data out of the processor's nearest caches, as a real program does. Without it
+means without anything of it, `Work.wait` included, on a communicator of its own. The poll is measured apart. The share
+of a step is reckoned from both.
 """
 
 import argparse
@@ -88,13 +89,16 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
     assert found is not None
     store = dist.FileStore(str(Path(folder, "store")), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    value = torch.ones(4)
-    bare = dist.all_reduce.__wrapped__
+    value, add = torch.ones(4), dist.ReduceOp.SUM
+    work, waits = torch._C._distributed_c10d.Work, torch._C._distributed_c10d.Work.wait
+    bare, groups = dist.all_reduce.__wrapped__, [dist.new_group(list(range(world))) for _ in range(2)]
 
     def block(function: Any) -> float:
+        plain = function is bare
+        work.wait, group = waits.__wrapped__ if plain else waits, groups[plain]
         began = time.thread_time()
         for _ in range(BLOCK):
-            function(value)
+            function(value, add, group)
             pause = time.monotonic_ns() + 1000 * pause_us
             while time.monotonic_ns() < pause:
                 pass
@@ -105,7 +109,11 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
     pairs = [(block(bare), block(dist.all_reduce)) for _ in range(blocks)]
     costs = [after - before for before, after in pairs]
     noting = Wrappers(found, torch).wrapper_of(nothing, FORMS["all_reduce"])
+    member = found.member(groups[0])
+    assert member is not None
+    member.until = 1 << 62  # c10d's number does not move here
     alone = min(block(noting) for _ in range(10)) - min(block(nothing) for _ in range(10))
+    member.settle()
     began = time.thread_time()
     for _ in range(200):
         found.tick()

@@ -353,7 +353,7 @@ while not ids:
     pass
 tape = own.tape()
 line = tape.open_line(11, 22, "0", "fsdp", "gloo", 2, 0, ids[0])
-line.enter(7, 5, 1, 1, tape.text(SEPARATOR.join(["all_reduce", "", "", "", ""])), 0, 0, 0)
+line.enter(7, 5, 1, tape.text(SEPARATOR.join(["all_reduce", "", "", "", ""])))
 print("up", flush=True)
 broken.wait()
 print("freed:", inbox.stalled(), flush=True)

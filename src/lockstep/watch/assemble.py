@@ -231,8 +231,8 @@ def _communicators(layout: Layout, heard: Sequence[Heard]) -> Communicators:
     nothing = member_record()
     parts = [each.state.members if each.state else nothing * count for each, count in zip(heard, counts, strict=True)]
     parts.append(nothing)
-    table = np.frombuffer(b"".join(parts), dtype=_MEMBER)[layout.record]
-    at = _at(heard, counts, 1)[layout.record]
+    table = np.frombuffer(b"".join(parts), dtype=_MEMBER).take(layout.record)  # a tenth of the time of an index
+    at = _at(heard, counts, 1).take(layout.record)
     return Communicators(
         about=layout.about,
         starts=layout.starts,
@@ -251,7 +251,7 @@ def _calls(layout: Layout, heard: Sequence[Heard], about: Mapping[int, Call]) ->
     parts = [each.state.calls if each.state else b"" for each in heard]
     table = np.frombuffer(b"".join(parts), dtype=_CALL)
     firsts = np.repeat(np.array(layout.first_member, dtype=np.int64), [len(part) // CALL.size for part in parts])
-    membership = layout.membership[firsts + table["member"]]
+    membership = layout.membership.take(firsts + table["member"])
     if (membership < 0).any():
         table, membership = table[membership >= 0], membership[membership >= 0]
     sites: dict[tuple[int, int], str] = {}

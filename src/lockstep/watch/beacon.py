@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 MAGIC = b"LOCKSTEP"
-VERSION = 2
+VERSION = 3
 COUNTERS = 24
 WAITS = 16
 EVENTS = 128
@@ -106,11 +106,14 @@ class Beacon:
         with self._lock:
             if self._open and self._tape is None:
                 self._tape = tapes.Tape(self._memory, _COMMUNICATORS_AT, _TAPE_AT)
+                self._tape.stage(self.stage_name)
             return self._tape
 
     def stage(self, name: str) -> None:
         with self._lock:
             self.stage_name = name
+            if self._tape is not None:
+                self._tape.stage(name)
             if self._open:
                 self._moves += 1
                 self._stage.write(time.monotonic_ns(), fit(name, 96))

@@ -26,6 +26,7 @@ class Counting:
                     member.count(numbers)
                     counted.add(id(member))
         for member in everybody:
+            member.verify()
             if id(member) not in counted and member.sequence() > 0:
                 member.count((member.sequence(), UNSAID))
 

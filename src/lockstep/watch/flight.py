@@ -3,6 +3,7 @@ little is known."""
 
 from collections.abc import Collection
 from heapq import nsmallest
+from operator import attrgetter
 
 import numpy as np
 
@@ -112,8 +113,8 @@ def _host_in_all(case: Case, graph: Graph, nodes: list[int]) -> tuple[list[int],
     spans: list[set[str]] = []
     for node in nodes[:PAIRS]:
         rows = case.members(int(graph.communicator[node]))
-        processes = case.evidence.communicators.process[rows].tolist()
-        spans.append({who[each].host for each in processes})
+        processes = map(who.__getitem__, case.evidence.communicators.process[rows].tolist())
+        spans.append(set(map(attrgetter("host"), processes)))
     hosts, common = set().union(*spans), set.intersection(*spans)
     if len(common) != 1 or all(span == hosts for span in spans):
         return [], hosts

@@ -1,12 +1,11 @@
 """What agents have said, kept between the supervisor's ticks.
 
 inbox = Inbox(expected=processes_of_the_run, aliases={"the scorers": Alias("reward", Needs.ANY)})
-inbox.receive(json.loads(frame), now)      # every message of every agent
+inbox.receive(parse(frame), now)           # every message of every agent
 diagnose(inbox.evidence(now), patience)    # at every tick
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from lockstep.watch.assemble import Alias, Heard, Layout, assemble, lay_out
@@ -81,6 +80,8 @@ class Inbox:
 
 def _meetings(roster: Roster, said: State) -> frozenset[tuple[str, int, int]]:
     """Role, first and last rank of those who should come to the meetings of a host's processes."""
+    if not said.waits:
+        return frozenset()
     return frozenset(
         (roster.processes[wait.process].role, wait.expected.first, wait.expected.last)
         for wait in said.waits
@@ -103,7 +104,7 @@ def _updated(known: Heard, said: State, at: float) -> Heard:
     if len(said.calls) % CALL.size:
         raise ValueError(f"state of host {said.host}: {len(said.calls)} bytes of calls, not a multiple of {CALL.size}")
     if not said.about:
-        return replace(known, state=said, at=at)
+        return Heard(known.roster, said, at, known.about)
     about = {**known.about, **said.about}
     for old in list(about)[: max(0, len(about) - _REMEMBERED)]:
         del about[old]

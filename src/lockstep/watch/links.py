@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.watch import wire
 from lockstep.watch.agent_client import Address
+from lockstep.watch.hearing import parse
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class Link:
                 frame = self.connection.recv(0)
                 if frame is None:
                     break
-                message = json.loads(frame)
+                message = parse(frame)
                 request = self._requests.pop(str(message.get("reply")), None)
                 if request is not None:
                     request.answered(None if "error" in message else message)

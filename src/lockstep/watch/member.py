@@ -8,57 +8,39 @@ from lockstep.watch.counts import Offsets
 from lockstep.watch.errors import CollectiveRefused
 from lockstep.watch.records import CallRecord
 from lockstep.watch.schedule import Board
-from lockstep.watch.tape import (
-    CALL_BYTES,
-    CALLS,
-    FRESH,
-    LEFT,
-    MASK,
-    NO_PEER,
-    P2P,
-    PRIME,
-    REFUSED,
-    Line,
-    Tape,
-    pack_call,
-)
+from lockstep.watch.tape import CALLS, LEFT, NO_PEER, P2P, REFUSED, SEQ, UNSURE, WHERE, Line
 
 UNSAID = -2
-What = tuple[int, int, int, int, int]
-"""Of a call: signature, numbers of the texts of it and of its site, the site's digest, and the smaller number."""
-
-
-class Context:
-    """The stage a call is issued in, by number of its text; changes rarely."""
-
-    def __init__(self, own: beacon.Beacon, tape: Tape) -> None:
-        self.own, self.tape = own, tape
-        self.stage = ""
-        self.number = 0
-
-    def renew(self) -> int:
-        """The number of the present stage."""
-        self.stage = self.own.stage_name
-        self.number = self.tape.text(self.stage) if self.stage else 0
-        return self.number
+What = tuple[int, int, int]
+"""Of a call: signature, texts as they lie in its record, the site's digest."""
+ASKED_EVERY = 8
+STEADY = 256
+"""After so many calls in a row whose numbers went with ours, c10d is asked for every eighth number only."""
+NEVER = -(1 << 62)
 
 
 class Member:
-    """One communicator of this process. Calls on it are issued by one thread at a time."""
+    """One communicator of this process. Calls on it are issued by one thread at a time.
+
+    A call's sequence number is c10d's, which other callers (C++) move too. Where all calls come from Python, it is ours
+    and a constant; then c10d is asked now and then only, since asking costs half as much as all the rest. Where it
+    turns out that others have come in between, the calls since the last answer are said to be unsure, and from then on
+    c10d is asked every time.
+    """
 
     __slots__ = (
-        "board", "context", "counted", "entered", "group", "hardened", "issued", "label", "line", "name", "offsets",
-        "rank", "ranks", "raw", "rolling", "run", "sequence",
+        "asked", "board", "counted", "entered", "group", "hardened", "issued", "label", "lead", "line", "name",
+        "offsets", "rank", "ranks", "raw", "run", "seen", "sequence", "steady", "sure", "until",
     )  # fmt: skip
 
-    def __init__(
-        self, group: Any, line: Line, name: str, label: str, ranks: list[int], rank: int, context: Context
-    ) -> None:  # fmt: skip
+    def __init__(self, group: Any, line: Line, name: str, label: str, ranks: list[int], rank: int) -> None:
         self.group, self.line, self.name, self.label = group, line, name, label
-        self.ranks, self.rank, self.context = ranks, rank, context
+        self.ranks, self.rank = ranks, rank
         self.board: Board | None = None
         self.run = ""
-        self.issued = self.rolling = 0
+        self.issued = self.lead = self.steady = self.seen = 0
+        self.asked = self.until = self.sure = 0
+        """At which collective c10d was asked last, before which it need not be asked, and the first's number."""
         self.offsets = Offsets()
         self.raw = (-1, -1)
         """What the poll saw last."""
@@ -81,43 +63,77 @@ class Member:
         Raises:
             CollectiveRefused: another member on this host has entered something else at this place.
         """
-        # Written out, without the calls that it stands for (Line.enter, roll): they would double its cost.
-        signature, label, site, where, _ = what
-        context, line = self.context, self.line
-        number = context.number
-        if context.own.stage_name is not context.stage or number <= context.tape.newest_text - FRESH:
-            number = context.renew()
-        self.issued = issued = self.issued + 1
-        before = self.rolling
-        self.rolling = rolling = ((before ^ signature) * PRIME) & MASK
-        calls = line.calls
-        at = line.ring_at + (calls % CALLS) * CALL_BYTES
-        line.calls = calls = calls + 1
-        pack_call(
-            line.memory, at, calls, self.sequence() + 1 - self.offsets.total, issued, signature, rolling,
-            monotonic_ns(), 0, label, site, 0, number, NO_PEER, calls,
-        )  # fmt: skip
-        line.words[line.calls_word] = calls
-        left = (at + LEFT) >> 3
+        self.issued, line = self.issued + 1, self.line
+        left = line.enter(self.number(self.issued), self.issued, what[0], what[1], line.tape.find_where())
         if self.board is not None:
-            self._hold_against(self.board, signature ^ where, left, before)
+            self.hold_against(self.board, what, left)
         return left
 
-    def _hold_against(self, board: Board, signature: int, left: int, rolling: int) -> None:
-        other = board.enter(self.issued, signature)
+    # --- sequence numbers
+
+    def number(self, issued: int) -> int:
+        """The sequence number of the call that comes now."""
+        return issued + self.lead if issued < self.until else self.ask(issued)
+
+    def ask(self, issued: int) -> int:
+        """What number c10d gives to the call that comes now."""
+        seq: int = max(0, self.sequence() + 1 - self.offsets.total)
+        if seq - issued == self.lead:
+            self.steady += issued - self.asked
+        else:
+            self._others_came(seq - issued, self.line.calls)
+        self.asked, self.sure = issued, self.line.calls + 1
+        self.until = issued + (ASKED_EVERY if self.steady >= STEADY else 1)
+        return seq
+
+    def _others_came(self, lead: int, newest: int) -> None:
+        """Takes back what was said of the calls from the last answer to the one with the number `newest`."""
+        line = self.line
+        for number in range(max(self.sure + 1, line.calls - CALLS + 1), newest + 1):
+            line.words[line.call_at(number) + WHERE] |= UNSURE
+        self.lead, self.until = lead, 0
+        self.steady = NEVER if self.asked else 0
+
+    def settle(self) -> None:
+        """After a call that c10d may have counted otherwise than as one."""
+        self.lead = self.sequence() - self.offsets.total - self.issued
+        self.asked, self.sure, self.until = self.issued, self.line.calls, 0
+
+    def verify(self) -> None:
+        """From the recorder's thread: asks c10d about a call that nothing has followed since the last look."""
+        issued, line = self.issued, self.line
+        if issued != self.seen or issued <= self.asked or issued >= self.until:
+            self.seen = issued
+            return
+        newest = line.calls
+        at = line.call_at(newest)
+        inside = line.words[at + LEFT] == 0
+        lead = self.sequence() - self.offsets.total - issued
+        if issued != self.issued or inside != (line.words[at + LEFT] == 0):
+            return
+        if inside and lead < self.lead:  # the backend has not seen it yet
+            return
+        if lead != self.lead:
+            self._others_came(lead, newest - inside)
+            if inside:
+                line.words[at + SEQ] = issued + lead
+        self.asked, self.sure = issued, newest
+
+    def hold_against(self, board: Board, what: What, left: int) -> None:
+        """Raises CollectiveRefused where the call does not fit."""
+        other = board.enter(self.issued, what[0] ^ what[2])
         if other is not None:
             self.line.leave(left, REFUSED)
             refusal = self._refusal(self.issued, other)
-            self.issued, self.rolling = self.issued - 1, rolling
+            self.issued -= 1
             raise refusal
 
     def pass_message(self, what: What, peer: int | None) -> int:
         """Notes that a point-to-point call begins."""
         self.line.blind()
-        signature, label, site, _, _ = what
         return self.line.enter(
-            self.sequence() - self.offsets.total, self.issued, signature, self.rolling, label, site,
-            self.context.renew(), P2P, NO_PEER if peer is None else peer,
+            max(0, self.sequence() - self.offsets.total), self.issued, what[0], what[1], self.line.tape.find_where(),
+            P2P, NO_PEER if peer is None else peer,
         )  # fmt: skip
 
     # --- the schedule: rare, so it may read the others' beacons

@@ -18,12 +18,12 @@ not known: clocks of hosts need not agree.
 - *made with* is a number that stands for the list of members (see `Communicators.ranks`), -1 if not known.
 
     {"m": "state", "host": "b", "number": 7,
-     "processes": hexadecimal of PROCESS records, one for each of the roster's processes
-     "members": hexadecimal of MEMBER records, one for each of the roster's members
+     "processes": base64 of PROCESS records, one for each of the roster's processes
+     "members": base64 of MEMBER records, one for each of the roster's members
      "stages": [text, ...] of each process; may be empty
      "notes": {process: {"where", "error", "cause", "ours", "expected_s"}}, each field only if it says something
      "waits": [{"process", "whom", "kind", "why", "since", "moved", ...}, ...]: see Waiter, as ages
-     "calls": hexadecimal of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
+     "calls": base64 of CALL records, "about": {signature: [operation, shapes, dtype, root, site]},
      "sites": [[member, seq, site], ...], "gaps": [text, ...]}
 
 - CALL records hold the newest calls of members, at most a few each (eight are plenty). `about` need only hold
@@ -36,6 +36,7 @@ not known: clocks of hosts need not agree.
 
 import math
 import struct
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +46,6 @@ from lockstep.watch.meeting import Expected, read_meeting
 from lockstep.watch.records import WaitRecord
 
 NAN = float("nan")
-_NONE: Mapping[str, Any] = {}
 
 PROCESS = struct.Struct("<biffff")
 """life, exit code, then ages: ended (or stopped, where it is), moved, active, same stack."""
@@ -222,9 +222,9 @@ def _encode_state(state: State) -> dict[str, Any]:
         "m": "state",
         "host": state.host,
         "number": state.number,
-        "processes": state.processes.hex(),
-        "members": state.members.hex(),
-        "calls": state.calls.hex(),
+        "processes": _text(state.processes),
+        "members": _text(state.members),
+        "calls": _text(state.calls),
         "stages": list(state.stages),
     }
     if state.notes:
@@ -244,20 +244,28 @@ def _encode_state(state: State) -> dict[str, Any]:
 
 
 def _decode_state(message: Mapping[str, Any]) -> State:
-    said = message.get
     return State(
         message["host"],
         message["number"],
-        bytes.fromhex(message["processes"]),
-        bytes.fromhex(message["members"]),
+        _records(message["processes"]),
+        _records(message["members"]),
         tuple(message["stages"]),
-        {int(index): Note(**note) for index, note in said("notes", _NONE).items()},
-        tuple([_decode_wait(each) for each in said("waits", ())]),
-        bytes.fromhex(message["calls"]),
-        {int(signature): Call(*call) for signature, call in said("about", _NONE).items()},
-        [(member, seq, site) for member, seq, site in said("sites", ())],
-        tuple(said("gaps", ())),
+        {int(index): Note(**note) for index, note in message["notes"].items()} if "notes" in message else {},
+        tuple([_decode_wait(each) for each in message["waits"]]) if "waits" in message else (),
+        _records(message["calls"]),
+        {int(number): Call(*call) for number, call in message["about"].items()} if "about" in message else {},
+        tuple([(member, seq, site) for member, seq, site in message["sites"]]) if "sites" in message else (),
+        tuple(message.get("gaps", ())),
     )
+
+
+def _text(records: bytes) -> str:
+    return b2a_base64(records, newline=False).decode()
+
+
+def _records(said: str | bytes) -> bytes:
+    """`hearing` has made bytes of the text already."""
+    return said if isinstance(said, bytes) else a2b_base64(said)
 
 
 def _encode_note(note: Note) -> dict[str, Any]:

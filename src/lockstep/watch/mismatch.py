@@ -23,6 +23,7 @@ SURE, LIKELY, OPEN = 0.95, 0.75, 0.45
 WINDOW = 64
 """Sequence numbers within which members are compared without sorting, a power of two; who is further apart costs
 more."""
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 Signatures = NDArray[np.uint64]
 
 
@@ -64,20 +65,23 @@ def _partings(case: Case) -> list[_Parting]:
     if not len(calls.seq):
         return []
     communicator = case.inside.communicator[calls.membership]
-    place = communicator * WINDOW + (calls.seq & (WINDOW - 1))
-    owner = np.empty(len(case.evidence.communicators.about) * WINDOW, dtype=np.int32)
-    owner[place] = np.arange(len(place), dtype=np.int32)
-    other = owner[place]
-    unequal = calls.signature != calls.signature[other]
-    far = calls.seq != calls.seq[other]
-    if not unequal.any() and not far.any():
+    # By number, then by communicator: most are at the same few numbers, so little of the table is touched.
+    place = (calls.seq & (WINDOW - 1)) * len(case.evidence.communicators.about) + communicator
+    # Number and signature in one word: with equal numbers other signatures differ in it, and the other way round.
+    said = calls.signature ^ (np.asarray(calls.seq, dtype=np.int64).view(np.uint64) * _SPREAD)
+    table = np.empty(len(case.evidence.communicators.about) * WINDOW, dtype=np.uint64)
+    table[place] = said
+    odd = table[place] != said
+    if not odd.any():
         return []
     doubtful = np.zeros(len(case.evidence.communicators.about), dtype=np.bool_)
-    doubtful[communicator[unequal | far]] = True
+    doubtful[communicator[odd]] = True
     rows = np.flatnonzero(doubtful[communicator])
-    if not far.any():  # then every number at which members differ is one of these
-        suspect = np.zeros(len(owner), dtype=np.bool_)
-        suspect[place[unequal]] = True
+    numbers = np.empty(len(table), dtype=np.int64)
+    numbers[place[rows]] = calls.seq[rows]
+    if (numbers[place[rows]] == calls.seq[rows]).all():  # then every number at which members differ is one of these
+        suspect = np.zeros(len(table), dtype=np.bool_)
+        suspect[place[odd]] = True
         rows = rows[suspect[place[rows]]]
     return _sorted_partings(case, rows, communicator)
 

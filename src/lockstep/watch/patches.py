@@ -8,8 +8,8 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from time import monotonic_ns
 from types import FrameType, ModuleType
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from lockstep.watch.collectives import FORMS, FUNCTIONAL, Form, Places, describe
 from lockstep.watch.errors import CollectiveRefused
 from lockstep.watch.member import Member, What
 from lockstep.watch.sites import Sites
-from lockstep.watch.tape import ASYNC, FAILED, FRESH, Line, Tape
+from lockstep.watch.tape import ASYNC, CALL_WORDS, CALLS, FAILED, LEFT, Tape, texts_word
 
 _CACHED = 4096
 C10D = "torch.distributed.distributed_c10d"
@@ -38,17 +38,13 @@ class Owner(Protocol):
     def translate(self, error: Exception) -> Exception: ...
 
 
-class _Thread(threading.local):
-    inside = False
-    """This thread is in a call that is noted already."""
-
-
-_thread = _Thread()
+_inside: set[int] = set()
+"""The threads that are in a call that is noted and may call others, which are part of it."""
 
 
 def noted() -> bool:
     """Whether this thread is in a call that is noted, and whose errors are translated, already."""
-    return _thread.inside
+    return get_ident() in _inside
 
 
 class Wrappers:
@@ -60,6 +56,13 @@ class Wrappers:
         """By id of the original: it and its wrapper."""
         self._put: list[tuple[ModuleType, str, Any]] = []
         self._texts: dict[Any, tuple[int, str]] = {}
+        self._known: list[dict[Any, What]] = []
+        """What calls are, for each wrapper."""
+        owner.tape.on_turn.append(self._forget)
+
+    def _forget(self) -> None:
+        for known in self._known:
+            known.clear()
 
     def patch(self, module: ModuleType) -> None:
         """The functions of torch.distributed or of its functional collectives."""
@@ -121,19 +124,20 @@ class Wrappers:
         return wrapper
 
     def _collective(self, original: Callable[..., Any], form: Form) -> Callable[..., Any]:
-        """The common case, written for speed: a wrapper costs about two microseconds."""
-        owner, thread, getframe = self._owner, _thread, sys._getframe
-        found, tape, look_up = owner.found, owner.tape, self._look_up
+        """The common case, written for speed: docs/recorder.md says what a wrapper costs."""
+        owner, inside, getframe = self._owner, _inside, sys._getframe
+        found, tape, words, look_up = owner.found, owner.tape, owner.tape.words, self._look_up
         places = Places(original, form)
         (group_at, group_name), (tensor_at, tensor_name) = places.group, places.tensor
         roots, nests = places.root, _calls_others(original)
         known: dict[Any, What] = {}
+        self._known.append(known)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if thread.inside:
+            if inside and get_ident() in inside:
                 return original(*args, **kwargs)
-            line: Line | None = None
+            at, member = -1, None
             try:
                 group = args[group_at] if len(args) > group_at else kwargs.get(group_name)
                 try:
@@ -148,32 +152,52 @@ class Wrappers:
                         key = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
                     except AttributeError:  # none, or a list of them
                         key = id(frame.f_code), frame.f_lasti, root, None, tensor is None
-                    what = known.get(key)
-                    if what is None or tape.newest_text - what[4] > FRESH:
-                        what = look_up(form, tensor, root, frame, known, key)
-                    left = member.enter(what)
+                    what = known.get(key) or look_up(form, tensor, root, frame, known, key)
+                    if nests:
+                        member.until = 0
+                    # Member.enter, written out
+                    member.issued = issued = member.issued + 1
+                    seq = issued + member.lead if issued < member.until else member.ask(issued)
                     line = member.line
+                    calls = line.calls
+                    begin = line.ring + calls % CALLS * CALL_WORDS
+                    line.calls = calls = calls + 1
+                    words[begin] = calls
+                    words[begin + 1] = seq
+                    words[begin + 2] = issued
+                    words[begin + 3] = monotonic_ns()
+                    words[begin + 4] = 0
+                    words[begin + 5], words[begin + 6], _ = what
+                    where = tape.where
+                    words[begin + 7] = tape.find_where() if where is None else where
+                    words[begin + 8] = calls
+                    words[line.calls_word] = calls
+                    at = begin + LEFT
+                    if member.board is not None:
+                        member.hold_against(member.board, what, at)
             except CollectiveRefused:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever goes wrong in here, the job goes on
                 owner.trouble(error)
-            if line is None:
+            if at < 0 or member is None:
                 return original(*args, **kwargs)
             if nests:
-                thread.inside = True
+                inside.add(get_ident())
             try:
                 result = original(*args, **kwargs)
             except Exception as error:
-                _fail(owner, line, left, error)
+                _fail(owner, member, at, error)
                 raise
             finally:
                 if nests:
-                    thread.inside = False
+                    inside.discard(get_ident())
             try:
                 if result is None:
-                    line.words[left] = monotonic_ns()
+                    words[at] = monotonic_ns()
                 else:
-                    line.leave(left, ASYNC)
+                    member.line.leave(at, ASYNC)
+                if nests:
+                    member.settle()
             except Exception as error:  # noqa: BLE001
                 owner.trouble(error)
             return result
@@ -200,7 +224,7 @@ class Wrappers:
         direct = owner.sites.keep(frame)
         signature, text = self._described(form, tensors, root, "" if direct else owner.sites.module(frame))
         label = owner.tape.text(text)
-        what = signature, label, site, where, min(label, site)
+        what = signature, texts_word(label, site), where
         if direct and (tensors is None or hasattr(tensors, "dtype")):
             if len(known) >= _CACHED:
                 known.clear()
@@ -214,7 +238,7 @@ class Wrappers:
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if _thread.inside:
+            if noted():
                 return original(*args, **kwargs)
             with _noted(owner, self._look_up, form, places, args, kwargs, sys._getframe(1)) as leave:
                 result = original(*args, **kwargs)
@@ -254,17 +278,17 @@ def _noted(
         nonlocal flag
         flag = ASYNC if result is not None and not isinstance(result, int) else 0
 
-    _thread.inside = True
+    _inside.add(get_ident())
     try:
         yield leave
     except Exception as error:
         if member is None or at < 0:
             raise
         left, at = at, -1
-        _fail(owner, member.line, left, error)
+        _fail(owner, member, left, error)
         raise
     finally:
-        _thread.inside = False
+        _inside.discard(get_ident())
         try:
             if member is not None:
                 after = member.sequence()
@@ -282,10 +306,11 @@ def _group_of(form: Form, places: Places, args: tuple[Any, ...], kwargs: dict[st
     return given(places.group, args, kwargs)
 
 
-def _fail(owner: Owner, line: Line, left: int, error: Exception) -> None:
+def _fail(owner: Owner, member: Member, left: int, error: Exception) -> None:
     """Notes that a call raised, and raises what the observer says of it, if anything."""
     with quiet(owner):
-        line.leave(left, FAILED)
+        member.line.leave(left, FAILED)
+        member.settle()
     told = owner.translate(error)
     if told is not error:
         raise told from error

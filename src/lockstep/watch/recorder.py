@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.watch import beacon, freeing, hook, orders
 from lockstep.watch.collectives import digest
 from lockstep.watch.counting import Counting
-from lockstep.watch.member import Context, Member
+from lockstep.watch.member import Member
 from lockstep.watch.patches import C10D, FUNCOL, Wrappers, noted, quiet
 from lockstep.watch.schedule import Board
 from lockstep.watch.sites import Sites
@@ -62,7 +62,7 @@ class Recorder:
     def attach(self, torch: Any) -> None:
         """Patches torch.distributed."""
         self._c10d = sys.modules[C10D]
-        self.sites, self._context = Sites(self.tape, torch.__file__), Context(self._own, self.tape)
+        self.sites = Sites(self.tape, torch.__file__)
         self._counting = Counting(torch._C._distributed_c10d)
         self._wrappers = Wrappers(self, torch)
         self._torch = torch
@@ -133,7 +133,7 @@ class Recorder:
         @functools.wraps(original)
         def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return original(handle, *args, **kwargs)
+                return original(handle, *args, **kwargs) if args or kwargs else original(handle)
             except Exception as error:
                 if noted():
                     raise
@@ -212,7 +212,7 @@ class Recorder:
                 self._lost.add(name)
                 return None
             label = description if description not in ("", "undefined") else name
-            member = Member(group, line, name, label, ranks, group.rank(), self._context)
+            member = Member(group, line, name, label, ranks, group.rank())
             if self._refuse and group.size() > 1:
                 member.run, member.board = self.run, self._board(member)
             self._members[group] = member

@@ -49,8 +49,6 @@ class CallRecord:
     """How many collectives this member has issued from Python on it, this one included: members are compared by it."""
     signature: int
     """64-bit digest of operation, shapes, dtype and root: equal where members fit together."""
-    rolling: int
-    """64-bit digest of all signatures so far, in order; point-to-point calls excepted."""
     operation: str
     """Empty when it is no longer known; the signature remains."""
     shapes: str
@@ -119,7 +117,6 @@ class CommunicatorRecord:
     completed_ns: int
     issued: int
     """Collectives issued from Python."""
-    rolling: int
     newest: CallRecord | None
     """The newest call issued from Python."""
     inside: CallRecord | None

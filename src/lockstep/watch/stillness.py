@@ -65,7 +65,10 @@ def all_proven_still(case: Case, processes: Sequence[int], since: float) -> bool
     rows = np.array(processes, dtype=np.int64)
     seen = case.evidence.processes.seen_at
     now = case.at if seen is None else np.fmin(seen[rows], case.at)
-    limit = np.array([case.limit(each) for each in processes])
+    notes = case.evidence.processes.notes
+    limit = np.full(len(rows), case.patience.still_s)
+    if notes:
+        limit[:] = [case.limit(each) for each in processes]
     still = now - case.last_moved[rows] >= limit
     same = ~(now - case.evidence.processes.same_stack_since[rows] < limit)
     return bool((still & same & (case.at - since >= limit)).all())

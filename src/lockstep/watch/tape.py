@@ -1,14 +1,14 @@
 """The part of a beacon that says what a process does on its communicators: a slot each, and a ring of its newest calls.
 
-Writing a call is one `pack_into` and two stores of eight bytes, without a lock. Texts (signatures, call sites, stages)
-are kept once, in a table whose oldest rows are overwritten; a call refers to them by number, and a reader that finds
-another number in the row knows that the text is lost.
+Writing a call is ten stores of eight bytes, without a lock: its number first and, behind all else, last. Texts
+(signatures, call sites, stages) are kept once, in a table whose oldest rows are overwritten; a call refers to them by
+number, and a reader that finds another number in the row knows that the text is lost.
 """
 
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lockstep.watch.layout import Memory, Reading, Slot, clear, fit, text_of
@@ -18,11 +18,14 @@ COMMUNICATORS = 32
 CALLS = 256
 TEXTS = 1024
 FRESH = TEXTS // 2
-"""A text stays at least until so many newer ones have been written after it was last asked for."""
+"""A text that is older by so many is written anew when it is asked for."""
+TURN = TEXTS // 4
+"""After so many new texts, whoever keeps numbers of texts forgets them. So a text stays until at least so many newer
+ones have been written after the last call that refers to it."""
 NEWEST = 16
 """Calls that are looked at when a beacon is read; more are behind `read_calls`."""
 
-P2P, ASYNC, FAILED, REFUSED, CLOSED, COUNTED = 1, 2, 4, 8, 16, 32
+P2P, ASYNC, FAILED, REFUSED, CLOSED, COUNTED, UNSURE = 1, 2, 4, 8, 16, 32, 64
 NO_PEER = -1
 SEPARATOR = "\x1f"
 """Between operation, dtype, root, module and shapes in the text of a call; the long part comes last."""
@@ -30,31 +33,28 @@ SEPARATOR = "\x1f"
 _ABOUT = struct.Struct("<QQQQiiQ64s64s32sQ")
 # front identity members created_ns size rank loop_thread name description backend back
 _COUNTS = struct.Struct("<QqqQQQ")  # front entered completed entered_ns completed_ns back
-_CALL = struct.Struct("<QqQQQQQIIIIqQ")
-# front seq issued signature rolling entered_ns left_ns label site flags context peer back
+_CALL = struct.Struct("<QqQQQQIIIIQ")
+# front seq issued entered_ns left_ns signature label site flags+peer context back
 _TEXT = struct.Struct("<Q176sQ")  # front text back
-pack_call = _CALL.pack_into
-CALL_BYTES = 88
+CALL_WORDS = 9
+SEQ, LEFT, WHERE = 1, 4, 7
+"""Words of a call."""
+_PEER_BITS = 8
+"""Flags below, the peer's rank + 1 above."""
 
 _STRIDE = 512
 _COUNTS_AT = 256
 _CALLS_AT = 384
 _FLAGS_AT = 392
 _BLIND_AT = 400
-LEFT = 48
-_FLAGS_FROM_LEFT = 2
-"""Words between the two."""
-RING_BYTES = CALLS * CALL_BYTES
+RING_BYTES = CALLS * _CALL.size
 COMMUNICATORS_BYTES = COMMUNICATORS * _STRIDE
 TAPE_BYTES = TEXTS * _TEXT.size + COMMUNICATORS * RING_BYTES
 
-MASK = (1 << 64) - 1
-PRIME = 0x9E3779B97F4A7C15
 
-
-def roll(rolling: int, signature: int) -> int:
-    """The digest of a sequence of signatures that ends in this one."""
-    return ((rolling ^ signature) * PRIME) & MASK
+def texts_word(label: int, site: int) -> int:
+    """The texts of a call as they lie in its record."""
+    return label | site << 32
 
 
 class Tape:
@@ -73,9 +73,14 @@ class Tape:
         self._texts: dict[str, int] = {}
         self.newest_text = 0
         """The number of the newest text."""
+        self.on_turn: list[Callable[[], None]] = []
+        """Of those who keep numbers of texts: see TURN."""
+        self._stage = ""
+        self.where: int | None = None
+        """The stage as it lies in a record; None: `find_where` says it."""
 
     def text(self, value: str) -> int:
-        """The number of a text, for `Line.enter`. It holds for the next thousand new texts: see `fresh`."""
+        """The number of a text, for `Line.enter`. To be kept no longer than to the next turn."""
         with self._lock:
             known = self._texts.get(value)
             if known is not None and self.fresh(known):
@@ -87,7 +92,23 @@ class Tape:
             if len(self._texts) >= 2 * TEXTS:
                 self._texts = {text: kept for text, kept in self._texts.items() if self.fresh(kept)}
             self._texts[value] = number
-            return number
+        if number % TURN == 0:
+            self.where = None
+            for forget in self.on_turn:
+                forget()
+        return number
+
+    def stage(self, name: str) -> None:
+        """The stage that calls are issued in from now on."""
+        self._stage, self.where = name, None
+
+    def find_where(self) -> int:
+        """The present stage as it lies in a record."""
+        stage = self._stage
+        found = self.where = self.text(stage) << 32 if stage else 0
+        if stage is not self._stage:
+            self.where = None
+        return found
 
     def fresh(self, number: int) -> bool:
         """Whether the text of that number will stay for a while."""
@@ -138,13 +159,15 @@ class Line:
     """What one process does on one communicator; written by the thread that issues."""
 
     __slots__ = (
-        "_about", "_at", "_counts", "about", "calls", "calls_word", "closed_ns", "memory", "ring_at", "slot", "words",
+        "_about", "_at", "_counts", "about", "calls", "calls_word", "closed_ns", "memory", "ring", "slot", "tape",
+        "words",
     )  # fmt: skip
 
     def __init__(self, tape: Tape, slot: int) -> None:
-        self.slot, self.memory, self.words = slot, tape.memory, tape.words
+        self.slot, self.tape, self.memory, self.words = slot, tape, tape.memory, tape.words
         self._at = tape.slots_at + slot * _STRIDE
-        self.ring_at = tape.rings_at + slot * RING_BYTES
+        self.ring = (tape.rings_at + slot * RING_BYTES) >> 3
+        """The word at which its calls begin."""
         self.calls = 0
         self.calls_word = (self._at + _CALLS_AT) >> 3
         self.closed_ns = 0
@@ -164,25 +187,34 @@ class Line:
         self.write_about()
 
     def enter(
-        self, seq: int, issued: int, signature: int, rolling: int, label: int = 0, site: int = 0, context: int = 0,
-        flags: int = 0, peer: int = NO_PEER,
+        self, seq: int, issued: int, signature: int, texts: int = 0, where: int = 0, flags: int = 0,
+        peer: int = NO_PEER,
     ) -> int:  # fmt: skip
         """Notes that a call begins; returns the word that says when it left."""
-        calls = self.calls
-        at = self.ring_at + (calls % CALLS) * CALL_BYTES
+        words, calls = self.words, self.calls
+        at = self.ring + calls % CALLS * CALL_WORDS
         self.calls = calls = calls + 1
-        pack_call(
-            self.memory, at, calls, seq, issued, signature, rolling, time.monotonic_ns(), 0, label, site, flags,
-            context, peer, calls,
-        )  # fmt: skip
-        self.words[self.calls_word] = calls
-        return (at + LEFT) >> 3
+        words[at] = calls
+        words[at + 1] = seq
+        words[at + 2] = issued
+        words[at + 3] = time.monotonic_ns()
+        words[at + 4] = 0
+        words[at + 5] = signature
+        words[at + 6] = texts
+        words[at + 7] = where | flags | (peer + 1) << _PEER_BITS
+        words[at + 8] = calls
+        words[self.calls_word] = calls
+        return at + LEFT
 
     def leave(self, left: int, flag: int = 0) -> None:
         """`left` is what `enter` returned; `flag` says how it ended: ASYNC, FAILED or REFUSED."""
         if flag:
-            self.words[left + _FLAGS_FROM_LEFT] |= flag
+            self.words[left + WHERE - LEFT] |= flag
         self.words[left] = time.monotonic_ns()
+
+    def call_at(self, number: int) -> int:
+        """The word at which the record of that call begins."""
+        return self.ring + (number - 1) % CALLS * CALL_WORDS
 
     def counted(self) -> None:
         """Says that c10d's counts are read for this communicator."""
@@ -219,7 +251,7 @@ def calls_of(reading: Reading, slots_at: int) -> int:
 
 
 def read_calls(reading: Reading, slots_at: int, tape_at: int, slot: int, newest: int) -> tuple[CallRecord, ...]:
-    """The newest calls of a communicator, oldest first; torn and overwritten ones are left out."""
+    """The newest calls of a communicator, oldest first; torn, overwritten and unsure ones are left out."""
     written = reading.number(slots_at + slot * _STRIDE + _CALLS_AT)
     return tuple(_calls(reading, _Texts(reading, tape_at), slot, written, newest))
 
@@ -251,19 +283,19 @@ def _calls(reading: Reading, texts: _Texts, slot: int, written: int, newest: int
     ring = Reading(reading.descriptor, start, (high - low) * _CALL.size)
     for number in range(first, written + 1):
         found = ring.record(ring_at + ((number - 1) % CALLS) * _CALL.size, _CALL, number)
-        if found is not None:
+        if found is not None and not found[1][7] & UNSURE:
             yield _call(*found, texts)
     reading.torn += ring.torn
 
 
 def _call(number: int, fields: tuple[Any, ...], texts: _Texts) -> CallRecord:
-    seq, issued, signature, rolling, entered, left, label, site, flags, context, peer = fields
+    seq, issued, entered, left, signature, label, site, flags, context = fields
     operation, dtype, root_text, module, shapes = (*texts[label].split(SEPARATOR), "", "", "", "")[:5]
     root = int(root_text) if root_text.isascii() and root_text.isdigit() else None
     return CallRecord(
-        number, seq, issued, signature, rolling, operation, shapes, dtype, root, texts[site],
+        number, seq, issued, signature, operation, shapes, dtype, root, texts[site],
         texts[context], module, entered, left, bool(flags & P2P), bool(flags & ASYNC), bool(flags & FAILED),
-        bool(flags & REFUSED), peer if peer >= 0 else None,
+        bool(flags & REFUSED), (flags >> _PEER_BITS) - 1 if flags >> _PEER_BITS else None,
     )  # fmt: skip
 
 
@@ -285,7 +317,7 @@ def _communicator(reading: Reading, at: int, slot: int, texts: _Texts) -> Commun
     return CommunicatorRecord(
         slot, text_of(name), text_of(description), text_of(backend), size, rank, identity, members, created, loop,
         bool(flags & CLOSED), bool(reading.number(at + _BLIND_AT)), counted, *merged,
-        last.issued if last else 0, last.rolling if last else 0, calls[-1] if calls else None,
+        last.issued if last else 0, calls[-1] if calls else None,
         waiting[0] if waiting else None,
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ class Teller:
             waits=tuple(_waits(everybody, now)),
             calls=call_records((i, call.seq, call.signature) for i, some in enumerate(calls) for call in some),
             about=self._about(calls),
-            sites=[(i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site],
+            sites=tuple((i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site),
             gaps=tuple(gaps),
         )
         return self.roster, state

@@ -142,8 +142,9 @@ def _chain(case: Case, finding: Finding) -> tuple[tuple[Waiting, ...], list[int]
     seen = np.zeros(graph.processes, dtype=np.bool_)
     seen[list(finding.culprits)] = True
     while node is not None and len(links) < LINKS:
-        waiters = graph.wait_process[graph.wait_node == node]
-        fresh = np.unique(waiters[~seen[waiters]])
+        waiters = np.zeros(graph.processes, dtype=np.bool_)
+        waiters[graph.wait_process[graph.wait_node == node]] = True
+        fresh = np.flatnonzero(waiters & ~seen)
         if not len(fresh):
             break
         seen[fresh] = True

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.watch.assemble import Alias
 from lockstep.watch.facts import UNKNOWN, Call, Communicator, Life, Needs, Note, Process
+from lockstep.watch.hearing import parse
 from lockstep.watch.inbox import Inbox
 from lockstep.watch.messages import (
     Member,
@@ -51,7 +52,20 @@ def state(host: str, ranks: list[int], number: int = 1, entered: int = 7) -> Sta
 
 def wired(said: Roster | State) -> dict[str, object]:
     """As it comes out of the socket."""
-    return json.loads(json.dumps(encode(said)))
+    return parse(json.dumps(encode(said)).encode())
+
+
+def test_a_frame_is_read_whatever_is_in_it() -> None:
+    said = json.dumps({**encode(state("b", [0])), "calm": True}).encode()
+    assert parse(said)["calm"] is True
+    assert decode(parse(said)) == decode(json.loads(said)) == state("b", [0])
+    odd = parse(b'{"m": "state", "stages": [NaN]}')
+    assert odd["m"] == "state" and math.isnan(odd["stages"][0])
+    for broken in (b'{"m": "state", "processes": 3}', b'{"m": "state", "processes": "!"}', b'{"m": "state"}'):
+        with pytest.raises(ValueError, match="no message of an agent"):
+            decode(parse(broken))
+    with pytest.raises(ValueError, match="Expecting"):
+        parse(b"{")
 
 
 def test_what_is_encoded_is_decoded() -> None:
@@ -63,7 +77,7 @@ def test_what_is_encoded_is_decoded() -> None:
             Waiter(1, "controller"),
         ),
         about={2**63: Call("all_reduce", "[4]", "float32", None, "train.py:3 in step")},
-        sites=[(0, 7, "train.py:3 in step")],
+        sites=((0, 7, "train.py:3 in step"),),
         gaps=("no stack of rank 1",),
     )
     again = decode(wired(full))

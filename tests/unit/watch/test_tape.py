@@ -36,14 +36,14 @@ def label(mine: beacon.Beacon, operation: str = "all_reduce", root: str = "") ->
 
 def test_a_call_is_read_as_it_was_written(mine):
     line, texts = line_of(mine), mine.tape()
-    at = line.enter(
-        7, 5, 2**64 - 1, 99, label(mine, root="3"), texts.text("/a/b.py:31 in f"), texts.text("train"), 0
-    )  # fmt: skip
+    words = tapes.texts_word(label(mine, root="3"), texts.text("/a/b.py:31 in f"))
+    texts.stage("train")
+    at = line.enter(7, 5, 2**64 - 1, words, texts.find_where())
     inside = read(mine)
     assert (inside.name, inside.label, inside.backend, inside.size, inside.rank) == ("0", "fsdp", "gloo", 4, 1)
     assert (inside.identity, inside.members) == (11, 22)
     assert not (inside.closed or inside.blind or inside.counted)
-    assert (inside.entered, inside.completed, inside.issued, inside.rolling) == (7, -1, 5, 99)
+    assert (inside.entered, inside.completed, inside.issued) == (7, -1, 5)
     call = inside.inside
     assert call == inside.newest and call.inside
     assert (call.number, call.seq, call.issued, call.signature) == (1, 7, 5, 2**64 - 1)
@@ -60,10 +60,10 @@ def test_a_call_is_read_as_it_was_written(mine):
 
 def test_a_failed_call_is_not_completed_and_a_refused_one_not_entered(mine):
     line = line_of(mine)
-    line.leave(line.enter(1, 1, 5, 5, label(mine), 0, 0))
-    line.leave(line.enter(2, 2, 5, 5, label(mine), 0, 0), tapes.FAILED)
+    line.leave(line.enter(1, 1, 5, label(mine)))
+    line.leave(line.enter(2, 2, 5, label(mine)), tapes.FAILED)
     assert (read(mine).entered, read(mine).completed) == (2, 1)
-    line.leave(line.enter(3, 3, 5, 5, label(mine), 0, 0), tapes.REFUSED)
+    line.leave(line.enter(3, 3, 5, label(mine)), tapes.REFUSED)
     state = read(mine)
     assert (state.entered, state.completed, state.inside) == (2, 1, None)
     assert state.newest.refused and not state.newest.failed
@@ -74,7 +74,7 @@ def test_counts_and_calls_are_merged(mine):
     assert read(mine).entered == -1
     line.counted()
     assert (read(mine).entered, read(mine).completed) == (0, 0)  # c10d's word that nothing was entered
-    line.leave(line.enter(1, 1, 5, 5, label(mine), 0, 0, tapes.ASYNC))
+    line.leave(line.enter(1, 1, 5, label(mine), 0, tapes.ASYNC))
     state = read(mine)
     assert (state.entered, state.completed) == (1, 0)
     assert state.inside.seq == 1  # issued, and nobody says that it is done
@@ -86,11 +86,11 @@ def test_counts_and_calls_are_merged(mine):
 
 def test_point_to_point_is_a_call_and_no_collective(mine):
     line = line_of(mine)
-    line.leave(line.enter(1, 1, 5, 50, label(mine), 0, 0))
+    line.leave(line.enter(1, 1, 5, label(mine)))
     line.blind()
-    line.enter(1, 1, 6, 50, label(mine, "recv"), 0, 0, tapes.P2P, peer=2)
+    line.enter(1, 1, 6, label(mine, "recv"), 0, tapes.P2P, peer=2)
     state = read(mine)
-    assert state.blind and (state.entered, state.completed, state.issued, state.rolling) == (1, 1, 1, 50)
+    assert state.blind and (state.entered, state.completed, state.issued) == (1, 1, 1)
     assert (state.inside.operation, state.inside.peer, state.inside.p2p) == ("recv", 2, True)
 
 
@@ -103,7 +103,7 @@ def test_the_ring_holds_the_newest_calls_in_order(tmp_path_factory, calls, newes
         mine = beacon.open_beacon("run-1", "w", "policy", 0)
         line = line_of(mine)
         for number in range(1, calls + 1):
-            line.leave(line.enter(number, number, number * 3, 0, 0, 0, 0))
+            line.leave(line.enter(number, number, number * 3))
         found = beacon.read_calls(mine.path, 0, newest)
         assert [call.seq for call in found] == list(range(1, calls + 1))[-min(newest, tapes.CALLS) :]
         assert all(call.signature == 3 * call.seq for call in found)
@@ -114,7 +114,7 @@ def test_the_ring_holds_the_newest_calls_in_order(tmp_path_factory, calls, newes
 def test_a_text_that_was_overwritten_is_unknown_and_never_another(mine):
     line, texts = line_of(mine), mine.tape()
     old = label(mine)
-    line.leave(line.enter(1, 1, 5, 5, old, texts.text("here"), 0))
+    line.leave(line.enter(1, 1, 5, tapes.texts_word(old, texts.text("here"))))
     for number in range(tapes.TEXTS):
         texts.text(f"text {number}")
     (call,) = beacon.read_calls(mine.path, 0)
@@ -128,7 +128,7 @@ def test_slots_are_used_again_only_when_closed(mine):
     texts = mine.tape()
     lines = [texts.open_line(n, 0, str(n), "", "gloo", 2, 0) for n in range(tapes.COMMUNICATORS)]
     assert all(lines) and texts.open_line(99, 0, "99", "", "gloo", 2, 0) is None
-    lines[5].leave(lines[5].enter(1, 1, 1, 1, 0, 0, 0))
+    lines[5].leave(lines[5].enter(1, 1, 1))
     lines[5].close()
     lines[3].close()
     assert beacon.read_beacon(mine.path).communicators[5].closed
@@ -141,8 +141,8 @@ def test_slots_are_used_again_only_when_closed(mine):
 def test_a_call_that_its_writer_did_not_finish_is_left_out(mine):
     line = line_of(mine)
     for number in (1, 2, 3):
-        line.leave(line.enter(number, number, 5, 5, 0, 0, 0))
-    at = beacon._TAPE_AT + tapes.TEXTS * 192 + 88 * 1
+        line.leave(line.enter(number, number, 5))
+    at = beacon._TAPE_AT + tapes.TEXTS * 192 + 8 * tapes.CALL_WORDS
     with Path(mine.path).open("r+b") as file:
         os.pwrite(file.fileno(), struct.pack("<Q", 0), at)
     assert [call.number for call in beacon.read_calls(mine.path, 0)] == [1, 3]
