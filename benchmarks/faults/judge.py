@@ -41,7 +41,7 @@ def judge(outcome: dict[str, Any]) -> Judged:
     case = Case.of(outcome["case"])
     want, told = expected(case), [each for each in outcome["told"] if each["change"] != "withdrawn"]
     due = [each for each in told if each["level"] != "notice" or (want.kinds and want.level == "notice")]
-    first = next((each for each in due if each["ranks"]), None)
+    first = next((each for each in due if each["ranks"]), due[0] if due else None)
     who = frozenset(rank for each in due for rank in each["ranks"])
     guilty = want.culprits
     innocents = sorted({r for each in told if each["confidence"] >= SURE for r in each["ranks"] if r not in guilty})

@@ -180,11 +180,11 @@ def _in_turn(case: Case, parting: _Parting) -> int | None:
 
 
 def _undecided(case: Case, parting: _Parting) -> bool:
-    """Whether somebody who has not come there yet is on the way, and will be in the majority."""
+    """Whether somebody may still decide: who is on the way there, or has been there and tells of it once it stands."""
     rows, members = case.members(parting.communicator), case.evidence.communicators
-    behind = (members.entered[rows] >= 0) & (members.entered[rows] < parting.seq)
-    coming = [p for p in members.process[rows][behind].tolist() if case.life(p) is Life.RUNNING]
-    return any(stillness(case, p).moves(case.patience.notice_s) for p in coming[:WINDOW])
+    counted = members.process[rows][members.entered[rows] >= 0]
+    others = [p for p in np.setdiff1d(counted, parting.process).tolist() if case.life(p) is Life.RUNNING]
+    return any(stillness(case, p).moves(case.patience.notice_s) for p in others[:WINDOW])
 
 
 def _sisters(case: Case, parting: _Parting) -> int | None:

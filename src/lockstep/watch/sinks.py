@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lockstep.watch.classify import ending, of_end
+from lockstep.watch.evidence import Edge
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import STILL_AT_MOST, Case, Finding
 from lockstep.watch.graph import Bools, Graph
@@ -332,15 +333,9 @@ def edges_without_process(case: Case, graph: Graph, reached: Bools) -> list[Find
                 cause=cause, alternatives=(Alternative("network_blocked", 0.2),), others=(edge.process,),
             )  # fmt: skip
         elif edge.meeting:
-            if not edge.elsewhere or stillness(case, edge.process).moves(case.patience.notice_s):
+            if stillness(case, edge.process).moves(case.patience.notice_s):
                 continue
-            finding = Finding(
-                Kind.UNKNOWN, Level.NOTICE, 0.4,
-                f"all who are known here have come to {edge.meeting}; of {edge.elsewhere} of its ranks nothing is "
-                "known, they are on no host that is watched",
-                since=since, cause="rendezvous_incomplete", others=(edge.process,),
-                collect=("what their launchers say on their hosts",),
-            )  # fmt: skip
+            finding = _missing_elsewhere(edge, since) if edge.elsewhere else _all_there(edge, since, level)
         else:
             finding = Finding(
                 Kind.STARVED, level, min(confidence, 0.6), "waits and nobody is about to give", node=node, since=since,
@@ -349,6 +344,25 @@ def edges_without_process(case: Case, graph: Graph, reached: Bools) -> list[Find
             )  # fmt: skip
         found.append(finding)
     return found
+
+
+def _missing_elsewhere(edge: Edge, since: float) -> Finding:
+    return Finding(
+        Kind.UNKNOWN, Level.NOTICE, 0.4,
+        f"all who are known here have come to {edge.meeting}; of {edge.elsewhere} of its ranks nothing is known, they "
+        "are on no host that is watched",
+        since=since, cause="rendezvous_incomplete", others=(edge.process,),
+        collect=("what their launchers say on their hosts",),
+    )  # fmt: skip
+
+
+def _all_there(edge: Edge, since: float, level: Level) -> Finding:
+    return Finding(
+        Kind.UNKNOWN, level, 0.5, f"all have come to {edge.meeting}, and nobody goes on",
+        since=since, others=(edge.process,),
+        alternatives=(Alternative("rank_divergent_branch", 0.4), Alternative("network_blocked", 0.3)),
+        collect=("the members that each rank makes the communicator with", "whether they reach each other's ports"),
+    )  # fmt: skip
 
 
 def ended(case: Case, process: int) -> str:

@@ -263,6 +263,10 @@ def test_nobody_is_confirmed_while_who_decides_is_on_the_way() -> None:
     for still, level in ((0.2, Level.NOTICE), (30.0, Level.CONFIRMED)):
         verdicts = diagnose(snapshot(policy(3, p2=One("policy-2", still=still)), [replace(group, since=still)]))
         assert [each.level for each in verdicts if each.kind is Kind.MISMATCH] == [level]
+    beyond = replace(group, entered=[412, 412, 413], since=0.2)
+    beyond.calls = {key: call for key, call in group.calls.items() if key[0] != 2}
+    verdicts = diagnose(snapshot(policy(3, p2=One("policy-2", still=0.2)), [beyond]))
+    assert {each.level for each in verdicts if each.kind is Kind.MISMATCH} == {Level.NOTICE}
     later = One("policy-0", Life.DEAD, 1, AT - 0.5, note=REFUSED)
     moving = One("policy-2", still=0.2)
     assert {v.level for v in diagnose(snapshot(policy(3, p0=later, p2=moving), [group]))} == {Level.NOTICE}
@@ -750,3 +754,13 @@ def test_healthy_is_silence() -> None:
     assert diagnose(snapshot(ranks, [fsdp(since=0.5)])) == []
     assert diagnose(snapshot(ranks)) == []
     assert diagnose(snapshot([])) == []
+
+
+def test_a_meeting_to_which_all_have_come_and_that_does_not_end_is_told() -> None:
+    """As where members make a communicator with different lists of members."""
+    edges = [wait(p, *(q for q in range(3) if q != p), kind="rendezvous", meeting="late") for p in range(3)]
+    verdict = check(diagnose(snapshot(policy(3), edges=edges)), Kind.UNKNOWN, [])
+    assert "all have come to late, and nobody goes on" in verdict.explanation.lower()
+    assert verdict.confidence <= 0.5 and verdict.collect
+    soon = [replace(each, since=AT - 1.0, moved_at=AT - 1.0) for each in edges]
+    assert diagnose(snapshot([replace(each, still=1.0) for each in policy(3)], edges=soon)) == []
