@@ -45,10 +45,11 @@ class Tally:
         if level == "notice" or number in self._confirmed:
             return
         self._confirmed.add(number)
-        wrong = {"in": self.what, "at": wall, "headline": headline, "verdict": dict(verdict), "incident": incident}
+        wrong = {"in": self.what, "at": wall, "headline": headline, "verdict": dict(verdict)}
         wrong["who"] = list(who)
         self.wrong.append(wrong)
-        print(f"WRONG in {self.what} at {time.strftime('%T', time.localtime(wall))}: {headline}", file=sys.stderr)
+        at = time.strftime("%T", time.localtime(wall))
+        print(f"WRONG in {self.what} at {at}: {headline} ({incident})", file=sys.stderr)
 
     def trouble(self, text: str) -> None:
         self.troubles.append(text)

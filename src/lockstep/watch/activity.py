@@ -25,6 +25,8 @@ RUNNABLE_LOOKS = 4
 WANTED = 0.3
 """Of the time between two looks, what one thread ran or waited for a core: then it had work. What polls ten times a
 second on a core with five busy loops comes to 0.2."""
+LOOK_S = 0.5
+"""Between two looks as a rule: who looks later was held up itself, and short work in between counts all the same."""
 DISK_LOOKS = 2
 """The same of uninterruptible waits."""
 
@@ -94,7 +96,7 @@ class Activity:
         if seconds:
             found |= sum(_grown(self._below, below, lambda used: used.cpu_s)) > BUSY * seconds + TICK_S
             found |= sum(_grown(self._below, below, lambda used: used.moved or 0)) > MOVED_BYTES * seconds
-            found |= max(_grown(self._wanted, wanted, float), default=0.0) > WANTED * seconds * 1e9
+            found |= max(_grown(self._wanted, wanted, float), default=0.0) > WANTED * min(seconds, LOOK_S) * 1e9
             found |= max(_grown(self._sent, sent, float), default=0.0) > SENT_BYTES * seconds
             found |= self._in_disk >= DISK_LOOKS and disks - self._disks > MOVED_BYTES * seconds
         self._below, self._sent, self._wanted, self._disks, self._deep_ns = below, sent, wanted, disks, now
