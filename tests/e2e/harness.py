@@ -148,7 +148,8 @@ class Launched:
         hold: dict[str, Any] | None = None,
     ) -> "Launched":  # fmt: skip
         """`lockstep train ARGUMENTS`; `folder` is the run's. A cold start runs the installed command itself; other
-        ones may hold a stage, stop when a file exists, or keep completions more often, as `zygote.become` says."""
+        ones may hold a stage, stop when a file exists, let a trainer rank stand still, or keep completions more often,
+        as `zygote.become` says."""
         output = folder.parent.parent / f"{folder.name}-{time.monotonic_ns()}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
         process: subprocess.Popen[bytes] | Forked

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -54,6 +55,27 @@ def recoveries(run: Path, action: str = "restarted") -> list[dict[str, Any]]:
         return [e.fields for e in ledger.events() if e.kind == "recovery" and e.fields["action"] == action]
 
 
+def told(run: Path, *levels: str) -> list[tuple[str, list[str]]]:
+    """Kind and culprits of each stall of which the supervisor said something at these levels, in its order."""
+    return list({each["number"]: (each["verdict"], each["who"]) for each in stalls(run, *levels)}.values())
+
+
+def stalls(run: Path, *levels: str) -> list[dict[str, Any]]:
+    """The ledger's events of what the supervisor said at these levels, without what was taken back."""
+    with Ledger.reader(run) as ledger:
+        found = [event.fields for event in ledger.events() if event.kind == "stall"]
+    return [each for each in found if each["level"] in levels and each["change"] != "withdrawn"]
+
+
+def why(run: Path, worker: str) -> str:
+    """The verdict for which a worker was ended; empty where it ended by itself."""
+    return "".join(each.get("why", "") for each in recoveries(run, "failed") if each["worker"] == worker)
+
+
+def log_of(run: Path, name: str) -> str:
+    return (run / "logs" / f"{name}.log").read_text()
+
+
 def lives(run: Path) -> list[str]:
     """Who was started in place of somebody."""
     return sorted(path.stem for path in (run / "logs").glob("*.[0-9].log"))
@@ -73,15 +95,16 @@ def undisturbed(launched: Launched, reference: Reference) -> None:
 
 @pytest.mark.timeout(300)
 def test_one_of_each_role_is_killed_in_one_run(reference: References, tmp_path: Path) -> None:
-    """An engine while it generates. A trainer rank while its peer waits for it in a collective, which costs the step
-    that was under way; another one when the copy in memory is lost too, which costs the steps since the checkpoint. An
-    engine while it takes weights. Nothing is generated twice."""
+    """An engine while it generates. A trainer rank is stopped, so that it is killed for the verdict, which costs the
+    step that was under way; another one is killed while its peer waits for it in a collective and the copy in memory is
+    lost too, which costs the steps since the checkpoint. An engine while it takes weights. Nothing is generated twice,
+    and who waited in a collective is told why it ended."""
     of = reference("grpo")
-    launched = begin(of, tmp_path, hold={"stage": "rollout", "seconds": 0.3, "at_end": False})
+    launched = begin(of, tmp_path, {"stage": "rollout", "seconds": 0.3, "at_end": False}, watch={"notice_s": 2.0})
     launched.wait_for("rollout", 2)
     lose(launched, "engine-0", seconds=1.0)  # it is handed its requests and goes no further
     launched.wait_for("rollout", 4)
-    lose(launched, "policy-1", seconds=1.0)
+    os.kill(pid_of(launched, "policy-1"), signal.SIGSTOP)
     wait_healed(launched, 2)
     launched.wait_for("rollout", 5)
     for description in memory_of(launched).glob("state/*.json"):
@@ -99,7 +122,13 @@ def test_one_of_each_role_is_killed_in_one_run(reference: References, tmp_path: 
     assert [each.get("requests") for each in found] == [16, None, None, 0]
     assert [(each.get("restored"), each.get("again")) for each in found[1:3]] == [(4, 0), (3, 2)]
     assert "engine-0 died (SIGKILL); restarted in" in launched.said() and "16 requests re-issued" in launched.said()
-    assert "policy-1 died (SIGKILL); restarted in" in launched.said() and "2 steps are trained again" in launched.said()
+    assert "2 steps are trained again" in launched.said()
+    assert why(launched.folder, "policy-1").startswith("confirmed: rank 1 (policy")
+    assert re.search(r"was ended: rank 1 \(policy.*\) is stopped by a signal", log_of(launched.folder, "policy-0"))
+    assert re.search(r"was ended: rank 0 \(policy.*\) was killed by SIGKILL", log_of(launched.folder, "policy-1.1"))
+    assert told(launched.folder, "confirmed") == [
+        ("dead", ["engine-0"]), ("absent", ["policy-1"]), ("dead", ["policy-0.1"]), ("dead", ["engine-0.1"])
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """Recovery of runs ahead and of conversations, from who stands still, and from one fault after the other."""
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -10,8 +13,22 @@ from harness import Ended, Launched, moment, prompts_used, task, write
 from lives import References
 from test_async import TERMS, check
 from test_async import values as ahead
+from test_bad_input import MODES, short
 from test_environment_runs import WORLD, grpo
-from test_recovery import begin, lose, pid_of, recoveries, sampled, undisturbed, wait_healed
+from test_recovery import (
+    begin,
+    lives,
+    log_of,
+    lose,
+    pid_of,
+    recoveries,
+    sampled,
+    stalls,
+    told,
+    undisturbed,
+    wait_healed,
+    why,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -70,21 +87,120 @@ def test_conversations_of_a_dead_engine_begin_their_turn_again(tmp_path: Path, b
     assert sampled(runs[1]) == sampled(runs[0])
 
 
-@pytest.mark.parametrize("victim", ["engine-0", "policy-1"])
-def test_one_that_stands_still_is_killed_and_replaced(reference: References, tmp_path: Path, victim: str) -> None:
+def test_an_engine_that_stands_still_is_killed_and_replaced(reference: References, tmp_path: Path) -> None:
     of = reference("grpo")
-    launched = begin(of, tmp_path, cluster={"stall_limit_s": 8})
+    launched = begin(of, tmp_path)
     launched.wait_for("train", 3)
-    os.kill(pid_of(launched, victim), signal.SIGSTOP)
+    os.kill(pid_of(launched, "engine-0"), signal.SIGSTOP)
     began = time.monotonic()
     wait_healed(launched)
     assert time.monotonic() - began < 60
     undisturbed(launched, of)
     (done,) = recoveries(launched.folder)
-    assert done["worker"] == victim
-    assert done["what"] in ("made no progress for 8 s", "died (SIGKILL)"), done
-    if done["what"] == "died (SIGKILL)":
-        assert recoveries(launched.folder, "failed")[0]["why"].startswith("confirmed: ")
+    assert (done["worker"], done["what"]) == ("engine-0", "died (SIGKILL)")
+    assert why(launched.folder, "engine-0").startswith("confirmed: engine-0 ")
+    assert told(launched.folder, "confirmed") == [("absent", ["engine-0"])]
+    assert [each["done"] for each in stalls(launched.folder, "act")] == ["engine-0 ended"], "nobody was to be freed"
+
+
+@pytest.mark.parametrize("how", ["stop", "sleep", "gil"])
+def test_a_trainer_rank_that_stands_still_in_a_step(reference: References, tmp_path: Path, how: str) -> None:
+    """By SIGSTOP, or in a line of its own, with the interpreter lock or without: it is named while its peer waits for
+    it in a collective, the peer is freed with the verdict as its exception, and all ranks are restarted."""
+    of, place = reference("grpo"), tmp_path / "now"
+    watch = {"notice_s": 2.0, "confirm_after_s": 6.0}
+    launched = begin(of, tmp_path, {"trainer": str(place), "how": how}, watch=watch)
+    launched.wait_for("train", 4)
+    place.touch()
+    began = time.monotonic()
+    wait_healed(launched)
+    print(f"{how}: healed after {time.monotonic() - began:.1f} s")
+    assert time.monotonic() - began < 45, "that nothing of it moves is seen, and not only that its stack stays the same"
+    undisturbed(launched, of)
+    (done,) = recoveries(launched.folder)
+    assert (done["worker"], done["what"]) == ("policy-1", "died (SIGKILL)")
+    assert why(launched.folder, "policy-1").startswith("confirmed: rank 1 (policy")
+    (confirmed,) = stalls(launched.folder, "confirmed")
+    assert (confirmed["verdict"], confirmed["who"]) == ("absent", ["policy-1"])
+    said = "is stopped by a signal" if how == "stop" else "held() at sitecustomize.py:"
+    assert said in confirmed["text"], confirmed
+    (notice, *_) = stalls(launched.folder, "notice", "confirmed")
+    assert notice["who"] == ["policy-1"]
+    acts = {each["done"]: each["said_at"] for each in stalls(launched.folder, "act")}
+    assert acts.keys() == {"policy-1 ended", "policy-0 freed"}
+    freed_s = acts["policy-0 freed"] - confirmed["said_at"]
+    print(f"{how}: freed {freed_s:.3f} s after the verdict, which came {confirmed['since_s']:.1f} s after the notice")
+    assert freed_s < 5, "a second, and more on a busy machine"
+    assert f"step was ended: {confirmed['text'][:40]}" in log_of(launched.folder, "policy-0")
+
+
+def test_who_watches_is_killed_and_who_scores(reference: References, tmp_path: Path) -> None:
+    """The supervisor: told, and another one sees what stands still. A scorer: its samples are scored again. The agent:
+    its workers go with it, and all come back."""
+    of = reference("grpo")
+    launched = begin(of, tmp_path, {"stage": "rollout", "seconds": 0.3, "at_end": False}, watch={"notice_s": 2.0})
+    launched.wait_for("rollout", 1)
+    supervisor = launched.folder / "cluster" / "supervisor.json"
+    first = launched.wait_until(lambda: supervisor_of(supervisor), "supervised", lambda: False)
+    os.kill(first, signal.SIGKILL)
+    lose(launched, "scorer-0")
+
+    def another() -> bool | None:
+        return supervisor_of(supervisor) not in (None, first) or None
+
+    launched.wait_until(another, "supervised again", lambda: False)
+    launched.wait_for("rollout", 3)
+    os.kill(pid_of(launched, "engine-0"), signal.SIGSTOP)
+    wait_healed(launched)
+    launched.wait_for("rollout", 5)
+    lose(launched, "agent")
+    undisturbed(launched, of)
+    assert "the supervisor ended (killed by SIGKILL), it is started again" in launched.said()
+    assert "the node agent (pid" in launched.said() and "another is started" in launched.said()
+    stopped, *rest = recoveries(launched.folder)
+    assert stopped["worker"] == "engine-0" and why(launched.folder, "engine-0").startswith("confirmed: engine-0 ")
+    assert {each["worker"].partition(".")[0] for each in rest} >= {"engine-0", "policy-0"}
+    assert ("absent", ["engine-0"]) in told(launched.folder, "confirmed")
+    assert lives(launched.folder)[-1].startswith("scorer-0.")
+
+
+def supervisor_of(file: Path) -> int | None:
+    """The pid of a run's supervisor."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(json.loads(file.read_text())["pid"])
+    return None
+
+
+def test_a_reward_that_never_returns_is_named_with_its_line_while_it_is_waited_for(tmp_path: Path) -> None:
+    """Then its process is replaced, the samples are tried one by one, and the one that fails alone is reported."""
+    home = task(tmp_path / "home")
+    (home / "mode").write_text("hang")
+    (home / "functions.py").write_text(MODES)
+    line = next(i for i, text in enumerate(MODES.splitlines(), 1) if "time.sleep(0.1)" in text)
+    values = short(home, "judge", {"kind": "function", "path": f"{home}/functions.py:score"})
+    values["reward"]["timeout_s"] = 8
+    values |= {"watch": {"notice_s": 1.0, "confirm_after_s": 4.0}}
+    launched = Launched.start(home / "runs" / "judge", str(write(home, values)))
+    assert launched.finish() == 1, launched.text()
+    said = " ".join(launched.said().split())
+    assert (
+        "did not finish a sample for 8 s (reward.timeout_s)" in said and "in never_return" in said and "(row " in said
+    )
+    (notice, *_) = stalls(launched.folder, "notice", "confirmed")
+    assert notice["who"] == ["scorer-0"] and f"never_return() at functions.py:{line}" in notice["text"], notice
+    assert stalls(launched.folder, "act") == [], "its own limit is for the user to set"
+    assert any(name.startswith("scorer-0.") for name in lives(launched.folder)), "tried again, sample by sample"
+
+
+def test_a_port_that_is_taken_costs_the_metrics_and_not_the_run(tmp_path: Path) -> None:
+    home = task(tmp_path / "home")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        tracking = [{"kind": "prometheus", "port": taken.getsockname()[1]}]
+        values = short(home, "taken", {"kind": "regex", "pattern": "[0-4].*"}, tracking=tracking)
+        launched = Launched.start(home / "runs" / "taken", str(write(home, values)))
+        assert launched.finish() == 0, launched.text()
+    said = " ".join(launched.said().split())
+    assert "Address already in use" in said and "the run goes on" in said
 
 
 @pytest.mark.parametrize("chain", range(3))

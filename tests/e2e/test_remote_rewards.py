@@ -103,6 +103,29 @@ def test_a_server_that_fails_is_named_and_the_run_goes_on_with_another(tmp_path:
     knows_no_key(run, folder / "mlruns")
 
 
+def test_a_server_that_never_answers_is_named_while_it_is_waited_for(tmp_path: Path) -> None:
+    """Then its time is over, the run ends and names it; another address lets it go on."""
+    folder = task(tmp_path)
+    with serving(lambda number, body, path: Reply([], after_s=1000)) as server:
+        values = run_config(folder, server.url) | {"evaluation": None, "watch": {"notice_s": 1.0}}
+        (silent, *_) = values["reward"]["terms"]
+        values["reward"] = {"terms": [silent | {"timeout_s": 6, "deadline_s": 6}]}
+        run = Path(values["folder"]) / "remote"
+        launched = Launched.start(run, str(write(folder, values)))
+        assert launched.finish() == 1, launched.text()
+    said = " ".join(launched.said().split())
+    assert f"error reward http: {server.url}/rm" in said and f"--resume {run}" in said
+    assert launched.gone(10)
+    with Ledger.reader(run) as ledger:
+        told = [event.fields for event in ledger.events() if event.kind == "stall"]
+        assert ledger.collected_steps() == []
+    (notice, *_) = told
+    address = server.url.removeprefix("http://")
+    assert (notice["level"], notice["verdict"]) == ("notice", "absent")
+    assert address in notice["text"] and [address in name for name in notice["who"]] == [True], notice
+    assert all(each["level"] == "notice" for each in told), "nobody of the run is accused"
+
+
 def test_a_judge_without_its_key_starts_nothing(tmp_path: Path) -> None:
     values = run_config(task(tmp_path), "http://127.0.0.1:9")
     values["reward"]["terms"][1]["api_key_env"] = "A_KEY_NOBODY_HAS"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 PRELOAD = ("torch", "transformers", "pandas", "matplotlib.figure", "lockstep.cli.training", "lockstep.cli.top")
 PR_SET_PDEATHSIG = 1
-STOP_WHEN = "LOCKSTEP_TEST_STOP_WHEN"
+STOP_WHEN, TRAINER = "LOCKSTEP_TEST_STOP_WHEN", "LOCKSTEP_TEST_TRAINER"
 
 
 def serve(control: socket.socket) -> dict | None:
@@ -68,6 +68,8 @@ def become(request: dict, control: socket.socket) -> None:
             hold(stage, seconds, at_end)
         case {"keep_every_s": seconds}:
             importlib.import_module("lockstep.run.buffer").KEEP_EVERY_S = seconds
+        case {"trainer": file, "how": how}:
+            with_sitecustomize(TRAINER, f"{how}:{file}")
         case {"replacements_for": ranks}:
             refuse_more(ranks)
     from lockstep.cli import app
@@ -116,12 +118,18 @@ def refuse_more(most: int) -> None:
 
 def stop_when(file: str) -> None:
     """Stops this process and those that it starts once the file (a pattern) exists, as `stop/sitecustomize.py` says."""
-    folder = Path(__file__).with_name("stop")
-    os.environ[STOP_WHEN] = file
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    folder = with_sitecustomize(STOP_WHEN, file)
     sys.path.insert(0, str(folder))
     importlib.import_module("sitecustomize")
     sys.path.pop(0)
+
+
+def with_sitecustomize(variable: str, value: str) -> Path:
+    """Lets processes that this one starts import `stop/sitecustomize.py`, which does what the variable says."""
+    folder = Path(__file__).with_name("stop")
+    os.environ[variable] = value
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return folder
 
 
 def main() -> None:

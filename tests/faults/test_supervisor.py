@@ -371,11 +371,11 @@ def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None
     until(lambda: link.connection is not None, 10, "connected")
     began = time.monotonic()
     link.ask(
-        "free", lambda reply: asked.append(reply or {}), 10, names=["policy-0"], text="policy-1 has not entered",
-        verdict={"kind": "absent"},
+        "free", lambda reply: asked.append(reply or {}), 10, names=["policy-0", "policy-1"], breaks=True,
+        text="policy-1 has not entered", verdict={"kind": "absent"},
     )  # fmt: skip
     until(lambda: list(link.hear()) or asked, 10, "an answer")
-    assert asked[0]["broken"] == 1
+    assert asked[0]["freed"] == ["policy-0"]
     until(lambda: "freed: policy-1 has not entered" in tail(site.folder / "policy-0.log"), 5, "it is freed")
     assert time.monotonic() - began < 2.0
     link.close()

@@ -16,6 +16,7 @@ from lockstep.cluster.codec import CodecError, Payload, Signature, signature_of
 from lockstep.cluster.messages import STARTED, Call, Failure, Result
 from lockstep.cluster.protocol import Later
 from lockstep.watch import recorder, waits
+from lockstep.watch.errors import CollectiveStalled
 from lockstep.watch.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -146,8 +147,11 @@ class Service:
             self.running = call.method
         try:
             answer = self._execute(call, arguments, None if beside else self._broken)
-        except Exception as error:  # noqa: BLE001 - whatever a call raises travels to the controller
-            answer = failure(call.id, recorder.translate(error)), b""
+        except Exception as raised:  # noqa: BLE001 - whatever a call raises travels to the controller
+            error = recorder.translate(raised)
+            if isinstance(error, CollectiveStalled):
+                log.warning("%s was ended: %s", call.method, error)
+            answer = failure(call.id, error), b""
         if not beside:
             self.running = ""
         if answer is not None:

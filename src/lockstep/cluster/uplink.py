@@ -283,11 +283,9 @@ class Uplink:
 
 def describe(service: Service) -> tuple[str, str]:
     """The worker's stage and the wait of its main thread, for people."""
-    state = beacon.read_beacon(beacon.current().path)
-    if state is None:
-        return service.running, ""
-    waiting = [wait for wait in state.waits if wait.thread == os.getpid()]
-    return state.stage or service.running, f"{waiting[-1].whom} ({waiting[-1].why})" if waiting else ""
+    here = beacon.current()
+    wait = here.waiting(os.getpid())
+    return here.stage_name or service.running, f"{wait.whom} ({wait.why})" if wait is not None else ""
 
 
 def _tell(text: str) -> None:

@@ -19,4 +19,4 @@ class Watch(Section):
     at once."""
     on_stall: Literal["report", "dump", "recover"] = "recover"
     """Of what is confirmed: an incident is written (`report`), with native stacks (`dump`), or it is also handed to
-    `recovery` (`recover`)."""
+    `recovery`, and who waits for it in a collective is freed (`recover`)."""

@@ -34,7 +34,7 @@ class Moment:
     at: float
     """Seconds since the epoch."""
     what: str
-    """notice, confirmed, failed, fewer ranks, restarted, gave up, or over."""
+    """notice, confirmed, act, failed, fewer ranks, restarted, gave up, or over."""
     text: str
 
 
@@ -112,7 +112,7 @@ class _Stall:
     def moments(self) -> list[Moment]:
         found: list[Moment] = []
         for each in self.said:
-            what, text = str(each["level"]), str(each["text"])
+            what, text = str(each["level"]), str(each.get("done") or each["text"])
             if each["change"] != "withdrawn" and (not found or (found[-1].what, found[-1].text) != (what, text)):
                 found.append(Moment(float(each["said_at"]), what, text))
         return found

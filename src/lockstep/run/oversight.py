@@ -17,12 +17,13 @@ def oversee(prepared: Prepared, cluster: LocalCluster, monitor: Monitor, recover
     config = prepared.config.watch
     if not config.enable:
         return
-    if config.on_stall == "recover" and prepared.config.recovery.enable:
+    recovers = config.on_stall == "recover" and prepared.config.recovery.enable
+    if recovers:
         recovery.listen(monitor.stalls, cluster.kill)
     cluster.supervise(
         Patience(notice_s=config.notice_s, still_s=config.confirm_after_s),
         monitor.stalls.hear,
-        on_stall="dump" if config.on_stall == "dump" else "report",
+        on_stall="free" if recovers else "dump" if config.on_stall == "dump" else "report",
         aliases={name: Alias(role) for name, role in TOGETHER.items()},
         facts={
             "config": prepared.config.model_dump(mode="json"),

@@ -3,19 +3,23 @@
 import logging
 import queue
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.console import Console
 from lockstep.report.incidents import STALL
 from lockstep.report.top import duration
 from lockstep.watch.supervisor_client import Said
+from lockstep.watch.verdict import SURE
 
 log = logging.getLogger(__name__)
 
-SURE = 0.8
-"""Nobody is restarted on less."""
+PROVEN = 0.8
+"""Who runs users' code is ended on proof by structure only: how long that may think is a setting of its own."""
+USERS = ("reward", "environment")
+"""Roles that run it."""
 
-Act = Callable[[Sequence[str], str], None]
+Act = Callable[[Sequence[str], str], Sequence[str]]
 
 
 class Stalls:
@@ -28,19 +32,25 @@ class Stalls:
         self._acted: set[int] = set()
 
     def subscribe(self, act: Act) -> None:
-        """`act(workers, why)` is called, from any thread, with those whom a confirmed verdict names, once for each."""
+        """`act(workers, why)` is called, from any thread, with those whom a confirmed verdict names, once for each. It
+        returns whom it has ended."""
         self._actors.append(act)
 
     def hear(self, said: Said) -> None:
         """Something is said."""
+        self._tell(said)
+        if self._actors and to_act_on(said) and said.number not in self._acted:
+            self._acted.add(said.number)
+            ended = [name for act in self._actors for name in act(said.who, f"{said.level}: {said.headline}")]
+            if ended:
+                # Of this recovery tells the person.
+                self._news.put(replace(said, change="updated", level="act", done=f"{', '.join(ended)} ended"))
+
+    def _tell(self, said: Said) -> None:
         self._news.put(said)
         for line in lines(said, acted=said.number in self._acted):
             self._console.warning(line)
             log.info("%s", line)
-        if self._actors and to_act_on(said) and said.number not in self._acted:
-            self._acted.add(said.number)
-            for act in self._actors:
-                act(list(said.who), f"{said.level}: {said.headline}")
 
     def flush(self) -> None:
         """Writes what was said into the ledger. From the run's thread, its only writer."""
@@ -49,7 +59,7 @@ class Stalls:
             self._ledger.event(
                 STALL, number=said.number, change=said.change, level=said.level, verdict=said.verdict["kind"],
                 cause=said.verdict["class"], who=list(said.who), text=said.headline, since_s=round(said.since_s, 3),
-                said_at=said.wall, waited_s=waited_s(said), incident=said.incident,
+                said_at=said.wall, waited_s=waited_s(said), incident=said.incident, done=said.done,
             )  # fmt: skip
 
 
@@ -60,6 +70,8 @@ def lines(said: Said, acted: bool = False) -> list[str]:
         if kind == "dead":  # it does not go on: its successor does, of which recovery tells
             return []
         return [f"{'over' if acted else 'goes on'}: {who} ({kind}), after {duration(said.since_s)}"]
+    if said.done:
+        return [f"{said.level}: {said.done}"]
     found = [f"{said.level}: {said.headline}"]
     if said.incident is not None:
         found.append(f"  incident: {said.incident}")
@@ -73,7 +85,8 @@ def waited_s(said: Said) -> float:
 
 
 def to_act_on(said: Said) -> bool:
-    """Whether whom it names is to be restarted: not who died, whose end speaks for itself."""
+    """Whether recovery is to know whom it names, and to end them where they live."""
     verdict = said.verdict
-    proven = said.level == "confirmed" and said.change != "withdrawn" and float(verdict["confidence"]) >= SURE
-    return proven and bool(said.who) and verdict["kind"] != "dead"
+    sure = PROVEN if any(each["role"] in USERS for each in verdict["culprits"]) else SURE
+    proven = said.level == "confirmed" and said.change != "withdrawn" and float(verdict["confidence"]) >= sure
+    return proven and bool(said.who)

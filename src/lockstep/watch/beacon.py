@@ -89,6 +89,7 @@ class Beacon:
         self._counters: dict[str, tuple[Slot, int, int | None]] = {}
         self._waits = [Slot(memory, _WAITS_AT + 384 * i, _WAIT) for i in range(WAITS)]
         self._free = list(range(WAITS - 1, -1, -1))
+        self._waiting: dict[int, WaitRecord] = {}
         self._events = 0
         self._moves = 0
         self.stage_name = ""
@@ -165,8 +166,16 @@ class Beacon:
         with self._lock:
             return self._free.pop() if self._free and self._open else None
 
+    def waiting(self, thread: int) -> WaitRecord | None:
+        """The innermost wait that a thread (native id) of this process is in. Reads no file: who moves bytes beside a
+        thread that is stuck looks as if it did something."""
+        with self._lock:
+            found = [wait for wait in self._waiting.values() if wait.thread == thread]
+        return max(found, key=lambda wait: wait.since_ns, default=None)
+
     def write_wait(self, slot: int, wait: WaitRecord) -> None:
         with self._lock:
+            self._waiting[slot] = wait
             if self._open:
                 self._waits[slot].write(
                     wait.thread, wait.since_ns, wait.deadline_ns or 0, wait.moved_ns,
@@ -175,6 +184,7 @@ class Beacon:
 
     def free_wait_slot(self, slot: int) -> None:
         with self._lock:
+            self._waiting.pop(slot, None)
             if self._open:
                 self._waits[slot].write(0, 0, 0, 0, b"", b"", b"", b"")
             self._free.append(slot)

@@ -5,7 +5,7 @@ the one of who made the snapshot; NaN means "not known", and what is not known i
 Whoever makes evidence fills what it knows; every field with a default may be left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,16 @@ class Communicators:
     blocked: NDArray[np.int8] | None = None
     """1 where a thread that matters waits inside of the collective entered last (or in its handle's `wait()`), 0 where
     it is known to be elsewhere (an asynchronous one goes on behind it), `UNKNOWN` where nobody knows."""
+
+    def peers_of(self, processes: Collection[int]) -> set[int]:
+        """Everybody else whom communicators connect with these processes, however indirectly."""
+        group = np.repeat(np.arange(len(self.about)), np.diff(self.starts))
+        found, before = set(processes), -1
+        while len(found) > before:
+            before = len(found)
+            theirs = group[np.isin(self.process, list(found))]
+            found.update(self.process[np.isin(group, theirs)].tolist())
+        return found - set(processes)
 
 
 @dataclass(frozen=True, slots=True)

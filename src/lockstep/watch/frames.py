@@ -92,7 +92,7 @@ class Connection:
             FrameTooLarge: and nothing is queued.
             ConnectionClosed: the connection is closed already.
         """
-        views = [memoryview(part).cast("B") for part in parts]
+        views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]  # an empty one is never sent
         size = sum(view.nbytes for view in views)
         if size > self.max_frame:
             raise FrameTooLarge(self.peer.name, f"a frame of {size} bytes is above the limit of {self.max_frame}")

@@ -3,7 +3,8 @@
 The recorder's thread looks at the file's size about ten times a second. That the file exists says that somebody
 watches. Orders that were given before a rank began are none of its business.
 
-    verdict   "text", "verdict": who waits in a collective that now breaks, gets CollectiveStalled with this
+    verdict   "text", "verdict", "freed": who waits in a collective that breaks, gets CollectiveStalled with this; with
+              "freed" that is by our doing, and who is in none is not to go on either
     free      "communicator": break its connections from inside (see `freeing`); None: all of them
     dump      "folder": write what c10d's flight recorder holds there, as `<beacon's name>.json`
 """
@@ -123,12 +124,12 @@ class Inbox:
                 if order.op == "verdict":
                     self.verdict = order
 
-    def stalled(self) -> CollectiveStalled | None:
-        """What the observer said of this rank in the last minute."""
+    def stalled(self, freed: bool = False) -> CollectiveStalled | None:
+        """What the observer said to this rank in the last minute; `freed`: only where it broke its collectives."""
         with self._looking:
             self._read_on()
         order = self.verdict
-        if order is None or time.time() - order.wall > RECENT_S:
+        if order is None or time.time() - order.wall > RECENT_S or (freed and not order.body.get("freed")):
             return None
         return CollectiveStalled(str(order.body.get("text", "")), order.body.get("verdict"))
 

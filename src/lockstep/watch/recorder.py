@@ -373,9 +373,9 @@ def translate(error: Exception) -> Exception:
 
 
 def check() -> None:
-    """Raises CollectiveStalled when the observer has given a verdict on this rank: for the places where an error that
-    came too late must not be missed (before an optimizer step, a publish, a commit)."""
-    found = None if _current is None else _current.inbox.stalled()
+    """Raises CollectiveStalled when the observer has let go of this rank: for the places where an error that came too
+    late must not be missed (before an optimizer step, a publish, a commit)."""
+    found = None if _current is None else _current.inbox.stalled(freed=True)
     if found is not None:
         raise found
 

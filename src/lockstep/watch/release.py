@@ -1,45 +1,42 @@
 """Letting go of ranks that wait for somebody who will not come: the observer's side of `freeing`."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from lockstep.watch import freeing, orders
 from lockstep.watch.records import BeaconState, CommunicatorRecord
 
 
-def release(
-    run: str,
-    ranks: Iterable[BeaconState],
-    text: str,
-    verdict: dict[str, Any] | None = None,
-    communicators: Collection[int] | None = None,
-) -> dict[str, int]:
+def release(run: str, ranks: Iterable[BeaconState], text: str, verdict: dict[str, Any] | None = None) -> dict[str, int]:
     """Ends what these ranks of this host are blocked in; their calls raise CollectiveStalled with `text`.
 
-    The verdict is given first, then the connections are broken from outside, which needs no answer of the rank. A rank
-    that may not be looked into, and one with NCCL, is asked to do it itself. All members of a communicator have to be
-    released, those on other hosts too: one alone frees only those who happen to wait for it.
+    The verdict is given first, then the connections of the communicators that they are inside of are broken from
+    outside, which needs no answer of the rank. A rank that may not be looked into, and one with NCCL, is asked to do it
+    itself. All members of a communicator have to be released, those on other hosts too: one alone frees only those who
+    happen to wait for it.
 
     Args:
-        communicators: identities of those to break (`CommunicatorRecord.identity`); None for all that are not closed.
         verdict: its JSON form.
 
     Returns:
-        By beacon's name how many connections were broken from here.
+        How many connections were broken from here, by beacon's name, for those that were inside of a collective.
     """
     states = {state.name: state for state in ranks}
-    orders.give(run, "verdict", states, text=text, verdict=verdict or {})
-    return {
-        name: _break(run, state, [each for each in state.communicators if _wanted(each, communicators)])
-        for name, state in states.items()
-    }
+    orders.give(run, "verdict", states, text=text, verdict=verdict or {}, freed=True)
+    return {name: _break(run, state) for name, state in states.items() if _inside(state)}
 
 
-def _wanted(record: CommunicatorRecord, communicators: Collection[int] | None) -> bool:
-    return not record.closed and (communicators is None or record.identity in communicators)
+def tell(run: str, names: Iterable[str], text: str, verdict: dict[str, Any] | None = None) -> None:
+    """Gives these ranks the verdict for a collective that breaks by itself, as one does when a member of it dies."""
+    orders.give(run, "verdict", names, text=text, verdict=verdict or {}, freed=False)
 
 
-def _break(run: str, state: BeaconState, lines: list[CommunicatorRecord]) -> int:
+def _inside(state: BeaconState) -> list[CommunicatorRecord]:
+    return [each for each in state.communicators if not each.closed and each.entered > each.completed]
+
+
+def _break(run: str, state: BeaconState) -> int:
+    lines = _inside(state)
     threads = [each.loop_thread for each in lines if each.loop_thread]
     asked = [each for each in lines if "nccl" in each.backend or not each.loop_thread]
     broken = 0

@@ -24,8 +24,8 @@ class Settings:
     controller: int | None = None
     patience: Patience = field(default_factory=Patience)
     on_stall: str = "report"
-    """Of what is confirmed: report, dump (native stacks as well), free (who waits for it in a collective is freed, with
-    the verdict as the exception) or kill (the culprits, and the others are freed)."""
+    """Of what is confirmed: report, dump (native stacks as well) or free (who waits for it in a collective is freed). A
+    collective that breaks raises the verdict in any case."""
     aliases: dict[str, Alias] = field(default_factory=dict)
     every_s: float = TICK_S
     facts: dict[str, Any] = field(default_factory=dict)

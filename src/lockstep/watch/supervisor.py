@@ -8,10 +8,11 @@ run has ended: the controller and all agents are gone, or somebody says `leave`.
     {"id", "op": "agents", "agents": [address, ...]} -> {}     who is to be heard from now on
     {"id", "op": "join", "agent": address} -> {}     an agent that is to be heard as well
     {"id", "op": "leave"} -> {}
-    <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who"}
+    <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who", "done"}
 
 `number` is the same for all that is said of one stall; `change` is told, updated or withdrawn; `verdict` the one form
-of verdicts. A confirmed verdict is told when its incident is on disk, a second later at most.
+of verdicts; `done` what was done about it, at the level `act`. A confirmed verdict is told when its incident is on
+disk, a second later at most; who waits for its culprits in collectives is freed right after that.
 """
 
 import argparse
@@ -150,44 +151,43 @@ class Supervisor:
                 path = incident.write(self.settings.incidents, contents, (self._token,))
                 if path is not None:
                     self._incidents[told.number] = path
-            if self.settings.on_stall == "kill":
-                told = self._kill(told)
             self._tell(told)
-            if self.settings.on_stall in ("free", "kill"):
-                self._free(told, collection.evidence)
+            self._free(told, collection.evidence)
 
     def _free(self, told: Told, evidence: Evidence) -> None:
-        """Ends the collectives in which others wait; they get the verdict as the exception."""
-        guilty = {(each.host, each.pid) for each in told.verdict.culprits}
-        who = [each for each in evidence.processes.who if (each.host, each.pid) not in guilty]
-        text, verdict = incident.headline(told.verdict), told.verdict.json()
+        """Gives the verdict to all whom communicators connect with the culprits, as the exception of the collectives
+        that they are in, and ends those where that is asked for."""
+        who, verdict = evidence.processes.who, told.verdict
+        accused = {(each.host, each.pid) for each in verdict.culprits}
+        guilty = [index for index, each in enumerate(who) if (each.host, each.pid) in accused]
+        if not guilty:
+            return
+        names: dict[str, list[str]] = {}
+        for index in sorted(evidence.communicators.peers_of(guilty)):
+            names.setdefault(who[index].host, []).append(who[index].name)
+        asked = [(link, names[link.host]) for link in self._links.values() if link.host in names]
+        out: list[str] = []
+        left = len(asked)
 
         def freed(reply: dict[str, Any] | None) -> None:
-            if reply is not None and reply["broken"]:
-                self._tracker.acted(told.number)
+            nonlocal left
+            left -= 1
+            out.extend([] if reply is None else reply["freed"])
+            if out and not left:
+                self._acted(told, f"{', '.join(out)} freed")
 
-        for link in self._links.values():
-            names = [each.name for each in who if each.host == link.host]
-            if names:
-                link.ask("free", freed, 5.0, names=names, text=text, verdict=verdict)
+        said = {"text": incident.headline(verdict), "verdict": verdict.json()}
+        for link, theirs in asked:
+            link.ask("free", freed, 5.0, names=theirs, breaks=self.settings.on_stall == "free", **said)
 
-    def _kill(self, told: Told) -> Told:
-        """Ends the culprits that still live."""
-        by_host = {link.host: link for link in self._links.values()}
-        asked = False
-        for culprit in told.verdict.culprits:
-            link = by_host.get(culprit.host)
-            if link is not None and culprit.pid:
-                link.ask("end", lambda reply: None, 5.0, pid=culprit.pid, signal=int(signal.SIGKILL))
-                asked = True
-        if not asked:
-            return told
+    def _acted(self, told: Told, done: str) -> None:
         self._tracker.acted(told.number)
-        return replace(told, verdict=replace(told.verdict, level=Level.ACT))
+        verdict = replace(told.verdict, level=Level.ACT)
+        self._tell(replace(told, change=Change.UPDATED, verdict=verdict, at=time.monotonic()), done)
 
     # --- telling
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, told: Told, done: str = "") -> None:
         path = self._incidents.get(told.number)
         frame = {
             "told": self._frames[-1]["told"] + 1 if self._frames else 1,
@@ -200,8 +200,9 @@ class Supervisor:
             "incident": None if path is None else str(path),
             "headline": incident.headline(told.verdict),
             "who": [incident.who_of(each) for each in told.verdict.culprits],
+            "done": done,
         }
-        log.info("%s %s: %s", told.change, told.verdict.level, frame["headline"])
+        log.info("%s %s: %s", told.change, told.verdict.level, done or frame["headline"])
         self._frames = [*self._frames[1 - REMEMBERED :], frame]
         for connection, subscribed in list(self._subscribers.items()):
             if subscribed:

@@ -48,13 +48,16 @@ class Said:
     wall: float
     who: tuple[str, ...] = ()
     """Names of the culprits."""
+    done: str = ""
+    """At the level `act`: what was done about it."""
 
     @staticmethod
-    def of(frame: Mapping[str, Any]) -> "Said":
+    def of(frame: Mapping[str, Any], before: int = 0) -> "Said":
+        """`before`: the greatest number of the supervisors before, which is not given again."""
         return Said(
-            int(frame["number"]), str(frame["change"]), str(frame["level"]), str(frame["headline"]),
+            before + int(frame["number"]), str(frame["change"]), str(frame["level"]), str(frame["headline"]),
             frame["verdict"], float(frame["since_s"]), frame["incident"], float(frame["wall"]),
-            tuple(frame["who"]),
+            tuple(frame["who"]), str(frame["done"]),
         )  # fmt: skip
 
 
@@ -111,6 +114,8 @@ class Supervision:
         self._connection: wire.Connection | None = None
         self._popen: subprocess.Popen[bytes] | None = None
         self._heard, self._closing = 0, threading.Event()
+        self._before = self._number = 0
+        """The greatest number of a stall: of the supervisors before, and so far."""
         self._deaths: deque[float] = deque(maxlen=RESTARTS)
         self.up = threading.Event()
         """Set while a supervisor is connected."""
@@ -155,7 +160,7 @@ class Supervision:
             except OSError as error:
                 self._on_trouble(f"the supervisor cannot be started ({error}): the run goes on without it")
                 return
-            self._heard = 0
+            self._heard, self._before = 0, self._number
             self._hear(self._popen)
             self.up.clear()
             if self._closing.is_set():
@@ -203,8 +208,10 @@ class Supervision:
             if "told" not in message or message["told"] <= self._heard:
                 continue
             self._heard = int(message["told"])
+            said = Said.of(message, self._before)
+            self._number = max(self._number, said.number)
             try:
-                self._on_said(Said.of(message))
+                self._on_said(said)
             except Exception:
                 log.exception("what the supervisor said could not be passed on")
 

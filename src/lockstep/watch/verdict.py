@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+SURE = 0.75
+"""Of confirmed verdicts: nobody is ended on less. Proof by structure has more, and stillness with equal stacks too."""
+
 
 class Kind(StrEnum):
     """What the wait graph says, structurally."""

@@ -6,7 +6,8 @@
     {"id", "op": "collect", "names", "lines"} -> {"beacons", "logs", "environment", "facts"}, see `gathering`
     {"id", "op": "end", "pid", "signal"} -> {"sent"}   a process of the run, a worker or not
     {"id", "op": "forget", "name"} -> {}   a worker that ended, and whose place another has taken
-    {"id", "op": "free", "names", "text", "verdict"} -> {"broken"}   who waits in a collective gets the verdict instead
+    {"id", "op": "free", "names", "text", "verdict", "breaks"} -> {"freed"}   a collective of theirs that breaks raises
+        the verdict; with `breaks`, those that they are in are broken, and "freed" has the names of who was in one
     {"id", "op": "dump", "names"} -> {"folder"}   flight recorders are written there, see `orders`
     {"id", "op": "dumps"} -> {"dumps": {name: text}}   what has been written by then
     <- states have "calm" besides: everybody moves or has nothing to do
@@ -31,8 +32,8 @@ from lockstep.watch.children import Child
 from lockstep.watch.eyes import Eyes, Seen
 from lockstep.watch.folders import run_dir
 from lockstep.watch.frames import Connection
-from lockstep.watch.freeing import break_gloo
 from lockstep.watch.messages import encode
+from lockstep.watch.release import release, tell
 from lockstep.watch.spying import Spy
 from lockstep.watch.telling import Teller
 
@@ -181,28 +182,18 @@ class Watching:
 
     def _free(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         """Tells who waits in a collective why it ends, then ends it."""
-        names = [str(name) for name in message["names"]]
-        broken = 0
-        self._eyes.look(self._children, self._spy.holds)
+        names, text = [str(name) for name in message["names"]], str(message["text"])
+        freed: list[str] = []
         try:
-            orders.give(self._eyes.run, "verdict", names, text=str(message["text"]), verdict=message["verdict"])
-            for name in names:
-                seen = self._eyes.seen.get(name)
-                if seen is not None and seen.living and seen.beacon is not None:
-                    broken += self._break(name, seen)
+            if message["breaks"]:
+                living = [self._eyes.seen[name] for name in names if name in self._eyes.seen]
+                now = [read_beacon(each.beacon.path, events=False) for each in living if each.living and each.beacon]
+                freed = list(release(self._eyes.run, filter(None, now), text, message["verdict"]))
+            else:
+                tell(self._eyes.run, names, text, message["verdict"])
         except (OSError, ValueError) as error:
             log.warning("nobody could be freed: %s", error)
-        self._reply(number, {"broken": broken})
-
-    def _break(self, name: str, seen: Seen) -> int:
-        """Breaks the communicators that a process waits in: gloo's from here, others' by the process itself."""
-        now = None if seen.beacon is None else read_beacon(seen.beacon.path, events=False)
-        waits_in = [] if now is None else [each for each in now.communicators if each.entered > each.completed]
-        threads = [each.loop_thread for each in waits_in if each.loop_thread]
-        for each in waits_in:
-            if not each.loop_thread:
-                orders.give(self._eyes.run, "free", [name], communicator=each.name)
-        return break_gloo(seen.pid, threads) if threads else 0
+        self._reply(number, {"freed": freed})
 
     def _dump(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._dump_folder = run_dir(self._eyes.run) / "dumps" / str(time.monotonic_ns())

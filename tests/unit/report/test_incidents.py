@@ -42,6 +42,7 @@ def test_a_frozen_rank_is_told_of_and_healed() -> None:
     (found,) = incidents_of([
         said(103, "notice", "policy-1", number=4, waited_s=3.0),
         said(105, "confirmed", "policy-1", change="updated", **told),
+        said(105, "act", "policy-1", change="updated", done="policy-0 freed", **told),
         did(105.1, "failed", "policy-1", why="confirmed: policy-1 stands", **DIED),
         did(106.5, "restarted", "policy-1", seconds=1.4, restored=3, again=1, **DIED),
         said(107, "confirmed", "policy-1", change="withdrawn", **told),
@@ -56,6 +57,7 @@ def test_a_frozen_rank_is_told_of_and_healed() -> None:
     assert moments(found) == [
         (3.0, "notice", "policy-1 stands"),
         (5.0, "confirmed", "policy-1 stands"),
+        (5.0, "act", "policy-0 freed"),
         (6.5, "restarted", "in 1.4 s, state of 3 steps, 1 trained again"),
     ], "and not that it was ended for it"
     assert in_words([found]) == "an incident, healed"

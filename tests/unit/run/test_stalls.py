@@ -1,6 +1,7 @@
 """What the supervisor says, as the console, the ledger and recovery get it."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,21 @@ def test_a_stall_is_told_at_once_and_written_when_the_run_looks(ledger: Ledger, 
 def test_who_is_confirmed_is_acted_on_once(ledger: Ledger, tmp_path: Path) -> None:
     stalls = Stalls(Console("run", tmp_path, 1, quiet=True, stream=io.StringIO(), terminal=False), ledger)
     acted: list[tuple[list[str], str]] = []
-    stalls.subscribe(lambda workers, why: acted.append((list(workers), why)))
+
+    def act(workers: Sequence[str], why: str) -> Sequence[str]:
+        acted.append((list(workers), why))
+        return workers
+
+    stalls.subscribe(act)
     stalls.hear(said(level="notice"))
     stalls.hear(said())
     stalls.hear(said(change="updated"))
+    stalls.hear(said(change="updated", level="act", done="policy-0 freed"))
     assert acted == [(["policy-1"], "confirmed: policy-1 is in score() at reward.py:31")]
+    stalls.flush()
+    told = [(each.fields["level"], each.fields["done"]) for each in ledger.events() if each.kind == STALL]
+    assert [level for level, _ in told] == ["notice", "confirmed", "act", "confirmed", "act"]
+    assert [done for level, done in told if level == "act"] == ["policy-1 ended", "policy-0 freed"]
 
 
 @pytest.mark.parametrize(
@@ -61,16 +72,19 @@ def test_who_is_confirmed_is_acted_on_once(ledger: Ledger, tmp_path: Path) -> No
         {"level": "notice"},
         {"change": "withdrawn"},
         {"who": ()},
-        {"verdict": VERDICT | {"confidence": 0.79}},
-        {"verdict": VERDICT | {"kind": "dead"}},
+        {"verdict": VERDICT | {"confidence": 0.7}},
+        {"verdict": VERDICT | {"confidence": 0.78, "culprits": [{"role": "reward", "rank": 0}]}},
     ],
+    ids=["a notice", "withdrawn", "nobody", "not sure", "a scorer that stands still"],
 )
 def test_nobody_is_restarted_on_less(more: dict[str, Any]) -> None:
     assert to_act_on(said()) and not to_act_on(said(**more))
+    assert to_act_on(said(verdict=VERDICT | {"confidence": 0.78})), "a trainer rank that stands still"
 
 
 def test_a_notice_is_one_line() -> None:
     assert lines(said(level="notice", incident=None)) == ["notice: policy-1 is in score() at reward.py:31"]
+    assert lines(said(level="act", done="policy-0 freed")) == ["act: policy-0 freed"]
 
 
 def test_who_was_replaced_does_not_go_on() -> None:

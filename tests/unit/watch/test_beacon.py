@@ -160,11 +160,14 @@ def test_waits_are_shown_innermost_per_thread(run: str) -> None:
         deadline = shown["MainThread"].deadline_ns
         assert deadline is not None
         assert deadline - shown["MainThread"].since_ns == 9_000_000_000
+        own, others = (beacon.current().waiting(id or 0) for id in (threading.get_native_id(), thread.native_id))
+        assert own is not None and others is not None
+        assert (own.whom, others.whom) == ("inner", "reward-0"), "without a look at the file"
         assert shown["scorer"].kind == "queue.get"
         assert shown["scorer"].thread == thread.native_id
     leave.set()
     thread.join(10)
-    assert only(run).waits == ()
+    assert only(run).waits == () and beacon.current().waiting(threading.get_native_id()) is None
 
 
 def test_an_outer_wait_comes_back(run: str) -> None:

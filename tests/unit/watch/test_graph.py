@@ -206,3 +206,16 @@ def test_who_is_at_the_meeting_is_not_waited_for() -> None:
     graph = graph_of(with_edges(4, edges))
     assert [graph.blockers(node) for node in range(3)] == [[3], [3], [3]]
     assert cores(graph) == []
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True), max_size=6), st.sets(st.integers(0, 7))
+)
+def test_peers_are_all_that_communicators_connect(groups: list[list[int]], some: set[int]) -> None:
+    zeros = [0] * sum(map(len, groups))
+    drawn = networkx.Graph()
+    drawn.add_nodes_from(range(8))
+    for group in groups:
+        networkx.add_path(drawn, group)
+    expected = {each for process in some for each in networkx.node_connected_component(drawn, process)} - some
+    assert with_groups(8, groups, zeros, zeros).communicators.peers_of(some) == expected

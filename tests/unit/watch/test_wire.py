@@ -64,6 +64,15 @@ def test_frames_arrive_whole_and_in_order() -> None:
         assert server.recv(0) is None
 
 
+def test_a_part_may_be_empty() -> None:
+    """As the payload is of an exception with a long traceback."""
+    with pair() as (here, there):
+        for size in (1, 5000):
+            here.queue(b"x" * size, b"", b"")
+            assert here.flush() and not here.pending
+            assert there.recv(5.0) == b"x" * size
+
+
 def test_a_large_frame_crosses_while_the_other_reads_in_pieces() -> None:
     with pair() as (client, server):
         data = os.urandom(1 << 20) * 16

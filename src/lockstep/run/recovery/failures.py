@@ -8,8 +8,10 @@ from typing import Literal
 
 from lockstep.cluster.calls import Failed
 from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.watch import classify
 
 How = Literal["died", "stalled", "raised"]
+_FREED = "lockstep.watch.errors.CollectiveStalled"
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
 
 
@@ -47,9 +49,18 @@ def failure_of(error: Failed, role: str, worker: str, rank: int, step: int, star
         case RemoteError():
             brief = f"{error.kind.rpartition('.')[2]}: {error.message.partition(chr(10))[0]}"
             place = innermost(error.traceback)
-            return Failure(role, worker, rank, "raised", f"raised {brief}", error.kind, place, step, starting)
+            how: How = "stalled" if is_effect(error) else "raised"
+            return Failure(role, worker, rank, how, f"raised {brief}", error.kind, place, step, starting)
     what = f"made no progress for {error.stall_s:g} s"
     return Failure(role, worker, rank, "stalled", what, step=step, starting=starting)
+
+
+def is_effect(error: Failed) -> bool:
+    """Whether it only says that somebody else is gone or late: who raised it was freed from a collective, or lost the
+    connection to a peer."""
+    if not isinstance(error, RemoteError):
+        return False
+    return error.kind == _FREED or classify.is_effect(f"{error.kind}: {error.message.partition(chr(10))[0]}")
 
 
 def died(error: WorkerDied) -> str:

@@ -10,7 +10,7 @@ from lockstep.run.recovery.failures import Failure
 _OURS = "lockstep."
 """Our own errors say what is wrong with data, config or code: trying again cannot help..."""
 _PASSING = ("lockstep.watch.",)
-"""...but for those that tell of a wait or a collective that others broke."""
+"""...but for those that tell of a wait that others broke, or of a collective that does not fit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """Keeps the history of failures, decides, and tells: on the console at once, in the ledger from the run's thread."""
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from lockstep.config.recovery import Recovery as Config
@@ -13,6 +14,8 @@ from lockstep.report.incidents import RECOVERY
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.failures import Failure
 from lockstep.run.recovery.policy import FewerRanks, Restart, Stop, decide
+from lockstep.watch import waits
+from lockstep.watch.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +23,9 @@ log = logging.getLogger(__name__)
 class Verdicts(Protocol):
     """Where confirmed verdicts come from: the supervisor."""
 
-    def subscribe(self, act: Callable[[Sequence[str], str], None]) -> None:
-        """`act(workers, why)` is to be called, from any thread, with the names of workers that are to be replaced."""
+    def subscribe(self, act: Callable[[Sequence[str], str], Sequence[str]]) -> None:
+        """`act(workers, why)` is to be called, from any thread, with those whom a verdict names; it returns whom it has
+        ended."""
 
 
 class Recovery:
@@ -37,6 +41,9 @@ class Recovery:
         self._lock = threading.Lock()
         self._kill: Callable[[str], bool] | None = None
         self._accused: dict[str, str] = {}
+        """By worker: the verdict that names it. Empty for one that had ended by then: its end speaks for itself."""
+        self._heard = threading.Event()
+        """A verdict has come."""
 
     def decide(self, failure: Failure, cause: Exception, fewer: int | None = None) -> Restart | FewerRanks:
         """The restart that a failure gets; `fewer` ranks would do for the trainer.
@@ -79,7 +86,7 @@ class Recovery:
 
     def _what(self, failure: Failure) -> str:
         """How it failed, in a line that comes after the verdict, where it was ended for one."""
-        return "was ended" if failure.worker in self._accused and failure.how == "died" else failure.what
+        return "was ended" if self._accused.get(failure.worker) and failure.how == "died" else failure.what
 
     def note(self, action: str, **fields: Any) -> None:
         """Something for the ledger; written by the next `flush`."""
@@ -99,9 +106,29 @@ class Recovery:
         self._kill = kill
         verdicts.subscribe(self.failed)
 
-    def failed(self, workers: Sequence[str], why: str) -> None:
-        """Workers that a verdict names."""
+    def failed(self, workers: Sequence[str], why: str) -> list[str]:
+        """Workers that a verdict names; those that lived, and were ended for it."""
+        ended = []
         for worker in workers:
-            self._accused[worker] = why
-            if self._kill is None or not self._kill(worker):
+            self._accused[worker] = why  # before its end is heard of
+            if self._kill is not None and self._kill(worker):
+                ended.append(worker)
+            else:
+                self._accused[worker] = ""
                 log.info("%s is accused (%s) and no worker of this run any more", worker, why)
+        self._heard.set()
+        return ended
+
+    def accused(self, workers: Collection[str], timeout_s: float) -> str | None:
+        """The one of these workers that a verdict names, or will name within so long."""
+        until = time.monotonic() + timeout_s
+        while True:
+            self._heard.clear()
+            found = next((worker for worker in workers if worker in self._accused), None)
+            left = until - time.monotonic()
+            if found is not None or self._kill is None or left <= 0:
+                return found
+            with contextlib.suppress(WaitTimeout):
+                waits.event(
+                    self._heard, whom="supervisor", why="whom the verdict names", timeout_s=left, notice_after_s=None
+                )
