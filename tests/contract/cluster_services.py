@@ -119,6 +119,21 @@ class Plain:
                 file.write("closed\n")
 
 
+class Renewable(Plain):
+    """One that another controller may go on with."""
+
+    renewals = 0
+
+    def renew(self) -> None:
+        if self.total < 0:
+            raise Painful("not again")
+        self.total = 0
+        self.renewals += 1
+
+    def renewed(self) -> int:
+        return self.renewals
+
+
 class Engine:
     """Works between calls while it has something to do."""
 

@@ -189,7 +189,7 @@ class Life:
         launched = self.launch()
         assert launched.finish() == 0, launched.text()
         self._note_place()
-        assert launched.gone(1.0)
+        assert launched.gone(1.0), [process.cmdline() for process in launched.left()]
         self.compare()
 
     def compare(self) -> None:

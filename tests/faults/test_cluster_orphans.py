@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-SERVICES = Path(__file__).parent.parent / "contract"
+SERVICES = os.pathsep.join([str(Path(__file__).parent.parent / "contract"), os.environ.get("PYTHONPATH", "")])
 
 CONTROLLER = """
 import signal, sys, time
@@ -65,7 +65,7 @@ def processes_of(run: str) -> dict[int, str]:
 def controller(tmp_path: Path, mode: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     run = f"orphans-{secrets.token_hex(4)}"
     folder = tmp_path / run  # the workers' environment names it
-    environment = {**os.environ, "PYTHONPATH": str(SERVICES), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": SERVICES, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, run, str(folder), mode],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -18,7 +18,7 @@ from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.cluster import LocalCluster as Config
 from lockstep.watch.folders import run_dir
 
-SERVICES = Path(__file__).parent.parent / "contract"
+SERVICES = os.pathsep.join([str(Path(__file__).parent.parent / "contract"), os.environ.get("PYTHONPATH", "")])
 
 CONTROLLER = """
 import sys, time
@@ -39,7 +39,7 @@ def running(pid: int) -> bool:
 
 def test_a_resumed_run_ends_what_the_killed_one_has_left(tmp_path: Path) -> None:
     run = f"old-{secrets.token_hex(3)}"
-    environment = {**os.environ, "PYTHONPATH": str(SERVICES)}
+    environment = {**os.environ, "PYTHONPATH": SERVICES}
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, run, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
     )
@@ -56,7 +56,7 @@ def test_a_resumed_run_ends_what_the_killed_one_has_left(tmp_path: Path) -> None
         assert not running(agent)
         assert not run_dir(run).exists()
         (fresh,) = cluster.start(
-            [WorkerSpec("old", "tester", 0, "cluster_services:Plain", {}, {"PYTHONPATH": str(SERVICES)}, ("numpy",))]
+            [WorkerSpec("old", "tester", 0, "cluster_services:Plain", {}, {"PYTHONPATH": SERVICES}, ("numpy",))]
         )
         assert fresh.alive()
     assert not (tmp_path / "cluster" / "agent.json").exists()

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import re
@@ -10,30 +9,31 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import psutil
-
 from lockstep.cluster.calls import gather
+from lockstep.cluster.charge import CHARGE, Charge, fitness
+from lockstep.cluster.heirs import Heirs
 from lockstep.cluster.hub import Hub
-from lockstep.cluster.predecessor import end_predecessor
+from lockstep.cluster.predecessor import Heritage, end_predecessor
 from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
-from lockstep.cluster.worker import CHARGE, TOKEN, Charge
+from lockstep.cluster.spawning import cpu_seconds_below, environment_of, order
+from lockstep.cluster.worker import TOKEN
 from lockstep.config.cluster import LocalCluster as Config
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit, start_agent
 from lockstep.watch.assemble import Alias
 from lockstep.watch.beacon import read_beacons
 from lockstep.watch.folders import run_dir
+from lockstep.watch.leader import Leader, Superseded, superseded
 from lockstep.watch.settings import Settings
 from lockstep.watch.supervisor_client import Said, Supervision
 from lockstep.watch.verdict import Patience
@@ -49,8 +49,6 @@ RESERVED = ("agent", "controller", "supervisor")
 """Names that beacons of this run have already."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
-"""Gloo listens where the host's name points to, which others may see (or nobody resolve), and lets anybody in."""
 
 
 class LocalCluster:
@@ -60,16 +58,28 @@ class LocalCluster:
 
     Args:
         token: shared by all processes of the run; made here when None. It travels by environment only.
+        heritage: of the generation before, where `run` is its run. Its workers that `start` is asked for again are
+            adopted, as they are; `release` ends the others.
 
     Raises:
         AgentError: the node agent did not come up.
+        Superseded: a later generation has the run.
     """
 
-    def __init__(self, config: Config, run: str, folder: Path, generation: int, token: str | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        folder: Path,
+        generation: int,
+        token: str | None = None,
+        heritage: Heritage | None = None,
+    ) -> None:
         self._config, self._run, self._folder, self._generation = config, run, folder.absolute(), generation
-        self._token = token or secrets.token_hex(32)
+        self._token = token or (secrets.token_hex(32) if heritage is None else heritage.token)
         self._store: TCPStore | None = None
         self._affairs = self._folder / "cluster"
+        self._heirs = Heirs(self._affairs, self._handle, self._dismiss)
         self._closing = self._closed = False
         self._agent: AgentClient | None = None
         self._agent_lock = threading.Lock()
@@ -81,14 +91,23 @@ class LocalCluster:
         atexit.register(self.close)
         try:
             self._affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
-            end_predecessor(self._affairs, generation)
-            self._agent = self._start_agent()
+            if heritage is None:
+                end_predecessor(self._affairs, generation)
+                self._lead()
+                self._agent = self._start_agent()
+            else:
+                self._agent, self._address = heritage.agent, replace(heritage.agent.address, generation=generation)
+                self._agent.on_exit = self._exited
+                with contextlib.suppress(AgentGone):  # then another is started, and all workers are new
+                    self._heirs.meet(self._agent.list())
+                self._lead()
         except BaseException:
             self.close()
             raise
 
     def start(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
-        """Starts all workers in parallel; returns when every service is constructed.
+        """Starts all workers in parallel, but for those that an earlier generation has left and that do for it: they
+        are adopted, with the names that they have. Returns when every service is constructed.
 
         Raises:
             RemoteError: a constructor raised.
@@ -98,26 +117,22 @@ class LocalCluster:
         When one fails, the others of this call are ended as well.
         """
         agent = self._living_agent()
-        self._check_names(specs)
-        workers: list[RemoteWorker] = []
+        claimed = self._heirs.claim(specs, self._fitness)
+        workers = dict(claimed)
+        others = [number for number in range(len(specs)) if number not in claimed]
+        self._check_names([specs[number] for number in others])
         try:
-            spawned = []
-            for spec in specs:
-                worker, pid = self._spawn(agent, spec)
-                workers.append(worker)
-                spawned.append(pid)
-            for worker, pid in zip(workers, spawned, strict=True):
-                # The first of a kind waits for its template's imports, which take as long as they take.
-                waits.future(
-                    pid, whom="agent", why=f"start of {worker.name}", stall_s=self._config.stall_limit_s,
-                    progress=lambda: _cpu_seconds_below(agent.address.pid),
-                    notice_after_s=self._config.notice_after_s,
-                )  # fmt: skip
-            gather([worker.started for worker in workers], why="start")
+            self._spawn(agent, specs, others, workers)
+            self._spawn(agent, specs, self._heirs.lost(claimed), workers)
+            gather([worker.started for worker in workers.values()], why="start")
         except BaseException:
-            self._kill(workers)
+            self._kill(list(workers.values()))
             raise
-        return list(workers)
+        return [workers[number] for number in range(len(specs))]
+
+    def release(self) -> None:
+        """Ends what an earlier generation has left and nobody has asked for."""
+        self._heirs.release()
 
     def stop(self, worker: Worker, grace_s: float = 5.0) -> None:
         """Asks the worker to leave, kills it after the grace. Calls it still owes fail with WorkerDied. Whoever watches
@@ -197,7 +212,9 @@ class LocalCluster:
         try:
             if self._supervision is not None:
                 self._supervision.close()
-            if self._agent is None:
+            if self._superseded and self._agent is not None:
+                self._agent.close()
+            elif self._agent is None:
                 self._kill_agent()
             else:
                 remaining = self._agent.leave(CLOSE_GRACE_S)
@@ -224,6 +241,16 @@ class LocalCluster:
 
     # --- starting
 
+    def _lead(self) -> None:
+        """From here on workers find this controller and no other."""
+        pid, (host, port), grace_s = os.getpid(), self._hub.address, self._config.orphan_grace_s
+        Leader(self._generation, host, port, pid, procs.start_ticks(pid), grace_s).publish(self._run)
+
+    @property
+    def _superseded(self) -> bool:
+        """Whether a later generation has the run: what there is of it belongs to that one."""
+        return superseded(self._run, self._generation)
+
     def _start_agent(self) -> AgentClient:
         grace_s = self._config.orphan_grace_s
         self._address = start_agent(
@@ -238,7 +265,9 @@ class LocalCluster:
             if self._agent is None or self._closing:
                 raise AgentGone("start", "the cluster is closed")
             if not self._agent.alive:
-                gone = self._agent.address
+                gone, leader = self._agent.address, Leader.read(self._run)
+                if leader is not None and leader.generation > self._generation:
+                    raise AgentGone("start", str(Superseded(self._run, self._generation, leader.generation)))
                 if not run_dir(self._run).is_dir():
                     raise AgentGone("start", f"the agent (pid {gone.pid}) has left, with the run's shared memory")
                 log.warning("the node agent (pid %d) has ended, and its workers with it; another is started", gone.pid)
@@ -263,38 +292,47 @@ class LocalCluster:
                 raise ValueError(f"worker name {spec.name!r} is taken; names are unique in a run")
             taken.add(spec.name)
 
-    def _spawn(self, agent: AgentClient, spec: WorkerSpec) -> "tuple[RemoteWorker, Future[int]]":
+    def _spawn(
+        self, agent: AgentClient, specs: Sequence[WorkerSpec], which: Sequence[int], workers: dict[int, RemoteWorker]
+    ) -> None:
+        """Adds those to `workers` by their numbers, as processes that begin."""
+        pids = []
+        for number in which:
+            worker = workers[number] = self._handle(specs[number])
+            pids.append(self._order(agent, worker))
+        for number, pid in zip(which, pids, strict=True):
+            # The first of a kind waits for its template's imports, which take as long as they take.
+            waits.future(
+                pid, whom="agent", why=f"start of {workers[number].name}", stall_s=self._config.stall_limit_s,
+                progress=lambda: cpu_seconds_below(agent.address.pid), notice_after_s=self._config.notice_after_s,
+            )  # fmt: skip
+
+    def _handle(self, spec: WorkerSpec) -> RemoteWorker:
         log_path = self._folder / "logs" / f"{spec.name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        worker = RemoteWorker(
-            spec, self._run, log_path, self._config.stall_limit_s, self._config.notice_after_s, self._hub.wake
-        )
+        limits = self._config.stall_limit_s, self._config.notice_after_s
+        worker = RemoteWorker(spec, self._run, self._generation, log_path, *limits, self._hub.wake)
         self._hub.add(worker)
-        charge = self._write_charge(spec)
-        environment = {**_LOOPBACK, **os.environ, **spec.environment, CHARGE: str(charge), TOKEN: self._token}
-        preload = () if uses_cuda(self._config.device, environment) else spec.preload
-        argv = [sys.executable, "-m", "lockstep.cluster.worker"]
-        pid = agent.submit_spawn(spec.name, argv, log_path=log_path, env=environment, preload=preload)
-        pid.add_done_callback(lambda done: _set_pid(worker, done))  # in the thread that hears of its end, before it
-        return worker, pid
+        return worker
 
-    def _write_charge(self, spec: WorkerSpec) -> Path:
-        host, port = self._hub.address
-        pid = os.getpid()
-        charge = Charge(
-            name=spec.name, role=spec.role, rank=spec.rank, service=spec.service, arguments=spec.arguments,
-            run=self._run, generation=self._generation, host=host, port=port, controller_pid=pid,
-            controller_start=procs.start_ticks(pid), orphan_grace_s=self._config.orphan_grace_s,
-        )  # fmt: skip
-        try:
-            data = json.dumps(msgspec.to_builtins(charge), allow_nan=True).encode()
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"arguments of worker {spec.name!r} are not JSON-like: {error}") from None
-        path = self._folder / "cluster" / f"{spec.name}.json"
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(data)
-        draft.rename(path)
-        return path
+    def _order(self, agent: AgentClient, worker: RemoteWorker) -> "Future[int]":
+        spec, environment = worker.spec, environment_of(worker.spec)
+        fit = fitness(spec, environment, self._token) if spec.adoptable else ""
+        what = spec.name, spec.role, spec.rank, spec.service, spec.arguments
+        charge = Charge(*what, self._run, self._generation, fit).write(self._affairs)
+        environment |= {CHARGE: str(charge), TOKEN: self._token}
+        return order(agent, worker, environment, self._config.device)
+
+    def _fitness(self, spec: WorkerSpec) -> str:
+        return fitness(spec, environment_of(spec), self._token)
+
+    def _dismiss(self, workers: Sequence[RemoteWorker]) -> None:
+        """Ends workers that others come in place of, or nobody."""
+        self._kill(workers)
+        for worker in workers:
+            with contextlib.suppress(AgentError):
+                if self._agent is not None:
+                    self._agent.forget(worker.name)
 
     # --- ends
 
@@ -305,16 +343,19 @@ class LocalCluster:
     def _tick(self) -> None:
         """In the hub's thread, twice a second: progress that no message tells, and deaths the agent cannot tell."""
         agent = self._agent
+        gone = agent is None or not agent.alive
+        lost = gone and self._superseded
         for worker in self._hub.workers:
             if worker.dead or worker.pid == 0:
                 continue
             connection = worker.connection
             if connection is not None:
                 worker.probe(connection.bulk)
-            elif not procs.alive(worker.pid) and (agent is None or not agent.alive):
+            elif lost or (gone and not procs.alive(worker.pid)):
                 worker.die(None)
             elif not worker.connected_once:
-                worker.probe(_cpu_seconds(worker.pid))
+                used = procs.usage(worker.pid)  # what moves while it imports and cannot speak yet
+                worker.probe(None if used is None else used.cpu_s)
 
     def _kill(self, workers: Sequence[RemoteWorker]) -> None:
         """Ends them by SIGKILL, and sees to it that they have ended."""
@@ -338,43 +379,10 @@ class LocalCluster:
             self._hub.remove(worker)
 
     def _kill_agent(self) -> None:
-        address = self._address
-        if address is None:
+        if self._superseded:
             return
-        if procs.alive(address.pid, address.start_ticks):
+        address = self._address
+        if address is not None and procs.alive(address.pid, address.start_ticks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(address.pid, signal.SIGKILL)
         shutil.rmtree(run_dir(self._run), ignore_errors=True)
-
-
-def uses_cuda(device: str, environment: Mapping[str, str]) -> bool:
-    """Whether workers may touch CUDA, whose state does not survive a fork; found out without importing torch."""
-    if device == "auto":
-        return environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and Path("/dev/nvidiactl").exists()
-    return device == "cuda"
-
-
-def _set_pid(worker: RemoteWorker, done: "Future[int]") -> None:
-    if done.exception() is None:
-        worker.pid = done.result(timeout=0)
-        worker.moved()  # its stall clock starts with its life, not with the order for it
-
-
-def _cpu_seconds_below(pid: int) -> float:
-    """CPU time that all descendants of a process have used."""
-    found = 0.0
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                times = process.cpu_times()
-                found += times.user + times.system
-    return found
-
-
-def _cpu_seconds(pid: int) -> Any:
-    """CPU time a process has used: what moves while it imports and cannot speak yet."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[11]) + int(fields[12])

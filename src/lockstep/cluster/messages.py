@@ -3,7 +3,8 @@
 Calls have ids that grow by one per worker, and travel in that order over one connection. After a reconnect the
 worker says which id it has received last; the controller sends again what comes after it. The worker keeps every
 answer until the controller acknowledges it, and sends the kept ones again. So a call runs exactly once, and its
-answer arrives, however often the connection breaks.
+answer arrives, however often the connection breaks. The ids of a later controller begin beyond all of an earlier
+one's, so that no answer is taken for that of another's call.
 """
 
 import struct
@@ -15,7 +16,7 @@ from lockstep.cluster.codec import Payload
 from lockstep.watch import wire
 
 STARTED = 0
-"""The id of the service's construction, which is answered like a call."""
+"""The id of the service's construction (and renewal), which is answered like a call."""
 
 _LENGTH = struct.Struct("<I")
 _ALIGN = 64
@@ -79,6 +80,11 @@ ToController = Resume | Result | Failure | Pulse
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
 _to_controller = msgspec.msgpack.Decoder(ToController)
+
+
+def before_first(generation: int) -> int:
+    """The id before that of a controller's first call."""
+    return generation << 32
 
 
 def pack(message: ToWorker | ToController, payload: Payload | bytearray = b"") -> tuple[bytes, Payload | bytearray]:

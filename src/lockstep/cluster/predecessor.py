@@ -1,7 +1,8 @@
 """What an earlier generation of a run has left on this host: its agent, its workers, its shared memory.
 
-A controller that was killed may leave workers behind for `orphan_grace_s`. Whoever holds the run now ends them before
-anything else: a save that they still have under way would appear among the checkpoints of the new generation.
+A controller that was killed leaves workers behind for `orphan_grace_s`. Whoever holds the run now takes over what is
+of use, and ends the rest before anything else: a save that is still under way would appear among the checkpoints of
+the new generation.
 """
 
 import contextlib
@@ -9,13 +10,19 @@ import logging
 import os
 import shutil
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from lockstep.cluster.freshness import changed_since
 from lockstep.watch import procs, waits
-from lockstep.watch.agent_client import Address
+from lockstep.watch.agent_client import Address, AgentClient, AgentError
 from lockstep.watch.beacon import read_beacons
 from lockstep.watch.folders import run_dir
+from lockstep.watch.leader import Leader
 from lockstep.watch.waits import WaitTimeout
+from lockstep.watch.wire import WireError
 
 log = logging.getLogger(__name__)
 
@@ -23,14 +30,53 @@ END_S = 10.0
 """A process that SIGKILL has not removed after this long is in the kernel's hands (a driver's, say)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Heritage:
+    """The agent of an earlier generation, which is ours from now on, with the workers that it has."""
+
+    agent: AgentClient
+    token: str
+
+    @property
+    def run(self) -> str:
+        """Under which all of them have their shared memory."""
+        return self.agent.address.run
+
+
+def take_over(affairs: Path, generation: int, orphan_grace_s: float) -> Heritage | None:
+    """Goes on with the agent that an earlier generation left in this folder, if there is one within its grace; not
+    where the code on disk is newer than what it, and the processes that it forks workers from, have imported."""
+    agent = _earlier_agent(affairs, generation)
+    if agent is None or Leader.read(agent.run) is None or not procs.alive(agent.pid, agent.start_ticks):
+        return None
+    try:
+        process = psutil.Process(agent.pid)
+        token, changed = process.environ()["LOCKSTEP_TOKEN"], changed_since(process.create_time())
+    except (psutil.Error, KeyError) as error:
+        log.info("agent %d cannot be asked for its token: %r", agent.pid, error)
+        return None
+    if changed is not None:
+        log.info("%s has changed since the run was last started: none of its processes is used again", changed)
+        return None
+    try:
+        client = AgentClient(agent, token, generation=generation)
+    except WireError as error:
+        log.info("agent %d cannot be taken over: %s", agent.pid, error)
+        return None
+    try:
+        client.take_over(orphan_grace_s)
+    except (AgentError, WaitTimeout) as error:
+        log.info("agent %d cannot be taken over: %s", agent.pid, error)
+        client.close()
+        return None
+    return Heritage(client, token)
+
+
 def end_predecessor(affairs: Path, generation: int) -> None:
     """Kills the agent that an earlier generation left in this folder, and with it its workers; waits for their ends
     and removes their shared memory. An agent that has left in order has left nothing."""
-    try:
-        agent = Address.read(affairs)
-    except (OSError, ValueError, TypeError):
-        return
-    if agent.generation >= generation:
+    agent = _earlier_agent(affairs, generation)
+    if agent is None:
         return
     workers = [(state.pid, state.start_ticks) for state in read_beacons(agent.run) if state.role != "controller"]
     if procs.alive(agent.pid, agent.start_ticks):
@@ -45,3 +91,11 @@ def end_predecessor(affairs: Path, generation: int) -> None:
     except WaitTimeout as error:
         log.warning("%s", error)
     shutil.rmtree(run_dir(agent.run), ignore_errors=True)
+
+
+def _earlier_agent(affairs: Path, generation: int) -> Address | None:
+    try:
+        agent = Address.read(affairs)
+    except (OSError, ValueError, TypeError):
+        return None
+    return agent if agent.generation < generation else None

@@ -34,6 +34,15 @@ class WorkerSpec:
     preload: tuple[str, ...] = ()
     """Modules that a warm template process imports once, before workers of the same `preload` are forked
     from it."""
+    adoptable: bool = False
+    """Whether the run's next controller may go on with the process: its service has a `renew()`."""
+
+
+def successor(name: str) -> str:
+    """The name of who comes in the place of that worker: `engine-0.1` after `engine-0`, then `engine-0.2`. The dead
+    keep theirs, and so their beacons and logs."""
+    place, dot, life = name.rpartition(".")
+    return f"{place}.{int(life) + 1}" if dot and life.isdigit() else f"{name}.1"
 
 
 class RemoteError(RuntimeError):

@@ -19,6 +19,7 @@ from lockstep.cluster.messages import (
     Result,
     Resume,
     ToController,
+    before_first,
     pack,
     post,
 )
@@ -36,7 +37,7 @@ class RemoteWorker:
     """A worker process and the calls it owes. Any thread may submit; the hub's thread hears."""
 
     def __init__(
-        self, spec: WorkerSpec, run: str, log: Path, stall_limit_s: float, notice_after_s: float,
+        self, spec: WorkerSpec, run: str, generation: int, log: Path, stall_limit_s: float, notice_after_s: float,
         wake: Callable[[], None],
     ) -> None:  # fmt: skip
         self.spec, self.name, self.log = spec, spec.name, log
@@ -48,14 +49,14 @@ class RemoteWorker:
         self._wake = wake
         self._lock = threading.RLock()
         self._connection: wire.Connection | None = None
-        self._ids = itertools.count(STARTED + 1)
+        self._ids = itertools.count(before_first(generation) + 1)
         self._open: dict[int, tuple[PendingCall[Any], tuple[bytes, Payload | bytearray]]] = {}
         self._death: WorkerDied | None = None
         self._mourners: list[Callable[[WorkerDied], None]] = []
         self._pulse: Pulse | None = None
         self._probed: object = None
         self.started: PendingCall[None] = PendingCall(self, "start", lambda payload: None)
-        """Settled when the service is constructed."""
+        """Settled when the service is constructed, or renewed."""
 
     def __repr__(self) -> str:
         return f"RemoteWorker({self.name}, pid {self.pid}, {'dead' if self._death else 'alive'})"
@@ -145,7 +146,9 @@ class RemoteWorker:
     def hear(self, connection: wire.Connection, message: ToController, payload: memoryview) -> None:
         """Takes a message of the worker."""
         match message:
-            case Resume(received=received):
+            case Resume(received=received, pid=pid):
+                if self.pid not in (0, pid):
+                    raise ValueError(f"process {pid} is not {self.name}, which is {self.pid}")
                 self._resume(connection, received)
             case Result(id=number):
                 self._answered(number, None, payload)

@@ -1,18 +1,21 @@
 """The worker's main thread: constructs the service and runs its calls in the order of their submission.
 
 Between calls it runs the service's `background()`, again and again while that returns True, so that an engine can
-decode between two messages. A call that arrives waits for one turn of it at most.
+decode between two messages. A call that arrives waits for one turn of it at most. A service that another controller
+may take over has a `renew()`, which forgets all that the first one asked for.
 """
 
 import importlib
 import logging
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from lockstep.cluster.codec import CodecError, Payload, Signature, signature_of
+from lockstep.cluster.freshness import changed_since
 from lockstep.cluster.messages import STARTED, Call, Failure, Result
 from lockstep.cluster.protocol import Later
 from lockstep.watch import recorder, waits
@@ -29,6 +32,10 @@ class Leaving(BaseException):
     """Raised in the main thread by SIGTERM: the process ends in order, whatever it is in."""
 
 
+class NotRenewable(RuntimeError):
+    """A worker that its run's next controller cannot use."""
+
+
 class Answers(Protocol):
     """Where answers go."""
 
@@ -41,12 +48,15 @@ class Service:
     def __init__(self, construct: Callable[[], object], answers: Answers) -> None:
         self._construct, self._answers = construct, answers
         self._object: object | None = None
+        self._built = 0.0
+        """When it was, in seconds since the epoch."""
         self._calls: deque[tuple[Call, memoryview]] = deque()
         self._changed = threading.Condition()
         self._broken: Failure | None = None
         self._owed: set[Later[Any]] = set()
         """Answers that come later."""
         self._leaving = ""
+        self._renewing = False
         self._interruptible = False
         self.running = ""
         """The method under way, or `start`, or `background`; empty while idle."""
@@ -54,7 +64,7 @@ class Service:
     @property
     def busy(self) -> bool:
         """Whether there is work whose progress somebody may wait for."""
-        return bool(self.running or self._calls)
+        return bool(self.running or self._calls or self._renewing)
 
     @property
     def leaving(self) -> bool:
@@ -67,6 +77,14 @@ class Service:
             return
         with self._changed:
             self._calls.append((call, arguments))
+            self._changed.notify()
+
+    def renew(self) -> None:
+        """Another controller has come: calls of the one before that have not begun are dropped, and before anything
+        else is done the service is renewed, which is answered as its start was. From the I/O thread."""
+        with self._changed:
+            self._calls.clear()
+            self._renewing = True
             self._changed.notify()
 
     def leave(self, why: str) -> None:
@@ -100,15 +118,20 @@ class Service:
         self.running = "start"
         try:
             self._object = self._construct()
+            self._built = time.time()
         except Exception as error:  # noqa: BLE001 - whatever a constructor raises travels to the controller
             self._broken = failure(STARTED, error)
             self._answers.answer(self._broken)
         else:
-            self._answers.answer(Result(STARTED))
+            if not self._renewing:  # which is answered as well
+                self._answers.answer(Result(STARTED))
         self.running = ""
 
     def _turn(self) -> None:
         """One call, or one turn of the background work, or a wait for either."""
+        if self._renewing:
+            self._renew()
+            return
         if self._calls:
             self._answer(*self._calls.popleft())
             return
@@ -118,6 +141,17 @@ class Service:
         elif not self._advance(background):
             self.running = ""
             self._idle(IDLE_S)
+
+    def _renew(self) -> None:
+        self.running, self._renewing = "renew", False
+        self._owed.clear()
+        try:
+            if self._broken is None:
+                _renewable(self._object, self._built)()
+        except Exception as error:  # noqa: BLE001 - whatever it raises travels to the controller
+            self._broken = failure(STARTED, error)
+        self._answers.answer(self._broken or Result(STARTED))
+        self.running = ""
 
     def _advance(self, background: Callable[[], bool]) -> bool:
         self.running = self.running or "background"
@@ -132,15 +166,19 @@ class Service:
 
     def _idle(self, seconds: float) -> None:
         with self._changed:
-            if self._calls or self._leaving:
+            if self._called:
                 return
             try:
                 waits.condition(
-                    self._changed, lambda: bool(self._calls or self._leaving), whom="controller", why="the next call",
-                    timeout_s=seconds, notice_after_s=None,
+                    self._changed, lambda: self._called, whom="controller", why="the next call", timeout_s=seconds,
+                    notice_after_s=None,
                 )  # fmt: skip
             except WaitTimeout:
                 return
+
+    @property
+    def _called(self) -> bool:
+        return bool(self._calls or self._leaving or self._renewing)
 
     def _answer(self, call: Call, arguments: memoryview, beside: bool = False) -> None:
         if not beside:
@@ -202,6 +240,17 @@ class Service:
             close()
         except Exception:
             log.exception("the service's close() failed")
+
+
+def _renewable(service: object, since: float) -> Callable[[], None]:
+    """What renews a service. Raises NotRenewable where nothing does, or its code is not what is on disk any more."""
+    renew = getattr(service, "renew", None)
+    if renew is None:
+        raise NotRenewable(f"{type(service).__qualname__} has no renew()")
+    changed = changed_since(since)
+    if changed is not None:
+        raise NotRenewable(f"{changed} has changed since it was loaded")
+    return renew  # type: ignore[no-any-return]
 
 
 def failure(call: int, error: BaseException) -> Failure:

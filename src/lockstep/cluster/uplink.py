@@ -1,7 +1,8 @@
 """The worker's I/O thread: one reconnecting connection to the controller, and the lease on it.
 
 It never waits for the main thread. While the worker has work it sends a pulse each second; when the controller is
-gone for longer than the grace, the process leaves, in order if the main thread can, else by `os._exit`.
+gone for longer than the grace, the process leaves, in order if the main thread can, else by `os._exit`. When another
+controller has the run by then, it goes over to that one: nothing that the first one asked for is done any more.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
 
 from lockstep.cluster.codec import Payload
 from lockstep.cluster.messages import (
@@ -23,12 +23,14 @@ from lockstep.cluster.messages import (
     Pulse,
     Result,
     Resume,
+    before_first,
     pack,
     post,
     unpack_to_worker,
 )
 from lockstep.cluster.service import Service
 from lockstep.watch import beacon, waits, wire
+from lockstep.watch.leader import Leader
 from lockstep.watch.procs import alive
 
 PULSE_S = 1.0
@@ -42,36 +44,16 @@ ORPHANED = 75
 """Exit code of a worker whose controller is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """On whose behalf a worker lives, and how long without them."""
-
-    controller_pid: int | None
-    """On this host; None where the controller is elsewhere."""
-    controller_start: int | None
-    grace_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where the controller listens, and who dials."""
-
-    host: str
-    port: int
-    token: str
-    run: str
-    generation: int
-    name: str
-
-    def __repr__(self) -> str:
-        return f"Address({self.host}:{self.port}, {self.run}, generation {self.generation}, {self.name})"
-
-
 class Uplink:
-    """The connection to the controller, kept up by a thread of its own."""
+    """The connection to the controller, kept up by a thread of its own.
 
-    def __init__(self, address: Address, lease: Lease) -> None:
-        self._address, self._lease = address, lease
+    Args:
+        run, name: of the worker that dials.
+        leader: who its controller is, and on whose behalf it lives.
+    """
+
+    def __init__(self, run: str, name: str, token: str, leader: Leader) -> None:
+        self._run_id, self._name, self._token, self._leader = run, name, token, leader
         self._lock = threading.RLock()
         self._connection: wire.Connection | None = None
         self._received = STARTED
@@ -101,6 +83,8 @@ class Uplink:
         """Keeps an answer until it is acknowledged, and sends it if it can. From any thread; never blocks."""
         parts = pack(message, payload)
         with self._lock:
+            if STARTED < message.id <= before_first(self._leader.generation):
+                return  # nobody is there any more who asked for it
             self._kept[message.id] = parts
             self._send(*parts)
 
@@ -127,6 +111,8 @@ class Uplink:
 
     def _run(self) -> None:
         while True:
+            if self._connection is None or time.monotonic() >= self._pulse_at:
+                self._follow()
             if self._connection is None and time.monotonic() >= self._dial_at:
                 self._dial()
             self._watch_lease()
@@ -184,12 +170,30 @@ class Uplink:
                 if self._service is not None:
                     self._service.leave(why)
 
+    def _follow(self) -> None:
+        """Goes over to a later controller, where there is one and this process does not leave already."""
+        leader = Leader.read(self._run_id)
+        if leader is None or leader.generation <= self._leader.generation:
+            return
+        if self._service is None or self._service.leaving:
+            return
+        _tell(f"generation {leader.generation} has the run now")
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            self._leader, self._refused = leader, ""
+            self._kept.clear()
+            self._lost_at = self._alone_at = time.monotonic()
+            self._dial_at = 0.0
+        self._service.renew()
+
     def _dial(self) -> None:
-        here = self._address
+        here = self._leader
         try:
             connection = wire.connect(
-                here.host, here.port, token=here.token, run=here.run, generation=here.generation, name=here.name,
-                timeout_s=5.0,
+                here.host, here.port, token=self._token, run=self._run_id, generation=here.generation,
+                name=self._name, timeout_s=5.0,
             )  # fmt: skip
         except wire.WireError as error:
             if isinstance(error, wire.Refused) and error.code != "protocol":
@@ -238,11 +242,11 @@ class Uplink:
             os._exit(0)
         if self._connection is not None:
             return
-        lease = self._lease
-        lives = lease.controller_pid is None or alive(lease.controller_pid, lease.controller_start)
+        leader = self._leader
+        lives = leader.pid is None or alive(leader.pid, leader.start_ticks)
         if lives:
             self._alone_at = now
-        patience = max(lease.grace_s, RECONNECT_S) if lives else lease.grace_s
+        patience = max(leader.orphan_grace_s, RECONNECT_S) if lives else leader.orphan_grace_s
         alone = now - (self._lost_at if lives else self._alone_at)
         if self._refused:
             self._orphaned(f"the controller refuses it: {self._refused}")

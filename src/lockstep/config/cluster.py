@@ -13,7 +13,7 @@ class LocalCluster(Section):
     kind: Literal["local"] = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     orphan_grace_s: float = Field(0.0, ge=0)
-    """How long workers outlive a controller that died."""
+    """How long workers outlive a controller that died; a run that is resumed within it keeps engines and scorers."""
     stall_limit_s: float = Field(900.0, gt=0)
     """A call whose worker shows no progress for this long fails; progress resets it."""
     notice_after_s: float = Field(10.0, gt=0)

@@ -116,6 +116,12 @@ class Ledger:
     def generation(self) -> int:
         return self._index.generation
 
+    def fence(self) -> None:
+        """For whoever is about to change what others than the ledger write. Raises StaleGeneration where another
+        process has claimed the run."""
+        with self._index.transaction():
+            pass
+
     def close(self) -> None:
         """Idempotent. Nothing is lost without it."""
         self._end_partial()

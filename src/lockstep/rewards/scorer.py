@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, WorkerDied, WorkerSpec
+from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, WorkerDied, WorkerSpec, successor
 from lockstep.cluster.user_process import NotLoaded, last_words, loaded
 from lockstep.config.reward import Math, Reward
 from lockstep.rewards.api import Batch, Prepared, RewardError, ScorerAPI, Scores
@@ -29,18 +29,18 @@ class Scorer:
         self.cluster, self.cfg, self.base, self.rank = cluster, cfg, base, rank
         self.name = f"scorer-{rank}"
         self._worker: Worker | None = None
-        self._lives = 0
+        self._latest: str | None = None
+        """Name of the latest process."""
         self._stopped = False
         self._lock = threading.Lock()
         """Of `_worker`: the thread that uses it and the one that stops it may meet."""
 
     def spec(self) -> WorkerSpec:
         """Of the next process; successors have names of their own, so that the beacon and log of the dead stay."""
-        name = self.name if self._lives == 0 else f"{self.name}.{self._lives}"
-        self._lives += 1
+        self._latest = self.name if self._latest is None else successor(self._latest)
         mathematical = any(isinstance(term, Math) for term in self.cfg.terms)
         return WorkerSpec(
-            name=name,
+            name=self._latest,
             role="reward",
             rank=self.rank,
             service="lockstep.rewards.service:ScorerService",
@@ -55,13 +55,14 @@ class Scorer:
             # space limits memory and not malloc's reservations.
             environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
             preload=("lockstep.rewards.service", *(("math_verify",) if mathematical else ())),
+            adoptable=True,
         )
 
     def use(self, worker: Worker) -> None:
         """Takes a fresh process; ends it at once where `stop` was called meanwhile."""
         with self._lock:
             stopped = self._stopped
-            self._worker = None if stopped else worker
+            self._worker, self._latest = None if stopped else worker, worker.spec.name
         if stopped:
             self.cluster.stop(worker, grace_s=0.0)
             raise Lost("was stopped", "")

@@ -43,11 +43,15 @@ class ScorerService:
         self._base, self._memory_mb, self._timeout_s = Path(base), memory_mb, timeout_s
         self._rank, self._scorers = share
         self._terms: list[Term] = []
+        self._prepared: Prepared | None = None
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(NICENESS)
 
     def prepare(self) -> Prepared:
-        """Loads the terms, users' modules included, and takes on the limits of memory."""
+        """Loads the terms, users' modules included, and takes on the limits of memory. Once: whoever asks again, as
+        the run's next controller does, gets the same answer."""
+        if self._prepared is not None:
+            return self._prepared
         self._terms = []
         for term, name in zip(self._configs, names(self._configs), strict=True):
             beacon.current().stage(f"loading {name}")
@@ -63,7 +67,11 @@ class ScorerService:
         infos = [
             TermInfo(each.name, each.function, each.signature, each.per_sample, each.limit_s) for each in self._terms
         ]
-        return Prepared(infos)
+        self._prepared = Prepared(infos)
+        return self._prepared
+
+    def renew(self) -> None:
+        """There is nothing to forget: a scorer knows no more than its terms, which stay loaded."""
 
     def score(self, term: int, batch: Batch) -> Scores:
         """One term over one batch; progress moves with every sample the term finishes."""

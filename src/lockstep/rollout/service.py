@@ -118,6 +118,13 @@ class EngineService:
         here.progress("completions", now.finished)
         return not now.paused and now.running + now.waiting > 0
 
+    def renew(self) -> None:
+        """Forgets all requests, finished ones included, for the run's next controller; the model stays loaded."""
+        self._engine.close()
+        self._engine.resume()
+        self._outbox, self._failure = Outbox(), None
+        self._asked.clear()
+
     def close(self) -> None:
         self._engine.close()
 

@@ -133,6 +133,7 @@ class Checkpoints:
         What has another name was put there by somebody else, and stays."""
         if not self.folder.is_dir():
             return
+        self.ledger.fence()
         sweep(self.folder)
         known = {row.path.name for row in self.ledger.checkpoints()}
         for path in self.folder.iterdir():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lockstep.cluster.calls import gather
 from lockstep.cluster.local import LocalCluster
+from lockstep.cluster.predecessor import Heritage, take_over
 from lockstep.cluster.protocol import Worker
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
@@ -62,16 +63,18 @@ def open_run(prepared: Prepared) -> Iterator[Run]:
             ledger.event(START, rows=prepared.rows)
             interrupt = Interrupt()
             stack.enter_context(interrupt.listening())
-            name = take_place(prepared.folder, prepared.config.name)
+            grace_s = prepared.config.cluster.orphan_grace_s
+            heritage = take_over(prepared.folder / "cluster", ledger.generation, grace_s)
+            name = take_place(prepared.folder, prepared.config.name) if heritage is None else heritage.run
             monitor = Monitor(prepared.config, prepared.folder, ledger, name)
             stack.callback(monitor.close)
             stack.enter_context(logged(prepared.folder / "logs" / "controller.log", monitor.console))
-            run = stack.enter_context(_running(prepared, ledger, monitor, interrupt, name))
+            run = stack.enter_context(_running(prepared, ledger, monitor, interrupt, name, heritage))
             stack.enter_context(finished(run))
             started = True
             yield run
     except Exception as error:
-        if started or prepared.resuming:
+        if started or prepared.resuming or not _ours(ledger):
             raise
         raise NotStarted(prepared.folder, _set_aside(prepared.folder)) from error
 
@@ -84,6 +87,15 @@ def _ledger(prepared: Prepared) -> Ledger:
         return Ledger.create(prepared.folder, config)
     except (LedgerError, OSError) as error:
         raise Refused(str(error)) from error
+
+
+def _ours(ledger: Ledger) -> bool:
+    """Whether no other process has claimed the run since."""
+    try:
+        with Ledger.reader(ledger.folder) as now:
+            return now.generation == ledger.generation
+    except (LedgerError, OSError):
+        return True
 
 
 def _set_aside(folder: Path) -> Path | None:
@@ -99,9 +111,16 @@ def _set_aside(folder: Path) -> Path | None:
 
 
 @contextmanager
-def _running(prepared: Prepared, ledger: Ledger, monitor: Monitor, interrupt: Interrupt, name: str) -> Iterator[Run]:
+def _running(
+    prepared: Prepared,
+    ledger: Ledger,
+    monitor: Monitor,
+    interrupt: Interrupt,
+    name: str,
+    heritage: Heritage | None,
+) -> Iterator[Run]:
     beacon.open_beacon(name, "controller", "controller", 0)
-    cluster = LocalCluster(prepared.config.cluster, name, prepared.folder, ledger.generation)
+    cluster = LocalCluster(prepared.config.cluster, name, prepared.folder, ledger.generation, heritage=heritage)
     with ExitStack() as closing:
         closing.callback(cluster.close)
         recovery = Recovery(prepared.config.recovery, ledger)
@@ -115,6 +134,7 @@ def _running(prepared: Prepared, ledger: Ledger, monitor: Monitor, interrupt: In
                 closing.callback(engines.close)
             roles = _roles(prepared, ledger, monitor, cluster, policy, engines, start, run_dir(name) / "weights")
             memory = MemoryCopy(policy, run_dir(name) / "state") if prepared.plan.memory_copy else None
+            cluster.release()
         healing = Healing(recovery, staff, memory)
         yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, healing)
 

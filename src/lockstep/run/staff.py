@@ -1,10 +1,9 @@
 """Who is started for a run, as the plan says, and again in place of who was lost."""
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.cluster.protocol import Cluster, Worker, WorkerSpec
+from lockstep.cluster.protocol import Cluster, Worker, WorkerSpec, successor
 from lockstep.run.plan import PlannedProcess
 from lockstep.run.prepare import Prepared
 from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER
@@ -20,8 +19,8 @@ class Staff:
 
     def __init__(self, prepared: Prepared, cluster: Cluster, generation: int) -> None:
         self.prepared, self.cluster, self.generation = prepared, cluster, generation
-        self._lives: Counter[str] = Counter()
-        """By process: how often it was started."""
+        self._latest: dict[tuple[str, int], str] = {}
+        """By role and rank: name of the latest process."""
         self._formed = 0
         """How often the trainer's ranks were started."""
 
@@ -29,22 +28,27 @@ class Staff:
         """Trainer ranks and engines, started side by side."""
         specs = self._ranks(self.prepared.config.trainer.ranks)
         specs += [self._engine(each) for each in self._planned("rollout")]
-        workers = self.cluster.start(specs)
+        workers = self._start(specs)
         return [w for w in workers if w.spec.role == "policy"], [w for w in workers if w.spec.role == "rollout"]
 
     def ranks(self, count: int) -> list[Worker]:
         """So many trainer ranks, in place of those that were."""
-        return self.cluster.start(self._ranks(count))
+        return self._start(self._ranks(count))
 
     def engine(self, rank: int) -> Worker:
         """Another engine in the place of that rank."""
-        (worker,) = self.cluster.start([self._engine(self._planned("rollout")[rank])])
+        (worker,) = self._start([self._engine(self._planned("rollout")[rank])])
         return worker
 
     def dismiss(self, workers: Sequence[Worker]) -> None:
         """Ends workers at once, whatever they do; they may have ended already."""
         for worker in workers:
             self.cluster.stop(worker, grace_s=0.0)
+
+    def _start(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
+        workers = self.cluster.start(specs)
+        self._latest |= {(worker.spec.role, worker.spec.rank): worker.spec.name for worker in workers}
+        return workers
 
     def _planned(self, role: str) -> list[PlannedProcess]:
         return [process for process in self.prepared.plan.processes if process.role == role]
@@ -74,18 +78,18 @@ class Staff:
         config = self.prepared.config
         arguments = {
             "model": config.model.model_dump(mode="json"),
-            "engine": config.rollout.engine.model_dump(mode="json"),
+            "engine": config.rollout.engine.model_dump(mode="json", exclude={"count"}),
             "device": process.device,
             "threads": process.threads,
             "reader": READER,
         }
-        return self._spec(process, ENGINE, arguments)
+        return self._spec(process, ENGINE, arguments, adoptable=True)
 
-    def _spec(self, process: PlannedProcess, service: str, arguments: dict[str, Any]) -> WorkerSpec:
-        """Successors have names of their own, so that beacon and log of the dead stay."""
-        life = self._lives[process.name]
-        self._lives[process.name] += 1
-        name = f"{process.name}.{life}" if life else process.name
+    def _spec(
+        self, process: PlannedProcess, service: str, arguments: dict[str, Any], adoptable: bool = False
+    ) -> WorkerSpec:
+        place = process.role, process.rank
+        name = self._latest[place] = successor(self._latest[place]) if place in self._latest else process.name
         # A forked process cannot use CUDA that its parent has touched; there, every worker starts from nothing.
         preload = PRELOAD if process.device == "cpu" else ()
-        return WorkerSpec(name, process.role, process.rank, service, arguments, dict(ENVIRONMENT), preload)
+        return WorkerSpec(name, process.role, process.rank, service, arguments, dict(ENVIRONMENT), preload, adoptable)

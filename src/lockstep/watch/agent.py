@@ -8,6 +8,7 @@ One thread, one selector. JSON frames over `watch.wire`:
 
     {"id", "op": "attach", "pid", "start", "place", "after"}   a controller; events after number `after` are repeated
     {"id", "op": "spawn", "name", "argv", "env", "log", "cwd", "preload"} -> {"pid", ...}
+    {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller means to go on with these workers
     {"id", "op": "list"} -> {"workers": [...]}     {"id", "op": "kill", "name", "signal"} -> {"alive"}
     {"id", "op": "leave", "grace_s"} -> {}, when all workers have ended
     <- {"reply": id, ...} or {"reply": id, "error": why}
@@ -257,6 +258,15 @@ class Agent:
         self._reply(number, {"pid": os.getpid(), "run": self.settings.run})
         for event in self._events[int(message["after"]) :]:
             self._send(connection, event)
+
+    def _op_take_over(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        if self._leaving is not None:
+            self._reply(number, {"error": "the agent is leaving"})
+            return
+        log.info("generation %d has taken over", connection.peer.generation)
+        self.settings.orphan_grace_s = float(message["orphan_grace_s"])
+        self._nursery.withdraw(f"generation {connection.peer.generation} has taken over")
+        self._reply(number, {})
 
     def _op_spawn(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         if self._leaving is not None:

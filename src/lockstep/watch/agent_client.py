@@ -133,7 +133,7 @@ class AgentClient:
     repeated then, and carried out once.
 
     `on_exit` is called in the client's thread for every worker that ends, once per worker, in order; it must be
-    quick. `after` is the number of the last event known already, for a controller that takes over."""
+    quick. It may be set later. `after` is the number of the last event known already."""
 
     def __init__(
         self, address: Address, token: str, *, generation: int | None = None, name: str = "controller",
@@ -141,7 +141,7 @@ class AgentClient:
     ) -> None:  # fmt: skip
         self.address = address
         self.generation = address.generation if generation is None else generation
-        self._token, self._name, self._on_exit, self._timeout_s = token, name, on_exit, timeout_s
+        self._token, self._name, self.on_exit, self._timeout_s = token, name, on_exit, timeout_s
         self._lock = threading.Lock()
         self._prefix, self._count = secrets.token_hex(6), 0
         self._requests: dict[str, tuple[bytes, str, Future[dict[str, Any]]]] = {}
@@ -184,9 +184,20 @@ class AgentClient:
         asked.add_done_callback(answered)
         return pid
 
+    def take_over(self, orphan_grace_s: float) -> None:
+        """Says that this controller goes on with the workers of the one before, and how long they are to outlive it.
+        Raises AgentError: the agent is leaving, as the grace is over."""
+        self._ask("take_over", orphan_grace_s=orphan_grace_s)
+
     def list(self) -> "builtins.list[WorkerFacts]":
         """All workers of the run on this node, those that ended included."""
-        return [WorkerFacts(**facts) for facts in self._ask("list")["workers"]]
+        found = [WorkerFacts(**facts) for facts in self._ask("list")["workers"]]
+        with self._lock:  # an earlier generation's worker may have ended under the name of one that lives
+            for facts in found:
+                known = self._exits.get(facts.name)
+                if facts.alive and known is not None and known.pid != facts.pid:
+                    del self._exits[facts.name]
+        return found
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> bool:
         """Sends a signal to a worker; whether it was alive. Raises AgentError for an unknown name."""
@@ -308,8 +319,8 @@ class AgentClient:
         with self._lock:
             self._seen = done.number
             self._exits[done.name] = done
-        if self._on_exit is not None:
-            self._on_exit(done)
+        if self.on_exit is not None:
+            self.on_exit(done)
 
     def _reconnect(self, why: str) -> bool:
         """Dials again while the agent lives; repeats what is unanswered. Whether it worked."""

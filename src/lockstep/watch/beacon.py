@@ -83,6 +83,7 @@ class Beacon:
 
     def __init__(self, path: Path, memory: mmap.mmap) -> None:
         self.path = path
+        self._inode = path.stat().st_ino
         self._memory = memory
         self._lock = threading.RLock()  # reentrant: a signal handler may write while its thread writes
         self._stage = Slot(memory, _STAGE_AT, _STAGE)
@@ -198,8 +199,17 @@ class Beacon:
                     self._tape.close()
                     self._tape = None
                 self._memory.close()
-            if remove:
+            if remove and self._is_ours():
                 self.path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # whoever is late, and the last, takes the run's folder along
+                    self.path.parent.rmdir()
+
+    def _is_ours(self) -> bool:
+        """Whether the file is still this one: a successor of the same name puts its own in its place."""
+        try:
+            return self.path.stat().st_ino == self._inode
+        except OSError:
+            return False
 
 
 class _NoBeacon(Beacon):

@@ -282,15 +282,22 @@ class Nursery:
         os.kill(child.pid, number)  # it is our child and not reaped: the pid is still its own
         return True
 
-    def terminate(self) -> None:
-        """Asks all workers to leave and starts no more."""
+    def withdraw(self, why: str) -> None:
+        """Orders that are not carried out yet are not wanted any more."""
         for template in list(self._templates.values()):
             orders = [order for order in (template.forking, *template.waiting) if order is not None]
             template.waiting.clear()
-            template.forking = None
-            self._bury(template)
+            if template.forking is not None:  # its worker is nobody's: it may not take the name of another
+                template.forking = None
+                self._bury(template)
             for order in orders:
-                order.refused("the agent is leaving")
+                order.refused(why)
+
+    def terminate(self) -> None:
+        """Asks all workers to leave and starts no more."""
+        self.withdraw("the agent is leaving")
+        for template in list(self._templates.values()):
+            self._bury(template)
         for child in self.living():
             _signal_group(child.pid, signal.SIGTERM)
 

@@ -2,7 +2,7 @@
 (`python -m lockstep.watch.supervisor`).
 
 It is neither the controller nor an agent: it outlives the one, and the others restart without it. It leaves when the
-run has ended: the controller and all agents are gone, or somebody says `leave`. JSON frames over `watch.wire`:
+run has ended (controller and agents are gone, or somebody says `leave`) or is another controller's. JSON frames:
 
     {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; told frames after number `after` follow
     {"id", "op": "agents", "agents": [address, ...]} -> {}     who is to be heard from now on
@@ -37,6 +37,7 @@ from lockstep.watch.collecting import Collection
 from lockstep.watch.diagnose import diagnose
 from lockstep.watch.evidence import Evidence
 from lockstep.watch.inbox import Inbox
+from lockstep.watch.leader import superseded
 from lockstep.watch.links import Link
 from lockstep.watch.sensible import sensible
 from lockstep.watch.settings import Settings
@@ -121,6 +122,7 @@ class Supervisor:
         if now - self._clock_at >= CLOCK_S:
             self._clock_at = now
         self._follow()
+        self._ending |= superseded(self.settings.run, self.settings.generation)
         if not any(link.host for link in self._links.values()):
             return
         calm = all(now < link.calm_until for link in self._links.values()) and not self._tracker.standing

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.watch import procs, waits, wire
 from lockstep.watch.agent_client import Address
+from lockstep.watch.leader import superseded
 
 if TYPE_CHECKING:
     from lockstep.watch.settings import Settings
@@ -65,7 +66,6 @@ def spawn_supervisor(settings: "Settings", token: str) -> "subprocess.Popen[byte
     """Starts a supervisor in a session of its own; its output goes to `folder/supervisor.log`."""
     folder = settings.folder
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "supervisor.json").unlink(missing_ok=True)
     argv = [sys.executable, "-m", "lockstep.watch.supervisor", "--settings", settings.dumped()]
     environment = {**os.environ, "LOCKSTEP_TOKEN": token, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     with (folder / "supervisor.log").open("ab") as output:
@@ -154,7 +154,7 @@ class Supervision:
             waits.process(popen, whom="supervisor", why="its end after SIGKILL", timeout_s=10.0)
 
     def _keep(self) -> None:
-        while not self._closing.is_set():
+        while not self._closing.is_set() and not superseded(self._settings.run, self._settings.generation):
             try:
                 self._popen = spawn_supervisor(self._settings, self._token)
             except OSError as error:

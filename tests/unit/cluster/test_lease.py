@@ -11,14 +11,27 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from lockstep.cluster.codec import Signature
-from lockstep.cluster.messages import Ack, Call, Failure, Leave, Pulse, Result, Resume, pack, unpack_to_controller
+from lockstep.cluster.messages import (
+    Ack,
+    Call,
+    Failure,
+    Leave,
+    Pulse,
+    Result,
+    Resume,
+    before_first,
+    pack,
+    unpack_to_controller,
+)
 from lockstep.cluster.worker_log import RedactedStream
 from lockstep.watch import procs, wire
+from lockstep.watch.leader import FILE, Leader
 
 SERVICE = """
 import logging, os, signal, sys, threading, time
@@ -43,6 +56,8 @@ class Service:
         hear = threading.Thread(target=lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM))
         threading.Timer(0.2, hear.start).start()
         time.sleep(seconds)
+    def renew(self):
+        self.total = 0
     def close(self):
         print("service closed", flush=True)
 """
@@ -92,6 +107,19 @@ class Line:
         raise AssertionError(f"no {kind.__name__} within {timeout_s} s")
 
 
+FIRST = before_first(1) + 1
+"""Id of the first call that a controller of generation 1 makes."""
+
+
+def lead(folder: Path, run: str, listener: wire.Listener, generation: int, pid: int, grace_s: float) -> None:
+    """Makes a listener the one that workers dial."""
+    shared = folder / "beacons" / run
+    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+    leader = Leader(generation, listener.host, listener.port, pid, procs.start_ticks(pid), grace_s)
+    (shared / "new").write_text(json.dumps(asdict(leader)))
+    (shared / "new").rename(shared / FILE)
+
+
 @contextmanager
 def worker(folder: Path, grace_s: float = 0.0, controller: int | None = None) -> Iterator[tuple]:
     (folder / "lone_service.py").write_text(SERVICE)
@@ -100,10 +128,10 @@ def worker(folder: Path, grace_s: float = 0.0, controller: int | None = None) ->
         pid = os.getpid() if controller is None else controller
         charge = {
             "name": "w", "role": "r", "rank": 0, "service": "lone_service:Service", "arguments": {}, "run": run,
-            "generation": 1, "host": listener.host, "port": listener.port, "controller_pid": pid,
-            "controller_start": procs.start_ticks(pid), "orphan_grace_s": grace_s,
+            "generation": 1,
         }  # fmt: skip
         (folder / "w.json").write_text(json.dumps(charge))
+        lead(folder, run, listener, 1, pid, grace_s)
         environment = {
             **os.environ, "LOCKSTEP_WORKER": str(folder / "w.json"), "LOCKSTEP_TOKEN": token,
             "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -134,24 +162,24 @@ def test_answers_are_kept_until_acknowledged_and_calls_are_taken_once(tmp_path: 
         line = Line(listener)
         assert line.hello == Resume(0, process.pid)
         assert line.hear(Result) == Result(0)
-        line.call(1, Protocol.add, 5)
-        assert line.hear(Result) == Result(1)
+        line.call(FIRST, Protocol.add, 5)
+        assert line.hear(Result) == Result(FIRST)
         line.connection.close()
 
         line = Line(listener)
-        assert line.hello == Resume(1, process.pid)
-        assert [line.hear(Result), line.hear(Result)] == [Result(0), Result(1)], "nothing was acknowledged"
-        line.call(1, Protocol.add, 5)  # a repetition
-        line.call(2, Protocol.add, 1)
-        assert line.hear(Result) == Result(2)
+        assert line.hello == Resume(FIRST, process.pid)
+        assert [line.hear(Result), line.hear(Result)] == [Result(0), Result(FIRST)], "nothing was acknowledged"
+        line.call(FIRST, Protocol.add, 5)  # a repetition
+        line.call(FIRST + 1, Protocol.add, 1)
+        assert line.hear(Result) == Result(FIRST + 1)
         assert Signature(Protocol.add).decode_result(line.payload) == 6
-        line.connection.send(*pack(Ack([0, 1])))
+        line.connection.send(*pack(Ack([0, FIRST])))
         line.connection.send(b"nonsense")  # costs the connection, nothing else
         with pytest.raises(wire.ConnectionClosed):
             line.hear(Result)
 
         line = Line(listener)
-        assert line.hear(Result) == Result(2), "the others were acknowledged"
+        assert line.hear(Result) == Result(FIRST + 1), "the others were acknowledged"
         line.connection.send(*pack(Leave("test")))
         assert process.wait(10) == 0
     assert "service closed" in (tmp_path / "log").read_text()
@@ -164,7 +192,7 @@ def test_pulses_come_each_second_while_a_call_runs_and_not_when_idle(tmp_path: P
         with pytest.raises(AssertionError):
             line.hear(Pulse, 2.5)
         began = time.monotonic()
-        line.call(1, Protocol.nap, 600.0)
+        line.call(FIRST, Protocol.nap, 600.0)
         for _ in range(3):
             line.hear(Pulse, 15)
         # However late they are heard on a busy machine, the third leaves two seconds after the first.
@@ -175,7 +203,7 @@ def test_a_worker_leaves_in_order_when_its_controller_is_gone(tmp_path: Path, st
     with worker(tmp_path, controller=stranger.pid) as (listener, process):
         line = Line(listener)
         line.hear(Result)
-        line.call(1, Protocol.nap, 600.0)
+        line.call(FIRST, Protocol.nap, 600.0)
         stranger.kill()
         stranger.wait(10)
         time.sleep(0.5)
@@ -192,7 +220,7 @@ def test_a_blocked_main_thread_does_not_keep_an_orphan(tmp_path: Path, stranger:
     with worker(tmp_path, controller=stranger.pid) as (listener, process):
         line = Line(listener)
         line.hear(Result)
-        line.call(1, Protocol.deaf, 600.0)
+        line.call(FIRST, Protocol.deaf, 600.0)
         time.sleep(0.3)
         stranger.kill()
         stranger.wait(10)
@@ -230,9 +258,9 @@ def test_a_living_controller_may_be_away_for_a_while(tmp_path: Path) -> None:
         time.sleep(1.5)
         assert process.poll() is None
         line = Line(listener)
-        line.call(1, Protocol.add, 1)
+        line.call(FIRST, Protocol.add, 1)
         assert line.hear(Result) == Result(0)
-        assert line.hear(Result) == Result(1)
+        assert line.hear(Result) == Result(FIRST)
 
 
 def test_a_superseded_worker_leaves(tmp_path: Path) -> None:
@@ -248,11 +276,85 @@ def test_a_superseded_worker_leaves(tmp_path: Path) -> None:
     assert "generation 1 is stale" in (tmp_path / "log").read_text()
 
 
+@contextmanager
+def successor(folder: Path, before: wire.Listener) -> Iterator[wire.Listener]:
+    """A controller of generation 2 that has the run from now on."""
+    me = before._me
+    with wire.Listener(before._token.decode(), me.run, 2) as listener:
+        lead(folder, me.run, listener, 2, os.getpid(), 0.0)
+        yield listener
+
+
+@pytest.mark.parametrize("dead", [True, False], ids=["dead", "alive"])
+def test_a_worker_goes_over_to_a_later_controller(tmp_path: Path, stranger: subprocess.Popen, dead: bool) -> None:
+    second = before_first(2) + 1
+    with worker(tmp_path, grace_s=60.0, controller=stranger.pid) as (listener, process):
+        line = Line(listener)
+        line.hear(Result)
+        line.call(FIRST, Protocol.add, 5)
+        line.hear(Result)  # kept, as nobody acknowledges it
+        line.call(FIRST + 1, Protocol.nap, 1.5)
+        line.call(FIRST + 2, Protocol.add, 7)
+        time.sleep(0.3)
+        if dead:
+            stranger.kill()
+            stranger.wait(10)
+            line.connection.close()
+            listener.close()
+        began = time.monotonic()
+        with successor(tmp_path, listener) as later:
+            new = Line(later)
+            assert new.hello == Resume(FIRST + 2, process.pid)
+            if not dead:
+                with pytest.raises(wire.ConnectionClosed):
+                    line.hear(Failure)  # there is none, nor anything else any more
+            new.call(second, Protocol.add, 1)
+            assert new.hear(Result) == Result(0), "renewed, once the running call is over"
+            assert time.monotonic() - began > 0.5
+            assert new.hear(Result) == Result(second), "nothing of what was asked before is answered"
+            assert Signature(Protocol.add).decode_result(new.payload) == 1, "or done"
+            if not dead:
+                listener.highest = 1  # whoever is there: the worker does not dial it again
+                assert listener.accept(1.5) is None
+            new.connection.send(*pack(Leave("test")))
+            assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(("how", "why"), [("changed", "has changed since it was loaded"), ("none", "has no renew()")])
+def test_a_service_that_cannot_be_renewed_says_so(tmp_path: Path, how: str, why: str) -> None:
+    with worker(tmp_path) as (listener, _):
+        if how == "none":
+            text = SERVICE.replace("def renew", "def other")
+            (tmp_path / "lone_service.py").write_text(text)
+        line = Line(listener)
+        line.hear(Result)
+        if how == "changed":
+            time.sleep(0.1)  # the file system's clock may be behind by a tick
+            os.utime(tmp_path / "lone_service.py")
+        with successor(tmp_path, listener) as later:
+            new = Line(later)
+            refused = new.hear(Failure)
+            assert isinstance(refused, Failure)
+            assert (refused.id, refused.kind) == (0, "lockstep.cluster.service.NotRenewable")
+            assert why in refused.message
+            new.call(before_first(2) + 1, Protocol.add, 1)
+            assert new.hear(Failure).kind == refused.kind, "it does nothing any more"  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_begins_when_its_controller_was_replaced_leaves(tmp_path: Path) -> None:
+    with wire.Listener("t", "none", 1) as nobody, worker(tmp_path) as (listener, process):
+        lead(tmp_path, listener._me.run, nobody, 2, os.getpid(), 0.0)
+        try:
+            assert process.wait(20) == 75
+        except subprocess.TimeoutExpired:  # it was up before, and goes over
+            assert nobody.accept(0) is not None
+
+
 def test_sigterm_interrupts_the_call_and_closes_the_service(tmp_path: Path) -> None:
     with worker(tmp_path) as (listener, process):
         line = Line(listener)
         line.hear(Result)
-        line.call(1, Protocol.nap, 600.0)
+        line.call(FIRST, Protocol.nap, 600.0)
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
         assert process.wait(5) == 0
@@ -264,7 +366,7 @@ def test_a_signal_that_does_not_wake_the_main_thread_is_repeated(tmp_path: Path)
     with worker(tmp_path) as (listener, process):
         line = Line(listener)
         line.hear(Result)
-        line.call(1, Protocol.miss, 600.0)
+        line.call(FIRST, Protocol.miss, 600.0)
         assert process.wait(5) == 0
     assert "service closed" in (tmp_path / "log").read_text()
 
@@ -273,7 +375,7 @@ def test_secrets_that_users_code_prints_are_not_in_the_log(tmp_path: Path) -> No
     with worker(tmp_path) as (listener, process):
         line = Line(listener)
         line.hear(Result)
-        line.call(1, Protocol.tell, "tok3n")
+        line.call(FIRST, Protocol.tell, "tok3n")
         line.hear(Failure)
         line.connection.send(*pack(Leave("test")))
         assert process.wait(10) == 0
@@ -302,7 +404,7 @@ def test_sigusr1_writes_all_stacks_into_the_log(tmp_path: Path) -> None:
     with worker(tmp_path) as (listener, process):
         line = Line(listener)
         line.hear(Result)
-        line.call(1, Protocol.nap, 600.0)
+        line.call(FIRST, Protocol.nap, 600.0)
         time.sleep(0.3)
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.3)

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from lockstep.cluster.protocol import Cluster, Pending, Worker, WorkerDied, WorkerSpec
+from lockstep.cluster.protocol import Cluster, Pending, Worker, WorkerDied, WorkerSpec, successor
 from lockstep.cluster.user_process import LAST_WORDS_S, NotLoaded, last_words, loaded
 from lockstep.config.environment import Environment as Config
 from lockstep.rollout.environments.api import (
@@ -39,7 +39,8 @@ class Host:
         self.known: set[str] = set()
         """Episodes that the process has an environment for."""
         self._worker: Worker | None = None
-        self._lives = 0
+        self._latest: str | None = None
+        """Name of the latest process."""
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -56,10 +57,9 @@ class Host:
 
     def spec(self) -> WorkerSpec:
         """Of the next process; successors have names of their own, so that the log of the dead stays."""
-        name = f"environment-{self.rank}" + (f".{self._lives}" if self._lives else "")
-        self._lives += 1
+        self._latest = f"environment-{self.rank}" if self._latest is None else successor(self._latest)
         return WorkerSpec(
-            name=name,
+            name=self._latest,
             role="environment",
             rank=self.rank,
             service=SERVICE,

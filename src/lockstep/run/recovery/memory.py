@@ -20,6 +20,7 @@ class MemoryCopy:
     def __init__(self, policy: Policy, folder: Path) -> None:
         self.policy, self.folder = policy, folder
         self._full = False
+        shutil.rmtree(folder, ignore_errors=True)  # what an earlier controller's ranks have left goes beyond our steps
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, version: int) -> None:
