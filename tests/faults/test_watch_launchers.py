@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
@@ -27,7 +28,7 @@ ACCELERATE = Path(sys.executable).with_name("accelerate")
 class Outcome:
     code: int
     notice: str
-    """The first that was printed."""
+    """What was printed before anything was confirmed: a first one may come before its stack has been taken."""
     verdict: dict[str, object]
     """The first that was confirmed."""
     said: str
@@ -51,32 +52,40 @@ def standin(kind: str, *words: str, ranks: int = 2) -> list[str]:
     return python(STANDIN, kind, str(ranks), "--", *python(*words))
 
 
+def below(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
 def watch_until_confirmed(folder: Path, command: list[str]) -> Outcome:
     """Ends the command as soon as a verdict is confirmed."""
     argv = [LOCKSTEP, "watch", "--incidents", str(folder / "incidents"), *OPTIONS, "--", *command]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path, "MASTER_PORT": free_port()}
-    process = subprocess.Popen(
-        argv, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-    )
+    process = subprocess.Popen(argv, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert process.stderr is not None
-    bound = threading.Timer(BOUND_S, lambda: os.killpg(process.pid, signal.SIGKILL))
+    bound = threading.Timer(BOUND_S, lambda: kill([*below(process), psutil.Process(process.pid)]))
     bound.start()
     lines = []
     for line in process.stderr:
         lines.append(line)
         if "lockstep watch: confirmed" in line:
             break
+    started = below(process)
     process.send_signal(signal.SIGTERM)
     code = process.wait(60)
-    with contextlib.suppress(ProcessLookupError):  # a command that is killed leaves its children, watched or not
-        os.killpg(process.pid, signal.SIGKILL)
+    kill(started)  # a command that is ended leaves its children, watched or not
     said = "".join(lines) + process.stderr.read()
     bound.cancel()
     files = sorted((folder / "incidents").glob("*/verdict.json"))
     assert files, said
-    notice = next((line for line in lines if "lockstep watch: notice" in line), "")
-    return Outcome(code, notice, json.loads(files[0].read_text()), said)
+    notices = "".join(line for line in lines if "lockstep watch: notice" in line)
+    return Outcome(code, notices, json.loads(files[0].read_text()), said)
 
 
 def ranks_of(outcome: Outcome) -> list[object]:
@@ -162,3 +171,40 @@ def test_a_healthy_job_is_left_in_peace(tmp_path: Path, how: str) -> None:
     )
     assert (done.returncode, "confirmed" in done.stderr) == (0, False), done.stderr
     assert not (tmp_path / "incidents").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["torch-spawn", "mpirun"])
+def test_a_stalled_command_is_ended_with_all_that_it_started(tmp_path: Path, launcher: str) -> None:
+    port = free_port()
+    argv = [LOCKSTEP, "watch", "--incidents", str(tmp_path / "incidents"), *OPTIONS, "--on-stall", "kill", "--"]
+    done = subprocess.run(
+        [*argv, *BLOCKED[launcher](port), "--stuck", "1"], env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        capture_output=True, timeout=BOUND_S,
+    )  # fmt: skip
+    assert done.returncode == 124, done.stderr
+    (file,) = (tmp_path / "incidents").glob("*/verdict.json")
+    assert [each["rank"] for each in json.loads(file.read_text())["culprits"]] == [1]
+    left = [each for each in psutil.process_iter(["cmdline"]) if port in (each.info["cmdline"] or ())]
+    assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "fork"])
+def test_the_exit_code_of_a_launcher_is_kept(tmp_path: Path, launcher: str) -> None:
+    """With a script that fails on each rank, and one that multiprocessing does not speak of."""
+    forked = "p = m.get_context('fork').Process(target=exit, args=(7,)); p.start(); p.join(); exit(p.exitcode)"
+    commands = {
+        "torchrun": torchrun(JOB, "--how", "nonsense"),
+        "deepspeed": standin("deepspeed", JOB, "--nonsense"),
+        "fork": python("-c", f"import multiprocessing as m; {forked}"),
+    }
+    watched = [LOCKSTEP, "watch", "--incidents", str(tmp_path / "incidents"), *OPTIONS, "--", *commands[launcher]]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    codes = [
+        subprocess.run(words, env=environment, capture_output=True, timeout=BOUND_S).returncode
+        for words in (commands[launcher], watched)
+    ]
+    assert codes == [{"torchrun": 1, "deepspeed": 2, "fork": 7}[launcher]] * 2

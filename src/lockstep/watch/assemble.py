@@ -284,7 +284,7 @@ def _edge(layout: Layout, process: int, wait: Waiter, at: float, aliases: Mappin
         on, outside = layout.by_role[layout.who[process].role], ""
         if wait.expected is not None:
             size = wait.expected.size
-            on = tuple(each for each in on if layout.who[each].rank < size)
+            on = tuple(each for each in on if 0 <= layout.who[each].rank < size)
             elsewhere = max(0, size - len({layout.who[each].rank for each in on}))
     return Edge(
         process=process,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.watch.classify import Cause, freed, of_end, refused
-from lockstep.watch.facts import Life
+from lockstep.watch.facts import NO_CODE, Life
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Bools
 from lockstep.watch.sinks import ended, what_it_holds_up
@@ -26,6 +26,7 @@ def deaths(case: Case, reached: Bools | None) -> list[Finding]:
     """The deaths that are causes; of each incident the first, and those that do not look like effects."""
     life = case.evidence.processes.life
     dead = [int(p) for p in np.flatnonzero(life == Life.DEAD) if not _meant(case, int(p))]
+    dead = [p for p in dead if not _unremarked(case, p, reached)]
     if not dead:
         return []
     causes = {p: of_end(Life.DEAD, int(case.evidence.processes.exit_code[p]), case.note(p)) for p in dead}
@@ -50,6 +51,19 @@ def _meant(case: Case, process: int) -> bool:
     """Its end was asked for, or it ended by the verdict that freed it: that has been told."""
     note = case.note(process)
     return note.ours or freed(note.error)
+
+
+def _unremarked(case: Case, process: int, reached: Bools | None) -> bool:
+    """Nobody knows how it ended, and nobody has waited for it for long: so do those end whose job is over, whoever
+    looked too late to see it."""
+    note = case.note(process)
+    if int(case.evidence.processes.exit_code[process]) != NO_CODE or note.error or note.cause:
+        return False
+    if case.graph is None or reached is None:
+        return True
+    nodes = case.graph.block_node[case.graph.block_process == process]
+    waited = case.graph.since[nodes[reached[nodes]]]
+    return not (case.at - waited >= case.patience.notice_s).any()
 
 
 def _first(case: Case, group: Sequence[int], causes: dict[int, Cause]) -> list[int]:

@@ -28,6 +28,8 @@ CALM_S = 1.0
 """Who has moved within this time moves."""
 ENDED_S = 10.0
 """Who waits for somebody who has ended does so within this time, or others do not go on."""
+UNPLACED = -1
+"""The rank of who may be one that is waited for, nobody knows which."""
 NEWCOMERS_S = 1.0
 """Between two searches for those whom a meeting still lacks."""
 LATE_S = 3.0
@@ -195,12 +197,26 @@ class Eyes:
         if not there:
             return
         self._searched_ns = now
-        known = {each.pid for each in self.seen.values()}
+        known = {each.pid for each in self.seen.values() if each.rank >= 0}
         for (role, size), waiting in there.items():
             ranks = {each.rank for each in self.seen.values() if each.role == role and each.living}
             missing = [rank for rank in range(size) if rank not in ranks]
-            for rank, pid in newcomers(self.run, waiting, missing, known).items() if missing else ():
-                self._begin(Seen(f"{role}-{rank}", role, rank, pid, procs.start_ticks(pid) or 0))
+            if missing:
+                placed, unplaced = newcomers(self.run, waiting, missing, known)
+                for rank, pid in (*placed.items(), *((UNPLACED, pid) for pid in unplaced)):
+                    self._place(role, rank, pid)
+
+    def _place(self, role: str, rank: int, pid: int) -> None:
+        """Notes a process without a beacon."""
+        name = f"{role}-{rank}" if rank >= 0 else f"process {pid}"
+        if name not in self.seen or self.seen[name].pid != pid:
+            self._displace(pid)
+            self._begin(Seen(name, role, rank, pid, procs.start_ticks(pid) or 0))
+
+    def _displace(self, pid: int) -> None:
+        """It was taken for another."""
+        for name in [name for name, each in self.seen.items() if each.pid == pid and each.beacon is None]:
+            del self.seen[name]
 
     def _begin(self, seen: Seen) -> None:
         before = self.seen.get(seen.name)
@@ -216,6 +232,7 @@ class Eyes:
             if seen is not None and seen.pid == state.pid:  # a child whose start time was not known when it was met
                 seen.start_ticks = state.start_ticks
             else:
+                self._displace(state.pid)
                 seen = Seen(state.name, state.role, state.rank, state.pid, state.start_ticks)
                 self._begin(seen)
         seen.role, seen.rank = state.role, state.rank

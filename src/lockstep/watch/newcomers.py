@@ -11,8 +11,10 @@ HELPERS = ("resource_tracker", "forkserver import main")
 """In the command lines of what Python's multiprocessing starts for itself."""
 
 
-def newcomers(run: str, there: Mapping[int, int], missing: Collection[int], known: Collection[int]) -> dict[int, int]:
-    """Pids, by rank, of those who are missing at a meeting.
+def newcomers(
+    run: str, there: Mapping[int, int], missing: Collection[int], known: Collection[int]
+) -> tuple[dict[int, int], list[int]]:
+    """Pids, by rank, of those who are missing at a meeting, and pids of those who may be it, whichever of them.
 
     The launcher's environment says who is which rank, where it is right about those who are there. Of the others the
     siblings of those who are there are taken, in the order of their start, if they are as many as are missing: so does
@@ -24,14 +26,14 @@ def newcomers(run: str, there: Mapping[int, int], missing: Collection[int], know
     """
     environments = _environments(run)
     told = {rank: rank_of(environments.get(pid, {})) for rank, pid in there.items()}
-    found: dict[int, int] = {}
     if all(told[rank] is not None and told[rank][0] == rank for rank in there):  # type: ignore[index]
         found = _by_environment(environments, missing, known)
-    if not found:
-        siblings = _siblings(environments, there.values(), known)
-        if len(siblings) == len(missing):
-            found = dict(zip(sorted(missing), siblings, strict=True))
-    return found
+        if found:
+            return found, []
+    siblings = _siblings(environments, there.values(), known)
+    if len(siblings) == len(missing):
+        return dict(zip(sorted(missing), siblings, strict=True)), []
+    return {}, siblings
 
 
 def _by_environment(

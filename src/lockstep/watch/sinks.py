@@ -30,7 +30,7 @@ def sinks(case: Case, graph: Graph, reached: Bools) -> list[Finding]:
         found += _running(case, graph, process, running[process])
     for process, nodes in blocked.items():
         if case.life(process) is Life.UNSEEN:
-            found.append(_never_came(case, graph, process, nodes))
+            found += _never_came(case, graph, process, nodes)
     return found
 
 
@@ -213,22 +213,43 @@ def _one_too_many(case: Case, graph: Graph, node: int) -> Finding:
     )
 
 
-def _never_came(case: Case, graph: Graph, process: int, nodes: list[int]) -> Finding:
+def _never_came(case: Case, graph: Graph, process: int, nodes: list[int]) -> list[Finding]:
     node, since = longest(graph, nodes)
-    proven = case.at - since >= case.patience.still_s
+    unplaced = _unplaced(case, case.role(process))
+    looks = [stillness(case, each) for each in unplaced]
+    if any(each.moves(case.patience.notice_s) and not each.burns(case.patience.notice_s) for each in looks):
+        return []  # somebody is on the way
+    proven = case.at - since >= case.patience.still_s and not unplaced
     meeting = _meeting(case, graph, node) if node is not None else ""
-    return Finding(
-        Kind.ABSENT,
-        Level.CONFIRMED if proven else Level.NOTICE,
-        0.7 if proven else 0.5,
-        f"has not joined {meeting}; no such process is known here" if meeting else "was never heard of",
-        (process,),
-        node=node,
-        since=since,
-        cause="rendezvous_incomplete",
-        alternatives=(Alternative("unknown", 0.3),),
-        collect=("the log of its launcher on its host",),
-    )
+    perhaps = f"it may be {_one_of(case, unplaced)}" if unplaced else "no such process is known here"
+    return [
+        Finding(
+            Kind.ABSENT,
+            Level.CONFIRMED if proven else Level.NOTICE,
+            0.7 if proven else 0.5,
+            f"has not joined {meeting}; {perhaps}" if meeting else "was never heard of",
+            (process,),
+            node=node,
+            since=since,
+            cause="rendezvous_incomplete",
+            alternatives=(Alternative("unknown", 0.3),),
+            collect=("the log of its launcher on its host",),
+        )
+    ]
+
+
+def _unplaced(case: Case, role: str) -> list[int]:
+    """Living processes that are there and have no rank yet."""
+    living = (Life.RUNNING, Life.STOPPED)
+    who = case.evidence.processes.who
+    return [p for p, each in enumerate(who) if each.role == role and each.rank < 0 and case.life(p) in living]
+
+
+def _one_of(case: Case, processes: list[int]) -> str:
+    """With the line that each is in."""
+    named = [(case.evidence.processes.who[p].name, case.note(p).where) for p in processes[:3]]
+    more = f" or one of {len(processes) - 3} more" if len(processes) > 3 else ""
+    return " or ".join(f"{name} in {where}" if where else name for name, where in named) + more
 
 
 def _running(case: Case, graph: Graph, process: int, nodes: list[int]) -> list[Finding]:

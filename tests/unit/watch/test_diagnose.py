@@ -200,6 +200,14 @@ def test_killed() -> None:
     assert verdict.collective is not None
 
 
+def test_ended_nobody_knows_how() -> None:
+    """A job that is over, looked at too late; unless somebody waits."""
+    gone = {f"p{rank}": One(f"policy-{rank}", Life.DEAD, NO_CODE, AT - 0.5, still=0.5) for rank in range(4)}
+    assert diagnose(snapshot(policy(4, **gone), [])) == []
+    assert diagnose(snapshot(policy(4, p1=gone["p1"]), [fsdp(since=0.4)])) == []
+    check(diagnose(snapshot(policy(4, p1=gone["p1"]), [fsdp(since=8.0)])), Kind.DEAD, ["policy-1"])
+
+
 def test_killed_for_memory() -> None:
     dead = One("policy-1", Life.DEAD, -9, AT - 1, note=Note(cause="host_oom"))
     verdict = check(diagnose(snapshot(policy(4, p1=dead), [fsdp()])), Kind.DEAD, ["policy-1"])

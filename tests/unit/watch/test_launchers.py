@@ -5,18 +5,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lockstep.watch.beacon import WaitRecord
 from lockstep.watch.diagnose import diagnose
-from lockstep.watch.facts import Life, Process
+from lockstep.watch.eyes import UNPLACED, Eyes
+from lockstep.watch.facts import Life, Note, Process
 from lockstep.watch.inbox import Inbox
 from lockstep.watch.joining import _Joins
 from lockstep.watch.launchers import on_this_host, rank_of, sure_rank, world_of
 from lockstep.watch.meeting import Expected, read_meeting, whom, why
 from lockstep.watch.messages import Roster, State, decode, encode, process_record, waiter
 from lockstep.watch.newcomers import newcomers
+from lockstep.watch.records import BeaconState
 from lockstep.watch.verdict import Kind, Level
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a.example"}
@@ -111,6 +115,18 @@ def test_several_at_once() -> None:
     assert "ranks 0, 2 and 3 have not joined the rendezvous" in verdict.explanation
 
 
+def test_who_may_be_the_missing_one_is_told_and_nothing_is_confirmed() -> None:
+    inbox = evidence_of([0, -1], [0], Expected(0, 1, 2))
+    state = State("a", 1, process_record(moved=90.0, active=90.0, same_stack=90.0) * 2)
+    said = WaitRecord("rendezvous", whom(Expected(0, 1, 2)), why(0, "the rendezvous"), 10**9, None, 10**9, 1, "x")
+    inbox.receive(
+        encode(replace(state, waits=(waiter(0, said, 91 * 10**9),), notes={1: Note("load() at job.py:7")})), 100.0
+    )
+    (verdict,) = diagnose(inbox.evidence(100.0))
+    assert verdict.level == Level.NOTICE
+    assert "rank 1 has not joined the rendezvous; it may be rank--1 in load() at job.py:7." in verdict.explanation
+
+
 def test_ranks_of_hosts_that_nobody_watches_are_not_accused() -> None:
     (verdict,) = diagnose(evidence_of([0, 1], [0, 1], Expected(0, 1, 4)).evidence(100.0))
     assert (verdict.kind, verdict.level, verdict.culprits) == (Kind.UNKNOWN, Level.NOTICE, ())
@@ -155,7 +171,12 @@ class Started:
     def start(self, *wrapper: str, **variables: str) -> int:
         environment = {**os.environ, "LOCKSTEP_WATCH": self.run, **variables}
         self.processes.append(subprocess.Popen([*wrapper, *SLEEP], env=environment))
-        return self.processes[-1].pid
+        pid = self.processes[-1].pid
+        deadline = time.monotonic() + 20
+        while not Path(f"/proc/{pid}/environ").read_bytes():  # the kernel gives it one after the exec is known
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return pid
 
 
 @pytest.fixture
@@ -171,22 +192,34 @@ def test_newcomers_by_the_launchers_word(started: Started) -> None:
     waits = started.start(RANK="0", LOCAL_RANK="0")
     late = started.start(RANK="1", LOCAL_RANK="1")
     started.start(RANK="1")  # a launcher of that node
-    assert newcomers(started.run, {0: waits}, [1], {waits}) == {1: late}
+    assert newcomers(started.run, {0: waits}, [1], {waits}) == ({1: late}, [])
 
 
 def test_newcomers_by_their_place_among_the_siblings(started: Started) -> None:
     waits, second, third = (started.start() for _ in range(3))
-    assert newcomers(started.run, {0: waits}, [1, 2], {waits}) == {1: second, 2: third}
-    assert newcomers(started.run, {0: waits}, [1], {waits}) == {}, "two could be the one"
+    assert newcomers(started.run, {0: waits}, [1, 2], {waits}) == ({1: second, 2: third}, [])
+    assert newcomers(started.run, {0: waits}, [1], {waits}) == ({}, [second, third]), "two could be the one"
 
 
 def test_a_word_that_is_wrong_about_those_who_are_there_is_not_believed(started: Started) -> None:
     """The environment of `torch.multiprocessing.spawn` on a node of Kubeflow's: everybody has the node's number."""
     waits, late = started.start(RANK="0"), started.start(RANK="0")
-    assert newcomers(started.run, {1: waits}, [0], {waits}) == {0: late}
+    assert newcomers(started.run, {1: waits}, [0], {waits}) == ({0: late}, [])
 
 
 def test_processes_of_other_runs_are_none(started: Started) -> None:
     waits = started.start()
     started.start(LOCKSTEP_WATCH="another")
-    assert newcomers(started.run, {0: waits}, [1], {waits}) == {}
+    assert newcomers(started.run, {0: waits}, [1], {waits}) == ({}, [])
+
+
+def test_who_was_taken_for_another_is_not_seen_twice(started: Started, tmp_path: Path) -> None:
+    """Two were in the place of one; then each of them says who it is."""
+    eyes = Eyes(started.run)
+    first, second = started.start(), started.start()
+    for pid in (first, second):
+        eyes._place("rank", UNPLACED, pid)
+    assert [(each.rank, each.pid) for each in eyes.seen.values()] == [(-1, first), (-1, second)]
+    eyes._place("rank", 1, second)
+    eyes._read(BeaconState(tmp_path, started.run, "rank-2", "rank", 2, second, 0, 1, 0.0, 0, "", 1))
+    assert {(each.name, each.pid) for each in eyes.seen.values()} == {(f"process {first}", first), ("rank-2", second)}
