@@ -126,7 +126,7 @@ def test_a_failure_of_ours_never_fails_the_job(tmp_path: Path) -> None:
     """Beacons in a folder that cannot be made."""
     (tmp_path / "file").touch()
     code = "import torch.distributed; print('goes on')"
-    done = python(tmp_path, code, RANK="0", LOCKSTEP_BEACONS=str(tmp_path / "file" / "below"))
+    done = python(tmp_path, code, RANK="0", LOCAL_RANK="0", LOCKSTEP_BEACONS=str(tmp_path / "file" / "below"))
     assert (done.returncode, done.stdout) == (0, "goes on\n")
     assert "not recorded" in done.stderr
 
