@@ -299,6 +299,7 @@ def _edge(layout: Layout, process: int, wait: Waiter, at: float, aliases: Mappin
         main=wait.main,
         idle=wait.idle,
         meeting=wait.meeting,
+        members=wait.members,
         elsewhere=elsewhere,
     )
 

@@ -127,6 +127,8 @@ class Edge:
     meeting: str = ""
     """Waits with equal, not empty names wait for each other's arrival (a rendezvous, a store barrier): who is in it has
     arrived and is waited for no longer."""
+    members: str = ""
+    """Whom the process takes for the members of what is made in the meeting; equal on all."""
     elsewhere: int = 0
     """How many take part in the meeting of whom nothing is known: no watched host has them, or should have them."""
 

@@ -191,7 +191,7 @@ class Eyes:
         there: dict[tuple[str, int], dict[int, int]] = {}
         for seen in self.seen.values():
             for wait in seen.beacon.waits if seen.living and seen.beacon is not None else ():
-                _, expected = read_meeting(wait.kind, wait.whom, wait.why)
+                expected = read_meeting(wait.kind, wait.whom, wait.why).expected
                 if expected is not None and now - wait.since_ns > NEWCOMERS_S * 1e9:
                     there.setdefault((seen.role, expected.size), {})[seen.rank] = seen.pid
         if not there:

@@ -102,6 +102,8 @@ class Waiter:
     main: bool = True
     idle: bool = False
     meeting: str = ""
+    members: str = ""
+    """Whom the waiter takes for the members of what is made in the meeting, where it says that."""
     expected: Expected | None = None
     """Who should come to the meeting, where the waiter says that."""
     left: float = NAN
@@ -159,11 +161,11 @@ def call_records(calls: Iterable[tuple[int, int, int]]) -> bytes:
 def waiter(process: int, record: WaitRecord, now_ns: int, main: bool = True) -> Waiter:
     """A wait that a beacon shows. `now_ns` is the same monotonic clock."""
     since, moved = (now_ns - record.since_ns) / 1e9, (now_ns - record.moved_ns) / 1e9
-    name, expected = read_meeting(record.kind, record.whom, record.why)
+    told = read_meeting(record.kind, record.whom, record.why)
     left = NAN if record.deadline_ns is None else (record.deadline_ns - now_ns) / 1e9
     return Waiter(
         process, record.whom, record.kind, record.why, since, moved, main=main, idle=record.why == NEXT_ORDER,
-        meeting=name, expected=expected, left=left,
+        meeting=told.name, members=told.members, expected=told.expected, left=left,
     )  # fmt: skip
 
 
@@ -287,6 +289,8 @@ def _encode_wait(wait: Waiter) -> dict[str, Any]:
         said["idle"] = True
     if wait.meeting:
         said["meeting"] = wait.meeting
+    if wait.members:
+        said["members"] = wait.members
     if wait.expected is not None:
         said["expected"] = [wait.expected.first, wait.expected.last, wait.expected.size]
     return said

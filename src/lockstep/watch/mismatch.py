@@ -6,12 +6,13 @@ pairs) did at that number; without these, nobody knows, and all are named with l
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.watch.evidence import Calls, Integers
+from lockstep.watch.evidence import Calls, Edge, Integers
 from lockstep.watch.facts import Call, Life
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Bools
@@ -56,7 +57,7 @@ def mismatches(case: Case, reached: Bools | None) -> list[Finding]:
         stalled = case.graph.communicator[reached & case.graph.stalled]
         known = {each.communicator for each in partings}
         found += shifted(case, set(stalled[stalled >= 0].tolist()) - known)
-    return found + _different_lists(case, reached)
+    return found + _different_lists(case, reached) + _different_meetings(case)
 
 
 def _partings(case: Case) -> list[_Parting]:
@@ -280,6 +281,45 @@ def _different_lists(case: Case, reached: Bools | None) -> list[Finding]:
     node_of = {int(graph.communicator[node]): int(node) for node in nodes[::-1]}
     differing = sorted(c for c in np.flatnonzero(least < most).tolist() if c in node_of)
     return [_other_list(case, each, node_of[each]) for each in differing]
+
+
+def _different_meetings(case: Case) -> list[Finding]:
+    """Communicators that are being made, for long, by processes that take others for their members."""
+    graph = case.graph
+    if graph is None:
+        return []
+    meetings: dict[tuple[str, str], list[tuple[int, Edge]]] = {}
+    for node in np.flatnonzero(graph.edge >= 0).tolist():
+        edge = case.evidence.edges[int(graph.edge[node])]
+        if edge.members:
+            meetings.setdefault((case.role(edge.process), edge.meeting), []).append((node, edge))
+    found = []
+    for (_, meeting), there in meetings.items():
+        lists = Counter(edge.members for _, edge in there)
+        if len(lists) > 1 and any(graph.stalled[node] for node, _ in there):
+            found.append(_other_meeting(meeting, lists, there))
+    return found
+
+
+def _other_meeting(meeting: str, lists: Counter[str], there: Sequence[tuple[int, Edge]]) -> Finding:
+    most, count = lists.most_common(1)[0]
+    majority = 2 * count > len(there) and count >= 2
+    wrong = [edge for _, edge in there if edge.members != most or not majority]
+    said = " and ".join(sorted({f"ranks {edge.members}" for edge in wrong}))
+    return Finding(
+        Kind.MISMATCH,
+        Level.CONFIRMED,
+        (SURE if 2 * count > len(most.split(",")) else LIKELY) if majority else OPEN,
+        f"makes {meeting} of {said}" + (f", where the others make it of ranks {most}" if majority else ""),
+        tuple(sorted({edge.process for edge in wrong})),
+        node=there[0][0],
+        since=min(edge.since for _, edge in there),
+        cause="rank_divergent_branch",
+        alternatives=(Alternative("config_error", 0.3),),
+        more=f"{count} of {len(there)} members agree on one list." if majority else "There is no majority.",
+        structural=True,
+        others=tuple(edge.process for _, edge in there),
+    )
 
 
 def _other_list(case: Case, communicator: int, node: int) -> Finding:

@@ -8,6 +8,7 @@ torch.
 """
 
 import atexit
+import contextlib
 import functools
 import importlib
 import logging
@@ -20,6 +21,7 @@ from typing import Any
 
 from lockstep.watch import beacon, freeing, hook, orders
 from lockstep.watch.collectives import digest
+from lockstep.watch.convened import convened
 from lockstep.watch.counting import Counting
 from lockstep.watch.member import Member
 from lockstep.watch.patches import C10D, FUNCOL, Wrappers, noted, quiet
@@ -105,9 +107,14 @@ class Recorder:
         @functools.wraps(create)
         def created(*args: Any, **kwargs: Any) -> Any:
             before = _threads()
-            made = create(*args, **kwargs)
+            ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group", ())
+            name = str(args[5] if len(args) > 5 else kwargs.get("group_name", ""))
+            shown: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
             with quiet(self):
-                ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group", ())
+                shown = convened(self._own, c10d.GroupMember.WORLD, ranks, name, kwargs.get("group_desc"))
+            with shown:
+                made = create(*args, **kwargs)
+            with quiet(self):
                 self.adopt(made[0], ranks, freeing.loop_among(_threads() - before))
             return made
 

@@ -290,6 +290,22 @@ def test_who_passed_over_a_collective_in_which_another_waits_is_the_odd_one() ->
     assert 0.6 <= verdict.confidence < 0.8
 
 
+def test_members_that_disagree_on_a_communicator_wait_for_each_other_while_it_is_made() -> None:
+    def making(process: int, members: str) -> Edge:
+        others = tuple(int(each) for each in members.split(", ") if int(each) != process)
+        return wait(process, *others, kind="rendezvous", meeting="late (3)", members=members)
+
+    lists = {0: "0, 1, 2", 1: "0, 1", 2: "0, 1, 2"}
+    edges = [making(process, members) for process, members in lists.items()]
+    verdict = check(diagnose(snapshot(policy(3), edges=edges)), Kind.MISMATCH, ["policy-1"])
+    assert "makes late (3) of ranks 0, 1, where the others make it of ranks 0, 1, 2" in verdict.explanation
+    assert verdict.confidence >= 0.8
+    two = diagnose(snapshot(policy(3), edges=[making(0, "0, 1"), making(1, "0, 1, 2")]))
+    assert first(two) is not None and two[0].confidence < 0.8
+    agreed = [making(process, "0, 1, 2") for process in range(3)]
+    assert [each for each in diagnose(snapshot(policy(3), edges=agreed)) if each.culprits] == []
+
+
 def test_who_a_launcher_ends_is_no_culprit() -> None:
     """torchrun ends all others with SIGTERM when one has failed."""
     ended = Note(error="ended by SIGTERM from outside", cause="external_kill")

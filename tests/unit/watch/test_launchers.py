@@ -85,9 +85,10 @@ def test_what_a_call_of_init_process_group_says(
 
 def test_a_meeting_in_words() -> None:
     expected = Expected(4, 7, 8)
-    assert read_meeting("rendezvous", whom(expected), why(5, "the rendezvous")) == ("the rendezvous", expected)
-    assert read_meeting("rendezvous", "4 trainer ranks", why(5, "policy-3")) == ("policy-3", None)
-    assert read_meeting("future", whom(expected), why(5, "it")) == ("", None)
+    assert read_meeting("rendezvous", whom(expected), why(5, "the rendezvous")) == ("the rendezvous", "", expected)
+    assert read_meeting("rendezvous", "4 trainer ranks", why(5, "policy-3")) == ("policy-3", "", None)
+    assert read_meeting("rendezvous", "policy-1", why(0, "dp (3)", [0, 1])) == ("dp (3)", "0, 1", None)
+    assert read_meeting("future", whom(expected), why(5, "it")) == ("", "", None)
 
 
 def evidence_of(here: list[int], waiting: list[int], expected: Expected) -> Inbox:
