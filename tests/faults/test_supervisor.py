@@ -369,13 +369,15 @@ def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None
     asked: list[dict[str, object]] = []
     link = Link(site.address, TOKEN, 1, lambda link, connection: link.attach(connection))
     until(lambda: link.connection is not None, 10, "connected")
+    link.ask("forget", lambda reply: None, 10, name="policy-2")
     began = time.monotonic()
-    link.ask(
-        "free", lambda reply: asked.append(reply or {}), 10, names=["policy-0", "policy-1"], breaks=True,
-        text="policy-1 has not entered", verdict={"kind": "absent"},
-    )  # fmt: skip
-    until(lambda: list(link.hear()) or asked, 10, "an answer")
-    assert asked[0]["freed"] == ["policy-0"]
+    for culprits in (["policy-2"], ["policy-1"]):
+        link.ask(
+            "free", lambda reply: asked.append(reply or {}), 10, names=["policy-0", "policy-1"], culprits=culprits,
+            breaks=True, text="policy-1 has not entered", verdict={"kind": "absent"},
+        )  # fmt: skip
+    until(lambda: list(link.hear()) or len(asked) > 1, 10, "answers")
+    assert [each["freed"] for each in asked] == [[], ["policy-0"]], "nobody for one whose place others have"
     until(lambda: "freed: policy-1 has not entered" in tail(site.folder / "policy-0.log"), 5, "it is freed")
     assert time.monotonic() - began < 2.0
     link.close()

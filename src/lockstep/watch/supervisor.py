@@ -178,7 +178,8 @@ class Supervisor:
             if out and not left:
                 self._acted(told, f"{', '.join(out)} freed")
 
-        said = {"text": incident.headline(verdict), "verdict": verdict.json()}
+        named = [who[index].name for index in guilty]
+        said = {"text": incident.headline(verdict), "verdict": verdict.json(), "culprits": named}
         for link, theirs in asked:
             link.ask("free", freed, 5.0, names=theirs, breaks=self.settings.on_stall == "free", **said)
 

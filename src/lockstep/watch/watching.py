@@ -184,6 +184,9 @@ class Watching:
         """Tells who waits in a collective why it ends, then ends it."""
         names, text = [str(name) for name in message["names"]], str(message["text"])
         freed: list[str] = []
+        if any(name in self._eyes.replaced for name in message["culprits"]):
+            self._reply(number, {"freed": freed})  # others are in its place: who is here now waits for those
+            return
         try:
             if message["breaks"]:
                 living = [self._eyes.seen[name] for name in names if name in self._eyes.seen]
