@@ -452,7 +452,7 @@ def test_when_the_agent_is_killed_the_kernel_kills_the_workers_and_the_client_sa
         pids += [template.pid for template in templates(here)]
         assert len(pids) == 4
         os.kill(client.address.pid, signal.SIGKILL)
-        until(lambda: not any(map(procs.alive, pids)), 5, "nobody outlives the agent")
+        until(lambda: not any(map(procs.alive, pids)), 20, "nobody outlives the agent")
         with pytest.raises(AgentGone):
             until(lambda: client.list(), 10, "the client notices")
         assert not client.alive

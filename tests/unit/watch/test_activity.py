@@ -180,6 +180,10 @@ def test_an_uninterruptible_wait_is_something_while_the_disks_move(tmp_path: Pat
 def test_rest_compares_nothing_with_long_ago() -> None:
     """Whoever moved by itself for a while is looked at anew, not by what was before."""
     with running("import time; time.sleep(600)") as child:
+        before = None
+        while (now := procs.usage(child.pid, moved=True)) != before:  # it has begun to sleep
+            before = now
+            time.sleep(0.2)
         activity, usage = Activity(child.pid), procs.usage(child.pid, moved=True)
         assert usage is not None and activity.seen(usage, 10**9, Host())
         activity.rest(usage, 2 * 10**9)
