@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -94,6 +95,10 @@ def ranks_of(outcome: Outcome) -> list[object]:
     return [each["rank"] for each in culprits]
 
 
+def all_slow_but(quick: str, names: Iterable[str]) -> list[Any]:
+    return [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 BLOCKED: dict[str, Callable[[str], list[str]]] = {
     "torch-spawn": lambda port: python(JOB, "--how", "torch-spawn", "--port", port),
     "spawn": lambda port: python(JOB, "--how", "spawn", "--port", port),
@@ -110,9 +115,7 @@ BLOCKED: dict[str, Callable[[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "launcher", [name if name == "fork" else pytest.param(name, marks=pytest.mark.slow) for name in BLOCKED]
-)
+@pytest.mark.parametrize("launcher", all_slow_but("fork", BLOCKED))
 @pytest.mark.timeout(300)
 def test_who_blocks_is_named_with_its_line(tmp_path: Path, launcher: str) -> None:
     outcome = watch_until_confirmed(tmp_path, [*BLOCKED[launcher](free_port()), "--stuck", "1"])
@@ -131,9 +134,7 @@ LATE: dict[str, Callable[[str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "launcher", [name if name == "torchrun" else pytest.param(name, marks=pytest.mark.slow) for name in LATE]
-)
+@pytest.mark.parametrize("launcher", all_slow_but("torchrun", LATE))
 @pytest.mark.timeout(300)
 def test_who_never_comes_to_the_rendezvous(tmp_path: Path, launcher: str) -> None:
     """It exists, and does something else: with its line."""

@@ -80,6 +80,12 @@ class Seen:
         waits = self.beacon.waits if self.beacon is not None else ()
         return any(wait.why == NEXT_ORDER and wait.thread == self.pid for wait in waits)
 
+    def let_go(self) -> None:
+        """Closes what watches for its end. Idempotent."""
+        if self.end is not None:
+            self.end.close()
+            self.end = None
+
     def take_stacks(self, threads: tuple[stacks.Thread, ...], at_ns: int) -> None:
         """Notes stacks that were taken of it."""
         main = stacks.main_thread(threads, self.pid)
@@ -153,8 +159,8 @@ class Eyes:
             elif now >= due:
                 gone.add(name)
                 seen = self.seen.pop(name, None)
-                if seen is not None and seen.end is not None:
-                    seen.end.close()
+                if seen is not None:
+                    seen.let_go()
         return gone
 
     def calm(self) -> bool:
@@ -216,12 +222,12 @@ class Eyes:
     def _displace(self, pid: int) -> None:
         """It was taken for another."""
         for name in [name for name, each in self.seen.items() if each.pid == pid and each.beacon is None]:
-            del self.seen[name]
+            self.seen.pop(name).let_go()
 
     def _begin(self, seen: Seen) -> None:
         before = self.seen.get(seen.name)
-        if before is not None and before.end is not None:
-            before.end.close()
+        if before is not None:
+            before.let_go()
         self.ours.discard(seen.name)
         seen.moved_ns = seen.active_ns = time.monotonic_ns()
         self.seen[seen.name] = seen
@@ -291,9 +297,7 @@ class Eyes:
             known, causes.tail(seen.log) if seen.log is not None else "", self._oom(seen, known), seen.ours
         )
         seen.cause, seen.error = end.cause, end.error
-        if seen.end is not None:
-            seen.end.close()
-            seen.end = None
+        seen.let_go()
 
     def _oom(self, seen: Seen, code: int | None) -> bool | None:
         """Whether the kernel killed it for memory, as its counter and its log say."""

@@ -6,8 +6,8 @@ pairs) did at that number; without these, nobody knows, and all are named with l
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -295,31 +295,22 @@ def _different_meetings(case: Case) -> list[Finding]:
             meetings.setdefault((case.role(edge.process), edge.meeting), []).append((node, edge))
     found = []
     for (_, meeting), there in meetings.items():
-        lists = Counter(edge.members for _, edge in there)
-        if len(lists) > 1 and any(graph.stalled[node] for node, _ in there):
+        lists = [edge.members for _, edge in there]
+        if len(set(lists)) > 1 and any(graph.stalled[node] for node, _ in there):
             found.append(_other_meeting(meeting, lists, there))
     return found
 
 
-def _other_meeting(meeting: str, lists: Counter[str], there: Sequence[tuple[int, Edge]]) -> Finding:
-    most, count = lists.most_common(1)[0]
-    majority = 2 * count > len(there) and count >= 2
-    wrong = [edge for _, edge in there if edge.members != most or not majority]
+def _other_meeting(meeting: str, lists: Sequence[str], there: Sequence[tuple[int, Edge]]) -> Finding:
+    vote = _vote(lists, size=len(max(lists, key=lists.count).split(",")))
+    wrong = [there[each][1] for each in vote.wrong]
     said = " and ".join(sorted({f"ranks {edge.members}" for edge in wrong}))
-    return Finding(
-        Kind.MISMATCH,
-        Level.CONFIRMED,
-        (SURE if 2 * count > len(most.split(",")) else LIKELY) if majority else OPEN,
-        f"makes {meeting} of {said}" + (f", where the others make it of ranks {most}" if majority else ""),
-        tuple(sorted({edge.process for edge in wrong})),
-        node=there[0][0],
-        since=min(edge.since for _, edge in there),
-        cause="rank_divergent_branch",
-        alternatives=(Alternative("config_error", 0.3),),
-        more=f"{count} of {len(there)} members agree on one list." if majority else "There is no majority.",
-        structural=True,
-        others=tuple(edge.process for _, edge in there),
+    others = f", where the others make it of ranks {vote.most}" if vote.most is not None else ""
+    finding = _other_members(
+        vote, f"makes {meeting} of {said}{others}", {edge.process for edge in wrong}, there[0][0], of=len(there)
     )
+    since, everybody = min(edge.since for _, edge in there), tuple(edge.process for _, edge in there)
+    return replace(finding, since=since, others=everybody)
 
 
 def _other_list(case: Case, communicator: int, node: int) -> Finding:
@@ -327,18 +318,43 @@ def _other_list(case: Case, communicator: int, node: int) -> Finding:
     assert members.ranks is not None
     said, process = members.ranks[rows], members.process[rows]
     known = said >= 0
-    most, count = Counter(said[known].tolist()).most_common(1)[0]
-    majority = 2 * count > known.sum() and count >= 2
-    wrong = process[known & (said != most)] if majority else process[known]
+    vote = _vote(said[known].tolist(), size=len(said))
+    wrong = process[known][vote.wrong].tolist()
+    return _other_members(vote, "made {communicator} with another list of members", wrong, node, of=len(said))
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """Of members that believe in different lists."""
+
+    wrong: list[int]
+    """The minority, by place; all where there is no majority."""
+    most: object
+    """The majority's list; None where there is none."""
+    count: int
+    confidence: float
+
+
+def _vote(said: Sequence[object], size: int) -> _Vote:
+    """Args: `size`: how many members there are, those that have not said anything included."""
+    most, count = Counter(said).most_common(1)[0]
+    if 2 * count <= len(said) or count < 2:
+        return _Vote(list(range(len(said))), None, count, OPEN)
+    wrong = [place for place, each in enumerate(said) if each != most]
+    return _Vote(wrong, most, count, SURE if 2 * count > size else LIKELY)
+
+
+def _other_members(vote: _Vote, text: str, culprits: Iterable[int], node: int, of: int) -> Finding:
+    agreed = f"{vote.count} of {of} members agree on one list."
     return Finding(
         Kind.MISMATCH,
         Level.CONFIRMED,
-        (SURE if 2 * count > len(said) else LIKELY) if majority else OPEN,
-        "made {communicator} with another list of members",
-        tuple(sorted(wrong.tolist())),
+        vote.confidence,
+        text,
+        tuple(sorted(culprits)),
         node=node,
         cause="rank_divergent_branch",
         alternatives=(Alternative("config_error", 0.3),),
-        more=f"{count} of {len(said)} members agree on one list." if majority else "There is no majority.",
+        more=agreed if vote.most is not None else "There is no majority.",
         structural=True,
     )

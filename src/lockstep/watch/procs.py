@@ -87,7 +87,7 @@ def usage(pid: int, start: int | None = None, moved: bool = False) -> Usage | No
     if facts is None or (start is not None and int(facts[19]) != start):
         return None
     read, written, stored = _bytes_moved(pid) if moved else (None, None, None)
-    ran = _ran_ns(pid) if facts[0] in "Tt" else 0
+    ran, _ = _scheduled(f"/proc/{pid}") if facts[0] in "Tt" else (0, 0)
     return Usage(facts[0], _cpu_s(facts), read, written, stored, ran)
 
 
@@ -108,8 +108,7 @@ def thread_state(pid: int, tid: str) -> str | None:
 
 def wanted_ns(pid: int, tid: str) -> int:
     """How long a thread has run or waited for a core so far; 0 where the kernel does not say."""
-    words = (_read(f"/proc/{pid}/task/{tid}/schedstat") or "").split()
-    return int(words[0]) + int(words[1]) if words else 0
+    return sum(_scheduled(f"/proc/{pid}/task/{tid}"))
 
 
 def frozen(pid: int) -> bool:
@@ -155,9 +154,10 @@ def _cpu_s(facts: list[str]) -> float:
     return sum(int(ticks) for ticks in facts[11:15]) * TICK_S
 
 
-def _ran_ns(pid: int) -> int:
-    words = (_read(f"/proc/{pid}/schedstat") or "").split()
-    return int(words[0]) if words else 0
+def _scheduled(folder: str) -> tuple[int, int]:
+    """Nanoseconds that a thread ran, and waited for a core; 0 where the kernel does not say."""
+    words = (_read(f"{folder}/schedstat") or "").split()
+    return (int(words[0]), int(words[1])) if words else (0, 0)
 
 
 def _bytes_moved(pid: int) -> tuple[int | None, int | None, int | None]:

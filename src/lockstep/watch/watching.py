@@ -6,8 +6,9 @@
     {"id", "op": "collect", "names", "lines"} -> {"beacons", "logs", "environment", "facts"}, see `gathering`
     {"id", "op": "end", "pid", "signal"} -> {"sent"}   a process of the run, a worker or not
     {"id", "op": "forget", "name"} -> {}   a worker that ended, and whose place another has taken
-    {"id", "op": "free", "names", "text", "verdict", "breaks"} -> {"freed"}   a collective of theirs that breaks raises
-        the verdict; with `breaks`, those that they are in are broken, and "freed" has the names of who was in one
+    {"id", "op": "free", "names", "culprits", "text", "verdict", "breaks"} -> {"freed"}   a collective of theirs that
+        breaks raises the verdict; with `breaks`, those that they are in are broken, and "freed" has the names of who
+        was in one; nothing is done where somebody else has a culprit's place by now
     {"id", "op": "dump", "names"} -> {"folder"}   flight recorders are written there, see `orders`
     {"id", "op": "dumps"} -> {"dumps": {name: text}}   what has been written by then
     <- states have "calm" besides: everybody moves or has nothing to do

@@ -95,94 +95,82 @@ def test_the_end_of_somebody_elses_child_is_known_with_its_code(run: str, how: s
     assert (Life.LEFT if known == 0 else Life.DEAD) == life
 
 
-def test_a_stopped_process_is_seen_as_stopped(run: str) -> None:
+@pytest.fixture
+def child(run: str) -> Iterator["subprocess.Popen[str]"]:
+    """A rank of the run, policy-1, that sleeps in its stage."""
     script = (
         "import sys, time; from lockstep.watch import beacon;"
         f"beacon.open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True); time.sleep(60)"
     )
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    made = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
-        assert child.stdout is not None and child.stdout.readline() == "up\n"
-        eyes = Eyes(run)
-        eyes.look({})
-        assert eyes.seen["policy-1"].life is Life.RUNNING
-        os.kill(child.pid, signal.SIGSTOP)
-        until(lambda: procs.process_state(child.pid) == "T")
-        eyes.look({}, held=child.pid)  # for a stack of ours
-        assert eyes.seen["policy-1"].life is Life.RUNNING
-        eyes.look({})
-        seen = eyes.seen["policy-1"]
-        assert seen.life is Life.STOPPED
-        stopped = seen.ended_ns
-        assert 0 < stopped <= time.monotonic_ns()
-        eyes.look({})
-        assert seen.ended_ns == stopped
-        child.kill()
-        child.wait()
-        (ended,) = eyes.look({})
-        assert ended.name == "policy-1" and ended.life is Life.DEAD and ended.exit_code in (-9, -(2**31))
-        assert eyes.look({}) == []
+        assert made.stdout is not None and made.stdout.readline() == "up\n"
+        yield made
     finally:
-        child.kill()
-        child.wait()
+        made.kill()
+        made.wait()
 
 
-def test_two_moments_of_a_stop_are_not_one_long_one(run: str) -> None:
-    script = (
-        "import sys, time; from lockstep.watch import beacon;"
-        f"beacon.open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None and child.stdout.readline() == "up\n"
-        eyes = Eyes(run)
-        eyes.look({})
-        seen = eyes.seen["policy-1"]
-        os.kill(child.pid, signal.SIGSTOP)
-        until(lambda: procs.process_state(child.pid) == "T")
-        eyes.look({})
-        first = seen.ended_ns
-        eyes.look({})
-        assert seen.life is Life.STOPPED and seen.ended_ns == first > seen.moved_ns
-        _, state = Teller("here").tell(eyes)
-        ended = [PROCESS.unpack_from(state.processes, at)[2] for at in (0, PROCESS.size)]
-        assert ended[0] != ended[0] and 0 <= ended[1] < 5, "since when it is stopped, not since when nothing moved"
-        os.kill(child.pid, signal.SIGCONT)
-        until(lambda: procs.process_state(child.pid) == "S")
-        os.kill(child.pid, signal.SIGSTOP)
-        until(lambda: procs.process_state(child.pid) == "T")
-        eyes.look({})
-        assert seen.life is Life.STOPPED and seen.ended_ns > first
-    finally:
-        child.kill()
-        child.wait()
+def test_a_stopped_process_is_seen_as_stopped(run: str, child: "subprocess.Popen[str]") -> None:
+    eyes = Eyes(run)
+    eyes.look({})
+    assert eyes.seen["policy-1"].life is Life.RUNNING
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: procs.process_state(child.pid) == "T")
+    eyes.look({}, held=child.pid)  # for a stack of ours
+    assert eyes.seen["policy-1"].life is Life.RUNNING
+    eyes.look({})
+    seen = eyes.seen["policy-1"]
+    assert seen.life is Life.STOPPED
+    stopped = seen.ended_ns
+    assert 0 < stopped <= time.monotonic_ns()
+    eyes.look({})
+    assert seen.ended_ns == stopped
+    child.kill()
+    child.wait()
+    (ended,) = eyes.look({})
+    assert ended.name == "policy-1" and ended.life is Life.DEAD and ended.exit_code in (-9, -(2**31))
+    assert eyes.look({}) == []
 
 
-def test_who_looks_late_says_of_nobody_that_it_did_nothing(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_moments_of_a_stop_are_not_one_long_one(run: str, child: "subprocess.Popen[str]") -> None:
+    eyes = Eyes(run)
+    eyes.look({})
+    seen = eyes.seen["policy-1"]
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: procs.process_state(child.pid) == "T")
+    eyes.look({})
+    first = seen.ended_ns
+    eyes.look({})
+    assert seen.life is Life.STOPPED and seen.ended_ns == first > seen.moved_ns
+    _, state = Teller("here").tell(eyes)
+    ended = [PROCESS.unpack_from(state.processes, at)[2] for at in (0, PROCESS.size)]
+    assert ended[0] != ended[0] and 0 <= ended[1] < 5, "since when it is stopped, not since when nothing moved"
+    os.kill(child.pid, signal.SIGCONT)
+    until(lambda: procs.process_state(child.pid) == "S")
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: procs.process_state(child.pid) == "T")
+    eyes.look({})
+    assert seen.life is Life.STOPPED and seen.ended_ns > first
+
+
+def test_who_looks_late_says_of_nobody_that_it_did_nothing(
+    run: str, monkeypatch: pytest.MonkeyPatch, child: "subprocess.Popen[str]"
+) -> None:
     from lockstep.watch import eyes as module
 
-    script = (
-        "import sys, time; from lockstep.watch import beacon;"
-        f"beacon.open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None and child.stdout.readline() == "up\n"
-        monkeypatch.setattr(module, "CALM_S", 0.0)
-        until(lambda: procs.process_state(child.pid) == "S")
-        eyes = Eyes(run)
-        for _ in range(3):
-            eyes.look({})
-        seen = eyes.seen["policy-1"]
-        before = seen.active_ns
+    monkeypatch.setattr(module, "CALM_S", 0.0)
+    until(lambda: procs.process_state(child.pid) == "S")
+    eyes = Eyes(run)
+    for _ in range(3):
         eyes.look({})
-        assert seen.active_ns == before
-        monkeypatch.setattr(module, "LATE_S", 0.0)
-        eyes.look({})
-        assert seen.active_ns > before
-    finally:
-        child.kill()
-        child.wait()
+    seen = eyes.seen["policy-1"]
+    before = seen.active_ns
+    eyes.look({})
+    assert seen.active_ns == before
+    monkeypatch.setattr(module, "LATE_S", 0.0)
+    eyes.look({})
+    assert seen.active_ns > before
 
 
 def test_work_counts_as_activity_and_waiting_does_not(run: str) -> None:
