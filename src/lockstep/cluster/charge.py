@@ -4,7 +4,6 @@ later controller that finds it alive."""
 import hashlib
 import hmac
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from lockstep.cluster.protocol import WorkerSpec
+from lockstep.watch.folders import write_whole
 
 CHARGE = "LOCKSTEP_WORKER"
 """Variable that names the file."""
@@ -44,9 +44,7 @@ class Charge(msgspec.Struct, frozen=True):
         except (TypeError, ValueError) as error:
             raise TypeError(f"arguments of worker {self.name!r} are not JSON-like: {error}") from None
         path = _path(folder, self.name)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(data)
-        draft.rename(path)
+        write_whole(path, data)
         return path
 
     @staticmethod

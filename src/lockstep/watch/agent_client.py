@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.watch import procs, waits, wire
+from lockstep.watch.folders import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +75,7 @@ class Address:
 
     def publish(self, path: Path) -> None:
         """Writes it where others look for it, whole."""
-        draft = path.with_name(f".{path.name}.{self.pid}")
-        draft.write_text(json.dumps(asdict(self)))
-        draft.rename(path)
+        write_whole(path, json.dumps(asdict(self)).encode())
 
     @staticmethod
     def withdraw(path: Path) -> None:

@@ -55,6 +55,13 @@ def locked(descriptor: int, seconds: float = 2.0) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Others see the file with all of `data`, or as it was before."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(data)
+    draft.rename(path)
+
+
 def make_run_dir(run: str) -> Path:
     """Creates the run's folder with mode 0700. Raises PermissionError when somebody else owns it."""
     folder = run_dir(run)

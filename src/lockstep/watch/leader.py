@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lockstep.watch.folders import locked, make_run_dir, run_dir
+from lockstep.watch.folders import locked, make_run_dir, run_dir, write_whole
 
 FILE = "leader.json"
 
@@ -43,9 +43,7 @@ class Leader:
                 current = Leader.read(run)
                 if current is not None and current.generation > self.generation:
                     raise Superseded(run, self.generation, current.generation)
-                draft = path.with_name(f".{path.name}.{os.getpid()}")
-                draft.write_text(json.dumps(asdict(self)))
-                draft.rename(path)
+                write_whole(path, json.dumps(asdict(self)).encode())
         finally:
             os.close(descriptor)
 

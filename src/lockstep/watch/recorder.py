@@ -23,6 +23,7 @@ from lockstep.watch import beacon, freeing, hook, orders
 from lockstep.watch.collectives import digest
 from lockstep.watch.convened import convened
 from lockstep.watch.counting import Counting
+from lockstep.watch.folders import write_whole
 from lockstep.watch.member import Member
 from lockstep.watch.patches import C10D, FUNCOL, Wrappers, noted, quiet
 from lockstep.watch.schedule import Board
@@ -295,9 +296,7 @@ class Recorder:
             text = flight.text()
             raw = text.encode() if isinstance(text, str) else bytes(text)
             name = self._own.path.stem + ("" if flight.kind == "gloo" else f"-{flight.kind}")
-            draft = folder / f".{name}.{os.getpid()}"
-            draft.write_bytes(raw)
-            draft.rename(folder / f"{name}.json")
+            write_whole(folder / f"{name}.json", raw)
         return len(self._counting.flights)
 
     def free(self, communicator: str | None = None) -> int:
