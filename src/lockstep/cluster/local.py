@@ -23,7 +23,7 @@ from lockstep.cluster.charge import CHARGE, Charge, fitness
 from lockstep.cluster.heirs import Heirs
 from lockstep.cluster.hub import Hub
 from lockstep.cluster.predecessor import Heritage, end_predecessor
-from lockstep.cluster.protocol import Worker, WorkerSpec
+from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.cluster.spawning import cpu_seconds_below, environment_of, order
 from lockstep.cluster.worker import TOKEN
@@ -189,6 +189,14 @@ class LocalCluster:
             self._pid, patience, on_stall, dict(aliases or {}), facts=dict(facts or {}),
         )  # fmt: skip
         self._supervision = Supervision(settings, self._token, on_said)
+
+    def nodes(self) -> list[NodeInfo]:
+        """This host."""
+        return [NodeInfo(socket.gethostname(), "127.0.0.1", run_dir(self._run))]
+
+    def node_of(self, worker: Worker) -> NodeInfo:
+        """This host."""
+        return self.nodes()[0]
 
     def store(self) -> tuple[str, int]:
         """Host and port of a rendezvous store (torch TCPStore) that this process serves, on loopback only."""

@@ -10,12 +10,25 @@ wire knows the types:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A host on which a run has processes."""
+
+    name: str
+    """As its user knows it."""
+    address: str
+    """Where the other nodes reach it."""
+    shared: Path
+    """The run's folder in its shared memory."""
 
 
 @dataclass(slots=True)
@@ -36,6 +49,8 @@ class WorkerSpec:
     from it."""
     adoptable: bool = False
     """Whether the run's next controller may go on with the process: its service has a `renew()`."""
+    node: str | None = None
+    """Name of the node it must be on; where the placement has it when None."""
 
 
 def successor(name: str) -> str:
@@ -117,6 +132,12 @@ class Cluster(Protocol):
 
     def stop(self, worker: Worker, grace_s: float = 5.0) -> None:
         """Asks the worker to leave, kills it after the grace."""
+
+    def nodes(self) -> list[NodeInfo]:
+        """Those that live, the controller's first."""
+
+    def node_of(self, worker: Worker) -> NodeInfo:
+        """Where a worker is."""
 
     def store(self) -> tuple[str, int]:
         """Host and port of a rendezvous store (torch TCPStore protocol) that lives outside the ranks."""

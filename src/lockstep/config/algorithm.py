@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lockstep.config.base import OFF_IS_A_WORD, Section
+from lockstep.config.base import OFF_IS_A_WORD, Section, usual_kind
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -154,12 +154,7 @@ class CISPO(PolicyLoss):
     """The weight is at most `1 + clip_high`."""
 
 
-def _usual(value: Any) -> Any:
-    """A policy loss without a kind is PPO's."""
-    return {"kind": "ppo_clip", **value} if isinstance(value, Mapping) and "kind" not in value else value
-
-
-AnyPolicyLoss = Annotated[PPOClip | GSPO | CISPO, Field(discriminator="kind"), BeforeValidator(_usual)]
+AnyPolicyLoss = Annotated[PPOClip | GSPO | CISPO, Field(discriminator="kind"), usual_kind("ppo_clip")]
 
 
 class FilterGroups(Section):

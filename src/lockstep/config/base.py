@@ -1,9 +1,23 @@
 """What every config model shares."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 OFF_IS_A_WORD = BeforeValidator(lambda value: "off" if value is False else value)
 """For choices of which one is `off`: YAML 1.1 reads that as false."""
+
+
+def usual_kind(usual: str) -> BeforeValidator:
+    """For sections of several kinds: `cluster: ray` is `cluster: {kind: ray}`, and one without a kind is the usual."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"kind": value}
+        return {"kind": usual, **value} if isinstance(value, Mapping) and "kind" not in value else value
+
+    return BeforeValidator(named)
 
 
 class Section(BaseModel):

@@ -1,10 +1,10 @@
 """Who runs where."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lockstep.config.base import Section
+from lockstep.config.base import Section, usual_kind
 
 
 class LocalCluster(Section):
@@ -18,3 +18,40 @@ class LocalCluster(Section):
     """A call whose worker shows no progress for this long fails; progress resets it."""
     notice_after_s: float = Field(10.0, gt=0)
     """A wait without progress for this long is told on the console."""
+
+
+class RayCluster(Section):
+    """Processes on the nodes of a Ray cluster, where its placement group reserves their CPUs and GPUs. On each node a
+    detached actor holds a node agent, which spawns them."""
+
+    kind: Literal["ray"] = "ray"
+    address: str | None = None
+    """`HOST:PORT` of a running cluster's head, or `auto` for the one that this host belongs to. When absent, that of
+    `RAY_ADDRESS`, else a Ray of this host alone, started for the run and stopped with it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes GPUs where the cluster has some."""
+    env: dict[str, str] = {}
+    """Variables that every worker on every node gets."""
+    forward_env: tuple[str, ...] = (
+        "NCCL_*", "TORCH_*", "GLOO_*", "CUDA_*", "UCX_*", "FI_*", "VLLM_*", "HF_*", "OMP_*", "TOKENIZERS_*",
+        "LOCKSTEP_*", "WANDB_*", "PYTHONPATH",
+    )  # fmt: skip
+    """Variables of the shell that starts the run, by name or with `*`, that reach every worker on every node. What else
+    differs there is told."""
+    interface: str | None = None
+    """Name, or beginning of the name, of the network interface that nodes reach each other by; the one of the node's
+    Ray address when absent."""
+    orphan_grace_s: float = Field(300.0, ge=0)
+    """How long workers outlive a controller that died; a run that is resumed within it keeps engines and scorers."""
+    stall_limit_s: float = Field(900.0, gt=0)
+    """A call whose worker shows no progress for this long fails; progress resets it."""
+    notice_after_s: float = Field(10.0, gt=0)
+    """A wait without progress for this long is told on the console."""
+    node_lost_after_s: float = Field(6.0, gt=0)
+    """A node from which nothing is heard for this long is lost. A Ray that is started for the run is told so as well;
+    one that runs already has its own setting (`RAY_health_check_*`)."""
+    busy_limit_s: float | None = Field(None, gt=0)
+    """How long to wait for resources that others use at the moment; as long as it takes when absent, visibly."""
+
+
+Cluster = Annotated[LocalCluster | RayCluster, Field(discriminator="kind"), usual_kind("local")]

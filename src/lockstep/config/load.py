@@ -106,7 +106,8 @@ def _set(values: Any, path: list[str], value: Any, override: str) -> None:
         if index == len(path) - 1:
             values[key] = value
         elif isinstance(values, dict) and not isinstance(values.get(key), (dict, list)):
-            values[key] = {}
+            given = values.get(key)
+            values[key] = {"kind": given} if isinstance(given, str) else {}
         values = values[key]
 
 

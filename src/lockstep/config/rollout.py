@@ -1,10 +1,10 @@
 """How completions are generated."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lockstep.config.base import Section
+from lockstep.config.base import Section, usual_kind
 from lockstep.config.environment import Environment
 from lockstep.config.model import DType
 
@@ -46,9 +46,37 @@ class BuiltinEngine(Section):
     """As `trainer.malloc`; logits of a large vocabulary are written about twice as fast."""
 
 
+class VllmEngine(Section):
+    """vLLM (extra `vllm`), on CPUs or GPUs. Fields are named as its own arguments."""
+
+    kind: Literal["vllm"] = "vllm"
+    count: int = Field(1, gt=0)
+    """How many engines."""
+    tensor_parallel_size: int = Field(1, gt=0)
+    """GPUs (or processes) of one engine."""
+    dtype: DType = "auto"
+    max_num_seqs: int = Field(256, gt=0)
+    """Sequences decoded together."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of each GPU's memory for weights and K/V cache; less where the trainer shares it."""
+    cpu_kv_cache_gb: float = Field(1.0, gt=0)
+    """GiB of the K/V cache on a CPU."""
+    enforce_eager: bool | None = None
+    """No CUDA graphs, no compilation; on a CPU true when absent, else vLLM's choice."""
+    enable_prefix_caching: bool = True
+    """The prompt of a group is computed once; all is forgotten with new weights."""
+    threads: int | None = Field(None, gt=0)
+    """Torch threads of the engine on a CPU; shared out evenly when absent."""
+    extra: dict[str, Any] = {}
+    """Further arguments of vLLM's `EngineArgs`, as they are."""
+
+
+Engine = Annotated[BuiltinEngine | VllmEngine, Field(discriminator="kind"), usual_kind("builtin")]
+
+
 class Rollout(Section):
     sampling: Sampling = Sampling()
-    engine: BuiltinEngine = BuiltinEngine()
+    engine: Engine = BuiltinEngine()
     max_staleness: int = Field(0, ge=0)
     """How many steps older than the trained weights those that generate may be. 0 generates and trains in turn; with k,
     engines go on with the next k steps while a step is trained."""

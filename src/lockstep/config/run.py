@@ -5,15 +5,18 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.base import Section
-from lockstep.config.cluster import LocalCluster
+from lockstep.config.cluster import Cluster, LocalCluster
+from lockstep.config.communication import Communication
 from lockstep.config.data import Dataset, Task
 from lockstep.config.model import Model
+from lockstep.config.placement import Placement
 from lockstep.config.recovery import Recovery
 from lockstep.config.reward import Reward
 from lockstep.config.rollout import Rollout, Sampling
 from lockstep.config.tracking import Tracker
 from lockstep.config.trainer import Checkpoint, Trainer
 from lockstep.config.watch import Watch
+from lockstep.config.weights import WeightSync
 
 
 class Evaluation(Section):
@@ -52,7 +55,10 @@ class RunConfig(Section):
     evaluation: Evaluation | None = None
     rollout: Rollout = Rollout()
     reward: Reward | None = None
-    cluster: LocalCluster = LocalCluster()
+    cluster: Cluster = LocalCluster()
+    placement: Placement = Placement()
+    weights: WeightSync = WeightSync()
+    communication: Communication = Communication()
     recovery: Recovery = Recovery()
     watch: Watch = Watch()
     report: Report = Report()
@@ -100,11 +106,6 @@ class RunConfig(Section):
                 "dropped depends on the rank: leave one of the two out"
             )
         return self
-
-    @field_validator("cluster", mode="before")
-    @classmethod
-    def _shorthand(cls, value: object) -> object:
-        return {"kind": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _held_out(self) -> Self:

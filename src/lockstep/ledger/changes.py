@@ -16,6 +16,9 @@ _HARMLESS = (
     "report",
     "tracking",
     "cluster",
+    "placement",
+    "weights",
+    "communication",
     "recovery",
     "watch",
     "filter_groups.at_limit",
@@ -53,6 +56,12 @@ _BITS = (
     "rollout.engine.max_rows",
     "rollout.engine.cache_tokens",
     "rollout.engine.prefix_cache",
+    "rollout.engine.tensor_parallel_size",
+    "rollout.engine.max_num_seqs",
+    "rollout.engine.gpu_memory_utilization",
+    "rollout.engine.cpu_kv_cache_gb",
+    "rollout.engine.enforce_eager",
+    "rollout.engine.enable_prefix_caching",
 )
 """Fields that say who computes how much at once: they change the order of additions and nothing else."""
 _RESULT = ("cluster.device",)

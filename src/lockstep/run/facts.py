@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep.config.cluster import LocalCluster
+from lockstep.config.cluster import LocalCluster, RayCluster
 from lockstep.config.model import Adapter, Model
 from lockstep.models.errors import ModelError
 from lockstep.models.load import context_length, load_policy, resolve_dtype
@@ -69,7 +69,7 @@ def _context(cfg: Model, config: Any) -> int:
         return cfg.max_length
 
 
-def host_facts(cfg: LocalCluster) -> HostFacts:
+def host_facts(cfg: LocalCluster | RayCluster) -> HostFacts:
     """Cores, memory (the container's where it is less), shared memory and GPUs of this host."""
     gpus = torch.cuda.device_count() if cfg.device != "cpu" else 0
     return HostFacts(

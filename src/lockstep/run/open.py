@@ -120,6 +120,7 @@ def _running(
     heritage: Heritage | None,
 ) -> Iterator[Run]:
     beacon.open_beacon(name, "controller", "controller", 0)
+    assert prepared.config.cluster.kind == "local"
     cluster = LocalCluster(prepared.config.cluster, name, prepared.folder, ledger.generation, heritage=heritage)
     with ExitStack() as closing:
         closing.callback(cluster.close)

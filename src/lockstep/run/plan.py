@@ -188,6 +188,8 @@ def engine_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
     """Bytes of one engine: weights and its preallocated K/V cache."""
     engine = config.rollout.engine
     width = BYTES[engine_dtype(config, model)]
+    if engine.kind == "vllm":
+        return model.parameters * width // engine.tensor_parallel_size + int(engine.cpu_kv_cache_gb * 2**30)
     longest = min(config.model.max_length or model.context, model.context)
     tokens = engine.cache_tokens or engine.max_rows * min(longest, 2 * config.rollout.sampling.max_tokens)
     return model.parameters * width + 2 * model.layers * model.kv_heads * model.head_dim * tokens * width
