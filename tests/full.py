@@ -1,4 +1,5 @@
-"""The long suites: every test marked `slow`, a few per process, two processes at a time. `script/test --full` calls it.
+"""The long suites: every test marked `slow`, a few per process, two processes at a time. `script/test --full` calls it;
+those that need Ray or vLLM are `script/test --ray --vllm`.
 
     tests/full.py                       everything that `full-results.json` has not passed with these sources already
     tests/full.py --again               everything
@@ -36,6 +37,7 @@ SOURCES = ("src", "tests", "examples", "pyproject.toml", "requirements.lock")
 """What a result depends on."""
 REPORTS = "LOCKSTEP_FULL_REPORTS"
 """Where a pytest process reports to."""
+MARKS = "slow and not ray and not vllm"
 SLICE_S = 20 * 60.0
 UNKNOWN_S = 60.0
 """What a test is thought to take that never ran."""
@@ -163,9 +165,9 @@ def pytest(*arguments: str) -> list[str]:
 
 
 def collect(match: str) -> list[str]:
-    """Names of all slow tests. Ends the program where pytest cannot collect them."""
+    """Names of all slow tests that need neither Ray nor vLLM. Ends the program where pytest cannot collect them."""
     found = subprocess.run(
-        pytest("--collect-only", "-m", "slow", str(TESTS)), cwd=ROOT, capture_output=True, text=True, timeout=600
+        pytest("--collect-only", "-m", MARKS, str(TESTS)), cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     if found.returncode not in (0, 5):
         sys.exit(found.stdout[-4000:] + found.stderr[-4000:])
