@@ -1,0 +1,280 @@
+"""Who runs where: a place for each process of a run on the nodes of a cluster, before anything starts."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from lockstep.cluster.alternatives import would_fit
+from lockstep.cluster.bundles import Bundle, NodeFacts, PlacementError, Wanted, bundles_of, on, shortened
+from lockstep.cluster.fitting import Kind, Size, fit, largest_first
+from lockstep.config.cluster import RayCluster
+from lockstep.config.placement import Placement
+
+__all__ = [
+    "Assignment", "Bundle", "Busy", "DoesNotFit", "LookAtNodes", "NodeFacts", "PlacementError", "Wanted", "assign",
+    "reassign",
+]  # fmt: skip
+
+LookAtNodes = Callable[[RayCluster], list[NodeFacts]]
+"""How a plan gets to know the nodes of a running cluster, within seconds. Raises ConnectionError, with what to do,
+where it cannot be reached."""
+
+_CPU = 10_000
+"""Parts of a CPU that are told apart, as in Ray."""
+_UNKNOWN = 1 << 40
+_TRIAL = 1_000
+"""Patterns tried for one alternative."""
+
+
+class DoesNotFit(PlacementError):
+    """The nodes cannot hold the run, also when nobody else uses them.
+
+    Args:
+        bundle: one that has no place.
+        why: a sentence.
+        largest: the node that has most of what it needs.
+        alternatives: settings with which the run would fit.
+    """
+
+    def __init__(self, bundle: Bundle, why: str, largest: NodeFacts | None, alternatives: Sequence[str]) -> None:
+        would = "Would fit: " + ", or ".join(alternatives) if alternatives else "No smaller number of processes fits"
+        super().__init__(f"{why}. {would}")
+        self.bundle, self.why, self.largest, self.alternatives = bundle, why, largest, tuple(alternatives)
+
+
+class Busy(PlacementError):
+    """The nodes could hold the run, but others use them now.
+
+    Args:
+        waiting: bundles that have no place now.
+        users: nodes that others use, each with how much and, where that is known, with who does.
+    """
+
+    def __init__(self, waiting: Sequence[Bundle], users: Sequence[str]) -> None:
+        first = waiting[0]
+        names = shortened([name for bundle in waiting for name in bundle.processes])
+        gpus, cpus = sum(bundle.gpus for bundle in waiting), sum(bundle.cpus for bundle in waiting)
+        missing = f"{gpus} GPUs and {cpus:g} CPUs" if gpus else f"{cpus:g} CPUs"
+        super().__init__(f"{names} wait for {missing} ({first.needs()} on one node): {'; '.join(users)}")
+        self.waiting, self.users = tuple(waiting), tuple(users)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a run has of one node."""
+
+    node: NodeFacts
+    bundles: tuple[Bundle, ...]
+
+    @property
+    def cpus(self) -> float:
+        return round(sum(bundle.cpus for bundle in self.bundles), 4)
+
+    @property
+    def gpus(self) -> int:
+        return sum(bundle.gpus for bundle in self.bundles)
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        return tuple(name for bundle in self.bundles for name in bundle.processes)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A place for every process."""
+
+    nodes: tuple[NodeFacts, ...]
+    bundles: tuple[Bundle, ...]
+    shares: tuple[Share, ...] = field(init=False)
+    """Of the nodes that are used, in the order of `nodes`."""
+    node_of: dict[str, NodeFacts] = field(init=False)
+    """By process."""
+    slots: dict[str, tuple[int, ...]] = field(init=False)
+    """By process: its GPUs, as numbers among those that the run has on the node (`Share.gpus`)."""
+
+    def __post_init__(self) -> None:
+        on_node: dict[int, list[Bundle]] = {}
+        for bundle in self.bundles:
+            assert bundle.node is not None
+            on_node.setdefault(bundle.node, []).append(bundle)
+        shares: list[Share] = []
+        slots: dict[str, tuple[int, ...]] = {}
+        for number in sorted(on_node):
+            first = 0
+            for bundle in on_node[number]:
+                slots |= {name: tuple(first + slot for slot in used) for name, used in bundle.slots.items()}
+                first += bundle.gpus
+            shares.append(Share(self.nodes[number], tuple(on_node[number])))
+        object.__setattr__(self, "shares", tuple(shares))
+        object.__setattr__(self, "slots", slots)
+        object.__setattr__(self, "node_of", {name: share.node for share in shares for name in share.processes})
+
+    def rows(self) -> list[tuple[str, str, str, str, str]]:
+        """For people: node, address, processes, CPUs, GPUs, the last two of how many."""
+        return [
+            (
+                share.node.name,
+                share.node.address,
+                shortened(share.processes),
+                f"{share.cpus:g} of {share.node.cpus:g}",
+                f"{share.gpus} of {share.node.gpus:g}" if share.node.gpus else "",
+            )
+            for share in self.shares
+        ]
+
+
+def assign(wanted: Sequence[Wanted], placement: Placement, nodes: Sequence[NodeFacts]) -> Assignment:
+    """A place for each process; the same for the same arguments.
+
+    `pack` begins with the node that has most GPUs (then CPUs), `spread` gives each role's next process to the node that
+    has the fewest of them. Ranks keep their order over the nodes, so that neighbours are together.
+
+    Raises:
+        PlacementError: the placement contradicts itself.
+        DoesNotFit: these nodes can never hold them.
+        Busy: they could, but others use them now.
+    """
+    return _placed(bundles_of(wanted, placement), placement, nodes, lambda: _alternatives(wanted, placement, nodes))
+
+
+def reassign(
+    assignment: Assignment, placement: Placement, lost: Collection[str], nodes: Sequence[NodeFacts]
+) -> Assignment:
+    """A place for the bundles of nodes that are lost; all others stay where they are.
+
+    Args:
+        lost: ids of nodes.
+        nodes: the cluster's now; what the run has on them is not free.
+
+    Raises:
+        DoesNotFit, Busy: as of `assign`; a role that was to have so many nodes takes what there is.
+    """
+    homeless = [on(bundle, None) for share in assignment.shares if share.node.id in lost for bundle in share.bundles]
+    if not homeless:
+        return assignment
+    stays = [share for share in assignment.shares if share.node.id not in lost]
+    known = {node.id: number for number, node in enumerate(nodes)}
+    merged = [*nodes, *(share.node for share in stays if share.node.id not in known)]
+    place = {node.id: number for number, node in enumerate(merged)}
+    kept = [on(bundle, place[share.node.id]) for share in stays for bundle in share.bundles]
+    moved = _placed([_free(bundle) for bundle in homeless], placement, nodes, tuple)
+    return Assignment(tuple(merged), (*kept, *moved.bundles))
+
+
+def _free(bundle: Bundle) -> Bundle:
+    return replace(bundle, alone=False)
+
+
+def _placed(
+    bundles: Sequence[Bundle],
+    placement: Placement,
+    nodes: Sequence[NodeFacts],
+    alternatives: Callable[[], Sequence[str]],
+) -> Assignment:
+    spread = placement.strategy == "spread"
+    living = [number for number, node in enumerate(nodes) if node.alive]
+    living.sort(key=lambda number: (-nodes[number].free_gpus, -nodes[number].free_cpus, not nodes[number].head, number))
+    groups = _alike(bundles)
+    kinds = [_kind(group) for group in groups]
+    free = [_room(nodes[number], now=True) for number in living]
+    counts = fit(kinds, free, spread)
+    if counts is None:
+        total = [_room(nodes[number], now=False) for number in living]
+        if free == total or fit(kinds, total, spread) is None:
+            raise _does_not_fit(groups, kinds, [nodes[number] for number in living], total, alternatives())
+        raise Busy(_homeless(groups, kinds, free, spread), _users([nodes[number] for number in living]))
+    placed: list[Bundle] = []
+    for k, group in enumerate(groups):
+        rest = iter(group)
+        for number, row in sorted(zip(living, counts, strict=True), key=lambda pair: pair[0] if spread else 0):
+            placed += [on(next(rest), number) for _ in range(row[k])]
+    return Assignment(tuple(nodes), tuple(placed))
+
+
+def _alternatives(wanted: Sequence[Wanted], placement: Placement, nodes: Sequence[NodeFacts]) -> list[str]:
+    rooms = [_room(node, now=False) for node in nodes if node.alive]
+    rooms.sort(reverse=True)
+
+    def fits(wanted: Sequence[Wanted], placement: Placement) -> bool:
+        try:
+            kinds = [_kind(group) for group in _alike(bundles_of(wanted, placement))]
+        except PlacementError:
+            return False
+        return fit(kinds, rooms, budget=_TRIAL) is not None
+
+    return would_fit(wanted, placement, fits)
+
+
+def _alike(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
+    """Bundles of the same roles and the same needs, in their order."""
+    groups: dict[object, list[Bundle]] = {}
+    for bundle in bundles:
+        groups.setdefault((bundle.roles, bundle.cpus, bundle.gpus, bundle.memory, bundle.alone), []).append(bundle)
+    return list(groups.values())
+
+
+def _kind(group: Sequence[Bundle]) -> Kind:
+    one = group[0]
+    size = one.gpus, round(one.cpus * _CPU), -(-one.memory // 2**20)
+    return Kind(size, len(group), one.alone)
+
+
+def _room(node: NodeFacts, now: bool) -> Size:
+    gpus, cpus = (node.free_gpus, node.free_cpus) if now else (node.gpus, node.cpus)
+    return math.floor(gpus + 1e-6), round(cpus * _CPU), node.memory // 2**20 or _UNKNOWN
+
+
+def _homeless(groups: Sequence[list[Bundle]], kinds: Sequence[Kind], rooms: list[Size], spread: bool) -> list[Bundle]:
+    """Those for which nothing is left once the others have their place, largest first."""
+    order = sorted(range(len(kinds)), key=lambda k: (not kinds[k].once, tuple(-n for n in kinds[k].size), k))
+    _, left = largest_first([kinds[k] for k in order], rooms, spread)
+    found = [bundle for k, many in zip(order, left, strict=True) for bundle in groups[k][len(groups[k]) - many :]]
+    return found or [groups[order[-1]][-1]]  # each has its place, but not all at once
+
+
+def _does_not_fit(
+    groups: Sequence[list[Bundle]],
+    kinds: Sequence[Kind],
+    nodes: Sequence[NodeFacts],
+    rooms: list[Size],
+    alternatives: Sequence[str],
+) -> DoesNotFit:
+    alone = [group[0] for group, kind in zip(groups, kinds, strict=True) if not _fits_alone(kind, rooms)]
+    bundle = alone[0] if alone else _homeless(groups, kinds, rooms, False)[0]
+    largest = max(nodes, key=lambda node: (node.gpus, node.cpus) if bundle.gpus else (node.cpus, 0), default=None)
+    if largest is None:
+        return DoesNotFit(bundle, f"{bundle.title()} needs {bundle.needs()}, and no node is alive", None, ())
+    short = any(kind.size[2] for kind in kinds)
+    has = _has(largest.gpus, largest.cpus, largest.memory if short else 0)
+    if alone:
+        why = f"{bundle.title()} needs {bundle.needs()} on one node, and the largest, {largest.name}, has {has}"
+        return DoesNotFit(bundle, why, largest, alternatives)
+    gpus, cpus, memory = (sum(kind.size[axis] * kind.count for kind in kinds) for axis in range(3))
+    asked = _has(gpus, cpus / _CPU, memory * 2**20)
+    known = sum(node.memory for node in nodes) if memory else 0
+    all_have = _has(sum(node.gpus for node in nodes), sum(node.cpus for node in nodes), known)
+    why = (
+        f"{bundle.title()} ({bundle.needs()}) has no place beside the others: in all {asked} are asked for, and "
+        f"{len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} {all_have}, the largest ({largest.name}) {has}"
+    )
+    return DoesNotFit(bundle, why, largest, alternatives)
+
+
+def _fits_alone(kind: Kind, rooms: Sequence[Size]) -> bool:
+    return any(all(has >= needs for has, needs in zip(room, kind.size, strict=True)) for room in rooms)
+
+
+def _has(gpus: float, cpus: float, memory: int = 0) -> str:
+    return f"{gpus:g} GPUs and {cpus:g} CPUs" + (f" and {memory / 2**30:.1f} GiB" if memory else "")
+
+
+def _users(nodes: Sequence[NodeFacts]) -> list[str]:
+    """What others use, by node."""
+    found = []
+    for node in nodes:
+        gpus, cpus = node.gpus - node.free_gpus, node.cpus - node.free_cpus
+        if gpus > 0 or cpus > 0:
+            parts = [f"{gpus:g} of {node.gpus:g} GPUs"] * (gpus > 0) + [f"{cpus:g} of {node.cpus:g} CPUs"] * (cpus > 0)
+            by = f" by {node.used_by}" if node.used_by else ""
+            found.append(f"{node.name} has {' and '.join(parts)} in use{by}")
+    return found
