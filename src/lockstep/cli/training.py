@@ -11,6 +11,9 @@ from rich.table import Table
 
 from lockstep.cli.errors import FAILED, INTERRUPTED, REFUSED, show_note, show_refusal
 from lockstep.cli.failures import show_failure, show_interruption
+from lockstep.cluster.bundles import bundles_of, shortened
+from lockstep.cluster.placement import alike
+from lockstep.config.placement import Placement
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.ledger.errors import LedgerError
 from lockstep.recipes import train
@@ -28,6 +31,8 @@ def start(config: Config, resume: Path | None, overrides: Sequence[str]) -> int:
     prepared = _looked(lambda: prepare(config, resume, overrides))
     if isinstance(prepared, int):
         return prepared
+    if prepared.plan.assignment is not None:
+        Console(stderr=True).print(_places(prepared.plan, prepared.config.placement))
     try:
         train(prepared)
     except Refused as error:
@@ -53,6 +58,8 @@ def show_plan(
     text = yaml.safe_dump(found.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     console.print(Syntax(text, "yaml", background_color="default"))
     console.print(_processes(found.plan))
+    if found.plan.wanted:
+        console.print(_places(found.plan, found.config.placement))
     if found.model is not None:
         console.print(_collectives(found.plan))
         console.print(_sizes(found.plan, found.model))
@@ -94,6 +101,25 @@ def _processes(plan: Plan) -> Table:
     for process in plan.processes:
         memory = f"{process.memory / 2**20:,.0f} MiB" if process.memory else ""
         table.add_row(process.name, process.role, process.device, str(process.threads), memory)
+    return table
+
+
+def _places(plan: Plan, placement: Placement) -> Table:
+    """Where processes are to be; where nodes are not known, what is to be reserved for them."""
+    if plan.assignment is not None:
+        table = Table(title="placement", title_justify="left", box=None, pad_edge=False)
+        for column in ("node", "address", "processes", "CPUs", "GPUs"):
+            table.add_column(column)
+        for row in plan.assignment.rows():
+            table.add_row(*row)
+        return table
+    title = "bundles, each on one node" + (" (others use the nodes now)" if plan.busy else "")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("processes", "bundles", "each"):
+        table.add_column(column)
+    for group in alike(bundles_of(plan.wanted, placement)):
+        names = shortened([name for bundle in group for name in bundle.processes])
+        table.add_row(names, str(len(group)), group[0].needs())
     return table
 
 

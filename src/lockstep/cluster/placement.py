@@ -11,8 +11,8 @@ from lockstep.config.cluster import RayCluster
 from lockstep.config.placement import Placement
 
 __all__ = [
-    "Assignment", "Bundle", "Busy", "DoesNotFit", "LookAtNodes", "NodeFacts", "PlacementError", "Wanted", "assign",
-    "reassign",
+    "Assignment", "Bundle", "Busy", "DoesNotFit", "LookAtNodes", "NodeFacts", "PlacementError", "Wanted", "alike",
+    "assign", "bundles_of", "reassign",
 ]  # fmt: skip
 
 LookAtNodes = Callable[[RayCluster], list[NodeFacts]]
@@ -174,7 +174,7 @@ def _placed(
     spread = placement.strategy == "spread"
     living = [number for number, node in enumerate(nodes) if node.alive]
     living.sort(key=lambda number: (-nodes[number].free_gpus, -nodes[number].free_cpus, not nodes[number].head, number))
-    groups = _alike(bundles)
+    groups = alike(bundles)
     kinds = [_kind(group) for group in groups]
     free = [_room(nodes[number], now=True) for number in living]
     counts = fit(kinds, free, spread)
@@ -197,7 +197,7 @@ def _alternatives(wanted: Sequence[Wanted], placement: Placement, nodes: Sequenc
 
     def fits(wanted: Sequence[Wanted], placement: Placement) -> bool:
         try:
-            kinds = [_kind(group) for group in _alike(bundles_of(wanted, placement))]
+            kinds = [_kind(group) for group in alike(bundles_of(wanted, placement))]
         except PlacementError:
             return False
         return fit(kinds, rooms, budget=_TRIAL) is not None
@@ -205,7 +205,7 @@ def _alternatives(wanted: Sequence[Wanted], placement: Placement, nodes: Sequenc
     return would_fit(wanted, placement, fits)
 
 
-def _alike(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
+def alike(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
     """Bundles of the same roles and the same needs, in their order."""
     groups: dict[object, list[Bundle]] = {}
     for bundle in bundles:

@@ -1,12 +1,14 @@
 """Facts a plan is made from: of the model, without its weights, and of this host."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from lockstep.cluster.placement import NodeFacts
 from lockstep.config.cluster import LocalCluster, RayCluster
 from lockstep.config.model import Adapter, Model
 from lockstep.models.errors import ModelError
@@ -69,9 +71,12 @@ def _context(cfg: Model, config: Any) -> int:
         return cfg.max_length
 
 
-def host_facts(cfg: LocalCluster | RayCluster) -> HostFacts:
-    """Cores, memory (the container's where it is less), shared memory and GPUs of this host."""
-    gpus = torch.cuda.device_count() if cfg.device != "cpu" else 0
+def host_facts(cfg: LocalCluster | RayCluster, nodes: Sequence[NodeFacts] | None = None) -> HostFacts:
+    """Cores, memory (the container's where it is less) and shared memory of this host; GPUs of the nodes, where they
+    are known."""
+    gpus = 0
+    if cfg.device != "cpu":
+        gpus = torch.cuda.device_count() if nodes is None else int(sum(node.gpus for node in nodes if node.alive))
     return HostFacts(
         cores=len(os.sched_getaffinity(0)),
         memory=min(psutil.virtual_memory().available, _cgroup_memory()),

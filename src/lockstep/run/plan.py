@@ -1,7 +1,10 @@
 """What a run will start and need, computed before anything starts: processes, threads, memory, collectives."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from lockstep.cluster.placement import Assignment, Wanted
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -91,6 +94,12 @@ class Plan:
     """Bytes of /dev/shm for the published weights."""
     memory_copy: int = 0
     """Bytes of /dev/shm for copies of the trainer's state; 0 where none are kept."""
+    wanted: list[Wanted] = field(default_factory=list)
+    """What the processes need of nodes, where there are several; empty for those of one host."""
+    assignment: Assignment | None = None
+    """Who is to be where; None where the nodes are not known, or others use them now."""
+    busy: str = ""
+    """Who is waited for with what, where others use the nodes now."""
 
     @property
     def memory(self) -> int:
@@ -108,7 +117,7 @@ def needs_engine(config: SFTConfig | GRPOConfig) -> bool:
 
 def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: HostFacts) -> Plan:
     """The processes of the run and what they need. Without a model, what does not depend on it: no sizes, no
-    collectives.
+    collectives. Those of a Ray cluster are not held against this host: `lockstep.run.places` has a place for each.
 
     Raises:
         InfeasibleError: a context without room for prompts, more ranks than GPUs, too little memory or shared memory.
@@ -122,8 +131,8 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: Ho
             f"policy-{rank}",
             "policy",
             rank,
-            _device(host, rank),
-            trainer.threads or max(1, host.cores // trainer.ranks),
+            _device(config, host, rank),
+            trainer.threads or _threads(config, host, "policy", trainer.ranks),
             0 if model is None else trainer_memory(config, model),
         )
         for rank in range(trainer.ranks)
@@ -133,8 +142,8 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: Ho
             f"engine-{rank}",
             "rollout",
             rank,
-            _device(host, trainer.ranks + rank),
-            engine.threads or max(1, host.cores // engines),
+            _device(config, host, trainer.ranks + rank),
+            engine.threads or _threads(config, host, "rollout", engines),
             0 if model is None else engine_memory(config, model),
         )
         for rank in range(engines)
@@ -150,7 +159,10 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: Ho
         ]
     shared = 2 * model.parameters * BYTES[engine_dtype(config, model)] if engines and model is not None else 0
     plan = Plan(processes, [] if model is None else trainer_collectives(config, model), shared)
-    _must_fit(plan, config, host)
+    if config.cluster.kind == "ray":
+        plan = replace(plan, wanted=wanted(config, plan.processes))
+    else:
+        _must_fit(plan, config, host)
     return plan if model is None else replace(plan, memory_copy=_memory_copy(config, model, plan, host))
 
 
@@ -204,15 +216,22 @@ def copies_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
 def _memory_copy(config: SFTConfig | GRPOConfig, model: ModelFacts, plan: Plan, host: HostFacts) -> int:
     """Bytes for copies of the trainer's state, 0 where they are not wanted or (auto) do not fit: they count as memory
     of this container like any other."""
-    wanted = config.recovery.memory_copy
-    if not wanted or not config.recovery.enable:
+    kept = config.recovery.memory_copy
+    if not kept or not config.recovery.enable:
         return 0
+    if config.cluster.kind == "ray":
+        if kept == "auto":
+            return 0
+        raise InfeasibleError(
+            "recovery.memory_copy is in the shared memory of one host, and with cluster.kind ray the trainer's ranks "
+            "may come back on another: set it to auto, or to false"
+        )
     size = copies_memory(config, model)
     memory = host.memory - plan.shared_memory - (plan.memory if host.device == "cpu" else 0)
     free = min(memory, host.shared_memory - plan.shared_memory)
     if size <= free:
         return size
-    if wanted == "auto":
+    if kept == "auto":
         return 0
     raise InfeasibleError(
         f"recovery.memory_copy needs {size / 2**20:.0f} MiB of shared memory for two copies of the trainer's state and "
@@ -270,17 +289,42 @@ def _across_copies(config: SFTConfig | GRPOConfig, times: int, size: int) -> lis
     return [Collective("all_reduce", "replicas", f"{times} (gradients, across copies)", size // trainer.shards)]
 
 
-def _device(host: HostFacts, index: int) -> str:
-    """One GPU per process; where there are fewer, processes share them in turn (colocation)."""
-    return "cpu" if host.device == "cpu" else f"cuda:{index % max(host.gpus, 1)}"
+def wanted(config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess]) -> list[Wanted]:
+    """What each process needs of a node: a rank one GPU, an engine those of its tensor-parallel group, the others a
+    core. On CPUs, memory as well."""
+    engine, found = config.rollout.engine, []
+    width = engine.tensor_parallel_size if engine.kind == "vllm" else 1
+    for process in processes:
+        many = width if process.role == "rollout" else 1
+        role = {"policy": config.placement.policy, "rollout": config.placement.rollout}.get(process.role)
+        cpus = 1.0 if role is None else role.cpus * many
+        on_gpu = process.device != "cpu"
+        memory = 0 if on_gpu else process.memory * many
+        found.append(Wanted(process.name, process.role, process.rank, cpus, many if on_gpu else 0, memory))
+    return found
+
+
+def _device(config: SFTConfig | GRPOConfig, host: HostFacts, index: int) -> str:
+    """One GPU per process; where there are fewer, processes share them in turn (colocation). On a Ray cluster each
+    process sees its own ones only."""
+    if host.device == "cpu":
+        return "cpu"
+    return "cuda:0" if config.cluster.kind == "ray" else f"cuda:{index % max(host.gpus, 1)}"
+
+
+def _threads(config: SFTConfig | GRPOConfig, host: HostFacts, role: Literal["policy", "rollout"], many: int) -> int:
+    """Of a process, where the config leaves it open: its share of this host's cores, or the cores that it reserves."""
+    if config.cluster.kind == "ray":
+        return max(1, int(getattr(config.placement, role).cpus))
+    return max(1, host.cores // many)
 
 
 def _must_leave_room(config: SFTConfig | GRPOConfig, model: ModelFacts) -> None:
     """A prompt has one token at least, and stands with its completion in the context."""
-    wanted = [("rollout.sampling.max_tokens", config.rollout.sampling)] if needs_engine(config) else []
+    limits = [("rollout.sampling.max_tokens", config.rollout.sampling)] if needs_engine(config) else []
     if config.evaluation is not None and config.evaluation.sampling is not None:
-        wanted.append(("evaluation.sampling.max_tokens", config.evaluation.sampling))
-    for name, sampling in wanted:
+        limits.append(("evaluation.sampling.max_tokens", config.evaluation.sampling))
+    for name, sampling in limits:
         if sampling.max_tokens >= model.context:
             raise InfeasibleError(
                 f"{name} {sampling.max_tokens} leaves no room for a prompt in the context of {model.context} tokens: "

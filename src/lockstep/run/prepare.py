@@ -1,11 +1,13 @@
 """Everything that can be refused is refused here: before a process starts and before anything is written."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.cluster.placement import NodeFacts
+from lockstep.config.cluster import RayCluster
 from lockstep.config.load import apply_overrides, check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.data.datasets import load_rows
@@ -26,6 +28,7 @@ from lockstep.rollout.environments.static import told_tools
 from lockstep.run.errors import Finished, Refused
 from lockstep.run.facts import host_facts, model_facts
 from lockstep.run.place import release_place
+from lockstep.run.places import look_at_nodes, names_cluster, own_node, place_notes, placed
 from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan, needs_engine
 
 START = "start"
@@ -62,6 +65,7 @@ def prepare(
     resume: Path | None,
     overrides: Sequence[str] = (),
     host: HostFacts | None = None,
+    look: Callable[[RayCluster], list[NodeFacts] | None] = look_at_nodes,
 ) -> Prepared:
     """Checks a run whole.
 
@@ -70,9 +74,11 @@ def prepare(
         resume: folder of the run to go on with.
         overrides: applied to the run's own config, where there is no file.
         host: to plan for, instead of this one.
+        look: how the nodes of a running Ray cluster are found; None where they are not known.
 
     Raises:
-        Refused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError: what is wrong and what to do.
+        Refused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError, PlacementError,
+            ConnectionError: what is wrong and what to do.
         Finished: there is nothing left to do.
     """
     notes: list[str] = []
@@ -85,11 +91,19 @@ def prepare(
     folder = resume or Path(config.folder) / config.name
     if resume is None and folder.exists():
         raise FolderExists(folder, is_run=(folder / INDEX).is_file())
+    nodes = None
     if host is None:
-        host = host_facts(config.cluster)
+        if config.cluster.kind == "ray" and names_cluster(config.cluster):
+            nodes = look(config.cluster)
+        host = host_facts(config.cluster, nodes)
         check_quantization(config.model, host.device)
     model = model_facts(config.model, host.device)
     plan = make_plan(config, model, host)
+    notes += place_notes(config)
+    if config.cluster.kind == "ray":
+        own = not names_cluster(config.cluster)
+        plan = placed(plan, config.placement, [own_node(plan.wanted, host)] if own else nodes)
+        notes += [plan.busy] if plan.busy else []
     if config.reward is not None:
         check_terms(config.reward.terms)
         _must_have_metric(config)

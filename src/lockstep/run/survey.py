@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.cluster.placement import NodeFacts
+from lockstep.config.cluster import RayCluster
 from lockstep.config.data import Dataset
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.data.datasets import HubDataUnreachable, load_rows
@@ -12,6 +14,7 @@ from lockstep.models.errors import HubUnreachable
 from lockstep.rewards.static import check_terms
 from lockstep.rollout.environments.static import told_tools
 from lockstep.run.facts import UNLIMITED, host_facts, model_facts
+from lockstep.run.places import look_at_nodes, placed
 from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan
 from lockstep.run.prepare import prepare, settled_adapter
 
@@ -30,7 +33,7 @@ class Survey:
 def survey(
     config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str] = (), gpus: int | None = None
 ) -> Survey:
-    """Prepares a run without starting it.
+    """Prepares a run without starting it. A Ray cluster that cannot be reached is no error here either.
 
     A model or data set of the hub that is neither on this machine nor can be asked for now is no error here: the plan
     says what it does not know because of it. Everything that is wrong is refused as by `prepare`.
@@ -42,8 +45,16 @@ def survey(
     notes = []
     if gpus is not None:
         notes.append(f"planned for a host with {gpus} GPUs: what memory and how many cores it has is not known here")
+
+    def look(cluster: RayCluster) -> list[NodeFacts] | None:
+        try:
+            return look_at_nodes(cluster)
+        except ConnectionError as error:
+            notes.append(f"nodes are not known: {error}")
+            return None
+
     try:
-        prepared = prepare(config, resume, overrides, host)
+        prepared = prepare(config, resume, overrides, host, look)
     except (HubUnreachable, HubDataUnreachable):
         if config is None:
             raise
@@ -58,7 +69,7 @@ def _what_is_known(config: SFTConfig | GRPOConfig, host: HostFacts, notes: list[
         model = model_facts(config.model, host.device)
     except HubUnreachable as error:
         notes.append(f"not looked up: {error}. Memory and collectives are not known, and no prompt was measured")
-    plan = make_plan(config, model, host)
+    plan = placed(make_plan(config, model, host), config.placement, None)
     if config.reward is not None:
         check_terms(config.reward.terms)
     if config.rollout.environment is not None:
