@@ -1,0 +1,155 @@
+"""By which address a node is reached: pure cases, this host, and network namespaces with a router, a bridge and two
+links."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.addresses import (
+    Interface,
+    UnreachableAddress,
+    check,
+    check_cluster,
+    interfaces,
+    own_address,
+    route_to,
+)
+
+LO = Interface("lo", "127.0.0.1")
+ETH = Interface("eth0", "10.1.0.4")
+IB = Interface("ibp12s0", "10.2.0.4")
+DOCKER = Interface("docker0", "172.17.0.1", bridge=True)
+LINK = Interface("eth1", "169.254.3.4")
+
+
+@pytest.mark.parametrize(
+    ("interface", "why"),
+    [
+        pytest.param(Interface("", "0.0.0.0"), "reaches none.*--node-ip-address", id="unspecified"),
+        pytest.param(Interface("", "::"), "reaches none", id="unspecified six"),
+        pytest.param(LO, "other hosts do not reach", id="loopback"),
+        pytest.param(DOCKER, "bridge for the containers.*cluster.interface", id="docker"),
+        pytest.param(Interface("cni-podman0", "10.88.0.1"), "bridge for the containers", id="podman"),
+        pytest.param(Interface("br0", "10.88.0.1", bridge=True), "bridge for the containers", id="any bridge"),
+        pytest.param(LINK, "link-local", id="link-local"),
+        pytest.param(Interface("eth0", "fe80::1"), "link-local", id="link-local six"),
+        pytest.param(Interface("eth0", "node-7"), "no IP address", id="a name"),
+    ],
+)
+def test_what_other_hosts_do_not_reach_is_refused(interface: Interface, why: str) -> None:
+    with pytest.raises(UnreachableAddress, match=why) as caught:
+        check("node-b", interface, several=True)
+    assert "node-b" in str(caught.value) and interface.address in str(caught.value)
+    assert interface.name in str(caught.value)
+
+
+def test_alone_loopback_is_right_but_nothing_at_all_is_not() -> None:
+    assert check("here", LO, several=False) is LO
+    assert own_address("here", [LO, ETH], None, None, several=False).address == "127.0.0.1"
+    with pytest.raises(UnreachableAddress, match="reaches none"):
+        check("here", Interface("", "0.0.0.0"), several=False)
+    with pytest.raises(UnreachableAddress, match="other hosts do not reach"):
+        own_address("here", [LO, ETH], None, None, several=True)
+
+
+def test_an_interface_by_the_beginning_of_its_name() -> None:
+    found = [LO, Interface("ibp12s0", "fe80::2"), IB, ETH, DOCKER]
+    assert own_address("b", found, "10.1.0.1", "ib", several=True) is IB
+    assert own_address("b", found, None, "docker", several=True) is DOCKER, "whoever names it means it"
+    with pytest.raises(UnreachableAddress, match=r"wlan.*set cluster\.interface to one of lo, ibp12s0, eth0, docker0"):
+        own_address("b", found, None, "wlan", several=True)
+    with pytest.raises(UnreachableAddress, match="other hosts do not reach"):
+        own_address("b", found, None, "lo", several=True)
+    down = Interface("eth0", "10.1.0.4", up=False)
+    with pytest.raises(UnreachableAddress, match="has no address"):
+        own_address("b", [LO, down], None, "eth", several=True)
+
+
+def test_nodes_of_a_cluster() -> None:
+    check_cluster({"a": "127.0.0.1"})
+    check_cluster({"a": "10.1.0.1", "b": "10.1.0.2"})
+    with pytest.raises(UnreachableAddress, match=r"a is known as 0\.0\.0\.0"):
+        check_cluster({"a": "0.0.0.0"})
+    with pytest.raises(UnreachableAddress, match=r"a is known as 127\.0\.0\.1"):
+        check_cluster({"a": "127.0.0.1", "b": "10.1.0.2"})
+    with pytest.raises(UnreachableAddress, match=r"b is known as 10\.1\.0\.1, and so is a"):
+        check_cluster({"a": "10.1.0.1", "b": "10.1.0.1"})
+
+
+def test_this_host() -> None:
+    found = interfaces()
+    assert Interface("lo", "127.0.0.1") in found
+    assert route_to("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(UnreachableAddress, match="the way there is not known"):
+        own_address("here", found, "no-such-host.invalid", None, several=True)
+
+
+# ---------------------------------------------------------------- namespaces
+
+SEES = """
+import dataclasses, json, sys
+from lockstep.cluster.addresses import interfaces, own_address
+found = interfaces()
+peer, prefix = (word if word != "-" else None for word in sys.argv[1:3])
+try:
+    print(json.dumps(dataclasses.asdict(own_address("here", found, peer, prefix, True))))
+except ValueError as error:
+    print(json.dumps({"refused": str(error)}))
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[str]:
+    """A namespace with two links to others (`fast` and `slow`), and a bridge that answers for everything else."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2 to make network namespaces")
+    mine, peer = f"la{os.getpid()}", f"lb{os.getpid()}"
+    try:
+        ip("netns", "add", mine)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+    try:
+        ip("netns", "add", peer)
+        for number, name in enumerate(("fast0", "slow0")):
+            ip("-n", mine, "link", "add", name, "type", "veth", "peer", "name", name, "netns", peer)
+            for namespace, last in ((mine, 1), (peer, 2)):
+                ip("-n", namespace, "address", "add", f"10.77.{number}.{last}/24", "dev", name)
+                ip("-n", namespace, "link", "set", name, "up")
+        ip("-n", mine, "link", "add", "pod0", "type", "bridge")
+        ip("-n", mine, "address", "add", "10.88.0.1/16", "dev", "pod0")
+        ip("-n", mine, "link", "set", "pod0", "up")
+        ip("-n", mine, "link", "set", "lo", "up")
+        ip("-n", mine, "route", "add", "10.99.0.0/24", "via", "10.77.0.2")
+        yield mine
+    finally:
+        for namespace in (mine, peer):
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, timeout=20)
+
+
+def seen(host: str, peer: str = "-", prefix: str = "-") -> Any:
+    command = ["ip", "netns", "exec", host, sys.executable, "-c", SEES, peer, prefix]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+def test_the_route_to_the_peer_decides(host: str) -> None:
+    assert seen(host, "10.77.0.2") == {"name": "fast0", "address": "10.77.0.1", "bridge": False, "up": True}
+    assert seen(host, "10.77.1.2")["name"] == "slow0"
+    assert seen(host, "10.99.0.7")["name"] == "fast0", "through a router"
+    assert seen(host, "10.77.0.2", "slow")["address"] == "10.77.1.1", "whoever names it means it"
+
+
+def test_what_reaches_nobody_is_refused(host: str) -> None:
+    assert "interface pod0), a bridge" in seen(host, "10.88.0.7")["refused"]
+    assert "other hosts do not reach" in seen(host, "127.0.0.1")["refused"]
+    assert "the way there is not known" in seen(host, "10.55.0.1")["refused"]

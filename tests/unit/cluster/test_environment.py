@@ -1,0 +1,127 @@
+"""What of a shell reaches workers on other nodes, and what is said of the rest."""
+
+import json
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.cluster.environment import (
+    OF_ONE_HOST,
+    Forwarded,
+    differences,
+    forwarded,
+    public,
+    report,
+    told,
+    worker_environment,
+)
+from lockstep.config.cluster import RayCluster
+from lockstep.watch.secrets import HIDDEN
+
+PATTERNS = RayCluster().forward_env
+TOKEN = "hf_" + "a1B2c3D4" * 4
+
+
+def test_what_matches_is_passed_on_and_what_is_declared_wins() -> None:
+    shell = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "EDITOR": "vi", "VLLM_USE_V1": "1", "MY_FLAG": "3"}
+    found = forwarded(shell, [*PATTERNS, "MY_FLAG"], {"NCCL_DEBUG": "WARN", "OTHER": "x"})
+    assert found.values == {
+        "NCCL_DEBUG": "WARN", "HF_HOME": "/models", "VLLM_USE_V1": "1", "MY_FLAG": "3", "OTHER": "x",
+    }  # fmt: skip
+    assert found.kept_back == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        pytest.param("CUDA_VISIBLE_DEVICES", "0,1", "GPUs of the host", id="gpus"),
+        pytest.param("GLOO_SOCKET_IFNAME", "eth7", "cluster.interface", id="interface"),
+        pytest.param("NCCL_SOCKET_IFNAME", "lo", "loopback", id="loopback"),
+        pytest.param("VLLM_HOST_IP", "127.0.0.1", "address or port", id="address"),
+        pytest.param("LOCKSTEP_TOKEN", "secret", "one process of one run", id="internal"),
+        pytest.param("TORCHELASTIC_RUN_ID", "1", "its own", id="rank"),
+    ],
+)
+def test_what_is_true_of_one_host_is_kept_back_with_the_reason(name: str, value: str, why: str) -> None:
+    found = forwarded({name: value}, [*PATTERNS, "TORCHELASTIC_*"], {})
+    assert found.values == {} and why in found.kept_back[name]
+
+
+def test_an_interface_that_is_meant_for_all_nodes_is_passed_on() -> None:
+    assert forwarded({"NCCL_SOCKET_IFNAME": "eth"}, PATTERNS, {}).values == {"NCCL_SOCKET_IFNAME": "eth"}
+
+
+def test_what_a_config_says_itself_is_done_but_for_the_runs_own() -> None:
+    found = forwarded({}, PATTERNS, {"GLOO_SOCKET_IFNAME": "eth0", "LOCKSTEP_TOKEN": "mine"})
+    assert found.values == {"GLOO_SOCKET_IFNAME": "eth0"} and list(found.kept_back) == ["LOCKSTEP_TOKEN"]
+
+
+def test_a_star_does_not_take_the_session_along() -> None:
+    shell = {"HOME": "/home/me", "SSH_CLIENT": "x", "RAY_ADDRESS": "127.0.0.1:1", "FOO": "1", "RANK": "0"}
+    found = forwarded(shell, ["*"], {})
+    assert found.values == {"FOO": "1"} and list(found.kept_back) == ["RANK"]
+    assert "HOME" in forwarded(shell, ["HOME"], {}).kept_back
+
+
+def test_what_is_nearer_to_the_worker_wins() -> None:
+    node = {"OMP_NUM_THREADS": "64", "PATH": "/node/bin", "LOCKSTEP_TOKEN": "another run's", "NCCL_DEBUG": "TRACE"}
+    given = Forwarded({"OMP_NUM_THREADS": "8", "GLOO_SOCKET_IFNAME": "all"}, {})
+    made = worker_environment(node, given, {"OMP_NUM_THREADS": "1"}, {"GLOO_SOCKET_IFNAME": "eth0"})
+    assert made == {
+        "OMP_NUM_THREADS": "1", "PATH": "/node/bin", "NCCL_DEBUG": "TRACE", "GLOO_SOCKET_IFNAME": "eth0",
+    }  # fmt: skip
+
+
+def test_what_differs_is_told_with_the_remedy() -> None:
+    shell = {
+        "NCCL_IB_HCA": "mlx5",
+        "HF_TOKEN": TOKEN,
+        "EDITOR": "vi",
+        "TRITON_CACHE_DIR": "/a",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    workers: Mapping[str, dict[str, str]] = {
+        "b": {
+            "HF_TOKEN": "another" + TOKEN,
+            "TRITON_CACHE_DIR": "/b",
+            "NCCL_DEBUG": "INFO",
+            "CUDA_VISIBLE_DEVICES": "3",
+        },
+        "c": {"HF_TOKEN": TOKEN, "TRITON_CACHE_DIR": "/b", "NCCL_IB_HCA": "mlx5"},
+    }
+    found = {node: differences(shell, worker) for node, worker in workers.items()}
+    said = told(found)
+    assert said == [
+        "workers on b have HF_TOKEN=[hidden], and this shell has [hidden]: set cluster.env.HF_TOKEN to be sure",
+        "workers on b have NCCL_DEBUG=INFO, which this shell has not",
+        "NCCL_IB_HCA=mlx5 of this shell does not reach workers on b: name it in cluster.forward_env, or set "
+        "cluster.env.NCCL_IB_HCA",
+        "workers on b, c have TRITON_CACHE_DIR=/b, and this shell has /a: set cluster.env.TRITON_CACHE_DIR to be sure",
+    ]
+    assert told(found, declared=["NCCL_DEBUG", "HF_TOKEN", "NCCL_IB_HCA", "TRITON_CACHE_DIR"]) == []
+    written = json.dumps(report(forwarded(shell, PATTERNS, {}), found))
+    assert TOKEN not in written and HIDDEN in written and "CUDA_VISIBLE_DEVICES" in written
+
+
+def test_secrets_are_not_put_where_others_read() -> None:
+    given = forwarded({"HF_TOKEN": TOKEN, "HF_HOME": "/m", "WANDB_MODE": TOKEN}, PATTERNS, {})
+    shown = public(given)
+    assert shown.values == {"HF_HOME": "/m"} and set(shown.kept_back) == {"HF_TOKEN", "WANDB_MODE"}
+    assert "dashboard" in shown.kept_back["HF_TOKEN"]
+
+
+names = st.one_of(
+    st.sampled_from([name.rstrip("*") + "X" * name.endswith("*") for name in OF_ONE_HOST]),
+    st.from_regex(r"[A-Z_]{1,12}", fullmatch=True),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(names, st.sampled_from(["lo", "eth0", "1", TOKEN])))
+def test_nothing_of_one_host_goes_anywhere_by_a_star(shell: dict[str, str]) -> None:
+    found = forwarded(shell, ["*"], {})
+    assert set(found.values) <= set(shell) and not set(found.values) & set(found.kept_back)
+    assert not {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LOCKSTEP_TOKEN", "HOME", "RANK"} & set(found.values)
+    assert TOKEN not in json.dumps(report(public(found), {"n": differences(shell, {})}))
