@@ -40,6 +40,9 @@ class EngineAPI(Protocol):
 
     def resume(self) -> None: ...
 
+    def renew(self) -> None:
+        """Forgets all requests, finished ones included; the model stays loaded."""
+
     def load_weights(self, source: str, version: int) -> None:
         """Takes a version from the weight room's store, between two decode steps."""
 

@@ -14,6 +14,7 @@ from lockstep.run.fleet import Fleet, Hires
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.watch import beacon, waits
 from lockstep.watch.waits import Stalled
+from lockstep.weights.delivery import Source
 
 T = TypeVar("T")
 
@@ -135,8 +136,9 @@ class Engines:
             self._asked = time.monotonic()
         return self._made
 
-    def load_weights(self, source: str, version: int) -> None:
-        """Every engine takes the weights of `version`, between two decode steps."""
+    def load_weights(self, source: Source, version: int) -> None:
+        """Every engine takes the weights of `version`, between two decode steps; those whose node does not have them
+        yet are left out until it does."""
         self._fleet.load_weights(source, version)
         self.version = version
 

@@ -5,9 +5,10 @@ successor where it was the only one. Completions depend on their requests' seeds
 """
 
 import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -22,11 +23,14 @@ from lockstep.run.services import EngineAPI
 from lockstep.watch import waits
 from lockstep.watch.agent_client import AgentError
 from lockstep.watch.waits import Stalled, WaitTimeout
+from lockstep.weights.delivery import Source
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 PUBLISH_S = 60.0
-"""Between the commit of a version and the engines being told of it there are microseconds."""
+"""Between the commit of a version and the engines being told of it nothing is done but to bring it to their nodes."""
 _STALE = "lockstep.weights.errors.StaleVersion"
 
 
@@ -75,8 +79,8 @@ class Fleet:
         self._homeless: list[Request] = []
         """Requests that no engine has."""
         self._ready: list[Completion] = []
-        self._weights: tuple[str, int] | None = None
-        """Where the version that all are to serve is, and which."""
+        self._weights: tuple[Source, int] | None = None
+        """Where the version that all are to serve is found, and which."""
         self._error: Exception | None = None
         self._closed = False
         self.changes = 0
@@ -116,13 +120,24 @@ class Fleet:
             ready, self._ready = self._ready, []
         return ready
 
-    def load_weights(self, source: str, version: int) -> None:
-        """Every engine takes the weights of `version`; one that is replaced meanwhile begins with them."""
+    def load_weights(self, source: Source, version: int) -> None:
+        """Every engine takes the weights of `version`; one that is replaced meanwhile begins with them, and one whose
+        node does not have them gives its requests to others and comes back when it has."""
+        folders: dict[str, str] = {}
         with self._lock:
             self._weights = source, version
+            for place in self._places:
+                if place.worker is not None:
+                    folder = source.where(place.worker, version)
+                    if folder is None:
+                        self._bench(place, place.worker)
+                    else:
+                        folders[place.worker.spec.name] = folder
+            self._listen(self._share_out())
         self._all(
-            lambda worker: worker.submit(EngineAPI.load_weights, source, version), f"weights of version {version}"
-        )
+            lambda worker: worker.submit(EngineAPI.load_weights, folders[worker.spec.name], version),
+            f"weights of version {version}", folders,
+        )  # fmt: skip
 
     def progress(self) -> list[EngineProgress]:
         """Counters of those that live."""
@@ -194,11 +209,14 @@ class Fleet:
 
     # --- losses
 
-    def _all(self, ask: Callable[[Worker], Pending[T]], why: str) -> list[T]:
-        """The answers of all that live to the end of the call."""
+    def _all(self, ask: Callable[[Worker], Pending[T]], why: str, names: Collection[str] | None = None) -> list[T]:
+        """The answers of all (of those names) that live to the end of the call."""
         self._raise()
         with self._lock:
-            asked = [(place, place.worker, ask(place.worker)) for place in self._places if place.worker is not None]
+            living = [(place, place.worker) for place in self._places if place.worker is not None]
+            asked = [
+                (place, worker, ask(worker)) for place, worker in living if names is None or worker.spec.name in names
+            ]
         found = []
         for place, worker, outcome in self._outcomes(asked, why):
             if isinstance(outcome, RemoteError | WorkerDied | Stalled):
@@ -285,6 +303,34 @@ class Fleet:
                 break
         self._news.set()
 
+    def _bench(self, place: _Place, worker: Worker) -> None:
+        """An engine is left out until its node has the current weights. Needs the lock."""
+        log.warning("%s is left out until its node has the weights", worker.spec.name)
+        self.changes += 1
+        self._empty(place)
+        task = (place, worker, worker.submit(EngineAPI.renew))
+        threading.Thread(target=self._return, args=task, name=f"catches up {worker.spec.name}", daemon=True).start()
+
+    def _return(self, place: _Place, worker: Worker, renewed: Pending[None]) -> None:
+        """In a thread of its own: an engine that was left out comes back, or another in its place."""
+        began = time.monotonic()
+        try:
+            renewed.result(why="forget requests")
+            self._move_in(place, worker)
+            log.warning("%s is back after %.1f s", worker.spec.name, time.monotonic() - began)
+        except (RemoteError, WorkerDied, Stalled) as error:
+            if self._over():
+                return
+            try:
+                failure = self._decide(place, worker, error)
+            except Exception as final:  # noqa: BLE001 - raised by whoever of the run's thread comes next
+                self._error = final
+            else:
+                self._replace(place, worker, failure, 0)
+        except (AgentError, WaitTimeout) as error:
+            self._error = error
+        self._news.set()
+
     def _move_in(self, place: _Place, worker: Worker) -> None:
         """Gives a new engine the current weights, and work."""
         while True:
@@ -301,19 +347,23 @@ class Fleet:
             self._listen(asked)
             return
 
-    def _load(self, worker: Worker, weights: tuple[str, int]) -> bool:
+    def _load(self, worker: Worker, weights: tuple[Source, int]) -> bool:
         """Whether the version was still current."""
+        source, version = weights
+        source.fetch(worker, version)
+        folder = source.where(worker, version)
         try:
-            worker.submit(EngineAPI.load_weights, *weights).result(why=f"weights of version {weights[1]}")
+            if folder is not None:
+                worker.submit(EngineAPI.load_weights, folder, version).result(why=f"weights of version {version}")
+                return True
         except RemoteError as error:
             if error.kind != _STALE:
                 raise
-            waits.poll(
-                lambda: True if self._weights != weights else None, kind="queue", whom="controller",
-                why="the version after the one that is replaced", timeout_s=PUBLISH_S,
-            )  # fmt: skip
-            return False
-        return True
+        waits.poll(
+            lambda: True if self._weights != weights or self._over() else None, kind="queue", whom="controller",
+            why="the version after the one that is replaced", stall_s=PUBLISH_S, progress=source.moves,
+        )  # fmt: skip
+        return self._over()
 
     def _listen(self, asked: Sequence[tuple[_Place, Worker, Pending[Any]]]) -> None:
         """Requests that were handed over with nobody waiting for the answer: it matters where it is an error. Of a

@@ -26,10 +26,9 @@ from lockstep.run.logs import logged
 from lockstep.run.monitor import Monitor
 from lockstep.run.oversight import oversee
 from lockstep.run.place import take_place
-from lockstep.run.plan import engine_dtype
 from lockstep.run.policy import Policy, set_up
 from lockstep.run.prepare import START, Prepared
-from lockstep.run.publish import WeightSync
+from lockstep.run.publish import WeightSync, delivery_of
 from lockstep.run.recovery.memory import MemoryCopy
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.recovery.trainers import Healing
@@ -40,8 +39,6 @@ from lockstep.run.turns import Conversations
 from lockstep.train.api import TrainerInfo
 from lockstep.watch import beacon
 from lockstep.watch.folders import run_dir
-from lockstep.weights.plan import Plan as WeightPlan
-from lockstep.weights.shared import SharedWeights
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +130,7 @@ def _running(
             engines = _engines(prepared, staff, recovery, workers)
             if engines is not None:
                 closing.callback(engines.close)
-            roles = _roles(prepared, ledger, monitor, cluster, policy, engines, start, run_dir(name) / "weights")
+            roles = _roles(prepared, ledger, monitor, staff, policy, engines, start)
             memory = MemoryCopy(policy, run_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()
         healing = Healing(recovery, staff, memory)
@@ -166,13 +163,12 @@ def _roles(
     prepared: Prepared,
     ledger: Ledger,
     monitor: Monitor,
-    cluster: LocalCluster,
+    staff: Staff,
     policy: Policy,
     engines: Engines | None,
     version: int,
-    store: Path,
 ) -> Roles:
-    config = prepared.config
+    config, cluster = prepared.config, staff.cluster
     roles = Roles(policy, documents=prepared.documents)
     if config.reward is not None:
         roles.rewards = ScorerPool(cluster, config.reward)
@@ -180,7 +176,7 @@ def _roles(
     if engines is None:
         return roles
     roles.engines = engines
-    roles.weights = WeightSync(policy, engines, _store(prepared, policy, ledger.generation, store), ledger)
+    roles.weights = WeightSync(policy, engines, delivery_of(prepared, policy, engines.workers, cluster, staff), ledger)
     roles.weights.open_on_ranks()
     roles.weights.publish(version)
     if config.recipe == "grpo" and prepared.prompts is not None:
@@ -212,11 +208,3 @@ def _engines(prepared: Prepared, staff: Staff, recovery: Recovery, workers: list
     pool = EnvironmentPool(staff.cluster, config.rollout.environment)
     pool.start()
     return Conversations(workers, sampling, config.seed, stall_s, staff, recovery, pool=pool, turns=prepared.turns)
-
-
-def _store(prepared: Prepared, policy: Policy, generation: int, folder: Path) -> SharedWeights:
-    """The store in shared memory, with the plan all sides agree on before bytes move."""
-    dtype = engine_dtype(prepared.config, prepared.model)
-    plan = WeightPlan.of([(each.name, each.shape, dtype) for each in policy.info.parameters])
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return SharedWeights.create(folder, plan, policy.ranks, generation)

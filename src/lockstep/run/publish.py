@@ -1,36 +1,40 @@
 """Weights from the trainer to the engines: versioned, fenced, idempotent."""
 
+import logging
+from collections.abc import Sequence
+
 from lockstep.cluster.calls import gather
+from lockstep.cluster.protocol import Cluster, Worker
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.engines import Engines
+from lockstep.run.plan import engine_dtype
 from lockstep.run.policy import Policy
+from lockstep.run.prepare import Prepared
 from lockstep.run.services import PolicyAPI
-from lockstep.weights.shared import SharedWeights, remove
+from lockstep.run.staff import Staff
+from lockstep.weights.choose import choose
+from lockstep.weights.couriers import Couriers
+from lockstep.weights.delivery import Delivery
+from lockstep.weights.one_host import OneHost
+from lockstep.weights.plan import Plan
+
+log = logging.getLogger(__name__)
 
 
 class WeightSync:
-    """Publishes versions. Trainer ranks write their rows into the inactive buffer, the controller commits the
-    version (only then can it be read), the engines take it."""
+    """Publishes versions. Trainer ranks write their rows into the inactive buffer of their node's store; the version is
+    committed (only then can it be read) and brought to the engines' nodes; the engines take it."""
 
-    def __init__(self, policy: Policy, engines: Engines, store: SharedWeights, ledger: Ledger) -> None:
-        self.policy, self.engines, self.store, self.ledger = policy, engines, store, ledger
+    def __init__(self, policy: Policy, engines: Engines, delivery: Delivery, ledger: Ledger) -> None:
+        self.policy, self.engines, self.delivery, self.ledger = policy, engines, delivery, ledger
         self.published: int | None = None
-        self._former: SharedWeights | None = None
-        """What engines serve from until the next publish, where the number of ranks has changed."""
 
     def open_on_ranks(self) -> None:
-        """Lets the policy's ranks write into the store, into another one where it was made for more of them."""
-        if self.store.control.writers != self.policy.ranks:
-            left, generation = self.store, self.store.generation
-            assert generation is not None
-            folder = left.folder.with_name(f"weights-{self.policy.ranks}")
-            self.store = SharedWeights.create(folder, left.plan, self.policy.ranks, generation)
-            if self._former is None:
-                self._former = left
-            else:  # nothing was published from it
-                _discard(left)
-        where = str(self.store.folder)
-        gather([worker.submit(PolicyAPI.open_weights, where) for worker in self.policy.workers], why="open weights")
+        """Lets the policy's ranks write into stores, into others where those were made for more of them."""
+        workers = self.policy.workers
+        folders = self.delivery.lay_out(workers)
+        opened = [worker.submit(PolicyAPI.open_weights, where) for worker, where in zip(workers, folders, strict=True)]
+        gather(opened, why="open weights")
 
     def publish(self, version: int) -> None:
         """Makes `version` what the engines serve; does nothing where they do already, or serve a later one: steps that
@@ -38,15 +42,37 @@ class WeightSync:
         if self.published is not None and version <= self.published:
             return
         self.policy.write_weights(version)
-        self.store.commit(version)
-        self.engines.load_weights(str(self.store.folder), version)
+        self.delivery.publish(version, self.engines.workers)
+        self.engines.load_weights(self.delivery, version)
         self.ledger.published(version)
         self.published = version
-        if self._former is not None:
-            _discard(self._former)
-            self._former = None
+        self.delivery.served()
 
 
-def _discard(store: SharedWeights) -> None:
-    remove(store.folder)
-    store.close()
+def delivery_of(
+    prepared: Prepared, policy: Policy, engines: Sequence[Worker], cluster: Cluster, staff: Staff
+) -> Delivery:
+    """What brings weights to where the engines are, with the plan that all sides agree on before bytes move.
+
+    Raises:
+        ValueError: `weights.transport` cannot serve this placement.
+    """
+    config, nodes = prepared.config, cluster.nodes()
+    dtype = engine_dtype(config, prepared.model)
+    plan = Plan.of([(each.name, each.shape, dtype) for each in policy.info.parameters])
+    choice = choose(
+        config.weights.transport,
+        {cluster.node_of(worker).name for worker in policy.workers},
+        {cluster.node_of(worker).name for worker in engines},
+        nodes[0].name,
+        len(nodes),
+        config.rollout.engine.kind,
+        policy.info.device.partition(":")[0],
+    )
+    log.info("weights go by %s: %s", choice.transport, choice.reason)
+    if choice.transport == "shared":
+        folder = nodes[0].shared / "weights"
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return OneHost(folder, plan, staff.generation)
+    staff.way = choice.transport
+    return Couriers(cluster, staff, plan, config.weights.receiver_limit_s)

@@ -5,10 +5,11 @@ from abc import abstractmethod
 from lockstep.rollout.api import EngineAPI
 from lockstep.train.api import TrainerAPI
 
-__all__ = ["ENGINE", "POLICY", "PRELOAD", "READER", "EngineAPI", "PolicyAPI"]
+__all__ = ["COURIER", "ENGINE", "POLICY", "PRELOAD", "READER", "EngineAPI", "PolicyAPI"]
 
 POLICY = "lockstep.run.policy_service:PolicyService"
 ENGINE = "lockstep.rollout.service:EngineService"
+COURIER = "lockstep.weights.courier:Courier"
 READER = "lockstep.weights.shared:Reader"
 PRELOAD = ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.service")
 """What the template process imports, for trainer ranks and engines alike."""

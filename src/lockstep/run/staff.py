@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.cluster.protocol import Cluster, Worker, WorkerSpec, successor
+from lockstep.cluster.protocol import Cluster, NodeInfo, Worker, WorkerSpec, successor
 from lockstep.run.plan import PlannedProcess
 from lockstep.run.prepare import Prepared
-from lockstep.run.services import ENGINE, POLICY, PRELOAD, READER
+from lockstep.run.services import COURIER, ENGINE, POLICY, PRELOAD, READER
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 """Of trainer ranks and engines. Idle OpenMP threads sleep instead of spinning, as the roles take turns on the same
@@ -23,6 +23,10 @@ class Staff:
         """By role and rank: name of the latest process."""
         self._formed = 0
         """How often the trainer's ranks were started."""
+        self.way = "gloo"
+        """What couriers send by."""
+        self._posts: dict[str, int] = {}
+        """Rank of every node's courier."""
 
     def everybody(self) -> tuple[list[Worker], list[Worker]]:
         """Trainer ranks and engines, started side by side."""
@@ -38,6 +42,29 @@ class Staff:
     def engine(self, rank: int) -> Worker:
         """Another engine in the place of that rank."""
         (worker,) = self._start([self._engine(self._planned("rollout")[rank])])
+        return worker
+
+    def courier(self, node: NodeInfo) -> Worker:
+        """What moves weights to and from a node, also in place of one that was."""
+        weights, (host, port) = self.prepared.config.weights, self.cluster.store()
+        arguments = {
+            "node": node.name,
+            "address": node.address,
+            "generation": self.generation,
+            "way": self.way,
+            "store_host": host,
+            "store_port": port,
+            "bucket_bytes": int(weights.bucket_mb * 2**20),
+            "check": weights.check,
+            "delta": weights.delta,
+            "limit_s": weights.receiver_limit_s,
+            "folder": weights.folder or str(self.prepared.folder / "weights"),
+        }
+        rank = self._posts.setdefault(node.name, len(self._posts))
+        process = PlannedProcess(f"courier-{rank}", "weights", rank, "cpu", 1, 0)
+        spec = self._spec(process, COURIER, arguments)
+        spec.node = node.name
+        (worker,) = self._start([spec])
         return worker
 
     def dismiss(self, workers: Sequence[Worker]) -> None:

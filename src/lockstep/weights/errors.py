@@ -97,3 +97,14 @@ class NoStore(WeightsError):
 
     def __reduce__(self) -> tuple[type["NoStore"], tuple[Path, str]]:
         return type(self), (self.folder, self.problem)
+
+
+class LinkFailed(WeightsError):
+    """Weights that did not get from one node to another: over which `link`, and which `peer` was waited for."""
+
+    def __init__(self, link: str, peer: str, problem: str) -> None:
+        super().__init__(f"{link}: nothing more to or from {peer}: {problem}")
+        self.link, self.peer, self.problem = link, peer, problem
+
+    def __reduce__(self) -> tuple[type["LinkFailed"], tuple[str, str, str]]:
+        return type(self), (self.link, self.peer, self.problem)

@@ -2,7 +2,16 @@
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+from lockstep.watch import waits
+
+T = TypeVar("T")
+
+FENCE_TIMEOUT_S = 300.0
+"""How long a writer waits for readers of the buffer it wants: an engine reads for as long as a copy takes."""
 
 
 class Lease:
@@ -43,3 +52,17 @@ def holders(path: Path) -> list[int]:
         if len(fields) > 5 and fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
             found.add(int(fields[4]))
     return sorted(found)
+
+
+def exclusively(path: Path, whom: str, why: str) -> Lease:
+    """Waits for an exclusive lease, naming who holds one."""
+    lease = Lease.take(path, exclusive=True)
+    if lease is not None:
+        return lease
+    pids = ", ".join(map(str, holders(path))) or "unknown"
+    return patiently(lambda: Lease.take(path, exclusive=True), f"{whom} (pid {pids})", why)
+
+
+def patiently(attempt: Callable[[], T | None], whom: str, why: str) -> T:
+    """The first answer of `attempt` that is not None; raises WaitTimeout."""
+    return waits.poll(attempt, kind="lease", whom=whom, why=why, timeout_s=FENCE_TIMEOUT_S, every_s=0.002)

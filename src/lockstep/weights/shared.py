@@ -5,65 +5,32 @@ commit, possible only when all have, makes that buffer the current one. Readers 
 read, and no rank writes before the leases on the other buffer are gone. So a reader sees one version, whole.
 """
 
-import errno
 import logging
-import math
 import mmap
-import os
-import shutil
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep.watch import waits
 from lockstep.weights.buckets import Bucket, Check, Mark, buckets_of, gaps, intact
 from lockstep.weights.control import Commit, Control
 from lockstep.weights.errors import (
     IncompleteWeights,
-    NoRoom,
     NoStore,
     PlanMismatch,
     StaleGeneration,
     StaleVersion,
     TornWeights,
 )
-from lockstep.weights.lease import Lease, holders
-from lockstep.weights.plan import Entry, Plan
-
-T = TypeVar("T")
+from lockstep.weights.layout import lay_out, remove, view
+from lockstep.weights.lease import Lease, exclusively, patiently
+from lockstep.weights.parts import Filling, Held, Shard, Weights
+from lockstep.weights.plan import Plan
 
 log = logging.getLogger(__name__)
-
-FENCE_TIMEOUT_S = 300.0
-"""How long a writer waits for readers of the buffer it wants: an engine reads for as long as a copy takes."""
-
-
-class Shard(Protocol):
-    """A rank's rows of one tensor, as the trainer gives it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def tensor(self) -> Tensor: ...
-    @property
-    def constant(self) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A version that is being read; the tensors are views of shared memory, valid while the lease is held."""
-
-    version: int
-    generation: int
-    tensors: Mapping[str, Tensor]
 
 
 class SharedWeights:
@@ -95,7 +62,7 @@ class SharedWeights:
             raise StaleGeneration(generation, old.control.generation)
         if old is None or old.plan.digest != plan.digest or old.control.writers != writers:
             remove(folder)
-            _lay_out(folder, plan, writers)
+            lay_out(folder, plan, writers)
         store = cls.open(folder, plan, generation)
         store.control.claim(generation)
         return store
@@ -181,6 +148,51 @@ class SharedWeights:
         self.control.commit(self.generation, version, buffer)
 
     @contextmanager
+    def sending(self, version: int, ranks: Sequence[int]) -> Generator[Held]:
+        """Holds what these ranks wrote of `version`, committed or not, for as long as the context lasts.
+
+        Raises:
+            StaleVersion: they have not written it, or a later one since.
+        """
+        why = f"send version {version} of the weights"
+        held, lease = patiently(lambda: self._held(version, ranks), "trainer ranks", why)
+        try:
+            yield held
+        finally:
+            lease.release()
+
+    @contextmanager
+    def filling(self, version: int, ranks: Sequence[int]) -> Generator[Filling]:
+        """The buffer that is not current, in place of these ranks. They count as done once `keep` was called.
+
+        Raises:
+            StaleGeneration, StaleVersion, WaitTimeout: as `write_shards`.
+        """
+        buffer = _other(self._in_charge(version))
+        self._fence(buffer, version)
+        with ExitStack() as locks:
+            for rank in ranks:
+                locks.enter_context(self._writing(buffer, rank))
+            memory = memoryview(self._mapped(buffer, writable=True))
+
+            def keep(marks: Sequence[Mark], check: Check) -> None:
+                for mark in marks:
+                    self._verify_mark(mark, memory, check)
+                for mark in marks:
+                    mark.write(self._mark(buffer, mark.rank))
+
+            yield Filling(memory, keep)
+
+    @contextmanager
+    def current(self) -> Generator[memoryview]:
+        """All bytes of the current version, unchecked. Raises StaleVersion where there is none."""
+        commit, lease = self._lease(None)
+        try:
+            yield memoryview(self._mapped(commit.buffer, writable=False))
+        finally:
+            lease.release()
+
+    @contextmanager
     def reading(self, version: int | None = None, check: Check = "sampled") -> Generator[Weights]:
         """Holds the current version for as long as the context lasts.
 
@@ -225,7 +237,7 @@ class SharedWeights:
     def _fence(self, buffer: int, version: int) -> None:
         """Waits until nobody reads the buffer. Nobody begins to: readers take only the current one."""
         why = f"write version {version} of the weights"
-        _exclusively(self._buffer(buffer), "readers of an older version", why).release()
+        exclusively(self._buffer(buffer), "readers of an older version", why).release()
 
     @contextmanager
     def _writing(self, buffer: int, rank: int) -> Generator[dict[int, list[Bucket]]]:
@@ -233,7 +245,7 @@ class SharedWeights:
         wrote of it before, by entry of the plan."""
         path = self.folder / f"buffer-{buffer}.rank-{rank}.lock"
         path.touch()
-        lease = _exclusively(path, f"an older writer of rank {rank}", "write weights")
+        lease = exclusively(path, f"an older writer of rank {rank}", "write weights")
         try:
             mark, before = Mark.read(self._mark(buffer, rank)), dict[int, list[Bucket]]()
             self._mark(buffer, rank).unlink(missing_ok=True)
@@ -281,26 +293,47 @@ class SharedWeights:
             return None
 
         why = "read the weights"
-        return waits.poll(
-            attempt, kind="lease", whom="trainer ranks", why=why, timeout_s=FENCE_TIMEOUT_S, every_s=0.001
-        )
+        return patiently(attempt, "trainer ranks", why)
 
     def _verify(self, commit: Commit, memory: memoryview, check: Check) -> None:
         for rank in range(self.control.writers):
             mark = Mark.read(self._mark(commit.buffer, rank))
             if mark is None or (mark.generation, mark.version) != (commit.generation, commit.version):
                 raise TornWeights(commit.version, f"the part of rank {rank}", 0, 0)
-            for bucket in mark.buckets:
-                entry = self.plan.entries[bucket.entry]
-                start = entry.offset + bucket.start
-                if not intact(bucket, memory[start : start + bucket.length], check):
-                    raise TornWeights(commit.version, entry.name, bucket.start, bucket.length)
+            self._verify_mark(mark, memory, check)
+
+    def _verify_mark(self, mark: Mark, memory: memoryview, check: Check) -> None:
+        for bucket in mark.buckets:
+            entry = self.plan.entries[bucket.entry]
+            start = entry.offset + bucket.start
+            if not intact(bucket, memory[start : start + bucket.length], check):
+                raise TornWeights(mark.version, entry.name, bucket.start, bucket.length)
+
+    def _held(self, version: int, ranks: Sequence[int]) -> tuple[Held, Lease] | None:
+        """None where that has to be looked at again."""
+        newest = self.control.newest()
+        buffer = newest.buffer if newest is not None and newest.version == version else _other(newest)
+        lease = Lease.take(self._buffer(buffer))
+        if lease is None:  # a rank is just looking whether somebody reads
+            return None
+        marks = [Mark.read(self._mark(buffer, rank)) for rank in ranks]
+        done = [mark for mark in marks if mark is not None and (mark.version, mark.generation) == (version, self._mine)]
+        if len(done) == len(marks) and self.control.newest() == newest:
+            return Held(memoryview(self._mapped(buffer, writable=False)), tuple(done)), lease
+        lease.release()
+        if self.control.newest() == newest:
+            raise StaleVersion(version, None if newest is None else newest.version)
+        return None
+
+    @property
+    def _mine(self) -> int:
+        return self.control.generation if self.generation is None else self.generation
 
     def _views(self, memory: mmap.mmap) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             # torch warns that the memory is read-only: that is the point of it.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return {entry.name: _view(memory, entry) for entry in self.plan.entries}
+            return {entry.name: view(memory, entry) for entry in self.plan.entries}
 
     def _mapped(self, buffer: int, writable: bool) -> mmap.mmap:
         key = buffer, writable
@@ -339,51 +372,6 @@ class Reader:
         return self._stores[folder][1]
 
 
-def remove(folder: Path) -> None:
-    """Deletes a store's files; what is mapped stays readable to who has mapped it."""
-    for path in [folder / "control", folder / "plan.json", *folder.glob("buffer-*")]:
-        path.unlink(missing_ok=True)
-
-
-def _lay_out(folder: Path, plan: Plan, writers: int) -> None:
-    """Creates the files of a new store, the control block last."""
-    size = max(plan.nbytes, mmap.PAGESIZE)
-    available = shutil.disk_usage(folder).free
-    if available < 2 * size:
-        raise NoRoom(folder, 2 * size, available)
-    try:
-        for buffer in (0, 1):
-            with (folder / f"buffer-{buffer}").open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        remove(folder)
-        if error.errno != errno.ENOSPC:
-            raise
-        raise NoRoom(folder, 2 * size, available) from error
-    (folder / "plan.json").write_text(plan.to_json())
-    Control.create(folder / "control", plan.digest, writers)
-
-
-def _exclusively(path: Path, whom: str, why: str) -> Lease:
-    """Waits for an exclusive lease, naming who holds one."""
-    lease = Lease.take(path, exclusive=True)
-    if lease is not None:
-        return lease
-    pids = ", ".join(map(str, holders(path))) or "unknown"
-    return _patiently(lambda: Lease.take(path, exclusive=True), f"{whom} (pid {pids})", why)
-
-
-def _patiently(attempt: Callable[[], T | None], whom: str, why: str) -> T:
-    return waits.poll(attempt, kind="lease", whom=whom, why=why, timeout_s=FENCE_TIMEOUT_S, every_s=0.002)
-
-
 def _other(newest: Commit | None) -> int:
     """The buffer that is not current."""
     return 0 if newest is None else 1 - newest.buffer
-
-
-def _view(memory: mmap.mmap, entry: Entry) -> Tensor:
-    count = math.prod(entry.shape)
-    if not count:
-        return torch.empty(entry.shape, dtype=entry.torch_dtype)
-    return torch.frombuffer(memory, dtype=entry.torch_dtype, count=count, offset=entry.offset).view(entry.shape)

@@ -78,6 +78,24 @@ class Mortal:
         return "is here"
 
 
+class Shelf:
+    """Has every version for every node, but for the engines that are named, until `fetch` is let through."""
+
+    def __init__(self, *behind: str) -> None:
+        self.behind, self.open = set(behind), threading.Event()
+
+    def where(self, worker: Any, version: int) -> str | None:
+        return None if worker.name in self.behind else "/w"
+
+    def fetch(self, worker: Any, version: int) -> None:
+        if worker.name in self.behind:
+            assert self.open.wait(10)
+            self.behind.discard(worker.name)
+
+    def moves(self) -> object:
+        return None
+
+
 class Office:
     """Hires when the test lets it."""
 
@@ -134,7 +152,7 @@ def names(found: Sequence[Any]) -> list[str]:
 def test_the_others_go_on_with_what_was_unfinished(ledger: Ledger, office: Office) -> None:
     engines, (one, other), recovery = made(ledger, office, 2)
     office.open.clear()
-    engines.load_weights("/w", 3)
+    engines.load_weights(Shelf(), 3)
     engines.submit([request(f"a/{k}", "a") for k in range(3)])
     engines.submit([request("b/0", "b")])
     assert engines.collect() == []
@@ -158,11 +176,11 @@ def test_the_others_go_on_with_what_was_unfinished(ledger: Ledger, office: Offic
 def test_the_only_engine_is_replaced_and_begins_with_the_newest_weights(ledger: Ledger, office: Office) -> None:
     engines, (one,), _ = made(ledger, office, 1)
     office.open.clear()
-    engines.load_weights("/w", 3)
+    engines.load_weights(Shelf(), 3)
     engines.submit([request("a/0", "a")], queue="q")
     one.die()
     engines.submit([request("b/0", "b")], queue="q")
-    engines.load_weights("/w", 4)
+    engines.load_weights(Shelf(), 4)
     assert engines.collect("q") == []
     office.open.set()
     successor = office.wait(engines)
@@ -171,6 +189,42 @@ def test_the_only_engine_is_replaced_and_begins_with_the_newest_weights(ledger: 
     assert engines.collect("q") == []
     successor.tell("a/0", "b/0")
     assert names(engines.collect("q")) == ["a/0", "b/0"]
+    assert office.dismissed == ["engine-0"]
+
+
+def test_one_whose_node_was_left_behind_comes_back_with_the_weights(ledger: Ledger, office: Office) -> None:
+    engines, (one, other), _ = made(ledger, office, 2)
+    engines.load_weights(Shelf(), 3)
+    engines.submit([request("a/0", "a")])
+    engines.submit([request("b/0", "b")])
+    shelf = Shelf("engine-0")
+    engines.load_weights(shelf, 4)
+    assert engines.workers == [other]
+    assert other.asked() == ["b/0", "a/0"], "what it had not finished goes to others"
+    assert ("load_weights", ("/w", 4)) in other.calls
+    engines.submit([request("c/0", "c")])
+    assert other.asked()[-1] == "c/0"
+    shelf.open.set()
+    until(lambda: len(engines.workers) == 2)
+    assert [name for name, _ in one.calls][-2:] == ["renew", "load_weights"]
+    assert one.calls[-1][1] == ("/w", 4)
+    assert office.hired == [], "the process is the same"
+    engines.submit([request("d/0", "d")])
+    assert one.asked()[-1] == "d/0"
+
+
+def test_one_whose_node_cannot_be_brought_up_to_date_is_replaced(ledger: Ledger, office: Office) -> None:
+    engines, _, _ = made(ledger, office, 1)
+
+    class Lost(Shelf):
+        def fetch(self, worker: Any, version: int) -> None:
+            if worker.name in self.behind:
+                raise Stalled("transfer", "courier", "weights", 1.0, 1.0)
+
+    shelf = Lost("engine-0")
+    engines.load_weights(shelf, 4)
+    successor = office.wait(engines)
+    assert successor.calls[0] == ("load_weights", ("/w", 4))
     assert office.dismissed == ["engine-0"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.watch.waits import WaitTimeout
-from lockstep.weights import shared
+from lockstep.weights import lease
 from lockstep.weights.control import Control
 from lockstep.weights.errors import (
     IncompleteWeights,
@@ -223,7 +223,7 @@ def test_a_torn_commit_record_leaves_the_older_version(tmp_path):
 
 
 def test_a_writer_waits_for_readers_and_names_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared, "FENCE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(lease, "FENCE_TIMEOUT_S", 0.2)
     store = SharedWeights.create(tmp_path, PLAN, writers=2)
     publish(store, 1)
     with store.reading(1) as weights:

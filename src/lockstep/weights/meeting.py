@@ -1,0 +1,74 @@
+"""The couriers of a link agree on the plan before bytes move, at the run's rendezvous store.
+
+Keys are named by link and courier. The receiver tells who it is, its plan's digest and the version it has; the sender
+answers with its consent, or with its own plan where the two do not fit.
+"""
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from lockstep.watch import waits
+from lockstep.watch.waits import WaitTimeout
+from lockstep.weights.api import Link
+from lockstep.weights.errors import LinkFailed, PlanMismatch
+from lockstep.weights.plan import Plan
+
+CONNECT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a receiver tells of itself."""
+
+    digest: str
+    """Of its plan."""
+    generation: int = 0
+    """Of the version it has."""
+    version: int | None = None
+    """None where it has none that a transfer could build upon."""
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+
+def open_store(host: str, port: int, prefix: str) -> Store:
+    """The run's store. Raises torch.distributed.DistStoreError."""
+    with waits.waiting("store", f"{host}:{port}", "rendezvous store of the run", CONNECT_S):
+        return PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_S)))
+
+
+def meet_receiver(store: Store, link: Link, plan: Plan, limit_s: float) -> Card:
+    """The sender's part: who receives. Raises PlanMismatch, and LinkFailed where nobody came."""
+    card = Card(**json.loads(_await(store, f"{link.number}/receiver/{link.receiver}", link, link.receiver, limit_s)))
+    if card.digest == plan.digest:
+        store.set(f"{link.number}/sender/{link.sender}", json.dumps({"digest": plan.digest}))
+        return card
+    store.set(f"{link.number}/sender/{link.sender}", json.dumps({"digest": plan.digest, "plan": plan.to_json()}))
+    raise PlanMismatch(f"the courier of {link.receiver} has another one", plan.digest, card.digest)
+
+
+def meet_sender(store: Store, link: Link, plan: Plan, card: Card, limit_s: float) -> None:
+    """The receiver's part. Raises PlanMismatch, naming the first tensor that differs, and LinkFailed."""
+    store.set(f"{link.number}/receiver/{link.receiver}", json.dumps(asdict(card)))
+    answer = json.loads(_await(store, f"{link.number}/sender/{link.sender}", link, link.sender, limit_s))
+    if "plan" in answer:
+        Plan.from_json(answer["plan"]).check(plan)
+
+
+def forget(store: Store, link: Link) -> None:
+    """Removes the link's keys."""
+    for key in (f"{link.number}/receiver/{link.receiver}", f"{link.number}/sender/{link.sender}"):
+        store.delete_key(key)
+
+
+def _await(store: Store, key: str, link: Link, whom: str, limit_s: float) -> bytes:
+    try:
+        return waits.store_get(
+            store, key, whom=f"courier of {whom}", why=f"meet for {link.name}", timeout_s=limit_s, every_s=0.002
+        )
+    except WaitTimeout as error:
+        raise LinkFailed(link.name, whom, f"it did not come within {limit_s:g} s (key {key})") from error

@@ -1,0 +1,99 @@
+"""One transfer between two nodes, watched by the controller."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.cluster.protocol import NodeInfo, Pending, RemoteError, Worker, WorkerDied
+from lockstep.weights.api import CourierAPI, Link, Received, Sent
+
+Verdict = Literal["done", "sender", "receiver"]
+"""How it ended: well, or which side is to be left out."""
+
+ANSWER_S = 5.0
+"""A sender that does not say within this time how far it is, once its receiver has failed, is at fault itself."""
+FINAL = ("PlanMismatch", "NoRoom", "StaleGeneration")
+"""Errors that no second try would mend."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A node that holds weights, as the controller knows it."""
+
+    info: NodeInfo
+    courier: Worker | None = None
+    folder: str = ""
+    """Of the store that its courier has open."""
+    served: tuple[str, int] | None = None
+    """The folder of the store with its newest version, and which."""
+    busy: bool = False
+    """Somebody brings it weights."""
+    stuck: bool = False
+    """Its courier owes an answer that nobody waits for any more."""
+
+    def call(self) -> Worker:
+        """Its courier."""
+        if self.courier is None:
+            raise RuntimeError(f"no courier runs on {self.info.name}")
+        return self.courier
+
+    @property
+    def version(self) -> int | None:
+        return None if self.served is None else self.served[1]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """A transfer under way; `look` tells how it ended."""
+
+    source: Node
+    target: Node
+    link: Link
+    receiving: Pending[Received]
+    bytes: int = 0
+    received: Received | None = None
+    problem: str = ""
+    _asked: Pending[Sent] | None = None
+    _failed_at: float | None = field(default=None)
+
+    @classmethod
+    def begin(cls, source: Node, target: Node, version: int, ranks: list[int], number: int) -> "Transfer":
+        """Tells both couriers."""
+        link = Link(number, source.info.name, target.info.name)
+        source.call().submit(CourierAPI.send, version, ranks, link)
+        return cls(source, target, link, target.call().submit(CourierAPI.receive, version, ranks, link))
+
+    def look(self) -> Verdict | None:
+        """None while it is under way. Raises RemoteError for what no other try would mend."""
+        if self._failed_at is None and self.receiving.done():
+            try:
+                self.received = self.receiving.result(why=self.link.name)
+            except WorkerDied as error:
+                self.problem = str(error).splitlines()[0]
+                return "receiver"
+            except RemoteError as error:
+                if error.kind.rpartition(".")[2] in FINAL:
+                    raise
+                self.problem, self._failed_at = error.message, time.monotonic()
+            else:
+                return "done"
+        return self._judge()
+
+    def _judge(self) -> Verdict | None:
+        """By what the sender says."""
+        asked = self._asked = self._asked or self.source.call().submit(CourierAPI.sent, self.link.number)
+        if asked.done():
+            self._asked = None
+            try:
+                sent = asked.result(why=self.link.name)
+            except WorkerDied as error:
+                self.problem = str(error).splitlines()[0]
+                return "sender" if self.receiving.done() else None  # it will notice
+            self.bytes = sent.bytes
+            if sent.outcome or self._failed_at is not None:
+                self.problem = self.problem or sent.outcome or "it failed"
+                return "receiver"
+        elif self._failed_at is not None and time.monotonic() - self._failed_at > ANSWER_S:
+            self.problem = f"{self.source.call().spec.name} does not answer"
+            return "sender"
+        return None

@@ -1,0 +1,24 @@
+"""A courier that stops in mid-transfer where a test wants it: the moment is made and not waited for."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from lockstep.weights.courier import Courier
+
+
+class HeldCourier(Courier):
+    """Stops after the first parcel while `<hold>/<node>` exists, and says so with `<hold>/<node>.<pid>`."""
+
+    def __init__(self, hold: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._hold = Path(hold) / self.node
+
+    def _count(self, count: int) -> None:
+        super()._count(count)
+        if self._hold.exists():
+            self._hold.with_name(f"{self.node}.{os.getpid()}").touch()
+            end = time.monotonic() + 60
+            while self._hold.exists() and time.monotonic() < end:
+                time.sleep(0.005)

@@ -1,0 +1,149 @@
+"""What every transport of weights does. One suite, parametrised over the transports."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from weight_nodes import TRANSPORTS, House, plan_of, tensors
+
+from lockstep.cluster.protocol import RemoteError
+from lockstep.weights.api import CourierAPI
+
+BETWEEN = [each for each in TRANSPORTS if each != "shared"]
+Build = Callable[..., House]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Makes houses, and tears them down after the test."""
+    made: list[House] = []
+
+    def one(transport: str, *where: Any, **options: Any) -> House:
+        made.append(House(tmp_path / f"run-{len(made)}", transport, *where, **options))
+        made[-1].lay_out()
+        return made[-1]
+
+    yield one
+    for house in made:
+        house.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_engine_reads_what_the_ranks_wrote(build: Build, transport: str) -> None:
+    house = build(transport, ["a", "a"], ["a", "b", "c"])
+    for version in (0, 1, 2):
+        assert house.publish(version) == [True, True, True]
+        house.check(version)
+    assert house.delivery.where(house.engines[0], 1) is None or transport == "shared"
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_ranks_on_several_nodes(build: Build, transport: str) -> None:
+    house = build(transport, ["a", "a", "b"], ["b", "c"])
+    for version in (0, 1):
+        assert house.publish(version) == [True, True]
+        house.check(version)
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_another_number_of_ranks(build: Build, transport: str) -> None:
+    house = build(transport, ["a", "a"], ["b"])
+    house.publish(0)
+    house.ranks.pop()
+    house.lay_out()
+    house.check(0)  # until the next publish
+    assert house.publish(1) == [True]
+    house.delivery.served()
+    house.check(1)
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_who_joins_late_gets_the_current_version(build: Build, transport: str) -> None:
+    house = build(transport, ["a"], ["b"])
+    house.publish(0)
+    house.engines.append(type(house.engines[0])(house.engines[0].spec, "late"))
+    assert house.delivery.where(house.engines[1], 0) is None
+    house.fetch(1, 0)
+    house.check(0)
+    assert house.publish(1) == [True, True]
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)], ids=["3", "20"])
+def test_a_receiver_killed_in_mid_transfer(build: Build, transport: str, times: int) -> None:
+    house = build(transport, ["a"], ["b", "c"])
+    house.publish(0)
+    for version in range(1, times + 1):
+        before = Path(house.delivery.where(house.engines[0], version - 1))
+        assert house.caught("b", version, lambda pid: os.kill(pid, signal.SIGKILL)) == [False, True]
+        house.check(version, 1)
+        with house.reader(before, version - 1) as found:  # not torn: still what it was
+            assert torch.equal(found["embed"], house.make(version - 1)["embed"])
+            del found
+        house.fetch(0, version)
+        house.check(version)
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)], ids=["1", "20"])
+def test_a_receiver_that_is_stopped_holds_nobody(build: Build, times: int) -> None:
+    house = build("gloo", ["a"], ["b", "c"], limit_s=2.0)
+    house.publish(0)
+    for version in range(1, times + 1):
+        began = time.monotonic()
+        assert house.caught("b", version, lambda pid: os.kill(pid, signal.SIGSTOP)) == [False, True]
+        assert time.monotonic() - began < 20
+        house.check(version, 1)
+        began = time.monotonic()
+        house.write(version + 100)  # the trainer's buffer is free, whatever b does
+        assert time.monotonic() - began < 10
+        house.fetch(0, version)
+        house.check(version)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals) -> None:
+    house = build("gloo", ["a"], ["b", "c"], limit_s=2.0)
+    house.publish(0)
+    missing = [n for n, there in enumerate(house.caught("a", 1, lambda pid: os.kill(pid, number))) if not there]
+    for engine in missing:
+        house.fetch(engine, 1)
+    house.check(1)
+    assert house.publish(2) == [True, True]
+    house.check(2)
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_other_tensors_are_refused_before_bytes_move(build: Build, transport: str) -> None:
+    house = build(transport, ["a"], ["b"])
+    house.publish(0)
+    other = plan_of({**tensors(0), "bias": torch.zeros(7, dtype=torch.bfloat16)})
+    folder = str(house.memory / "b" / "weights")
+    house.couriers["b"].call(CourierAPI.create, folder, other.to_json(), 1)
+    with pytest.raises(RemoteError, match=r"PlanMismatch.*bias is bfloat16\[7\], expected float32\[7\]"):
+        house.publish(1)
+    assert house.couriers["a"].call(CourierAPI.sent, 2).bytes == 0
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_only_what_changed_travels(build: Build, transport: str) -> None:
+    house = build(transport, ["a"], ["b"], delta=True, bucket=20_000)
+    house.publish(0)
+    whole = house.delivery.received["b"]
+    assert whole.sent == whole.total
+    house.publish(1)
+    part = house.delivery.received["b"]
+    frozen = tensors(0)["frozen"].nbytes
+    assert part.total - frozen <= part.sent <= part.total - frozen + 2 * 20_000
+    house.check(1)
+    os.kill(house.couriers["a"].pid, signal.SIGKILL)  # with it goes what it knew of the receiver's version
+    house.publish(2)
+    assert house.delivery.received["b"].sent == whole.total
+    house.check(2)

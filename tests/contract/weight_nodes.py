@@ -1,0 +1,189 @@
+"""Nodes for the tests of weight transports: folders of one host that stand for the shared memory of several."""
+
+import itertools
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.cluster.local import LocalCluster
+from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
+from lockstep.config.cluster import LocalCluster as Config
+from lockstep.weights.api import PRELOAD
+from lockstep.weights.couriers import Couriers
+from lockstep.weights.one_host import OneHost
+from lockstep.weights.plan import Plan
+from lockstep.weights.shared import Reader, SharedWeights
+
+TRANSPORTS = ("shared", "gloo", "files")
+
+
+@dataclass
+class Shard:
+    name: str
+    offset: int
+    tensor: torch.Tensor
+    constant: bool = False
+
+
+@dataclass
+class Somebody:
+    """Stands for a trainer rank or an engine, of which only the node matters."""
+
+    spec: WorkerSpec
+    node: str
+
+
+def tensors(version: int, rows: int = 600) -> dict[str, torch.Tensor]:
+    """Different in every version, but for `frozen`."""
+    made = torch.Generator().manual_seed(version)
+    return {
+        "embed": torch.randn(rows, 256, generator=made),
+        "bias": torch.randn(7, generator=made),
+        "frozen": torch.arange(rows * 64, dtype=torch.float32).view(rows, 64),
+        "half": torch.randn(rows, 64, generator=made).bfloat16(),
+        "scale": torch.randn((), generator=made),
+    }
+
+
+def plan_of(given: dict[str, torch.Tensor]) -> Plan:
+    return Plan.of((name, tensor.shape, tensor.dtype) for name, tensor in given.items())
+
+
+def rows_of(given: dict[str, torch.Tensor], rank: int, ranks: int) -> list[Shard]:
+    """As FSDP2 shards them."""
+    found = []
+    for name, tensor in given.items():
+        if not tensor.ndim:
+            found += [Shard(name, 0, tensor)] if rank == 0 else []
+            continue
+        chunk = -(-len(tensor) // ranks)
+        part = tensor[rank * chunk : (rank + 1) * chunk]
+        found += [Shard(name, rank * chunk, part)] if len(part) else []
+    return found
+
+
+def until(there: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < end, what
+        time.sleep(0.002)
+
+
+class House:
+    """Trainer ranks on `trainers` and engines on `engines` (names of nodes, one for each), joined by a transport."""
+
+    def __init__(
+        self, folder: Path, transport: str, trainers: Sequence[str], engines: Sequence[str], limit_s: float = 20.0,
+        make: Any = tensors, bucket: int = 100_000, **courier: Any,
+    ) -> None:  # fmt: skip
+        self.transport, self.make, self.limit_s = transport, make, limit_s
+        self.memory = Path(tempfile.mkdtemp(prefix="lockstep-test-", dir="/dev/shm"))
+        self.cluster = LocalCluster(Config(notice_after_s=5.0), f"house-{secrets.token_hex(3)}", folder, 1)
+        self.ranks = [Somebody(WorkerSpec(f"policy-{n}", "policy", n, ""), node) for n, node in enumerate(trainers)]
+        self.engines = [Somebody(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate(engines)]
+        self.numbers = itertools.count()
+        host, port = self.cluster.store()
+        self.arguments = {
+            "generation": 1, "way": transport, "store_host": host, "store_port": port, "limit_s": limit_s,
+            "bucket_bytes": bucket, "check": "complete", "folder": str(folder / "exchange"), **courier,
+        }  # fmt: skip
+        self.hold = folder / "hold"
+        self.hold.mkdir(parents=True)
+        self.couriers: dict[str, Worker] = {}
+        self.plan = plan_of(make(0))
+        self.delivery: Any = (
+            OneHost(self.memory / "one" / "weights", self.plan, 1)
+            if transport == "shared"
+            else Couriers(self, self, self.plan, limit_s)
+        )
+        (self.memory / "one").mkdir()
+        self.stores: list[SharedWeights] = []
+        self.reader = Reader("complete")
+
+    # --- what `Couriers` needs
+
+    def nodes(self) -> list[NodeInfo]:
+        return [self._info(name) for name in dict.fromkeys(each.node for each in (*self.ranks, *self.engines))]
+
+    def node_of(self, worker: Any) -> NodeInfo:
+        return self._info(worker.node)
+
+    def courier(self, node: NodeInfo) -> Worker:
+        arguments = {**self.arguments, "node": node.name, "address": node.address, "hold": str(self.hold)}
+        name = f"courier-{node.name}-{next(self.numbers)}"
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        spec = WorkerSpec(name, "weights", 0, "held_courier:HeldCourier", arguments, environment, PRELOAD)
+        (self.couriers[node.name],) = self.cluster.start([spec])
+        return self.couriers[node.name]
+
+    def dismiss(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self.cluster.stop(worker, grace_s=0.0)
+
+    def _info(self, name: str) -> NodeInfo:
+        (self.memory / name).mkdir(exist_ok=True)
+        return NodeInfo(name, "127.0.0.1", self.memory / name)
+
+    # --- what tests do
+
+    def lay_out(self) -> None:
+        for store in self.stores:
+            store.close()
+        self.stores = [
+            SharedWeights.open(Path(folder), self.plan, generation=1) for folder in self.delivery.lay_out(self.ranks)
+        ]
+
+    def write(self, version: int) -> None:
+        given = self.make(version)
+        for rank, store in enumerate(self.stores):
+            store.write_shards(rank, version, rows_of(given, rank, len(self.stores)), complete=True)
+
+    def publish(self, version: int) -> list[bool]:
+        """Which engines have it at once."""
+        self.write(version)
+        self.delivery.publish(version, self.engines)
+        return [self.delivery.where(engine, version) is not None for engine in self.engines]
+
+    def check(self, version: int, *engines: int) -> None:
+        """What these engines (all when none is named) read is what was written, to the byte."""
+        expected = self.make(version)
+        for number in engines or range(len(self.engines)):
+            folder = self.delivery.where(self.engines[number], version)
+            assert folder is not None, f"engine {number} has no version {version}"
+            with self.reader(Path(folder), version) as found:
+                for name, tensor in expected.items():
+                    assert torch.equal(found[name], tensor), (version, name)
+                del found
+
+    def caught(self, node: str, version: int, act: Callable[[int], None]) -> list[bool]:
+        """Publishes, and calls `act` with the pid of the node's courier while it is in the middle of a transfer."""
+        (self.hold / node).touch()
+        answer: list[list[bool]] = []
+        thread = threading.Thread(target=lambda: answer.append(self.publish(version)), daemon=True)
+        thread.start()
+        pid = self.couriers[node].pid
+        until(lambda: (self.hold / f"{node}.{pid}").exists(), f"{node} is in mid-transfer")
+        act(pid)
+        (self.hold / node).unlink()
+        thread.join(60)
+        assert answer, "the publish did not end"
+        return answer[0]
+
+    def fetch(self, engine: int, version: int) -> None:
+        """What a run does for an engine whose node was left behind."""
+        self.delivery.fetch(self.engines[engine], version)
+
+    def close(self) -> None:
+        self.cluster.close()
+        for path in sorted(self.memory.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        self.memory.rmdir()
