@@ -22,19 +22,24 @@ torch.set_num_threads(1)
 
 
 class Answer:
-    """An answer that comes when the engine has something to tell; it decodes a little whenever somebody looks."""
+    """An answer that comes when the engine has something to tell."""
 
-    def __init__(self, service: EngineService, later: Later[Collected]) -> None:
-        self.service = service
+    def __init__(self, later: Later[Collected]) -> None:
         self.outcome: list[Any] = []
-        later.when_over(lambda value, error: self.outcome.append(value))
+        self.callbacks: list[Callable[[], None]] = []
+        later.when_over(self._over)
+
+    def _over(self, value: Any, error: Any) -> None:
+        self.outcome.append(value)
+        for callback in self.callbacks:
+            callback()
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Nobody sleeps until it is: `LOOK_S` is short here."""
+        if self.outcome:
+            callback()
+        self.callbacks.append(callback)
 
     def done(self) -> bool:
-        if not self.outcome:
-            self.service.background()
         return bool(self.outcome)
 
     def result(self, why: str) -> Collected:
@@ -43,12 +48,17 @@ class Answer:
 
 
 class Here:
-    """A worker in this process."""
+    """A worker in this process, which decodes a little whenever somebody looks whether it gets on."""
 
-    name, moves, moved_at, stall_limit_s, notice_after_s = "engine-0", 0, 0.0, 60.0, 60.0
+    name, moved_at, stall_limit_s, notice_after_s = "engine-0", 0.0, 60.0, 60.0
 
     def __init__(self, folder: Path, rows: int) -> None:
         self.service = EngineService({"path": str(folder)}, {"max_rows": rows}, threads=1)
+
+    @property
+    def moves(self) -> int:
+        self.service.background()
+        return self.service._engine.progress().tokens
 
     def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         return getattr(self.service, method.__name__)(*arguments)
@@ -56,7 +66,7 @@ class Here:
     def submit(self, method: Callable[..., Any], *arguments: Any) -> Any:
         value = self.call(method, *arguments)
         if isinstance(value, Later):
-            return Answer(self.service, value)
+            return Answer(value)
         call: PendingCall[Any] = PendingCall(self, method.__name__, lambda payload: value)
         call.settle(memoryview(b""))
         return call
@@ -91,6 +101,7 @@ def test_evaluation_goes_before_requests_of_coming_steps(model: Path) -> None:
     ]
     engines.submit(ahead, queue="rollouts")
     for _ in range(5):
+        worker.service.background()
         assert engines.collect(queue="rollouts") == []
     worker.service._engine.version = 7  # as when weights are taken between two decode steps
     found = engines.sample(prompts(3), Sampling(max_tokens=6, ignore_eos=True), "evaluation")
@@ -102,6 +113,7 @@ def test_evaluation_goes_before_requests_of_coming_steps(model: Path) -> None:
     assert all(set(completion.versions.tolist()) == {0, 7} for completion in early), "they went on with new weights"
     order = [completion.request for completion in early]
     while len(order) < len(ahead):
+        worker.service.background()
         order += [completion.request for completion in engines.collect(queue="rollouts")]
     steps = [int(id.partition("/")[0]) for id in order]
     assert sorted(order) == sorted(request.id for request in ahead)
@@ -115,5 +127,6 @@ def test_requests_of_equal_priority_stay_in_their_order(model: Path) -> None:
         engines.submit([engines.request(f"3/{count}", 3, prompts(1, first=count)[0], 0)], queue="x")
     order: list[str] = []
     while len(order) < 4:
+        worker.service.background()
         order += [completion.request for completion in engines.collect(queue="x")]
     assert order == [f"3/{count}" for count in range(4)]

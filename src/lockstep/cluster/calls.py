@@ -46,8 +46,9 @@ class Callee(Protocol):
 class PendingCall(Generic[R]):
     """A call sent to a worker. Settled once, by the thread that reads the worker's answers."""
 
-    def __init__(self, worker: Callee, label: str, read: Callable[[memoryview], R]) -> None:
-        self.worker, self.label = worker, label
+    def __init__(self, worker: Callee, label: str, read: Callable[[memoryview], R], beside: bool = False) -> None:
+        """`beside`: answered beside the calls that run in order."""
+        self.worker, self.label, self.beside = worker, label, beside
         self.submitted_at = time.monotonic()
         self.settled_at = 0.0
         self._read = read
@@ -77,7 +78,7 @@ class PendingCall(Generic[R]):
             RemoteError: the method raised.
             WorkerDied: the worker ended first.
         """
-        return gather([self], why, stall_s)[0]
+        return self.take() if self.done() else gather([self], why, stall_s)[0]
 
     def on_done(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once the call is settled; now, when it is."""
@@ -127,6 +128,13 @@ def gather(pendings: Sequence[Pending[R]], why: str, stall_s: float | None = Non
     watch = _Watch([_own(pending) for pending in pendings], why, stall_s)
     watch.wait()
     return [call.take() for call in watch.calls]
+
+
+def agreed(pendings: Sequence[Pending[R]], why: str) -> R:
+    """Waits for all calls like `gather`; the first's result, as all give the same: the others' are not even decoded."""
+    watch = _Watch([_own(pending) for pending in pendings], why, None)
+    watch.wait()
+    return watch.calls[0].take()
 
 
 def settle(pendings: Sequence[Pending[R]], why: str, stall_s: float | None = None) -> list[R | Failed]:

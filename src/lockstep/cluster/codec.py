@@ -34,7 +34,10 @@ LIMIT = MAX_FRAME - (1 << 20)
 _ALIGN = 64
 _PREFIX = struct.Struct("<QQ")
 _ARRAY = struct.Struct("<BBB")
+_SIZE = struct.Struct("<Q")
 _ARRAY_CODE = 1
+_PLAIN = {str, int, bool, type(None)}
+"""Types of arguments that cannot change once they are given."""
 
 Payload = bytes | memoryview
 
@@ -56,6 +59,10 @@ class Signature:
         signature = inspect.signature(method)
         self._parameters = list(signature.parameters.values())[1:]
         self._signature = signature.replace(parameters=self._parameters)
+        positional = all(parameter.kind is not parameter.KEYWORD_ONLY for parameter in self._parameters)
+        self._names = tuple(parameter.name for parameter in self._parameters) if positional else ()
+        self._needed = sum(parameter.default is parameter.empty for parameter in self._parameters)
+        self._encoded: dict[tuple[Any, ...], Payload] = {}
         for parameter in self._parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise CodecError(self.qualified, parameter.name, "a remote method names its arguments, no * or **")
@@ -71,15 +78,30 @@ class Signature:
         )
 
     def encode_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
-        """Raises TypeError for arguments the method does not take, CodecError for values that cannot travel."""
+        """Plain values that were given last are not encoded again: thousands of ranks get the same.
+
+        Raises TypeError for arguments the method does not take, CodecError for values that cannot travel."""
+        plain = not kwargs and all(type(value) in _PLAIN for value in args)
+        key = (*args, *map(type, args))  # 1 and True are equal
+        if plain and (known := self._encoded.get(key)) is not None:
+            return known
+        given = self._bind(args, kwargs)
         try:
-            given = self._signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise TypeError(f"{self.qualified}: {error}") from None
-        try:
-            return encode(given)
+            payload = encode(given)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CodecError(self.qualified, *_culprit(given, error)) from None
+        if plain:
+            self._encoded = {key: payload}
+        return payload
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name."""
+        if not kwargs and self._needed <= len(args) <= len(self._names):
+            return dict(zip(self._names, args, strict=False))
+        try:
+            return self._signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{self.qualified}: {error}") from None
 
     def decode_arguments(self, payload: Payload | bytearray) -> dict[str, Any]:
         """Arguments by name, those that were given."""
@@ -203,37 +225,52 @@ class _Arrays:
         raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} cannot travel between processes")
 
     def _array(self, array: np.ndarray) -> msgspec.msgpack.Ext:
-        if array.dtype.hasobject or array.dtype.names is not None:
-            raise TypeError(f"an array of {array.dtype} cannot travel: only plain numbers, strings and dates")
-        kind = array.dtype.str.encode()
-        header = _ARRAY.pack(array.nbytes < INLINE, len(kind), array.ndim) + kind
-        header += struct.pack(f"<{array.ndim}Q", *array.shape)
-        if array.nbytes < INLINE:
-            return msgspec.msgpack.Ext(_ARRAY_CODE, header + array.tobytes())
-        offset, self.size = self.size, _aligned(self.size + array.nbytes)
+        size = array.nbytes
+        head = _head_of(array.dtype, array.ndim, size < INLINE)
+        shape = _SIZE.pack(array.size) if array.ndim == 1 else struct.pack(f"<{array.ndim}Q", *array.shape)
+        if size < INLINE:
+            return msgspec.msgpack.Ext(_ARRAY_CODE, b"".join((head, shape, array.tobytes())))
+        offset, self.size = self.size, _aligned(self.size + size)
         self.kept.append((offset, array))
-        return msgspec.msgpack.Ext(_ARRAY_CODE, header + struct.pack("<Q", offset))
+        return msgspec.msgpack.Ext(_ARRAY_CODE, b"".join((head, shape, _SIZE.pack(offset))))
+
+
+@cache
+def _head_of(dtype: np.dtype[Any], ndim: int, inline: bool) -> bytes:
+    if dtype.hasobject or dtype.names is not None:
+        raise TypeError(f"an array of {dtype} cannot travel: only plain numbers, strings and dates")
+    kind = dtype.str.encode()
+    return _ARRAY.pack(inline, len(kind), ndim) + kind
+
+
+@cache
+def _dtype_of(kind: bytes) -> np.dtype[Any]:
+    return np.dtype(kind.decode("ascii"))
 
 
 def _read_array(data: memoryview, payload: memoryview, start: int) -> np.ndarray:
     try:
         inline, name, ndim = _ARRAY.unpack_from(data)
-        dtype = np.dtype(bytes(data[_ARRAY.size : _ARRAY.size + name]).decode("ascii"))
+        dtype = _dtype_of(bytes(data[_ARRAY.size : _ARRAY.size + name]))
         at = _ARRAY.size + name
-        shape = struct.unpack_from(f"<{ndim}Q", data, at)
+        shape = _SIZE.unpack_from(data, at) if ndim == 1 else struct.unpack_from(f"<{ndim}Q", data, at)
         at += 8 * ndim
         count = math.prod(shape)
         if count * dtype.itemsize == 0:
             return np.empty(shape, dtype)
         if inline:
-            return np.frombuffer(data, dtype, count, at).reshape(shape).copy()
-        (offset,) = struct.unpack_from("<Q", data, at)
-        return np.frombuffer(payload, dtype, count, start + offset).reshape(shape)
+            flat = np.frombuffer(data, dtype, count, at).copy()
+        else:
+            (offset,) = _SIZE.unpack_from(data, at)
+            flat = np.frombuffer(payload, dtype, count, start + offset)
+        return flat if ndim == 1 else flat.reshape(shape)
     except (OverflowError, struct.error, TypeError) as error:
         raise ValueError(f"an array cannot be read: {error}") from None
 
 
 def _dec_hook(kind: Any, value: Any) -> Any:
+    if kind is np.ndarray:
+        return value
     origin = typing.get_origin(kind) or kind
     if origin is np.ndarray:
         return value

@@ -35,6 +35,10 @@ class Hub:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._connections: set[wire.Connection] = set()
+        self._writing: set[wire.Connection] = set()
+        """Those that the selector watches for room to write."""
+        self._restless: queue.SimpleQueue[wire.Connection] = queue.SimpleQueue()
+        """Those with something left to write, or closed: there may be thousands, and few are either at a time."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lockstep-hub", daemon=True)
         self._thread.start()
@@ -67,8 +71,14 @@ class Hub:
         self._jobs.put(bury)
         self.wake()
 
+    def restless(self, worker: RemoteWorker, connection: wire.Connection | None) -> None:
+        """Has the thread look at a connection with something left to write, or closed. From any thread."""
+        if connection is not None:
+            self._restless.put(connection)
+        self.wake()
+
     def wake(self) -> None:
-        """Has the thread look at jobs and at what is to be written."""
+        """Has the thread look at its jobs."""
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_out.send(b"\0")
 
@@ -91,6 +101,8 @@ class Hub:
                 if time.monotonic() >= due:
                     due = time.monotonic() + TICK_S
                     self._tick()
+                    for worker in self.workers:
+                        worker.acknowledge()
         finally:
             if not self._closed:
                 log.critical("the thread that hears the workers ended; every call fails")
@@ -112,6 +124,7 @@ class Hub:
             self._exchange(source)
 
     def _welcome(self, connection: wire.Connection) -> None:
+        self._watch_writes()  # its descriptor may have been that of a closed one
         if connection.peer.name not in self._workers:
             log.warning("%s said hello but is no worker of this run", connection.peer.name)
             connection.close()
@@ -121,16 +134,27 @@ class Hub:
 
     def _watch_writes(self) -> None:
         """Asks to be told when a connection with something left to write takes more; forgets closed ones."""
-        for connection in list(self._connections):
+        while not self._restless.empty():
+            connection = self._restless.get_nowait()
             if connection.closed:
                 self._forget(connection)
-                continue
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
-            with contextlib.suppress(KeyError, ValueError, OSError):
-                self._selector.modify(connection, events)
+            elif connection in self._connections:
+                self._watch(connection)
+
+    def _watch(self, connection: wire.Connection) -> None:
+        """Has the selector watch what matters now."""
+        if connection.pending == (connection in self._writing):
+            return
+        (self._writing.add if connection.pending else self._writing.discard)(connection)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection in self._writing else 0)
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._selector.modify(connection, events)
 
     def _forget(self, connection: wire.Connection) -> None:
+        if connection not in self._connections:
+            return
         self._connections.discard(connection)
+        self._writing.discard(connection)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection)
         worker = self._workers.get(connection.peer.name)
@@ -147,6 +171,7 @@ class Hub:
                     raise ValueError(f"said {type(message).__name__} on a connection that is not its own")
                 worker.hear(connection, message, payload)
             connection.flush()
+            self._watch(connection)
         except (wire.WireError, ValueError) as error:
             log.debug("%s: %s", connection.peer.name, error)
             self._forget(connection)

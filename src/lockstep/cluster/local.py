@@ -319,7 +319,7 @@ class LocalCluster:
         log_path = self._folder / "logs" / f"{spec.name}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         limits = self._config.stall_limit_s, self._config.notice_after_s
-        worker = RemoteWorker(spec, self._run, self._generation, log_path, *limits, self._hub.wake)
+        worker = RemoteWorker(spec, self._run, self._generation, log_path, *limits, self._hub.restless)
         self._hub.add(worker)
         return worker
 

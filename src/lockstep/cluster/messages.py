@@ -2,9 +2,9 @@
 
 Calls have ids that grow by one per worker, and travel in that order over one connection. After a reconnect the
 worker says which id it has received last; the controller sends again what comes after it. The worker keeps every
-answer until the controller acknowledges it, and sends the kept ones again. So a call runs exactly once, and its
-answer arrives, however often the connection breaks. The ids of a later controller begin beyond all of an earlier
-one's, so that no answer is taken for that of another's call.
+answer until the controller acknowledges it, with its next call or half a second later, and sends the kept ones again.
+So a call runs exactly once, and its answer arrives, however often the connection breaks. The ids of a later controller
+begin beyond all of an earlier one's, so that no answer is taken for that of another's call.
 """
 
 import struct
@@ -28,6 +28,8 @@ class Call(msgspec.Struct, tag=1, array_like=True):
     id: int
     method: str
     concurrent: bool
+    arrived: list[int] = []
+    """These answers need not be kept, as in `Ack`."""
 
 
 class Ack(msgspec.Struct, tag=2, array_like=True):

@@ -109,6 +109,8 @@ class Worker(Protocol):
 
     spec: WorkerSpec
     pid: int
+    moves: int
+    """Grows whenever the worker makes progress, as it says by itself about once a second while it has work."""
 
     def submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Sends the call; calls of one worker run in the order of submission, except those whose service method

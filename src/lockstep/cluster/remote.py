@@ -38,8 +38,9 @@ class RemoteWorker:
 
     def __init__(
         self, spec: WorkerSpec, run: str, generation: int, log: Path, stall_limit_s: float, notice_after_s: float,
-        wake: Callable[[], None],
+        wake: Callable[["RemoteWorker", wire.Connection | None], None],
     ) -> None:  # fmt: skip
+        """`wake` is told when a connection has something left to write, or is closed."""
         self.spec, self.name, self.log = spec, spec.name, log
         self.pid = 0
         self.stall_limit_s, self.notice_after_s = stall_limit_s, notice_after_s
@@ -51,6 +52,8 @@ class RemoteWorker:
         self._connection: wire.Connection | None = None
         self._ids = itertools.count(before_first(generation) + 1)
         self._open: dict[int, tuple[PendingCall[Any], tuple[bytes, Payload | bytearray]]] = {}
+        self._arrived: list[int] = []
+        """Answers that it is not told of yet."""
         self._death: WorkerDied | None = None
         self._mourners: list[Callable[[WorkerDied], None]] = []
         self._pulse: Pulse | None = None
@@ -70,13 +73,14 @@ class RemoteWorker:
         signature = signature_of(method)
         payload = signature.encode_arguments(args, kwargs)
         beside = bool(getattr(method, "__lockstep_concurrent__", False))
-        call: PendingCall[R] = PendingCall(self, signature.qualified, signature.decode_result)
+        call: PendingCall[R] = PendingCall(self, signature.qualified, signature.decode_result, beside)
         with self._lock:
             if self._death is not None:
                 call.fail(self._death)
                 return call
             number = next(self._ids)
-            parts = pack(Call(number, signature.name, beside), payload)
+            arrived, self._arrived = self._arrived, []
+            parts = pack(Call(number, signature.name, beside, arrived), payload)
             self._open[number] = call, parts
             self._send(parts)
         return call
@@ -176,6 +180,14 @@ class RemoteWorker:
             connection.close()
             if self._connection is connection:
                 self._connection = None
+        self._wake(self, connection)
+
+    def acknowledge(self) -> None:
+        """Tells it which answers have arrived, where no call has told it."""
+        if self._arrived:
+            with self._lock:
+                arrived, self._arrived = self._arrived, []
+                self._send(pack(Ack(arrived)))
 
     def die(self, exit_code: int | None) -> None:
         """Its end is known: every call it owes fails. Idempotent."""
@@ -196,7 +208,7 @@ class RemoteWorker:
     def _resume(self, connection: wire.Connection, received: int) -> None:
         with self._lock:
             if self._connection is not None and self._connection is not connection:
-                self._connection.close()
+                self.lost(self._connection)
             self._connection = connection
             self.connected_once = True
             for number, (_, parts) in self._open.items():
@@ -207,10 +219,11 @@ class RemoteWorker:
     def _answered(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
         with self._lock:
             known = (self.started, None) if number == STARTED else self._open.pop(number, None)
-            self._send(pack(Ack([number])))
-        self.moved()
+            self._arrived.append(number)
         if known is None:
             return
+        if not known[0].beside:  # that its other thread answers does not mean that it gets on
+            self.moved()
         if error is not None:
             known[0].fail(error)
         else:
@@ -218,7 +231,8 @@ class RemoteWorker:
 
     def _send(self, parts: tuple[bytes, Payload | bytearray]) -> None:
         """Needs the lock."""
-        post(self._connection, parts, lambda connection, _: self.lost(connection), self._wake)
+        connection = self._connection
+        post(connection, parts, lambda broken, _: self.lost(broken), lambda: self._wake(self, connection))
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> str:

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
 from lockstep.cluster.codec import Payload
 from lockstep.cluster.messages import (
@@ -159,16 +160,20 @@ class Uplink:
         message, payload = unpack_to_worker(frame)
         match message:
             case Call(id=number):
+                self._acknowledged(message.arrived)
                 if number > self._received and self._service is not None:
                     self._received = number
                     self._service.deliver(message, payload)
             case Ack(ids=ids):
-                with self._lock:
-                    for number in ids:
-                        self._kept.pop(number, None)
+                self._acknowledged(ids)
             case Leave(why=why):
                 if self._service is not None:
                     self._service.leave(why)
+
+    def _acknowledged(self, ids: Sequence[int]) -> None:
+        with self._lock:
+            for number in ids:
+                self._kept.pop(number, None)
 
     def _follow(self) -> None:
         """Goes over to a later controller, where there is one and this process does not leave already."""

@@ -4,6 +4,7 @@ Everything is a pure function of sizes, so that the controller knows each rank's
 does: the same number for all of them, about equal in cost.
 """
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +61,30 @@ def paths(tree: Tree, index: int) -> list[Piece]:
     return [_piece(tree, index, tree.path(terms[-1][0]), terms, True) for terms in members.values()]
 
 
-def cut(tree: Tree, index: int, limit: int) -> list[Piece]:
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What cutting a tree needs to know of it, whatever the limit."""
+
+    wanted: list[int]
+    """Segments with targets."""
+    ancestors: set[int]
+    """Of those."""
+    leaves: list[list[int]]
+    """Paths to those that are nobody's ancestors, longest first."""
+    length: list[int]
+    """Tokens of each segment."""
+
+
+def outline(tree: Tree) -> Outline:
+    wanted = [position for position, segment in enumerate(tree.segments) if segment.wanted.size]
+    ancestors = {above for position in wanted for above in tree.path(position)[:-1]}
+    leaves = [tree.path(position) for position in wanted if position not in ancestors]
+    length = [int(segment.tokens.size) for segment in tree.segments]
+    leaves.sort(key=lambda path: (-sum(length[position] for position in path), path[-1]))
+    return Outline(wanted, ancestors, leaves, length)
+
+
+def cut(tree: Tree, index: int, limit: int, known: Outline | None = None) -> list[Piece]:
     """The tree in pieces of at most `limit` tokens, or of one path where that is longer.
 
     Each leaf goes where it needs the fewest new tokens, longest path first; ancestors are repeated in every
@@ -68,11 +92,8 @@ def cut(tree: Tree, index: int, limit: int) -> list[Piece]:
     never cut, so that what depends on all of it (its ratio, say) is known where it is computed. Leaves that nothing is
     to be learned from are left out.
     """
-    wanted = [position for position, segment in enumerate(tree.segments) if segment.wanted.size]
-    ancestors = {above for position in wanted for above in tree.path(position)[:-1]}
-    leaves = [tree.path(position) for position in wanted if position not in ancestors]
-    length = [segment.tokens.size for segment in tree.segments]
-    leaves.sort(key=lambda path: (-sum(length[position] for position in path), path[-1]))
+    known = known or outline(tree)
+    wanted, ancestors, leaves, length = known.wanted, known.ancestors, known.leaves, known.length
     groups: list[set[int]] = []
     sizes: list[int] = []
     if sum(length[position] for position in {*ancestors, *wanted}) <= limit:
@@ -124,14 +145,16 @@ def schedule(trees: Sequence[tuple[int, Tree]], ranks: int, budget: int, mode: P
     if mode != "forest":
         pieces = [piece for index, tree in trees for piece in paths(tree, index)]
         return deal([[piece] for piece in pieces] if mode == "single" else fill(pieces, ranks, budget), ranks)
-    whole = [piece for index, tree in trees for piece in cut(tree, index, budget)]
+    outlined = [(index, tree, outline(tree)) for index, tree in trees]
+    whole = [piece for index, tree, known in outlined for piece in cut(tree, index, budget, known)]
     best = deal(fill(whole, ranks, budget), ranks)
+    shortest = duration(best)
     # Few large trees leave ranks idle: smaller pieces repeat some prompts, but may end sooner.
     for limit in _smaller_limits(whole, ranks, budget):
-        pieces = [piece for index, tree in trees for piece in cut(tree, index, limit)]
+        pieces = [piece for index, tree, known in outlined for piece in cut(tree, index, limit, known)]
         candidate = deal(fill(pieces, ranks, budget), ranks)
-        if duration(candidate) < duration(best):
-            best = candidate
+        if (took := duration(candidate)) < shortest:
+            best, shortest = candidate, took
     return best
 
 
@@ -170,13 +193,22 @@ def fill(pieces: Sequence[Piece], ranks: int, budget: int) -> list[list[Piece]]:
 
 def _least_loaded(pieces: Sequence[Piece], count: int, budget: int) -> list[list[Piece]] | None:
     rows: list[list[Piece]] = [[] for _ in range(count)]
-    costs, room = np.zeros(count), np.full(count, budget)
+    room = [budget] * count
+    smallest = min((piece.tokens for piece in pieces), default=0)
+    loads = [(0.0, row) for row in range(count)]  # a heap: thousands of ranks have thousands of rows
     for piece in pieces:
-        row = int(np.argmin(np.where(room >= piece.tokens, costs, np.inf)))
-        if room[row] < piece.tokens:
+        full = []
+        while loads and room[loads[0][1]] < piece.tokens:
+            load = heapq.heappop(loads)
+            if room[load[1]] >= smallest:
+                full.append(load)
+        if not loads:
             return None
+        cost, row = loads[0]
+        heapq.heapreplace(loads, (cost + piece.cost, row))
+        for load in full:
+            heapq.heappush(loads, load)
         rows[row].append(piece)
-        costs[row] += piece.cost
         room[row] -= piece.tokens
     return rows
 
@@ -185,9 +217,9 @@ def _first_fit(pieces: Sequence[Piece], budget: int) -> list[list[Piece]]:
     rows: list[list[Piece]] = []
     room = np.empty(len(pieces), np.int64)
     for piece in pieces:
-        fitting = np.flatnonzero(room[: len(rows)] >= piece.tokens)
-        row = int(fitting[0]) if fitting.size else len(rows)
-        if row == len(rows):
+        row = int((room[: len(rows)] >= piece.tokens).argmax()) if rows else 0
+        if not rows or room[row] < piece.tokens:
+            row = len(rows)
             rows.append([])
             room[row] = budget
         rows[row].append(piece)

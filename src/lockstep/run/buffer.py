@@ -45,8 +45,10 @@ class _Round:
     version: int
     prompts: Sequence[Prompt]
     ids: list[list[str]]
+    wanted: int
+    """Completions of all prompts."""
     asked: int
-    """Completions that the ledger did not have."""
+    """Those that the ledger did not have."""
     saved: float
     """When its completions were made durable last, or it was asked for."""
     done: dict[str, Completion] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class _Round:
 
     @property
     def missing(self) -> int:
-        return sum(map(len, self.ids)) - len(self.done)
+        return self.wanted - len(self.done)
 
 
 class RolloutBuffer:
@@ -137,7 +139,9 @@ class RolloutBuffer:
             if id not in done
         ]
         now = time.monotonic()
-        self._rounds[step] = current = _Round(step, self.engines.version, prompts, ids, len(requests), now, done)
+        version = self.engines.version
+        current = _Round(step, version, prompts, ids, len(wanted), len(requests), now, done)
+        self._rounds[step] = current
         self._round_of.update((request.id, current) for request in requests)
         self._asked[step] = self._asked.get(step, 0) + 1
         self.engines.submit(requests, queue=QUEUE)
@@ -145,8 +149,7 @@ class RolloutBuffer:
     def _look(self, current: _Round) -> bool | None:
         self._arrive()
         self._keep_due()
-        total = sum(map(len, current.ids))
-        beacon.current().progress("completions", total - current.missing, total)
+        beacon.current().progress("completions", len(current.done), current.wanted)
         return None if current.missing else True
 
     def _arrive(self) -> None:
@@ -165,7 +168,7 @@ class RolloutBuffer:
         step, told = current.step, self._told.setdefault(current.step, {"asked": 0.0, "ready": 0.0, "all": 0.0})
         told["asked"] += current.asked
         told["ready"] += current.ready
-        told["all"] += sum(map(len, current.ids))
+        told["all"] += current.wanted
         self._asked = {each: number for each, number in self._asked.items() if each >= step}
         del self._rounds[step]
 

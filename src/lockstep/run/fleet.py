@@ -8,7 +8,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from lockstep.cluster.protocol import Pending, RemoteError, Worker, WorkerDied
 from lockstep.data.samples import Completion
 from lockstep.rollout.api import Collected
 from lockstep.rollout.protocol import EngineProgress, Request
+from lockstep.run.owed import Owed
 from lockstep.run.recovery.failures import Failure, failure_of
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.services import EngineAPI
@@ -61,7 +63,7 @@ class Fleet:
 
     Args:
         news: set when there is something to look at.
-        choose: which engine gets a group, by how many completions those that live owe; from any thread.
+        choose: which engine gets a group, by what those that live owe; from any thread.
         hires: without, the first loss is an error.
     """
 
@@ -69,13 +71,16 @@ class Fleet:
         self,
         workers: Sequence[Worker],
         news: threading.Event,
-        choose: Callable[[Sequence[Request], Mapping[int, int]], int],
+        choose: Callable[[Sequence[Request], Owed], int],
         hires: Hires | None = None,
         recovery: Recovery | None = None,
     ) -> None:
         self._places = [_Place(rank, worker) for rank, worker in enumerate(workers)]
         self._news, self._choose, self._hires, self._recovery = news, choose, hires, recovery
         self._lock = threading.RLock()
+        self._owed = Owed()
+        self._answers: deque[tuple[_Place, Pending[Collected]]] = deque()
+        """Questions for completions that were answered, and by whom: of a thousand engines few have news at a time."""
         self._homeless: list[Request] = []
         """Requests that no engine has."""
         self._ready: list[Completion] = []
@@ -86,6 +91,7 @@ class Fleet:
         self.changes = 0
         """Engines lost and come back: moves while nothing else does."""
         for place, worker in zip(self._places, workers, strict=True):
+            self._owed.set(place.rank, 0)
             self._watch(place, worker)
 
     @property
@@ -113,8 +119,8 @@ class Fleet:
     def collect(self) -> list[Completion]:
         """What finished since the last call; returns at once. Raises what could not be healed."""
         self._raise()
-        for place in self._places:
-            self._fetch(place)
+        while self._answers:
+            self._fetch(*self._answers.popleft())
         self._raise()
         with self._lock:
             ready, self._ready = self._ready, []
@@ -139,6 +145,11 @@ class Fleet:
             f"weights of version {version}", folders,
         )  # fmt: skip
 
+    @property
+    def moves(self) -> int:
+        """Changes as those that owe something get on, as they say by themselves: nobody is asked."""
+        return sum(place.worker.moves for place in self._places if place.open and place.worker is not None)
+
     def progress(self) -> list[EngineProgress]:
         """Counters of those that live."""
         return self._all(lambda worker: worker.submit(EngineAPI.progress), "progress")
@@ -159,53 +170,59 @@ class Fleet:
 
     def _share_out(self) -> list[tuple[_Place, Worker, Pending[None]]]:
         """Hands what is homeless to those that live. Needs the lock."""
-        living = [(place, place.worker) for place in self._places if place.worker is not None]
-        if not living or not self._homeless:
+        if not self._owed or not self._homeless:
             return []
         groups: dict[str, list[Request]] = {}
         for request in self._homeless:
             groups.setdefault(request.group, []).append(request)
-        batches: dict[int, list[Request]] = {place.rank: [] for place, _ in living}
+        batches: dict[int, list[Request]] = {}
         for group in groups.values():
-            owed = {place.rank: len(place.open) + len(batches[place.rank]) for place, _ in living}
-            batches[self._choose(group, owed)].extend(group)
-        asked = []
-        for place, worker in living:
-            if batch := batches[place.rank]:
-                place.open.update((request.id, request) for request in batch)
-                asked.append((place, worker, worker.submit(EngineAPI.submit, batch)))
+            place = self._places[self._choose(group, self._owed)]
+            batches.setdefault(place.rank, []).extend(group)
+            place.open.update((request.id, request) for request in group)
+            self._owed.set(place.rank, len(place.open))
         self._homeless = []
+        asked = []
+        for rank, batch in batches.items():
+            place = self._places[rank]
+            assert place.worker is not None  # it owes, so it lives
+            asked.append((place, place.worker, place.worker.submit(EngineAPI.submit, batch)))
+            self._ask(place)
         return asked
 
-    def _fetch(self, place: _Place) -> None:
-        """Takes what an engine has told by now. It is asked once and answers when there is something: many questions
-        would take time from decoding."""
-        while True:
-            with self._lock:
-                worker, asked = place.worker, self._question(place)
-            if worker is None or asked is None or not asked.done():
-                return
-            try:
-                collected = asked.result(why="completions")
-            except (RemoteError, WorkerDied) as error:
-                self._lose(place, worker, error)
-                return
-            with self._lock:
-                if place.asked is asked:
-                    place.asked = None
-                    self._take(place, collected)
+    def _ask(self, place: _Place) -> None:
+        """Asks once for completions; the answer comes when there are some. Needs the lock."""
+        if place.worker is None or not place.open or place.asked is not None:
+            return
+        place.asked = asked = place.worker.submit(EngineAPI.collect, place.acknowledged)
 
-    def _question(self, place: _Place) -> Pending[Collected] | None:
-        if place.worker is None or not place.open:
-            return None
-        if place.asked is None:
-            place.asked = place.worker.submit(EngineAPI.collect, place.acknowledged)
-            place.asked.on_done(self._news.set)
-        return place.asked
+        def answered() -> None:
+            self._answers.append((place, asked))
+            self._news.set()
+
+        asked.on_done(answered)
+
+    def _fetch(self, place: _Place, asked: Pending[Collected]) -> None:
+        """Takes what an engine has told, and asks for more."""
+        with self._lock:
+            worker = place.worker
+            if place.asked is not asked or worker is None:
+                return
+        try:
+            collected = asked.result(why="completions")
+        except (RemoteError, WorkerDied) as error:
+            self._lose(place, worker, error)
+            return
+        with self._lock:
+            if place.asked is asked:
+                place.asked = None
+                self._take(place, collected)
+                self._ask(place)
 
     def _take(self, place: _Place, collected: Collected) -> None:
         place.acknowledged = collected.sequence
         self._ready += [each for each in collected.completions if place.open.pop(each.request, None) is not None]
+        self._owed.set(place.rank, len(place.open))
 
     # --- losses
 
@@ -267,6 +284,7 @@ class Fleet:
         if asked is not None and asked.done():
             with contextlib.suppress(RemoteError, WorkerDied):  # then it had told nothing
                 self._take(place, asked.result(why="completions"))
+        self._owed.drop(place.rank)
         unfinished, place.open, place.acknowledged = list(place.open.values()), {}, 0
         self._homeless += unfinished
         return len(unfinished)
@@ -341,6 +359,7 @@ class Fleet:
                 if self._weights != weights:
                     continue
                 place.worker = worker
+                self._owed.set(place.rank, 0)
                 self.changes += 1
                 asked = self._share_out()
             self._watch(place, worker)

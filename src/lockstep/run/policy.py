@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.cluster.calls import gather
+from lockstep.cluster.calls import agreed, gather
 from lockstep.cluster.protocol import Worker
 from lockstep.config.algorithm import CrossEntropy, PolicyLoss
 from lockstep.config.trainer import Offload
@@ -53,13 +53,13 @@ class Policy:
         """Moves what the config says to host memory while engines generate; what needs it brings it back."""
         if self._offload.anything and not self._away:
             moved = self._offload.parameters, self._offload.optimizer
-            gather([worker.submit(PolicyAPI.offload, *moved) for worker in self.workers], why="offload")
+            agreed([worker.submit(PolicyAPI.offload, *moved) for worker in self.workers], why="offload")
             self._away = True
 
     def onload(self) -> None:
         """Brings back what is away."""
         if self._away:
-            gather([worker.submit(PolicyAPI.onload) for worker in self.workers], why="onload")
+            agreed([worker.submit(PolicyAPI.onload) for worker in self.workers], why="onload")
             self._away = False
 
     def annotate(self, batch: Batch, loss: PolicyLoss) -> None:
@@ -83,7 +83,7 @@ class Policy:
         weights change."""
         self.onload()
         settings = loss.model_dump(mode="json")
-        stats = gather(
+        stats = agreed(
             [
                 worker.submit(PolicyAPI.step, rows, settings)
                 for worker, rows in zip(self.workers, minibatch.ranks, strict=True)
@@ -91,11 +91,11 @@ class Policy:
             why="optimizer step",
         )
         if isinstance(loss, CrossEntropy):
-            return stats[0].values
-        return {**stats[0].values, "batch/skipped_sequences": float(minibatch.skipped)}
+            return stats.values
+        return {**stats.values, "batch/skipped_sequences": float(minibatch.skipped)}
 
     def save(self, folder: Path) -> None:
-        gather([worker.submit(PolicyAPI.save, str(folder)) for worker in self.workers], why="copy for checkpoint")
+        agreed([worker.submit(PolicyAPI.save, str(folder)) for worker in self.workers], why="copy for checkpoint")
 
     def saved(self) -> bool:
         """Whether the last save is complete on disk."""
@@ -103,21 +103,21 @@ class Policy:
 
     def load(self, folder: Path) -> None:
         self.onload()
-        gather([worker.submit(PolicyAPI.load, str(folder)) for worker in self.workers], why="load checkpoint")
+        agreed([worker.submit(PolicyAPI.load, str(folder)) for worker in self.workers], why="load checkpoint")
 
     def copy_state(self, folder: Path, version: int) -> None:
-        gather([worker.submit(PolicyAPI.copy_state, str(folder), version) for worker in self.workers], why="copy")
+        agreed([worker.submit(PolicyAPI.copy_state, str(folder), version) for worker in self.workers], why="copy")
 
     def load_copy(self, folder: Path, version: int) -> None:
         self.onload()
-        gather([worker.submit(PolicyAPI.load_copy, str(folder), version) for worker in self.workers], why="load copy")
+        agreed([worker.submit(PolicyAPI.load_copy, str(folder), version) for worker in self.workers], why="load copy")
 
     def export(self, folder: Path) -> None:
-        gather([worker.submit(PolicyAPI.export, str(folder)) for worker in self.workers], why="export")
+        agreed([worker.submit(PolicyAPI.export, str(folder)) for worker in self.workers], why="export")
 
     def export_adapter(self, folder: Path) -> None:
-        gather([worker.submit(PolicyAPI.export_adapter, str(folder)) for worker in self.workers], why="export")
+        agreed([worker.submit(PolicyAPI.export_adapter, str(folder)) for worker in self.workers], why="export")
 
     def write_weights(self, version: int) -> None:
         """Every rank writes its rows of the weights into the store's inactive buffer."""
-        gather([worker.submit(PolicyAPI.write_weights, version) for worker in self.workers], why="write weights")
+        agreed([worker.submit(PolicyAPI.write_weights, version) for worker in self.workers], why="write weights")

@@ -7,7 +7,7 @@ waits for no other.
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from lockstep.rollout.protocol import Request
 from lockstep.rollout.seeds import request_seed
 from lockstep.run.engines import Engines
 from lockstep.run.fleet import Hires
+from lockstep.run.owed import Owed
 from lockstep.run.recovery.recovery import Recovery
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class Conversations(Engines):
     def _moves(self) -> object:
         return super()._moves(), self.pool.answers
 
-    def _place(self, group: Sequence[Request], owed: Mapping[int, int]) -> int:
+    def _place(self, group: Sequence[Request], owed: Owed) -> int:
         """A conversation stays with the engine that has its beginning, as long as that lives."""
         talks = [self._talk(request.id) for request in group]
         engine = talks[0].engine

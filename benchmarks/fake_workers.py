@@ -1,0 +1,136 @@
+"""Workers that are only spoken to: the controller's real handles, messages and codec, and nobody behind them.
+
+What the controller would do for real workers it does here, except for the system calls of its sockets. What a worker
+would do happens in between and is left out of the account (`Account.beside`).
+"""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.cluster.codec import signature_of
+from lockstep.cluster.messages import Call, Result, Resume, pack, unpack_to_controller, unpack_to_worker
+from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.remote import RemoteWorker
+from lockstep.data.samples import Completion
+from lockstep.rollout.api import Collected
+from lockstep.rollout.protocol import EngineProgress, Request
+from lockstep.run.services import EngineAPI, PolicyAPI
+from lockstep.train.protocol import StepStats
+
+GENERATION = 1
+
+
+class Account:
+    """CPU seconds of this process by part, without what was done beside."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self._beside: list[int] = []
+        """Nanoseconds, negative where what is beside does work of ours."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._beside.clear()
+        began = time.process_time_ns()
+        yield
+        self.spent[name] += (time.process_time_ns() - began - sum(self._beside)) / 1e9
+
+    def beside(self, began: int) -> None:
+        """Since `began` (`time.thread_time_ns`) this thread did the work of somebody else."""
+        self._beside.append(time.thread_time_ns() - began)
+
+    def ours(self, began: int) -> None:
+        """Within that, since `began` it did ours."""
+        self._beside.append(began - time.thread_time_ns())
+
+
+class FakeConnection:
+    """The worker's end and the wire to it: answers calls at once, those for completions when there are some."""
+
+    closed = pending = False
+
+    def __init__(self, account: Account, spec: WorkerSpec) -> None:
+        self.account, self.spec = account, spec
+        self.worker = RemoteWorker(spec, "scale", GENERATION, Path("none.log"), 900.0, 900.0, _nobody)
+        self.requests: list[Request] = []
+        self.calls: dict[str, int] = defaultdict(int)
+        self._finished: list[Completion] = []
+        self._sequence = 0
+        self._question: int | None = None
+        self._lock = threading.RLock()
+        self.worker.hear(self, Resume(0, 1), memoryview(b""))  # type: ignore[arg-type]
+
+    def queue(self, *parts: Any) -> None:
+        began = time.thread_time_ns()
+        message, payload = unpack_to_worker(bytearray(b"".join(parts)))
+        if isinstance(message, Call):
+            self._called(message, payload)
+        self.account.beside(began)
+
+    def flush(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+    def finish(self, completion: Completion) -> None:
+        """A completion is there."""
+        with self._lock:
+            self._finished.append(completion)
+            self._sequence += 1
+            self._answer_question()
+
+    def _called(self, call: Call, payload: memoryview) -> None:
+        self.calls[call.method] += 1
+        method = getattr(EngineAPI if self.spec.role == "rollout" else PolicyAPI, call.method)
+        arguments = signature_of(method).decode_arguments(bytearray(payload))
+        if call.method == "collect":
+            with self._lock:
+                self._question = call.id
+                left = self._sequence - arguments.get("ack", 0)
+                self._finished = self._finished[len(self._finished) - left :]
+                self._answer_question()
+            return
+        if call.method == "submit":
+            self.requests += arguments["requests"]
+        self._say(call.id, method, _value(call.method))
+
+    def _answer_question(self) -> None:
+        if self._question is not None and self._finished:
+            number, self._question = self._question, None
+            self._say(number, EngineAPI.collect, Collected(self._sequence, list(self._finished)))
+
+    def _say(self, number: int, method: Any, value: Any) -> None:
+        """Says it; the hub hears it in this thread."""
+        frame = bytearray(b"".join(pack(Result(number), signature_of(method).encode_result(value))))
+        began = time.thread_time_ns()
+        message, body = unpack_to_controller(frame)
+        self.worker.hear(self, message, body)  # type: ignore[arg-type]
+        self.account.ours(began)
+
+
+def _value(method: str) -> Any:
+    """What a service answers."""
+    if method == "progress":
+        return EngineProgress(1, 0, 0, 0, 0, False)
+    if method == "step":
+        return StepStats({f"metric_{number}": 1.0 for number in range(20)})
+    return None
+
+
+def completion_of(request: Request, tokens: int, version: int) -> Completion:
+    """What an engine would have made of it."""
+    made = np.full(tokens, 5, np.int32)
+    return Completion(
+        request.id, made, np.full(tokens, -1.0, np.float32), np.full(tokens, version, np.int32), "length", "text"
+    )
+
+
+def _nobody(worker: RemoteWorker, connection: object) -> None:
+    """Nothing is ever left to write."""

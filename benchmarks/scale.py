@@ -1,0 +1,210 @@
+"""What a step costs the controller of a run with a thousand engines and thousands of trainer ranks.
+
+    python -m benchmarks.scale                                    1,024 engines, 4,096 ranks
+    python -m benchmarks.scale --engines 64 --ranks 256
+    python -m benchmarks.scale --json benchmarks/results/cpu/scale.json
+
+The real controller (buffer, engines, fleet, policy, packing, ledger, handles, messages, codec) drives workers that are
+not there: they answer at once, completions come one by one in a random order of engines. CPU time is counted, of all
+threads of the controller, without what the workers' side of this simulation takes and without the system calls of
+sockets, about ten microseconds a message.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.fake_workers import Account, FakeConnection, completion_of
+from lockstep.cluster.protocol import Worker, WorkerSpec
+from lockstep.config.algorithm import PolicyLoss
+from lockstep.config.rollout import Sampling
+from lockstep.data.packing import pack
+from lockstep.data.samples import Prompt, Rollouts
+from lockstep.data.trees import trees_of_rollouts
+from lockstep.ledger.ledger import Ledger
+from lockstep.run.buffer import RolloutBuffer
+from lockstep.run.engines import Engines
+from lockstep.run.metrics import rollout_metrics, update_metrics
+from lockstep.run.policy import Policy
+from lockstep.train.api import TrainerInfo
+from lockstep.watch import waits
+
+COORDINATION = ("submit", "collect", "progress", "load_weights", "step", "write_weights", "metrics")
+"""Parts that exist because there are many workers; the others are work on the samples themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    engines: int
+    ranks: int
+    group: int
+    tokens: int
+    """Of a completion."""
+
+    @property
+    def prompts(self) -> int:
+        """As many as give every rank a completion, and every engine a group."""
+        return max(self.engines, self.ranks // self.group)
+
+
+class Draws:
+    """Prompts without data."""
+
+    def __init__(self, per_step: int) -> None:
+        self.per_step = per_step
+
+    def draw(self, step: int, round: int = 0, count: int | None = None) -> list[Prompt]:
+        tokens = np.arange(5, 37, dtype=np.int32)
+        return [Prompt(f"{step}:{row}", row, tokens, "p") for row in range(self.per_step)]
+
+
+class Here:
+    """Weights that are on every node already."""
+
+    def where(self, worker: Worker, version: int) -> str | None:
+        return "/nowhere"
+
+    def fetch(self, worker: Worker, version: int) -> None: ...
+
+    def moves(self) -> object:
+        return 0
+
+
+class World:
+    """A run's controller, and nobody else."""
+
+    def __init__(self, size: Size, folder: Path, steps: int, over_s: float) -> None:
+        self.size, self.over_s = size, over_s
+        self.account = Account()
+        self.ledger = Ledger.create(folder, {"name": "scale"})
+        self.engines = [self._fake("engine", "rollout", rank) for rank in range(size.engines)]
+        self.ranks = [self._fake("policy", "policy", rank) for rank in range(size.ranks)]
+        workers = [fake.worker for fake in self.engines]
+        self.fleet = Engines(workers, Sampling(max_tokens=size.tokens), seed=0)
+        draws = Draws(size.prompts)
+        self.buffer = RolloutBuffer(self.fleet, self.ledger, draws, size.group, steps, 0)  # type: ignore[arg-type]
+        info = TrainerInfo(0, size.ranks, "cpu", "float32", [], "forest", "", 1024, False, 0)
+        self.policy = Policy([fake.worker for fake in self.ranks], [info])
+
+    def _fake(self, name: str, role: str, rank: int) -> FakeConnection:
+        return FakeConnection(self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"))
+
+    def step(self, step: int) -> dict[str, float]:
+        """One step of GRPO; CPU seconds by part."""
+        account, size = self.account, self.size
+        account.spent.clear()
+        with account.part("submit"):
+            self.buffer.request(step)
+        generating = threading.Thread(target=self._generate, args=(step,), daemon=True)
+        generating.start()
+        with account.part("collect"):
+            rollouts = self.buffer.take(step, size.prompts)
+            waits.join(generating, whom="generation", why="its end", timeout_s=60.0)
+        with account.part("progress"):
+            self.fleet.progress()
+        loss = PolicyLoss(kind="grpo", old_logprobs="engine")
+        with account.part("pack"):
+            batch = self._packed(rollouts)
+            minibatches = list(batch.minibatches(1, None, loss, max_tokens=size.tokens))
+        with account.part("step"):
+            stats = [self.policy.step(minibatch, loss) for minibatch in minibatches]
+        with account.part("metrics"):
+            row = update_metrics(stats) | self.buffer.metrics(step)
+        with account.part("rollout metrics"):
+            row |= rollout_metrics(rollouts)
+        with account.part("write_weights"):
+            self.policy.write_weights(step + 1)
+        with account.part("load_weights"):
+            self.fleet.load_weights(Here(), step + 1)
+        return dict(account.spent)
+
+    def _packed(self, rollouts: Rollouts) -> "object":
+        for group in rollouts.groups:
+            group.rewards = np.zeros(len(group.completions), np.float32)
+        trees = trees_of_rollouts(rollouts, np.linspace(-1, 1, self.size.group)[None].repeat(self.size.prompts, 0))
+        return pack(trees, self.size.ranks, 4096, "forest")
+
+    def _generate(self, step: int) -> None:
+        """Completions come within `over_s`, in a random order of engines."""
+        cpu = time.thread_time_ns()
+        due = [(fake, request) for fake in self.engines for request in fake.requests]
+        random.Random(step).shuffle(due)
+        began = time.monotonic()
+        for number, (fake, request) in enumerate(due):
+            fake.finish(completion_of(request, self.size.tokens, step))
+            ahead = began + self.over_s * number / len(due) - time.monotonic()
+            if ahead > 0.001:
+                waits.sleep(ahead, "the next completion")
+        for fake in self.engines:
+            fake.requests.clear()
+        self.account.beside(cpu)
+
+    def calls(self) -> dict[str, int]:
+        """Calls to all workers so far, by method."""
+        found: dict[str, int] = {}
+        for fake in [*self.engines, *self.ranks]:
+            for name, count in fake.calls.items():
+                found[name] = found.get(name, 0) + count
+        return found
+
+    def close(self) -> None:
+        self.ledger.close()
+
+
+def measure(size: Size, steps: int, over_s: float) -> tuple[dict[str, float], dict[str, int]]:
+    """Medians over all steps but the first: CPU seconds by part; calls of all steps."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as scratch:
+        world = World(size, Path(scratch) / "run", steps + 1, over_s)
+        spent = [world.step(step) for step in range(steps + 1)][1:]
+        calls = world.calls()
+        world.close()
+    return {name: statistics.median(each[name] for each in spent) for name in spent[0]}, calls
+
+
+def table(size: Size, spent: dict[str, float]) -> list[str]:
+    """Lines of Markdown."""
+    lines = [
+        f"{size.engines:,} engines, {size.ranks:,} trainer ranks, {size.prompts:,} prompts x {size.group} completions "
+        f"of {size.tokens} tokens",
+        "",
+        "| part | CPU ms a step |",
+        "| --- | --- |",
+    ]
+    lines += [f"| {name} | {1e3 * value:.1f} |" for name, value in spent.items()]
+    coordination = sum(spent[name] for name in COORDINATION)
+    return [
+        *lines,
+        f"| **because of many workers** ({', '.join(COORDINATION)}) | **{1e3 * coordination:.1f}** |",
+        f"| **all** | **{1e3 * sum(spent.values()):.1f}** |",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, default=4096)
+    parser.add_argument("--group", type=int, default=4, help="completions of a prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="of a completion")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--over", type=float, default=2.0, metavar="SECONDS", help="in which completions come")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
+    options = parser.parse_args(arguments)
+    size = Size(options.engines, options.ranks, options.group, options.tokens)
+    spent, calls = measure(size, options.steps, options.over)
+    print("\n".join(table(size, spent)))
+    print(f"\ncalls in {options.steps + 1} steps: {calls}")
+    if options.json:
+        options.json.write_text(json.dumps({"size": asdict(size), "seconds": spent, "calls": calls}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""How much each engine owes."""
+
+import heapq
+
+
+class Owed:
+    """Completions that each living engine owes. Who owes least is found without looking at all of them: there may be a
+    thousand, and every group of a step asks."""
+
+    def __init__(self) -> None:
+        self._owed: dict[int, int] = {}
+        self._heap: list[tuple[int, int]] = []
+        """(owed, rank), outdated entries included."""
+
+    def __contains__(self, rank: int) -> bool:
+        """Whether it lives."""
+        return rank in self._owed
+
+    def __len__(self) -> int:
+        """Engines that live."""
+        return len(self._owed)
+
+    def set(self, rank: int, count: int) -> None:
+        """The engine lives and owes so many."""
+        self._owed[rank] = count
+        heapq.heappush(self._heap, (count, rank))
+        if len(self._heap) > 64 + 4 * len(self._owed):
+            self._heap = [(count, rank) for rank, count in self._owed.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, rank: int) -> None:
+        """The engine lives no more."""
+        self._owed.pop(rank, None)
+
+    def least(self) -> int:
+        """Who owes least, of equals the first; IndexError where nobody lives."""
+        while self._owed.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]

@@ -1,0 +1,113 @@
+"""The controller's I/O thread among many connections."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.hub import Hub
+from lockstep.cluster.messages import Ack, Call, Result, Resume, pack, unpack_to_worker
+from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.remote import RemoteWorker
+from lockstep.watch import wire
+
+TOKEN, RUN = "t" * 32, "hub-test"
+
+
+class Echo:
+    """A service's signatures."""
+
+    def say(self, text: str) -> str: ...  # type: ignore[empty-body]
+
+
+class Peer:
+    """A worker's end of the wire."""
+
+    def __init__(self, hub: Hub, name: str) -> None:
+        self.handle = RemoteWorker(WorkerSpec(name, "x", 0, "none:None"), RUN, 1, Path("no.log"), 60, 60, hub.restless)
+        hub.add(self.handle)
+        host, port = hub.address
+        self.connection = wire.connect(host, port, token=TOKEN, run=RUN, generation=1, name=name)
+        self.connection.send(*pack(Resume(0, 1)))
+
+    def hear(self) -> tuple[Any, memoryview]:
+        frame = self.connection.recv(10.0)
+        assert frame is not None
+        return unpack_to_worker(frame)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    made = Hub(TOKEN, RUN, 1, lambda: None)
+    yield made
+    made.close()
+
+
+def until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_only_a_connection_with_something_left_is_looked_after(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    modified: list[int] = []
+    modify = hub._selector.modify
+    monkeypatch.setattr(hub._selector, "modify", lambda *given: (modified.append(1), modify(*given))[1])
+    with ExitStack() as closing:
+        peers = [Peer(hub, f"peer-{number}") for number in range(12)]
+        for peer in peers:
+            closing.callback(peer.connection.close)
+        until(lambda: all(peer.handle.connection is not None for peer in peers))
+        for peer in peers:
+            peer.handle.submit(Echo.say, "short")
+            assert isinstance(peer.hear()[0], Call)
+        assert modified == [], "what leaves at once needs no watching"
+        large = "x" * (24 << 20)  # more than the buffers of both ends
+        peers[0].handle.submit(Echo.say, large)
+        until(lambda: modified == [1])
+        call, payload = peers[0].hear()
+        assert isinstance(call, Call) and len(payload) > len(large)
+        until(lambda: modified == [1, 1])
+
+
+def test_answers_are_acknowledged_with_the_next_call_or_soon(hub: Hub) -> None:
+    peer = Peer(hub, "peer-0")
+    with peer.connection:
+        until(lambda: peer.handle.connection is not None)
+        pendings = [peer.handle.submit(Echo.say, text) for text in "ab"]
+        calls = [peer.hear()[0] for _ in pendings]
+        assert [call.arrived for call in calls] == [[], []]
+        peer.connection.send(*pack(Result(calls[0].id), b"\0" * 16))
+        until(pendings[0].done)
+        third = peer.handle.submit(Echo.say, "c")
+        told: list[int] = []
+        while not told:  # by the call, unless the half second was over before
+            message = peer.hear()[0]
+            told += message.ids if isinstance(message, Ack) else message.arrived
+        assert told == [calls[0].id] and not third.done()
+        peer.connection.send(*pack(Result(calls[1].id), b"\0" * 16))
+        while not isinstance(message := peer.hear()[0], Ack):
+            assert isinstance(message, Call)
+        assert message.ids == [calls[1].id], "without another call as well"
+
+
+def test_a_connection_that_breaks_is_forgotten_and_another_takes_its_place(hub: Hub) -> None:
+    peer = Peer(hub, "peer-0")
+    until(lambda: peer.handle.connection is not None)
+    first = peer.handle.connection
+    pending = peer.handle.submit(Echo.say, "a")
+    peer.connection.close()
+    until(lambda: peer.handle.connection is None and not hub._connections)
+    again = wire.connect(*hub.address, token=TOKEN, run=RUN, generation=1, name="peer-0")
+    with again:
+        again.send(*pack(Resume(0, 1)))
+        until(lambda: peer.handle.connection is not None)
+        assert peer.handle.connection is not first
+        frame = again.recv(10.0)
+        assert frame is not None and isinstance(unpack_to_worker(frame)[0], Call), "what it owes is asked again"
+        assert not pending.done()
+        assert len(hub._connections) == 1
