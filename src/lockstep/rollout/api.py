@@ -43,6 +43,12 @@ class EngineAPI(Protocol):
     def renew(self) -> None:
         """Forgets all requests, finished ones included; the model stays loaded."""
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back while others need it (see `RolloutEngine.sleep`); whatever needs it wakes the engine.
+        ValueError where requests are under way."""
+
+    def wake(self) -> None: ...
+
     def load_weights(self, source: str, version: int) -> None:
         """Takes a version from the weight room's store, between two decode steps."""
 

@@ -42,3 +42,14 @@ class WeightsMismatch(ValueError):
 
     def __reduce__(self) -> tuple[type["WeightsMismatch"], tuple[tuple[str, ...], tuple[str, ...]]]:
         return type(self), (self.unknown, self.missing)
+
+
+class TornEngine(RuntimeError):
+    """An engine that failed in the middle of taking `version`: some of its weights are new and others are not."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"the engine failed in the middle of taking weights version {version}: it must be replaced")
+        self.version = version
+
+    def __reduce__(self) -> tuple[type["TornEngine"], tuple[int]]:
+        return type(self), (self.version,)

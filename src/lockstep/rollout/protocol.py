@@ -56,6 +56,8 @@ class RolloutEngine(Protocol):
 
     version: int
     """Weights version being served."""
+    slower: str
+    """Why it does not decode by the fastest way there is; empty where it does."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests. ValueError names the request whose prompt and max_tokens exceed the context."""
@@ -77,6 +79,14 @@ class RolloutEngine(Protocol):
 
     def resume(self) -> None: ...
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives memory back while others need it; whatever needs it wakes the engine. At level 1 it keeps its weights
+        (in host memory, where they were on a GPU), at level 2 it may forget them: new ones must be loaded.
+        ValueError where requests are under way."""
+
+    def wake(self) -> None: ...
+
     def progress(self) -> EngineProgress: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the engine."""

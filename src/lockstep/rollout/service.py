@@ -1,6 +1,5 @@
 """The engine in a worker process: decodes in the background, between the controller's calls."""
 
-import importlib
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -8,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from lockstep.cluster.malloc import tune_malloc
 from lockstep.cluster.protocol import Later, concurrent
 from lockstep.config.model import Model
-from lockstep.config.rollout import BuiltinEngine as EngineConfig
+from lockstep.config.rollout import Engine
 from lockstep.data.samples import Completion
 from lockstep.rollout.api import Collected
-from lockstep.rollout.builtin.engine import BuiltinEngine, WeightReader
-from lockstep.rollout.protocol import EngineProgress, Request
+from lockstep.rollout.protocol import EngineProgress, Request, RolloutEngine
+from lockstep.rollout.taking import open_reader
 from lockstep.watch import beacon
 
 log = logging.getLogger(__name__)
@@ -27,12 +27,13 @@ class EngineService:
 
     Args:
         model: the `model` section, dumped.
-        engine: the `rollout.engine` section, dumped.
+        engine: the `rollout.engine` section, dumped: its `kind` says which engine.
         device: `cpu`, `cuda:0`.
-        threads: torch threads; torch's choice when None.
+        threads: torch threads; the engine's choice when None.
         reader: `package.module:name` of what makes a `WeightReader`, such as `lockstep.weights.shared:Reader`.
         weights: folder of a weight store to begin with, instead of the weights in `model.path`.
         version: of those weights.
+        sleeps: whether it shares its device, and is told to sleep.
     """
 
     def __init__(
@@ -44,22 +45,13 @@ class EngineService:
         reader: str | None = None,
         weights: str | None = None,
         version: int = 0,
+        sleeps: bool = False,
     ) -> None:
-        config = EngineConfig.model_validate(engine)
-        if config.malloc == "tuned":
-            tune_malloc()
-        if threads is not None:
-            torch.set_num_threads(threads)
         self._outbox = Outbox()
         self._failure: Exception | None = None
         self._asked: list[tuple[int, Later[Collected]]] = []
-        self._engine = BuiltinEngine.from_config(
-            Model.model_validate(model),
-            config,
-            device,
-            None if reader is None else _load(reader),
-            version,
-        )
+        config: Engine = TypeAdapter(Engine).validate_python(engine)
+        self._engine = make_engine(Model.model_validate(model), config, device, threads, reader, version, sleeps)
         if weights is not None:
             self._engine.load_weights(Path(weights), version)
 
@@ -86,6 +78,12 @@ class EngineService:
 
     def resume(self) -> None:
         self._engine.resume()
+
+    def sleep(self, level: int = 1) -> None:
+        self._engine.sleep(level)
+
+    def wake(self) -> None:
+        self._engine.wake()
 
     def load_weights(self, source: str, version: int) -> None:
         self._engine.load_weights(Path(source), version)
@@ -120,7 +118,7 @@ class EngineService:
 
     def renew(self) -> None:
         """Forgets all requests, finished ones included, for the run's next controller; the model stays loaded."""
-        self._engine.close()
+        self._engine.abort()
         self._engine.resume()
         self._outbox, self._failure = Outbox(), None
         self._asked.clear()
@@ -164,10 +162,28 @@ class Outbox:
         return Collected(self._sequence, list(self._kept))
 
 
-def _load(path: str) -> WeightReader:
-    """What the factory at `package.module:name` makes."""
-    module, _, name = path.partition(":")
-    if not name:
-        raise ValueError(f"reader: {path!r} is no factory, expected package.module:name")
-    made: WeightReader = getattr(importlib.import_module(module), name)()
-    return made
+def make_engine(
+    model: Model,
+    config: Engine,
+    device: str = "cpu",
+    threads: int | None = None,
+    reader: str | None = None,
+    version: int = 0,
+    sleeps: bool = False,
+) -> RolloutEngine:
+    """The engine that the config names; the other one is not imported.
+
+    Raises:
+        ModelError, VllmUnsupported: it cannot be had.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if config.kind == "vllm":
+        from lockstep.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine.from_config(model, config, device, reader, version, threads, sleeps)
+    from lockstep.rollout.builtin.engine import BuiltinEngine
+
+    if config.malloc == "tuned":
+        tune_malloc()
+    return BuiltinEngine.from_config(model, config, device, None if reader is None else open_reader(reader), version)

@@ -11,8 +11,13 @@ POLICY = "lockstep.run.policy_service:PolicyService"
 ENGINE = "lockstep.rollout.service:EngineService"
 COURIER = "lockstep.weights.courier:Courier"
 READER = "lockstep.weights.shared:Reader"
-PRELOAD = ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.service")
-"""What the template process imports, for trainer ranks and engines alike."""
+PRELOAD = {
+    "builtin": ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.service",
+                "lockstep.rollout.builtin"),
+    "vllm": ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.service"),
+}  # fmt: skip
+"""By the kind of engines: what the template process imports, for trainer ranks and engines alike. vLLM is left to the
+engines: it sets up its platform and threads when it is imported, which trainer ranks must not inherit."""
 
 
 class PolicyAPI(TrainerAPI):

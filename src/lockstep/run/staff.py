@@ -109,6 +109,7 @@ class Staff:
             "device": process.device,
             "threads": process.threads,
             "reader": READER,
+            "sleeps": config.placement.shared,
         }
         return self._spec(process, ENGINE, arguments, adoptable=True)
 
@@ -118,5 +119,5 @@ class Staff:
         place = process.role, process.rank
         name = self._latest[place] = successor(self._latest[place]) if place in self._latest else process.name
         # A forked process cannot use CUDA that its parent has touched; there, every worker starts from nothing.
-        preload = PRELOAD if process.device == "cpu" else ()
+        preload = PRELOAD[self.prepared.config.rollout.engine.kind] if process.device == "cpu" else ()
         return WorkerSpec(name, process.role, process.rank, service, arguments, dict(ENVIRONMENT), preload, adoptable)

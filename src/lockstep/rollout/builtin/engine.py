@@ -1,8 +1,7 @@
 """The builtin engine: admit, decode, sample, retire."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,14 @@ from lockstep.rollout.builtin.probe import choose_runner
 from lockstep.rollout.builtin.rows import Rows
 from lockstep.rollout.builtin.sampler import SamplingRows, sample
 from lockstep.rollout.builtin.scheduler import Scheduler
-from lockstep.rollout.builtin.stops import Stops, eos_tokens
-from lockstep.rollout.errors import BadLogits, BadRequest, WeightsMismatch
+from lockstep.rollout.builtin.stops import Stops
+from lockstep.rollout.errors import BadLogits, BadRequest
 from lockstep.rollout.protocol import EngineProgress, Request
+from lockstep.rollout.requests import check_request, nothing
+from lockstep.rollout.stops import eos_tokens
+from lockstep.rollout.taking import Expected, WeightReader
 
 log = logging.getLogger(__name__)
-
-WeightReader = Callable[[Path, int], AbstractContextManager[Mapping[str, Tensor]]]
-"""Opens a version in the weight room's store: parameter names to tensors, valid inside the context.
-`lockstep.weights.shared.Reader` is one; the rooms do not know each other, the run brings them together."""
 
 
 class BuiltinEngine:
@@ -71,6 +69,7 @@ class BuiltinEngine:
         self._stops = Stops(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
         self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache)
         """With why it is not the fastest, empty where it is."""
+        self._expected = Expected(lm)
         self._sampling: SamplingRows | None = None
         self._ids: set[str] = set()
         self._tokens, self._finished, self._paused = 0, 0, False
@@ -94,11 +93,14 @@ class BuiltinEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests, or none: BadRequest (a ValueError) names the first that cannot be served."""
         prompts: dict[str, np.ndarray] = {}
-        seen: set[str] = set()
+        known = set(self._ids)
         for request in requests:
-            self._check(request, prompts.setdefault(request.group, request.prompt), seen)
-            seen.add(request.id)
-        self._ids |= seen
+            check_request(
+                request, prompts.setdefault(request.group, request.prompt), known, self.context, self._vocabulary
+            )
+            self._must_fit(request)
+            known.add(request.id)
+        self._ids = known
         self._scheduler.add(requests)
 
     @torch.inference_mode()
@@ -123,7 +125,7 @@ class BuiltinEngine:
         waiting = self._scheduler.withdraw(wanted)
         self._ids -= {request.id for request in waiting}
         self._leave(rows)
-        return partial + [_nothing(request) for request in waiting]
+        return partial + [nothing(request) for request in waiting]
 
     @torch.inference_mode()
     def load_weights(self, source: Path, version: int) -> None:
@@ -147,6 +149,20 @@ class BuiltinEngine:
     def resume(self) -> None:
         self._paused = False
 
+    def sleep(self, level: int = 1) -> None:
+        """Frees the K/V cache, and what is kept of sequences that ended; the weights stay at any level. It grows again
+        with the next requests.
+
+        Raises:
+            ValueError: requests are under way.
+        """
+        if self._ids:
+            raise ValueError(f"the engine has {len(self._ids)} requests under way: abort them before it sleeps")
+        self._runner.free()
+
+    def wake(self) -> None:
+        """Nothing to do."""
+
     def progress(self) -> EngineProgress:
         return EngineProgress(
             tokens=self._tokens,
@@ -162,30 +178,12 @@ class BuiltinEngine:
     def close(self) -> None:
         """Forgets everything; the model stays its owner's."""
         self.abort()
-        self._runner.prefixes.clear()
+        self._runner.free()
 
-    def _check(self, request: Request, prompt: np.ndarray, seen: set[str]) -> None:
-        length = len(request.prompt)
-        if request.id in self._ids or request.id in seen:
-            raise BadRequest(request.id, "is already here")
-        if length == 0:
-            raise BadRequest(request.id, "has an empty prompt")
-        if request.max_tokens < 1:
-            raise BadRequest(request.id, f"wants {request.max_tokens} tokens, expected at least 1")
-        if length + request.max_tokens > self.context:
-            raise BadRequest(
-                request.id,
-                f"needs {length} prompt tokens + max_tokens {request.max_tokens} = {length + request.max_tokens}, "
-                f"the context holds {self.context}",
-            )
-        if self._cache_tokens is not None and length + request.max_tokens > self._cache_tokens:
-            raise BadRequest(
-                request.id, f"needs {length + request.max_tokens} tokens of KV cache, it has {self._cache_tokens}"
-            )
-        if int(request.prompt.min()) < 0 or int(request.prompt.max()) >= self._vocabulary:
-            raise BadRequest(request.id, f"has a prompt token outside of the vocabulary of {self._vocabulary}")
-        if prompt is not request.prompt and not np.array_equal(prompt, request.prompt):
-            raise BadRequest(request.id, f"has another prompt than the rest of group {request.group!r}")
+    def _must_fit(self, request: Request) -> None:
+        needed = len(request.prompt) + request.max_tokens
+        if self._cache_tokens is not None and needed > self._cache_tokens:
+            raise BadRequest(request.id, f"needs {needed} tokens of KV cache, it has {self._cache_tokens}")
 
     def _admit(self) -> None:
         new = self._scheduler.admit(self._rows, self.version)
@@ -239,12 +237,8 @@ class BuiltinEngine:
         self._runner.move_groups(sources, targets)
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        self._expected.check(tensors)
         own = dict(self.lm.named_parameters(remove_duplicate=False))
-        unknown = sorted(set(tensors) - set(own))
-        given = {id(own[name]) for name in tensors if name in own}
-        missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
-        if unknown or missing:
-            raise WeightsMismatch(unknown, missing)
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
 
@@ -255,9 +249,3 @@ class BuiltinEngine:
         tokens = [self._rows.tokens[row, : self._rows.counts[row]].tolist() for row in rows]
         texts: list[str] = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return texts
-
-
-def _nothing(request: Request) -> Completion:
-    """What a request that never ran has."""
-    empty = np.zeros(0, np.int32)
-    return Completion(request.id, empty, np.zeros(0, np.float32), empty.copy(), "abort", "")

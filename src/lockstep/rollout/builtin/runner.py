@@ -41,6 +41,9 @@ class Runner(Protocol):
 
     def move_groups(self, sources: list[int], targets: list[int]) -> None: ...
 
+    def free(self) -> None:
+        """Gives back the memory of everything that is cached; there are no rows."""
+
 
 class Forward(Protocol):
     """A model's computation, with the turn's attention in it."""
@@ -88,9 +91,8 @@ class CachedRunner:
         `prefix_cache`: how much is kept, as a share of the `budget`, or of what all rows take when None."""
         self.forward, self.device, self.dtype = forward, device, dtype
         self.cache, self.prefixes, self.prefix_cache = Cache(budget), Prefixes(), prefix_cache
-        self._graphs: Graphs | None = None
-        if capture is not None and budget is None and isinstance(forward, FusedForward) and not forward.windows:
-            self._graphs = Graphs(forward, self.cache, device, dtype, capture)
+        self._capture = capture
+        self._graphs = self._new_graphs()
         self.windows: dict[int, int] = {}
         """Layers that asked for a sliding window, and its size."""
         self._chunk = _PREFILL_TOKENS_CPU if device.type == "cpu" else _PREFILL_TOKENS
@@ -164,6 +166,17 @@ class CachedRunner:
         self.windows |= turn.windows
         return logits.float()
 
+    def free(self) -> None:
+        self.prefixes.clear()
+        self.cache, self._among, self._filled = Cache(self.cache.budget), None, 0
+        self._graphs = self._new_graphs()
+
+    def _new_graphs(self) -> Graphs | None:
+        forward = self.forward
+        if self._capture is None or self.cache.budget is not None or not isinstance(forward, FusedForward):
+            return None
+        return None if forward.windows else Graphs(forward, self.cache, self.device, self.dtype, self._capture)
+
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
         if sources:
             self.cache.move_rows(index(sources, self.device), index(targets, self.device), self._filled)
@@ -219,6 +232,9 @@ class PlainRunner:
     def move_rows(self, sources: list[int], targets: list[int]) -> None: ...
 
     def move_groups(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def free(self) -> None:
+        """Nothing is kept."""
 
 
 def _sequence(rows: Rows, row: int) -> np.ndarray:

@@ -1,12 +1,11 @@
 """When a row has had enough: end-of-sequence tokens, length, stop strings."""
 
-from typing import Any
-
 import numpy as np
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lockstep.data.samples import FinishReason
 from lockstep.rollout.builtin.rows import Rows
+from lockstep.rollout.stops import reach, written
 
 
 class Stops:
@@ -35,26 +34,12 @@ class Stops:
         watched = [int(row) for row in np.flatnonzero(rows.watched[: len(rows)])]
         if not watched:
             return []
-        tails = self.tokenizer.batch_decode([self._tail(rows, row) for row in watched])
-        return [
-            row
-            for row, tail in zip(watched, tails, strict=True)
-            if any(stop in tail for stop in rows.requests[row].stop)
-        ]
+        stops = [rows.requests[row].stop for row in watched]
+        tails = [self._tail(rows, row) for row in watched]
+        hits = written(self.tokenizer, tails, stops)
+        return [row for row, hit in zip(watched, hits, strict=True) if hit]
 
     @staticmethod
     def _tail(rows: Rows, row: int) -> list[int]:
-        # A token writes at least one byte, bar special ones; some more tokens cover for those.
-        reach = max(len(stop.encode()) for stop in rows.requests[row].stop) + 8
         count = int(rows.counts[row])
-        return list(rows.tokens[row, max(0, count - reach) : count].tolist())
-
-
-def eos_tokens(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> frozenset[int]:
-    """Every token that ends a sequence: the tokenizer's and those of the model's generation config."""
-    found: set[int] = set()
-    for source in (tokenizer, generation):
-        value: Any = getattr(source, "eos_token_id", None)
-        if value is not None:
-            found.update(value if isinstance(value, list | tuple) else [value])
-    return frozenset(int(token) for token in found)
+        return list(rows.tokens[row, max(0, count - reach(rows.requests[row].stop)) : count].tolist())

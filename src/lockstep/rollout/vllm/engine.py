@@ -1,0 +1,331 @@
+"""The vLLM engine: admit, step, collect."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from lockstep.config.model import Model
+from lockstep.config.rollout import VllmEngine as EngineConfig
+from lockstep.data.samples import Completion, FinishReason
+from lockstep.models.load import context_length, load_policy, load_tokenizer
+from lockstep.models.weights import resolve_folder
+from lockstep.rollout.errors import BadLogits, TornEngine
+from lockstep.rollout.protocol import EngineProgress, Request
+from lockstep.rollout.requests import check_request, nothing
+from lockstep.rollout.stops import eos_tokens, reach, written
+from lockstep.rollout.taking import Expected, ReaderSource, WeightReader, open_reader
+from lockstep.rollout.vllm.rows import Row, Waiting
+from lockstep.rollout.vllm.settings import engine_arguments, engine_dtype, slower, start_core, try_core
+from lockstep.rollout.vllm.support import check_usable, prepare
+
+_PROBE = Request("probe", "probe", np.zeros(1, np.int32), seed=0, max_tokens=1)
+
+
+class VllmEngine:
+    """Any causal language model that vLLM supports. Implements `RolloutEngine`.
+
+    vLLM's engine core runs in this process and does one step per `step`, so that calls come between its steps; with
+    tensor parallelism its workers are processes of its own below this one. At most `max_num_seqs` requests are within
+    vLLM, the others wait here.
+
+    New weights are taken between two steps. Requests with tokens go on with the keys and values they have, their later
+    tokens carry the new version, and the recorded log-probabilities are those that were sampled from. Requests without
+    a token begin again. No prompt meets keys and values of older weights in the prefix cache: the number of the load
+    is part of what its blocks are found by.
+
+    Args:
+        core: an `InprocClient` of vLLM.
+        tokenizer: for stop strings and the completions' text.
+        eos: tokens that end a sequence.
+        expected: what a version must have.
+        vocabulary: tokens that a prompt may have.
+        reader: where `load_weights` gets them.
+        version: of the weights that the core has.
+        slower: why it is not the fastest, empty where it is.
+    """
+
+    def __init__(
+        self,
+        core: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        eos: frozenset[int],
+        expected: Expected,
+        vocabulary: int,
+        reader: ReaderSource | None = None,
+        version: int = 0,
+        slower: str = "",
+    ) -> None:
+        self.version, self.slower = version, slower
+        self.tokenizer = tokenizer
+        self.core = core
+        config = core.engine_core.vllm_config
+        self.context: int = config.model_config.max_model_len
+        self._sleeps: bool = config.model_config.enable_sleep_mode
+        self._capacity: int = config.scheduler_config.max_num_seqs
+        self._eos, self._expected, self._vocabulary = eos, expected, vocabulary
+        self._reader: WeightReader | None = None
+        if reader is not None:
+            self._reader = open_reader(reader)
+            self._call("init_weight_transfer_engine", init_info={"reader": reader})
+        self._waiting, self._running = Waiting(), dict[str, Row]()
+        self._ids: set[str] = set()
+        self._entered, self._loads = 0, 0
+        self._torn: int | None = None
+        """The version in whose middle the engine failed."""
+        self._tokens, self._finished, self._paused, self._asleep = 0, 0, False, False
+        self._queries, self._hits = 0, 0
+
+    @classmethod
+    def from_config(
+        cls,
+        model: Model,
+        engine: EngineConfig,
+        device: str = "cpu",
+        reader: ReaderSource | None = None,
+        version: int = 0,
+        threads: int | None = None,
+        sleeps: bool = False,
+    ) -> "VllmEngine":
+        """Starts vLLM on the model, as the config says.
+
+        Args:
+            threads: of the whole engine on a CPU; vLLM's choice when None.
+            sleeps: whether `sleep` is to free the GPU's memory.
+
+        Raises:
+            VllmUnsupported: no vLLM here, or one that cannot be worked with.
+            ModelError: a model that cannot be found, that vLLM does not support or cannot load.
+        """
+        prepare(threads, engine.tensor_parallel_size, device == "cpu")
+        check_usable()
+        tokenizer = load_tokenizer(model)
+        lm = load_policy(model, "cpu", meta=True).lm
+        context = min(model.max_length or context_length(lm.config), context_length(lm.config))
+        core = start_core(model.path, engine_arguments(model, engine, device, context, sleeps))
+        vocabulary = int(lm.get_input_embeddings().weight.shape[0])
+        eos = eos_tokens(tokenizer, _generation(model, lm.config))
+        try_core(model.path, core, core_request("probe", _PROBE, eos, "probe"))
+        why = slower(engine_dtype(model, engine, device), device)
+        return cls(core, tokenizer, eos, Expected(lm), vocabulary, reader, version, why)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues all requests, or none: BadRequest (a ValueError) names the first that cannot be served."""
+        prompts: dict[str, np.ndarray] = {}
+        known = set(self._ids)
+        for request in requests:
+            prompt = prompts.setdefault(request.group, request.prompt)
+            check_request(request, prompt, known, self.context, self._vocabulary)
+            known.add(request.id)
+        self._ids = known
+        self._waiting.add(requests)
+
+    def step(self) -> list[Completion]:
+        """One turn: admits, has vLLM do a step, returns what finished."""
+        if self._torn is not None:
+            raise TornEngine(self._torn)
+        if self._paused:
+            return []
+        self._admit()
+        if not self._running:
+            return []
+        self.wake()
+        return self._take(self.core.get_output())
+
+    def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:
+        """Ends requests, running or waiting; unknown ids are those that have finished already."""
+        wanted = None if ids is None else set(ids)
+        chosen = {name: row for name, row in self._running.items() if wanted is None or row.request.id in wanted}
+        self.core.abort_requests(list(chosen))
+        partial = self._leave(chosen, dict.fromkeys(chosen, "abort"))
+        waiting = self._waiting.withdraw(wanted)
+        self._ids -= {request.id for request in waiting}
+        return partial + [nothing(request) for request in waiting]
+
+    def load_weights(self, source: Path, version: int) -> None:
+        """Has vLLM's workers take version `version` from the store at `source`.
+
+        Raises:
+            WeightsMismatch: the store's tensors are not this model's; it goes on as it was.
+            ValueError: the engine was made without a reader.
+        """
+        if self._reader is None:
+            raise ValueError("the engine was made without a weight reader; give it `reader`")
+        with self._reader(source, version) as tensors:
+            self._expected.check(tensors)
+        self.wake()
+        self._torn = version
+        self._call("start_weight_update")
+        self._call("update_weights", update_info={"folder": str(source), "version": version})
+        self._call("finish_weight_update")
+        self._torn = None
+        self.version = version
+        self._loads += 1
+        self._begin_again()
+
+    def pause(self) -> None:
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the GPU's memory: at level 1 the weights go to host memory, at level 2 they are forgotten and must come
+        from the store. The K/V cache is forgotten. Whatever needs it wakes the engine. On a CPU, and in an engine that
+        was not started with `sleeps`, nothing is freed.
+
+        Raises:
+            ValueError: requests are under way.
+        """
+        if self._ids:
+            raise ValueError(f"the engine has {len(self._ids)} requests under way: abort them before it sleeps")
+        if self._sleeps and not self._asleep:
+            self.core.sleep(level)
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Takes the memory back; does nothing where it was not given away."""
+        if self._asleep:
+            self.core.wake_up()
+            self._asleep = False
+
+    def progress(self) -> EngineProgress:
+        return EngineProgress(
+            tokens=self._tokens,
+            waiting=len(self._waiting),
+            running=len(self._running),
+            finished=self._finished,
+            version=self.version,
+            paused=self._paused,
+            prefix_cache_queries=self._queries,
+            prefix_cache_hits=self._hits,
+        )
+
+    def close(self) -> None:
+        """Ends vLLM, its workers included."""
+        self.core.shutdown()
+
+    def _call(self, method: str, **arguments: Any) -> None:
+        """Of every worker."""
+        self.core.collective_rpc(method, kwargs=arguments)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._capacity:
+            row = self._waiting.pop()
+            name = str(self._entered)
+            self._entered += 1
+            self._running[name] = row
+            self.core.add_request(core_request(name, row.request, self._eos, str(self._loads)))
+
+    def _take(self, outputs: Any) -> list[Completion]:
+        self._count(outputs.scheduler_stats)
+        ended: dict[str, FinishReason] = {}
+        watched: list[str] = []
+        for output in outputs.outputs:
+            row = self._running[output.request_id]
+            if output.new_token_ids:
+                self._append(row, output)
+                if row.request.stop:
+                    watched.append(output.request_id)
+            if output.finish_reason is not None:
+                ended[output.request_id] = _reason(output)
+        for name in self._written(watched):
+            if name not in ended:
+                self.core.abort_requests([name])
+            ended[name] = "stop"
+        done = self._leave({name: self._running[name] for name in ended}, ended)
+        self._finished += len(done)
+        return done
+
+    def _append(self, row: Row, output: Any) -> None:
+        logprobs = output.new_logprobs.logprobs[:, 0]
+        bad = np.flatnonzero(~np.isfinite(logprobs))
+        if len(bad):
+            raise BadLogits(row.request.id, len(row.tokens) + int(bad[0]), float(logprobs[bad[0]]), self.version)
+        row.append(output.new_token_ids, logprobs.tolist(), self.version)
+        self._tokens += len(output.new_token_ids)
+
+    def _written(self, watched: Sequence[str]) -> list[str]:
+        """Those that have completed one of their stop strings."""
+        if not watched:
+            return []
+        rows = [self._running[name] for name in watched]
+        tails = [row.tokens[-reach(row.request.stop) :] for row in rows]
+        hits = written(self.tokenizer, tails, [row.request.stop for row in rows])
+        return [name for name, hit in zip(watched, hits, strict=True) if hit]
+
+    def _leave(self, rows: dict[str, Row], reasons: dict[str, FinishReason]) -> list[Completion]:
+        if not rows:
+            return []
+        texts = self.tokenizer.batch_decode([row.tokens for row in rows.values()], skip_special_tokens=True)
+        for name, row in rows.items():
+            del self._running[name]
+            self._ids.discard(row.request.id)
+        return [row.completion(reasons[name], text) for (name, row), text in zip(rows.items(), texts, strict=True)]
+
+    def _begin_again(self) -> None:
+        """Puts requests without a token back: what was read of their prompts was of older weights."""
+        early = [name for name, row in self._running.items() if not row.tokens]
+        self.core.abort_requests(early)
+        for name in early:
+            self._waiting.put_back(self._running.pop(name))
+
+    def _count(self, stats: Any) -> None:
+        found = None if stats is None else stats.prefix_cache_stats
+        if found is not None:
+            self._queries += found.queries
+            self._hits += found.hits
+
+
+def core_request(name: str, request: Request, eos: frozenset[int], salt: str) -> Any:
+    """A request as vLLM's core takes it.
+
+    Args:
+        name: its id within vLLM, never used before.
+        eos: tokens that end it, unless it ignores them.
+        salt: what the blocks of its prompt in the prefix cache are found by, beside their tokens.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    params = SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=[] if request.ignore_eos else sorted(eos),
+        logprobs=0,
+        detokenize=False,
+    )
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=request.prompt.tolist(),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
+
+
+def _reason(output: Any) -> FinishReason:
+    """Raises RuntimeError for a request that vLLM could not go on with."""
+    name = str(output.finish_reason)
+    if name not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended request {output.request_id} with {name!r} ({output.stop_reason})")
+    return "stop" if name == "stop" else "length"
+
+
+def _generation(model: Model, config: Any) -> GenerationConfig:
+    """The model's generation config, which names further tokens that end a sequence."""
+    try:
+        return GenerationConfig.from_pretrained(resolve_folder(model.path, model.revision))
+    except OSError:
+        return GenerationConfig.from_model_config(config)

