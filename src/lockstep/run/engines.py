@@ -149,6 +149,10 @@ class Engines:
         self._fleet.load_weights(source, version)
         self.version = version
 
+    def sleep(self) -> None:
+        """Engines that have nothing to do leave shared devices to the trainer, until something is wanted of them."""
+        self._fleet.sleep()
+
     def progress(self) -> list[EngineProgress]:
         return self._fleet.progress()
 

@@ -150,6 +150,11 @@ class Fleet:
         """Changes as those that owe something get on, as they say by themselves: nobody is asked."""
         return sum(place.worker.moves for place in self._places if place.open and place.worker is not None)
 
+    def sleep(self) -> None:
+        """Engines that owe nothing leave the devices to the trainer, and wake when something is wanted of them."""
+        if not any(place.open for place in self._places):
+            self._all(lambda worker: worker.submit(EngineAPI.sleep), "sleep")
+
     def progress(self) -> list[EngineProgress]:
         """Counters of those that live."""
         return self._all(lambda worker: worker.submit(EngineAPI.progress), "progress")

@@ -25,6 +25,7 @@ from lockstep.models.quantized import check_quantization
 from lockstep.rewards.static import check_terms, compares_answers
 from lockstep.rewards.terms import names
 from lockstep.rollout.environments.static import told_tools
+from lockstep.rollout.vllm.support import check_installed
 from lockstep.run.errors import Finished, Refused
 from lockstep.run.facts import host_facts, model_facts
 from lockstep.run.place import release_place
@@ -78,7 +79,7 @@ def prepare(
 
     Raises:
         Refused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError, PlacementError,
-            ConnectionError: what is wrong and what to do.
+            VllmUnsupported, ConnectionError: what is wrong and what to do.
         Finished: there is nothing left to do.
     """
     notes: list[str] = []
@@ -97,6 +98,8 @@ def prepare(
             nodes = look(config.cluster)
         host = host_facts(config.cluster, nodes)
         check_quantization(config.model, host.device)
+        if needs_engine(config) and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
+            check_installed()
     model = model_facts(config.model, host.device)
     plan = make_plan(config, model, host)
     notes += place_notes(config)

@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 GENERATING = ("rollout", "evaluate")
 """Stages in which engines have the device."""
+TRAINING = ("logprobs", "train")
+"""Those in which the trainer has it."""
 
 
 class MissingRole(RuntimeError):
@@ -162,11 +164,13 @@ class Run:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times and shows a stage of the current step. The trainer makes room where engines generate, if the config
-        says so."""
+        """Times and shows a stage of the current step. The trainer makes room where engines generate, and engines where
+        it trains, if the config says so."""
         with self.monitor.stage(name):
             if name in GENERATING and self.config.trainer.offload.anything:
                 self.policy.offload()
+            if name in TRAINING and self.config.placement.shared and self.roles.engines is not None:
+                self.roles.engines.sleep()
             yield
         self.recovery.flush()
 

@@ -38,21 +38,26 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr("lockstep.run.policy.gather", lambda calls, why: [call.value for call in calls])
+    monkeypatch.setattr("lockstep.run.policy.agreed", lambda calls, why: calls[0].value)
     return Worker()
 
 
-def run_of(folder: Path, worker: Worker, offload: dict[str, bool]) -> Run:
+def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: object = (), engines: Any = None) -> Run:
     values = {
         "recipe": "grpo", "name": "x", "steps": 3, "model": {"path": "m"}, "data": {"path": "d"},
         "reward": {"terms": [{"kind": "exact_match"}]}, "trainer": {"offload": offload},
+        "placement": {"colocate": colocate},
     }  # fmt: skip
     config = check_config(values, "test")
     policy = Policy([worker], [SimpleNamespace()], config.trainer.offload)  # type: ignore[list-item]
     monitor: Any = SimpleNamespace(stage=Stages())
     staff: Any = None
+    folder.mkdir(exist_ok=True)
     with Ledger.create(folder / "run", {"name": "x"}) as ledger:
         recovery = Recovery(config.recovery, ledger)
-        return Run(config, ledger.folder, ledger, Roles(policy), monitor, Interrupt(), 0, Healing(recovery, staff))
+        return Run(
+            config, ledger.folder, ledger, Roles(policy, engines), monitor, Interrupt(), 0, Healing(recovery, staff)
+        )
 
 
 def a_step(run: Run) -> None:
@@ -84,3 +89,13 @@ def test_it_stays_where_nothing_is_asked_for(tmp_path: Path, worker: Worker) -> 
     a_step(run_of(tmp_path, worker, {}))
     assert [call[0] for call in worker.calls] == ["evaluate", "step", "write_weights", "save"]
     assert not Offload().anything and Offload(parameters=True).anything
+
+
+def test_engines_sleep_while_the_trainer_trains_on_their_devices(tmp_path: Path, worker: Worker) -> None:
+    engines = SimpleNamespace(sleep=lambda: worker.calls.append(("sleep",)))
+    a_step(run_of(tmp_path, worker, {"parameters": True}, "all", engines))
+    calls = [call[0] for call in worker.calls]
+    assert calls == ["offload", "sleep", "onload", "evaluate", "sleep", "step", "write_weights", "offload", "save"]
+    worker.calls.clear()
+    a_step(run_of(tmp_path / "apart", worker, {}, (), engines))
+    assert ("sleep",) not in worker.calls
