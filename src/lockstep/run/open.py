@@ -141,6 +141,8 @@ def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[
     """The trainer ranks, with the newest checkpoint loaded, and the version they are at."""
     policy = Policy(workers, set_up(workers), prepared.config.trainer.offload)
     _tell_packing(prepared, policy.info)
+    if policy.info.slower:
+        log.warning("%s", policy.info.slower)
     return policy, restore(policy, ledger)
 
 

@@ -48,6 +48,8 @@ class TrainerInfo:
     """Whether there is a reference: a model of its own, or the policy without its adapter."""
     optimizer_step: int
     """Optimizer steps behind the weights: 0, or a loaded checkpoint's."""
+    slower: str = ""
+    """Why its collectives run on gloo where NCCL was due, and what they cost; empty where they do not."""
 
 
 class TrainerAPI(ABC):

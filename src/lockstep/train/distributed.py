@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep.train.bringup import Fallback, choose_backend, measure, nccl_trial
 from lockstep.train.shards import rows_of
 from lockstep.watch import recorder, waits
 
@@ -42,6 +43,8 @@ class Ranks:
     """The ranks that hold the same rows in every copy."""
     copy_storage: dist.ProcessGroup | None = None
     """The ranks of `copy` by gloo, for the places of tensors in checkpoints."""
+    slower: str = ""
+    """Why its collectives run on gloo where NCCL was due, and what they cost; empty where they do not."""
 
     @property
     def shards(self) -> int:
@@ -127,6 +130,7 @@ def join(
     prefix: str,
     timeout_s: float,
     replicas: int = 1,
+    fallback: Fallback = "none",
 ) -> Ranks:
     """Meets the other ranks at the store that the controller hosts.
 
@@ -138,9 +142,11 @@ def join(
         prefix: of all keys in it, unique per role and generation, so that a restarted role never meets its past.
         timeout_s: bound of one collective, on every communicator (`new_group` inherits none).
         replicas: copies of the sharded parameters.
+        fallback: what ranks on GPUs go on with where NCCL cannot be brought up by all of them.
 
     Raises:
         ValueError: two or more ranks and no store.
+        NcclUnusable: and there is no fallback.
         torch.distributed.DistStoreError: the others did not come.
     """
     if world == 1 and device.type == "cpu":
@@ -155,8 +161,16 @@ def join(
         meeting: Store = (
             HashStore() if store is None else TCPStore(*store, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
         )
+        backend, slower = "gloo", ""
+        if device.type == "cuda":
+            table = PrefixStore(f"{prefix}/backend", meeting)
+            own: Store = table.clone()  # type: ignore[attr-defined]  # a trial that hangs holds its client's lock
+            found, slower = choose_backend(
+                table, rank, world, lambda: nccl_trial(own, rank, world, device), fallback
+            )  # fmt: skip
+            backend = "cpu:gloo,cuda:nccl" if found == "nccl" else "cpu:gloo,cuda:gloo"
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend,
             store=PrefixStore(prefix, meeting),
             rank=rank,
             world_size=world,
@@ -164,6 +178,11 @@ def join(
         )
         storage = dist.new_group(backend="gloo", timeout=bound, group_desc="checkpoint")
     ranks = Ranks(rank, world, device, timeout_s, dist.group.WORLD, storage, replicas)
+    if slower:
+        assert ranks.group is not None
+        ranks.slower = (
+            f"{slower}. The trainer's collectives run on gloo: {measure(ranks.group, world, device, timeout_s)}"
+        )
     if replicas > 1:
         places = torch.arange(world).view(replicas, ranks.shards)
         ranks.copy = _mine(places.tolist(), rank, bound, "copy")

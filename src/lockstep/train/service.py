@@ -81,6 +81,7 @@ class TrainerService(TrainerAPI):
             prefix=f"gen{self.generation}/{self.role}/{self.life}",
             timeout_s=self.config.trainer.collective_timeout_s,
             replicas=self.config.trainer.replicas,
+            fallback=self.config.communication.fallback,
         )
         torch.manual_seed(self.config.seed * self.world + self.rank)
         self._trainer = trainer = FSDP2Trainer(self.config, ranks, self.generation)
@@ -99,6 +100,7 @@ class TrainerService(TrainerAPI):
             context_length=self.config.model.max_length or context_length(trainer.policy.config),
             reference=trainer.has_reference,
             optimizer_step=0,
+            slower=ranks.slower,
         )
         log.info("rank %d of %d is ready on %s, packing %s: %s", self.rank, self.world, self.device, packing, reason)
         return self._info
