@@ -28,6 +28,12 @@ def command(
     gpus: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With --dry-run: plan for a host with N GPUs.")
     ] = None,
+    submit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Run as a job of the Ray cluster whose dashboard is there, and follow it."
+        ),
+    ] = None,
 ) -> None:
     """Train a model: SFT or GRPO, as the file says.
 
@@ -36,9 +42,13 @@ def command(
         lockstep train examples/grpo_sort.yaml trainer.optimizer.lr=5e-4
 
         lockstep train --resume runs/sort-grpo
+
+        lockstep train run.yaml folder=/shared/runs --submit http://127.0.0.1:8265
     """
     if gpus is not None and not dry_run:
         raise typer.BadParameter("goes with --dry-run: a run takes the GPUs that there are", param_hint="--gpus")
+    if submit is not None and dry_run:
+        raise typer.BadParameter("does not go with --dry-run: it starts the run", param_hint="--submit")
     values = list(overrides or [])
     if resume is not None and file is not None and "=" in file:
         values.insert(0, file)
@@ -48,6 +58,10 @@ def command(
     except ConfigError as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
+    if submit is not None:
+        from lockstep.cli.submission import submit_run
+
+        raise typer.Exit(submit_run(submit, config, resume, values))
     # Imported only now: torch and transformers take seconds, and help or a misspelt key should not wait for them.
     from lockstep.cli.training import show_plan, start
 

@@ -1,0 +1,101 @@
+"""What `lockstep train --submit` does: the run becomes a Ray job, its log comes here."""
+
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cli.errors import FAILED, INTERRUPTED, REFUSED, show_note, show_refusal
+from lockstep.cluster.environment import Forwarded, forwarded, public
+from lockstep.cluster.ray.jobs import Ended, Job, SubmissionError, follow, submit
+from lockstep.config.cluster import RayCluster
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.run.errors import Refused
+from lockstep.run.staging import FILE, stage
+
+_PYTHONPATH = "it names folders of the host that submits the run"
+
+
+def submit_run(
+    address: str, config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str]
+) -> int:
+    """Hands the run over and follows it; the exit code is the run's own. Ctrl-C detaches, as from `ray job submit`."""
+    try:
+        job = _hand_over(address, config, resume, overrides)
+    except (Refused, SubmissionError, OSError) as error:
+        show_refusal(error)
+        return REFUSED
+    show_note(f"job {job.id} is with {job.address}")
+    try:
+        return _exit_code(follow(job, _emit))
+    except KeyboardInterrupt:
+        show_note(f"the job goes on. Follow it: {job.follow_again()}; stop it: {job.stop()}")
+        return INTERRUPTED
+    except SubmissionError as error:
+        show_note(f"the job is not seen any more: {error}. Follow it again: {job.follow_again()}")
+        return FAILED
+
+
+def _hand_over(
+    address: str, config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str]
+) -> Job:
+    if config is None:
+        if resume is None:
+            raise Refused("name a file to train from, or a run with --resume")
+        if not resume.is_absolute():
+            raise Refused(f"--resume {resume} is looked for on the cluster: name it by its absolute path there")
+        words = ["python", "-m", "lockstep", "train", "--resume", str(resume), *overrides]
+        return submit(address, resume.name, shlex.join(words), None, {})
+    config = _on_ray(config)
+    assert isinstance(config.cluster, RayCluster)
+    given = _environment(config.cluster)
+    _tell(given)
+    with tempfile.TemporaryDirectory(prefix="lockstep-submit-") as folder:
+        staged = stage(config, Path(folder))
+        if staged.elsewhere:
+            show_note(f"not sent, to be there on the cluster: {', '.join(staged.elsewhere)}")
+        words = ["python", "-m", "lockstep", "train", FILE, *(["--resume", str(resume)] if resume is not None else [])]
+        return submit(address, config.name, shlex.join(words), staged.folder, given.values)
+
+
+def _on_ray(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:
+    if config.cluster.kind == "ray":
+        return config
+    if "cluster" in config.model_fields_set:
+        raise Refused("cluster.kind is local, and --submit runs on the nodes of a Ray cluster: set cluster=ray")
+    show_note("cluster=ray, as the run is submitted to one and its file names none")
+    return config.model_copy(update={"cluster": RayCluster()})
+
+
+def _environment(cluster: RayCluster) -> Forwarded:
+    """What the job's driver gets of this shell, from where it goes on to all workers."""
+    given = public(forwarded(os.environ, cluster.forward_env, {}))
+    if "PYTHONPATH" not in given.values:
+        return given
+    values = {name: value for name, value in given.values.items() if name != "PYTHONPATH"}
+    return Forwarded(values, given.kept_back | {"PYTHONPATH": _PYTHONPATH})
+
+
+def _tell(given: Forwarded) -> None:
+    if given.values:
+        show_note(f"variables of this shell that go along: {', '.join(given.values)}")
+    for name, why in given.kept_back.items():
+        show_note(f"{name} does not go along: {why}")
+
+
+def _emit(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _exit_code(ended: Ended) -> int:
+    if ended.status == "STOPPED":
+        show_note("the job was stopped")
+        return INTERRUPTED
+    if ended.status == "FAILED":
+        why = ended.message.partition(", last available logs")[0]  # they were shown
+        show_note(f"the job failed: {' '.join(why.split())[:500]}")
+        return ended.exit_code if ended.exit_code is not None and ended.exit_code > 0 else FAILED
+    return 0

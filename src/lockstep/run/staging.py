@@ -1,0 +1,92 @@
+"""What a run needs of this host's files, put into one folder that can be sent elsewhere."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.run.errors import Refused
+
+FILE = "run.yaml"
+MOST_BYTES = 100 * 2**20
+"""Of all files together; Ray takes 512 MiB, and copies them to every node."""
+_NAMES = ("path", "chat_template", "tools")
+"""Fields that name files; a name on the hub is none that is there."""
+
+
+@dataclass(slots=True)
+class Staged:
+    """A folder with everything."""
+
+    folder: Path
+    files: list[str] = field(default_factory=list)
+    """Relative; with their folders for Python files, whose neighbours they may import."""
+    elsewhere: list[str] = field(default_factory=list)
+    """Absolute paths that the file names: they must be the same on the cluster's nodes."""
+
+
+def stage(config: SFTConfig | GRPOConfig, folder: Path) -> Staged:
+    """Writes the resolved config to `folder/run.yaml`, and beside it every file of the working directory that it names
+    by a relative path.
+
+    Raises:
+        Refused: the run's folder would lie in what is thrown away, a file is outside of the working directory, or all
+            together are too large to be sent.
+    """
+    if not Path(config.folder).is_absolute():
+        raise Refused(
+            f"folder {config.folder!r} is relative, and the working directory of a Ray job is deleted after it: set "
+            "folder to an absolute path on a file system that outlives the job, such as a shared one"
+        )
+    staged = Staged(folder)
+    values = config.model_dump(mode="json")
+    (folder / FILE).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    for name in dict.fromkeys(_named(values)):
+        _take(Path(name), staged)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if size > MOST_BYTES:
+        largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        raise Refused(
+            f"the files that the run names are {size / 2**20:.0f} MiB, more than the {MOST_BYTES / 2**20:.0f} MiB that "
+            f"are sent; the largest is {largest.relative_to(folder)}: put it on a file system that the cluster's nodes "
+            "share, and name it by its absolute path"
+        )
+    return staged
+
+
+def _named(values: Any, key: str = "") -> Iterator[str]:
+    """Texts in the fields that name files, without what stands behind a colon (`FILE.py:NAME`)."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from _named(value, str(name))
+    elif isinstance(values, list):
+        for value in values:
+            yield from _named(value, key)
+    elif isinstance(values, str) and key in _NAMES:
+        stem, _, name = values.rpartition(":")
+        yield stem if stem.endswith(".py") and name.isidentifier() else values
+
+
+def _take(path: Path, staged: Staged) -> None:
+    path = path.expanduser()
+    if not path.exists():
+        return
+    if path.is_absolute():
+        staged.elsewhere.append(str(path))
+        return
+    here = Path.cwd()
+    if not path.resolve().is_relative_to(here.resolve()):
+        raise Refused(f"{path} is outside of the working directory {here}: name it by its absolute path")
+    neighbours = sorted(path.parent.glob("*.py")) if path.suffix == ".py" else [path]
+    for source in neighbours:
+        target = staged.folder / source
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source, target)
+        staged.files.append(str(source))

@@ -1,0 +1,169 @@
+"""Runs as jobs of a real Ray: what they print comes back, and how they end is the exit code."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.cluster.ray.jobs import Job, SubmissionError, follow, submit
+from lockstep.models.tiny import make_tiny
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
+]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """The dashboard of a head that is there for this module."""
+    port, binaries = free_port(), Path(sys.executable).parent
+    folder = tempfile.mkdtemp(prefix="ls", dir="/tmp")  # short: Ray's sockets lie in it
+    environment = {
+        **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1",
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+    }  # fmt: skip
+    environment.pop("RAY_ADDRESS", None)
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    command = [
+        str(binaries / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={free_port()}",
+        "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={port}",
+        "--include-dashboard=true", "--object-store-memory=100000000", f"--temp-dir={folder}",
+    ]  # fmt: skip
+    log = Path(folder) / "head.log"
+    with log.open("w") as out:
+        head = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 240
+        while not answers(url):
+            assert head.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(head.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            head.wait(timeout=5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGKILL)
+        del os.environ["RAY_AUTH_MODE"]
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/api/jobs/", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def test_the_log_comes_and_the_exit_code(address: str, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(
+        "import os, sys\nprint('in', sorted(os.listdir('.')), os.environ['NCCL_DEBUG'], flush=True)\n"
+        "for n in range(300): print('line', n)\nsys.exit(int(sys.argv[1]))\n"
+    )
+    said: list[str] = []
+    job = submit(address, "ends", "python job.py 0", tmp_path, {"NCCL_DEBUG": "WARN"})
+    assert job.id.startswith("ends-")
+    assert follow(job, said.append).exit_code == 0
+    text = "".join(said)
+    assert "in ['job.py'] WARN" in text and text.count("line 299\n") == 1
+    failed = follow(submit(address, "fails", "python job.py 3", tmp_path, {"NCCL_DEBUG": "WARN"}), said.append)
+    assert (failed.status, failed.exit_code) == ("FAILED", 3)
+
+
+def test_a_job_that_is_stopped_elsewhere(address: str, tmp_path: Path) -> None:
+    from ray.job_submission import JobSubmissionClient
+
+    job = submit(address, "long", "python -u -c 'import time; print(\"up\"); time.sleep(300)'", None, {})
+    stopped = threading.Event()
+
+    def emit(text: str) -> None:
+        if "up" in text and not stopped.is_set():
+            stopped.set()
+            JobSubmissionClient(job.address).stop_job(job.id)
+
+    assert follow(job, emit).status == "STOPPED"
+
+
+def test_ctrl_c_leaves_the_job_alone(address: str) -> None:
+    """As `ray job submit` does."""
+    long = "python -u -c 'import time; print(9); time.sleep(300)'"
+    code = "import sys; from lockstep.cluster.ray import jobs; from lockstep.cli import submission\n"
+    code += f"job = jobs.submit({address!r}, 'goes-on', {long!r}, None, {{}})\n"
+    code += "submission._hand_over = lambda *a: job\n"
+    code += "sys.exit(submission.submit_run('', None, None, []))\n"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    line = ""
+    while line != "9\n":
+        line = process.stdout.readline()
+        assert line, process.communicate(timeout=10)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the job goes on" in told and "ray job stop" in told, told
+    name = told.split("job ")[1].split()[0]
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(address)
+    assert client.get_job_status(name).value == "RUNNING"
+    client.stop_job(name)
+
+
+def make_files(folder: Path) -> Path:
+    """A run's file and what it names, in the folder."""
+    make_tiny(folder / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32, alphabet="0123456789=")
+    (folder / "data.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n' * 8)
+    values = {
+        "recipe": "grpo", "name": "small", "folder": str(folder / "runs"), "steps": 2, "token_budget": 64,
+        "prompts_per_step": 2, "group_size": 2, "model": {"path": "model"}, "data": {"path": "data.jsonl"},
+        "rollout": {"sampling": {"max_tokens": 4}}, "trainer": {"threads": 1},
+        "reward": {"terms": [{"kind": "exact_match"}], "workers": 1}, "cluster": {"kind": "ray", "device": "cpu"},
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    return folder / "run.yaml"
+
+
+def test_what_the_run_refuses_is_the_commands_exit_code(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is there already: the job's own refusal, seen here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a1B2c3D4" * 4)
+    make_files(tmp_path)
+    (tmp_path / "runs" / "small").mkdir(parents=True)
+    result = CliRunner().invoke(app, ["train", "run.yaml", "--submit", address])
+    assert result.exit_code == 2, result.output
+    assert "refused" in result.output and "exists" in result.output
+    assert "HF_TOKEN does not go along" in result.stderr
+
+
+def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SubmissionError, match="nobody listens at"):
+        submit("http://127.0.0.1:1", "x", "true", None, {})
+    with pytest.raises(SubmissionError):
+        follow(Job("http://127.0.0.1:1", "x"), print)
