@@ -24,7 +24,8 @@ class PolicyService(TrainerService, PolicyAPI):
             raise RuntimeError("no weight store is open; call open_weights() first")
         recorder.check()
         beacon.current().stage("publish")
-        self._weights.write_shards(self.rank, version, self.trainer.shards())
+        complete = self.config.weights.check == "complete"
+        self._weights.write_shards(self.rank, version, self.trainer.shards(), complete)
 
     def close(self) -> None:
         if self._weights is not None:

@@ -10,7 +10,8 @@ __all__ = ["COURIER", "ENGINE", "POLICY", "PRELOAD", "READER", "EngineAPI", "Pol
 POLICY = "lockstep.run.policy_service:PolicyService"
 ENGINE = "lockstep.rollout.service:EngineService"
 COURIER = "lockstep.weights.courier:Courier"
-READER = "lockstep.weights.shared:Reader"
+READER = {"sampled": "lockstep.weights.shared:Reader", "complete": "lockstep.weights.shared:complete_reader"}
+"""What engines read weights by, by `weights.check`."""
 PRELOAD = {
     "builtin": ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.service",
                 "lockstep.rollout.builtin"),

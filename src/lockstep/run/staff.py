@@ -108,7 +108,7 @@ class Staff:
             "engine": config.rollout.engine.model_dump(mode="json", exclude={"count"}),
             "device": process.device,
             "threads": process.threads,
-            "reader": READER,
+            "reader": READER[config.weights.check],
             "sleeps": config.placement.shared,
         }
         return self._spec(process, ENGINE, arguments, adoptable=True)

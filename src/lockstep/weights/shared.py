@@ -372,6 +372,11 @@ class Reader:
         return self._stores[folder][1]
 
 
+def complete_reader() -> Reader:
+    """One that looks at every byte."""
+    return Reader("complete")
+
+
 def _other(newest: Commit | None) -> int:
     """The buffer that is not current."""
     return 0 if newest is None else 1 - newest.buffer

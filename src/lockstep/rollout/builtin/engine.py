@@ -240,7 +240,7 @@ class BuiltinEngine:
         self._expected.check(tensors)
         own = dict(self.lm.named_parameters(remove_duplicate=False))
         for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+            _put(own[name], tensor)
 
     def _text(self, row: int) -> str:
         return self._texts([row])[0]
@@ -249,3 +249,11 @@ class BuiltinEngine:
         tokens = [self._rows.tokens[row, : self._rows.counts[row]].tolist() for row in rows]
         texts: list[str] = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return texts
+
+
+def _put(own: Tensor, tensor: Tensor) -> None:
+    """A plain copy; in two steps where the engine keeps its own transposed, which takes half the time."""
+    if own.ndim == 2 and own.stride(0) == 1 < own.stride(1) and tensor.device.type == own.device.type == "cpu":
+        own.t().copy_(tensor.t().contiguous())
+    else:
+        own.copy_(tensor)

@@ -1,0 +1,281 @@
+"""What weight sync costs beside bare copies and broadcasts of the same bytes: `python -m benchmarks.weights`.
+
+Prints the table and writes every repeat to `--out`. Sides take turns within a repeat, one torch thread each, so that
+ratios are those of one machine at one time. Nodes are folders in shared memory; between them is loopback.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.cluster.calls import gather
+from lockstep.cluster.local import LocalCluster
+from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
+from lockstep.config.cluster import LocalCluster as Config
+from lockstep.config.model import Model
+from lockstep.config.rollout import BuiltinEngine as EngineConfig
+from lockstep.models.tiny import TinyModel, make_tiny
+from lockstep.rollout.builtin.engine import BuiltinEngine
+from lockstep.weights.api import PRELOAD, SERVICE
+from lockstep.weights.couriers import Couriers
+from lockstep.weights.plan import Plan
+from lockstep.weights.shared import Reader, SharedWeights
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = {
+    "3M": TinyModel(hidden=256, layers=4, heads=4, kv_heads=2, ffn=768, max_length=1024, seed=1),
+    "100M": TinyModel(
+        alphabet="".join(map(chr, range(0x4E00, 0x4E00 + 8192))), hidden=768, layers=14, heads=12, kv_heads=12,
+        ffn=2048, max_length=1024, seed=1,
+    ),
+}  # fmt: skip
+Line = dict[str, Any]
+
+
+@dataclass
+class Shard:
+    name: str
+    offset: int
+    tensor: torch.Tensor
+    constant: bool = False
+
+
+@dataclass
+class Place:
+    """Stands for a trainer rank or an engine: only its node matters here."""
+
+    spec: WorkerSpec
+    node: str
+
+
+class Bare:
+    """A rank of the broadcast that everything over gloo is held against."""
+
+    def __init__(self, rank: int, world: int, host: str, port: int, nbytes: int) -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        bound = timedelta(seconds=300)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("bare", store), rank=rank, world_size=world, timeout=bound
+        )
+        self.bytes = torch.full((nbytes,), rank, dtype=torch.uint8)
+
+    def broadcast(self, bucket: int) -> float:
+        """Seconds."""
+        dist.barrier()
+        began = time.perf_counter()
+        for piece in self.bytes.split(bucket):
+            dist.broadcast(piece, 0)
+        return time.perf_counter() - began
+
+
+class Nodes:
+    """Couriers of nodes that are folders."""
+
+    def __init__(self, cluster: LocalCluster, memory: Path, **courier: Any) -> None:
+        self.cluster, self.memory, self.arguments, self.numbers = cluster, memory, courier, itertools.count()
+
+    def nodes(self) -> list[NodeInfo]:
+        return [self._info(name) for name in ("a", "b", "c")]
+
+    def node_of(self, worker: Any) -> NodeInfo:
+        return self._info(worker.node)
+
+    def courier(self, node: NodeInfo) -> Worker:
+        host, port = self.cluster.store()
+        arguments = {
+            "node": node.name, "address": node.address, "way": "gloo", "store_host": host,
+            "store_port": port, **self.arguments,
+        }  # fmt: skip
+        name = f"{self.memory.name}-{node.name}-{next(self.numbers)}"
+        return self.cluster.start([spec(name, SERVICE, arguments)])[0]
+
+    def dismiss(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self.cluster.stop(worker, grace_s=0.0)
+
+    def _info(self, name: str) -> NodeInfo:
+        (self.memory / name).mkdir(exist_ok=True)
+        return NodeInfo(name, "127.0.0.1", self.memory / name)
+
+
+def spec(name: str, service: str, arguments: dict[str, Any]) -> WorkerSpec:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return WorkerSpec(name, "weights", 0, service, arguments, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, PRELOAD)
+
+
+def timed(call: Callable[..., object], *arguments: object) -> float:
+    """Seconds."""
+    began = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - began
+
+
+class OneHost:
+    """A trainer rank that writes, an engine that takes; beside a memcpy of the same bytes."""
+
+    def __init__(self, size: str, memory: Path, folder: Path) -> None:
+        make_tiny(folder, MODELS[size])
+        engine = EngineConfig(max_rows=8, cache_tokens=512)
+        self.reader = Reader("sampled")
+        self.engine = BuiltinEngine.from_config(Model(path=str(folder)), engine, "cpu", self.reader, 0)
+        self.own = {name: tensor.detach().contiguous().clone() for name, tensor in self.engine.lm.named_parameters()}
+        self.plan = Plan.of((name, tensor.shape, tensor.dtype) for name, tensor in self.own.items())
+        self.store = SharedWeights.create(memory / "one", self.plan, 1)
+        self.flat = torch.cat([tensor.reshape(-1) for tensor in self.own.values()])
+        self.copy = torch.empty_like(self.flat).fill_(0)
+        self.versions = itertools.count(1)
+
+    def repeat(self) -> Line:
+        found: Line = {"memcpy": timed(self.copy.copy_, self.flat)}
+        for check in ("sampled", "complete"):
+            version = next(self.versions)
+            self.reader.check = check
+            shards = [Shard(name, 0, tensor) for name, tensor in self.own.items()]
+            found[f"write_{check}"] = timed(self.store.write_shards, 0, version, shards, check == "complete")
+            found[f"commit_{check}"] = timed(self.store.commit, version)
+            found[f"take_{check}"] = timed(self._take, version)
+            found[f"load_{check}"] = timed(self.engine.load_weights, self.store.folder, version)
+        return found
+
+    def _take(self, version: int) -> None:
+        """What any reader does: checks and copies."""
+        with self.reader(self.store.folder, version) as tensors:
+            at = 0
+            for name in self.own:
+                tensor = tensors[name]
+                self.copy[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
+                at += tensor.numel()
+
+
+class Between:
+    """One sender, two receivers; beside a bare broadcast to two."""
+
+    def __init__(self, cluster: LocalCluster, memory: Path, plan: Plan, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors, self.versions = tensors, itertools.count(1)
+        rank = Place(WorkerSpec("policy-0", "policy", 0, ""), "a")
+        self.engines: Any = [Place(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate("bc")]
+        self.ways = {}
+        settings: dict[str, dict[str, Any]] = {"gloo": {}, "complete": {"check": "complete"}, "delta": {"delta": True}}
+        for generation, (name, courier) in enumerate(settings.items(), start=1):  # keeps their keys apart
+            (memory / name).mkdir()
+            hires = Nodes(cluster, memory / name, generation=generation, **courier)
+            delivery = Couriers(hires, hires, plan, 60.0)
+            (folder,) = delivery.lay_out([rank])  # type: ignore[list-item]
+            self.ways[name] = delivery, SharedWeights.open(Path(folder), plan, generation)
+        host, port = cluster.store()
+        about = {"world": 3, "host": host, "port": port, "nbytes": plan.nbytes}
+        self.bare = cluster.start(
+            [spec(f"bare-{n}", "benchmarks.weights:Bare", {"rank": n, **about}) for n in range(3)]
+        )
+
+    def repeat(self) -> Line:
+        found: Line = {}
+        for name, bucket in (("broadcast", 1 << 40), ("broadcast_64", 64 << 20)):
+            found[name] = max(gather([worker.submit(Bare.broadcast, bucket) for worker in self.bare], why=name))
+        for name, (delivery, store) in self.ways.items():
+            version = next(self.versions)
+            if name == "delta":  # a tenth of the tensors
+                for tensor in list(self.tensors.values())[::10]:
+                    tensor.add_(1e-3)
+            shards = [Shard(each, 0, tensor) for each, tensor in self.tensors.items()]
+            store.write_shards(0, version, shards, name == "complete")
+            found[name] = timed(delivery.publish, version, self.engines)
+            found[f"{name}_bytes"] = delivery.received["b"].sent
+        return found
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="lockstep-benchmark-", dir="/dev/shm"))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
+
+
+def measure(size: str, repeats: int, parts: Sequence[str]) -> list[Line]:
+    """Every repeat, after one that is not counted."""
+    lines: list[Line] = []
+    with scratch() as memory, tempfile.TemporaryDirectory() as folder:
+        one = OneHost(size, memory, Path(folder) / "model")
+        about = {"size": size, "bytes": one.plan.nbytes, "parameters": one.flat.numel()}
+        for repeat in range(repeats + 1 if "host" in parts else 0):
+            line = {"part": "host", "repeat": repeat, **about, **one.repeat(), "load": os.getloadavg()[0]}
+            lines += [line] if repeat else []
+        if "nodes" in parts:
+            with LocalCluster(Config(), "benchmark-weights", Path(folder) / "run", 1) as cluster:
+                between = Between(cluster, memory, one.plan, one.own)
+                for repeat in range(repeats + 1):
+                    line = {"part": "nodes", "repeat": repeat, **about, **between.repeat(), "load": os.getloadavg()[0]}
+                    lines += [line] if repeat else []
+    return lines
+
+
+def table(lines: Sequence[Line]) -> list[str]:
+    """Medians, in milliseconds, and what they are of the bare way."""
+    out = ["| model | what | ms | GB/s | of the bare way | goal |", "|---|---|---|---|---|---|"]
+    for size in dict.fromkeys(line["size"] for line in lines):
+        host = [line for line in lines if line["size"] == size and line["part"] == "host"]
+        nodes = [line for line in lines if line["size"] == size and line["part"] == "nodes"]
+        if host:
+            out += rows(size, host, "memcpy", [
+                ("bare memcpy, one thread", ["memcpy"], 1, ""),
+                ("a rank writes, sampled checksums", ["write_sampled", "commit_sampled"], 1, ""),
+                ("a reader checks and copies, sampled", ["take_sampled"], 1, ""),
+                ("both, against two memcpy", ["write_sampled", "commit_sampled", "take_sampled"], 2, "0.6"),
+                ("both, complete checksums", ["write_complete", "commit_complete", "take_complete"], 2, ""),
+                ("the builtin engine takes (and transposes)", ["load_sampled"], 1, ""),
+                ("a rank writes, the engine takes", ["write_sampled", "commit_sampled", "load_sampled"], 2, "0.6"),
+            ])  # fmt: skip
+        if nodes:
+            out += rows(size, nodes, "broadcast", [
+                ("bare gloo broadcast to two", ["broadcast"], 1, ""),
+                ("bare, in buckets of 64 MiB", ["broadcast_64"], 1, ""),
+                ("publish to two nodes, sampled", ["gloo"], 1, "0.7"),
+                ("publish to two nodes, complete", ["complete"], 1, ""),
+                ("publish to two nodes, delta, a tenth changed", ["delta"], 1, ""),
+            ])  # fmt: skip
+    return out
+
+
+def rows(
+    size: str, lines: Sequence[Line], bare: str, what: Sequence[tuple[str, Sequence[str], int, str]]
+) -> Iterator[str]:
+    for title, parts, times, goal in what:
+        seconds = statistics.median(sum(line[part] for part in parts) for line in lines)
+        ratio = statistics.median(times * line[bare] / sum(line[part] for part in parts) for line in lines)
+        rate = lines[0]["bytes"] * times / seconds / 1e9
+        yield f"| {size} | {title} | {seconds * 1e3:.1f} | {rate:.2f} | {ratio:.2f} | {goal} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sizes", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--parts", nargs="+", choices=["host", "nodes"], default=["host", "nodes"])
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "cpu" / "weights.jsonl")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [line for size in options.sizes for line in measure(size, options.repeats, options.parts)]
+    options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print("\n".join(table(lines)))
+
+
+if __name__ == "__main__":
+    main()
