@@ -30,10 +30,15 @@ Parcel = tuple[Run, ...]
 def parcels(plan: Plan, marks: Sequence[Mark], limit: int) -> list[Parcel]:
     """Everything that the writers of `marks` wrote, in the order of the buffer, cut into parcels of `limit` bytes at
     most. Bytes between two tensors that only align the second go along."""
-    pieces = sorted(
-        (plan.entries[bucket.entry].offset + bucket.start, bucket.length) for mark in marks for bucket in mark.buckets
-    )
-    return list(_packed(_cut(_joined(pieces), limit), limit))
+    pieces = []
+    for mark in marks:
+        for bucket in mark.buckets:
+            entry = plan.entries[bucket.entry]
+            end = bucket.start + bucket.length
+            # Beyond the end of a tensor is padding; beyond the end of a rank's rows are those of another.
+            padded = entry.offset + (-(-end // ALIGNMENT) * ALIGNMENT if end == entry.nbytes else end)
+            pieces.append((entry.offset + bucket.start, bucket.length, padded))
+    return list(_packed(_cut(_joined(sorted(pieces)), limit), limit))
 
 
 def size(parcel: Parcel) -> int:
@@ -78,15 +83,15 @@ def changed(before: Sequence[bytes] | None, now: Sequence[bytes]) -> list[int]:
     return [position for position, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
 
 
-def _joined(pieces: Iterable[tuple[int, int]]) -> Iterator[Run]:
-    start = end = -1
-    for at, length in pieces:
-        if start >= 0 and at - end < ALIGNMENT:
-            end = max(end, at + length)
-            continue
-        if start >= 0:
+def _joined(pieces: Iterable[tuple[int, int, int]]) -> Iterator[Run]:
+    """Of (start, length, end with padding)."""
+    start = end = reach = -1
+    for at, length, padded in pieces:
+        if at != reach and start >= 0:
             yield Run(start, end - start)
-        start, end = at, at + length
+        if at != reach:
+            start = at
+        end, reach = at + length, padded
     if start >= 0:
         yield Run(start, end - start)
 

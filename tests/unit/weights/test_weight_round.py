@@ -1,0 +1,137 @@
+"""Who sends a version to whom, with transfers that end as the test says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.protocol import NodeInfo, WorkerDied
+from lockstep.weights.api import Link, Received
+from lockstep.weights.round import FANOUT, TRIES, Round
+from lockstep.weights.transfer import Node
+
+
+class Stub:
+    """A transfer whose end the test sets."""
+
+    def __init__(self, source: Node, target: Node, number: int) -> None:
+        self.source, self.target, self.bytes, self.problem = source, target, 0, "told so"
+        self.link = Link(number, source.info.name, target.info.name)
+        self.received = Received(1, 1, 0.1, True)
+        self.verdict: str | None = None
+        self.receiving = self
+
+    def look(self) -> str | None:
+        return self.verdict
+
+    def done(self) -> bool:
+        return self.verdict is not None
+
+
+def node(name: str) -> Node:
+    return Node(NodeInfo(name, "127.0.0.1", Path("/nowhere")))
+
+
+class Desk:
+    """Begins transfers, and remembers them."""
+
+    def __init__(self, names: str) -> None:
+        self.home, self.others = node("home"), [node(name) for name in names]
+        self.begun: list[Stub] = []
+        self.arrived: list[str] = []
+        self.refuse: set[str] = set()
+        self.round = Round(7, self.others, [self.home], [0, 1], self.begin, self.note)  # type: ignore[arg-type]
+
+    def begin(self, source: Node, target: Node, version: int, ranks: list[int]) -> Any:
+        assert (version, ranks) == (7, [0, 1])
+        if target.info.name in self.refuse:
+            raise WorkerDied("courier", 0, -9, "")
+        self.begun.append(Stub(source, target, len(self.begun)))
+        return self.begun[-1]
+
+    def note(self, transfer: Any, version: int) -> None:
+        self.arrived.append(transfer.target.info.name)
+
+    def end(self, verdict: str, *names: str) -> bool | None:
+        for transfer in self.begun:
+            if transfer.verdict is None and (not names or transfer.target.info.name in names):
+                transfer.verdict = verdict
+        return self.round.look()
+
+
+def test_who_has_it_passes_it_on() -> None:
+    desk = Desk("abcdefghijklmn")
+    turns = 0
+    desk.round.look()
+    assert len(desk.begun) == FANOUT
+    while desk.end("done") is None:
+        turns += 1
+    assert sorted(desk.arrived) == list("abcdefghijklmn")
+    assert turns <= 2, "home and two at first, then all that have it send to two each"
+    senders = [transfer.source.info.name for transfer in desk.begun]
+    assert max(map(senders.count, senders)) <= 2 * FANOUT + 2
+    assert desk.round.behind == []
+
+
+def test_one_that_fails_is_left_behind_and_the_others_get_it() -> None:
+    desk = Desk("abc")
+    desk.round.look()
+    desk.end("receiver", "a")
+    while desk.end("done") is None:
+        pass
+    assert [each.info.name for each in desk.round.behind] == ["a"]
+    assert sorted(desk.arrived) == ["b", "c"]
+
+
+def test_a_sender_that_fails_is_left_out_where_another_has_it() -> None:
+    desk = Desk("abc")
+    desk.round.look()
+    desk.end("done", "a")
+    desk.end("sender", "b")
+    assert desk.home.stuck
+    while desk.end("done") is None:
+        pass
+    assert sorted(desk.arrived) == ["a", "b", "c"]
+    assert desk.begun[-1].source.info.name != "home"
+
+
+def test_a_sender_that_fails_again_and_again_is_given_up() -> None:
+    desk = Desk("a")
+    desk.round.look()
+    for _ in range(TRIES):
+        desk.end("sender")
+    assert len(desk.begun) == TRIES
+    assert desk.round.look() is True
+    assert [each.info.name for each in desk.round.behind] == ["a"]
+
+
+def test_a_node_without_a_courier_is_left_behind() -> None:
+    desk = Desk("ab")
+    desk.refuse = {"a"}
+    desk.round.look()
+    assert desk.end("done") is True
+    assert [each.info.name for each in desk.round.behind] == ["a"]
+
+
+def test_giving_up_leaves_all_that_are_not_done() -> None:
+    desk = Desk("abcd")
+    desk.round.look()
+    before = desk.round.progress()
+    desk.begun[0].bytes = 5
+    assert desk.round.progress() != before
+    desk.round.give_up()
+    assert sorted(each.info.name for each in desk.round.behind) == list("abcd")
+    assert [each.stuck for each in desk.others] == [True, True, False, False]
+    assert desk.round.look() is True
+
+
+def test_what_no_other_try_would_mend_is_raised() -> None:
+    class Final(Stub):
+        def look(self) -> str | None:
+            raise WorkerDied("x", 0, 1, "")
+
+    desk = Desk("a")
+    desk.round._begin = lambda *_: Final(desk.home, desk.others[0], 0)  # type: ignore[assignment,return-value]
+    desk.round.look()
+    with pytest.raises(WorkerDied):
+        desk.round.look()
