@@ -1,10 +1,9 @@
-"""What a worker is to be: a file of the run, written by the controller that starts it and read by the worker, and by a
-later controller that finds it alive."""
+"""What a worker is to be: noted with the agent by the controller that starts it, read from a file by the worker, and by
+a later controller that finds it alive."""
 
 import hashlib
 import hmac
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import msgspec
 
 from lockstep.cluster.protocol import WorkerSpec
-from lockstep.watch.folders import write_whole
 
 CHARGE = "LOCKSTEP_WORKER"
 """Variable that names the file."""
@@ -37,15 +35,12 @@ class Charge(msgspec.Struct, frozen=True):
     fitness: str = ""
     """Of its spec, see `fitness`; empty where no other controller may have it."""
 
-    def write(self, folder: Path) -> Path:
-        """Puts it where the worker finds it, whole. Raises TypeError for arguments that are not JSON-like."""
+    def text(self) -> str:
+        """What the worker finds in its file. Raises TypeError for arguments that are not JSON-like."""
         try:
-            data = json.dumps(msgspec.to_builtins(self), allow_nan=True).encode()
+            return json.dumps(msgspec.to_builtins(self), allow_nan=True)
         except (TypeError, ValueError) as error:
             raise TypeError(f"arguments of worker {self.name!r} are not JSON-like: {error}") from None
-        path = _path(folder, self.name)
-        write_whole(path, data)
-        return path
 
     @staticmethod
     def read(path: Path) -> "Charge":
@@ -53,11 +48,11 @@ class Charge(msgspec.Struct, frozen=True):
         return msgspec.json.decode(path.read_bytes(), type=Charge)
 
     @staticmethod
-    def of(folder: Path, name: str) -> "Charge | None":
-        """What a worker of that name was started as; None where nothing readable says so."""
+    def of(text: str | None) -> "Charge | None":
+        """What a worker was started as; None where nothing readable says so."""
         try:
-            return Charge.read(_path(folder, name))
-        except (OSError, ValueError):
+            return None if text is None else msgspec.json.decode(text, type=Charge)
+        except ValueError:
             return None
 
     @property
@@ -66,7 +61,7 @@ class Charge(msgspec.Struct, frozen=True):
         return WorkerSpec(self.name, self.role, self.rank, self.service, self.arguments, adoptable=bool(self.fitness))
 
 
-def fitness(spec: WorkerSpec, environment: Mapping[str, str], token: str) -> str:
+def fitness(spec: WorkerSpec, environment: Mapping[str, str], token: str, python: str, folder: Path) -> str:
     """The same for two specs that the same process would do for: equal place, service and arguments, the same
     interpreter, folder and environment, whatever the name. Keyed, as an environment has secrets."""
     own = {
@@ -74,9 +69,6 @@ def fitness(spec: WorkerSpec, environment: Mapping[str, str], token: str) -> str
         for name, value in environment.items()
         if name not in _SESSION and not name.startswith(_SESSION_PREFIXES)
     }
-    parts = spec.role, spec.rank, spec.service, spec.arguments, spec.preload, own, sys.executable, str(Path.cwd())
+    parts = spec.role, spec.rank, spec.service, spec.arguments, spec.preload, own, python, str(folder)
     return hmac.new(token.encode(), json.dumps(parts, sort_keys=True).encode(), hashlib.sha256).hexdigest()
 
-
-def _path(folder: Path, name: str) -> Path:
-    return folder / f"{name}.json"

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from lockstep.cluster.calls import settle
 from lockstep.cluster.charge import Charge
+from lockstep.cluster.node import Node
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.watch.agent_client import WorkerFacts
@@ -20,28 +20,26 @@ class Heirs:
     """Those that are left.
 
     Args:
-        affairs: where the charges of all workers are.
-        handle: makes the handle on a worker that somebody else has started.
+        handle: makes the handle on a worker that somebody else has started, on a node.
         end: ends workers at once.
     """
 
     def __init__(
         self,
-        affairs: Path,
-        handle: Callable[[WorkerSpec], RemoteWorker],
+        handle: Callable[[WorkerSpec, Node], RemoteWorker],
         end: Callable[[Sequence[RemoteWorker]], None],
     ) -> None:
-        self._affairs, self._handle, self._end = affairs, handle, end
+        self._handle, self._end = handle, end
         self._left: dict[RemoteWorker, str] = {}
         """With what each is fit for."""
 
-    def meet(self, workers: Sequence[WorkerFacts]) -> None:
-        """Takes those that live and that somebody can go on with; ends the others."""
+    def meet(self, node: Node, workers: Sequence[WorkerFacts]) -> None:
+        """Takes those of a node that live and that somebody can go on with; ends the others."""
         others: list[RemoteWorker] = []
         for facts in workers:
             if facts.alive:
-                charge = Charge.of(self._affairs, facts.name)
-                worker = self._handle(WorkerSpec(facts.name, "", 0, "") if charge is None else charge.spec)
+                charge = Charge.of(facts.note)
+                worker = self._handle(WorkerSpec(facts.name, "", 0, "") if charge is None else charge.spec, node)
                 worker.pid = facts.pid
                 if charge is not None and charge.fitness:
                     self._left[worker] = charge.fitness
@@ -49,20 +47,29 @@ class Heirs:
                     others.append(worker)
         self._end(others)
 
-    def claim(self, specs: Sequence[WorkerSpec], fitness: Callable[[WorkerSpec], str]) -> dict[int, RemoteWorker]:
+    def claim(
+        self, specs: Sequence[WorkerSpec], fitness: Callable[[WorkerSpec, Node], str]
+    ) -> dict[int, RemoteWorker]:
         """Those that do for some of these, by their numbers. Others whose places are asked for end."""
         if not self._left:
             return {}
         found: dict[int, RemoteWorker] = {}
         for number, spec in enumerate(specs):
-            wanted = fitness(spec) if spec.adoptable else None
-            fit = next((worker for worker, what in self._left.items() if what == wanted and not worker.dead), None)
+            fit = next((w for w, what in self._left.items() if self._fits(w, what, spec, fitness)), None)
             if fit is not None:
                 del self._left[fit]
                 found[number] = fit
         places = {(spec.role, spec.rank) for spec in specs}
         self._give_up([worker for worker in self._left if (worker.spec.role, worker.spec.rank) in places])
         return found
+
+    @staticmethod
+    def _fits(
+        worker: RemoteWorker, what: str, spec: WorkerSpec, fitness: Callable[[WorkerSpec, Node], str]
+    ) -> bool:
+        place = worker.spec.role, worker.spec.rank
+        fits = spec.adoptable and not worker.dead and place == (spec.role, spec.rank)
+        return fits and what == fitness(spec, worker.node)
 
     def lost(self, claimed: Mapping[int, RemoteWorker]) -> list[int]:
         """Those that do not come over to us, or that cannot be used again after all; they have ended."""

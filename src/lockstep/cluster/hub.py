@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lockstep.cluster.messages import Resume, unpack_to_controller
+from lockstep.cluster.messages import Leave, Resume, pack, unpack_to_controller
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.watch import waits, wire
 
@@ -27,6 +27,8 @@ class Hub:
         self._listener = wire.Listener(token, run, generation, name="controller", host=host)
         self._tick = tick
         self._workers: dict[str, RemoteWorker] = {}
+        self._given_up: set[str] = set()
+        """Those that may live on where nothing is heard of them."""
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
@@ -58,15 +60,22 @@ class Hub:
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
 
-    def ended(self, name: str, pid: int, exit_code: int | None) -> None:
-        """A worker has ended: what it said last is heard, then its calls fail. From any thread."""
+    def give_up(self, worker: RemoteWorker) -> None:
+        """Nothing is heard of its node: its calls fail, and should it come again, it is sent away. In the hub's
+        thread."""
+        self._given_up.add(worker.name)
+        worker.die(None)
+
+    def ended(self, name: str, pid: int, exit_code: int | None, said: str = "") -> None:
+        """A worker has ended, and its log with `said`: what it answered last is heard, then its calls fail. From any
+        thread."""
 
         def bury() -> None:
             worker = self._workers.get(name)
             if worker is not None and worker.pid == pid:
                 if worker.connection is not None:
                     self._exchange(worker.connection)
-                worker.die(exit_code)
+                worker.die(exit_code, said)
 
         self._jobs.put(bury)
         self.wake()
@@ -125,12 +134,21 @@ class Hub:
 
     def _welcome(self, connection: wire.Connection) -> None:
         self._watch_writes()  # its descriptor may have been that of a closed one
-        if connection.peer.name not in self._workers:
-            log.warning("%s said hello but is no worker of this run", connection.peer.name)
-            connection.close()
+        worker = self._workers.get(connection.peer.name)
+        if worker is None or worker.dead:
+            self._dismiss(connection)
             return
         self._connections.add(connection)
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def _dismiss(self, connection: wire.Connection) -> None:
+        """Who was given up while nothing was heard of it has been replaced, and is to leave."""
+        name = connection.peer.name
+        log.warning("%s said hello but is no worker of this run%s", name, " any more" if name in self._given_up else "")
+        if name in self._given_up:
+            with contextlib.suppress(wire.WireError):
+                connection.send(*pack(Leave("it was given up: nothing was heard of it")), timeout_s=0.5)
+        connection.close()
 
     def _watch_writes(self) -> None:
         """Asks to be told when a connection with something left to write takes more; forgets closed ones."""

@@ -69,18 +69,19 @@ class RemoteError(RuntimeError):
 
 
 class WorkerDied(RuntimeError):
-    """A worker ended while it was needed: exit code or signal, and the last lines of its log."""
+    """A worker ended while it was needed: exit code or signal, and the last lines of its log; or its node is `lost`,
+    which says which and why."""
 
-    def __init__(self, worker: str, rank: int, exit_code: int | None, log_tail: str) -> None:
-        how = "vanished" if exit_code is None else f"exited with {exit_code}"
-        super().__init__(f"{worker} {how}\n\n--- end of its log ---\n{log_tail}")
-        self.worker, self.rank, self.exit_code, self.log_tail = worker, rank, exit_code, log_tail
+    def __init__(self, worker: str, rank: int, exit_code: int | None, log_tail: str, lost: str = "") -> None:
+        how = f"exited with {exit_code}" if exit_code is not None else f"vanished ({lost})" if lost else "vanished"
+        super().__init__(f"{worker} {how}" + (f"\n\n--- end of its log ---\n{log_tail}" if not lost else ""))
+        self.worker, self.rank, self.exit_code, self.log_tail, self.lost = worker, rank, exit_code, log_tail, lost
 
     @property
     def how(self) -> str:
         """How it ended, for a sentence that begins with whose process it was."""
         if self.exit_code is None:
-            return "vanished"
+            return f"vanished ({self.lost})" if self.lost else "vanished"
         if self.exit_code < 0:
             return f"was ended by signal {-self.exit_code}"
         return f"exited with {self.exit_code}"

@@ -4,7 +4,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lockstep.cluster.calls import FROZEN_S, PendingCall
@@ -23,25 +22,26 @@ from lockstep.cluster.messages import (
     pack,
     post,
 )
+from lockstep.cluster.node import Node
 from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
 from lockstep.watch import beacon, procs, wire
-from lockstep.watch.folders import run_dir
+from lockstep.watch.folders import log_tail, run_dir
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-TAIL_LINES = 40
 
 
 class RemoteWorker:
     """A worker process and the calls it owes. Any thread may submit; the hub's thread hears."""
 
     def __init__(
-        self, spec: WorkerSpec, run: str, generation: int, log: Path, stall_limit_s: float, notice_after_s: float,
+        self, spec: WorkerSpec, node: Node, run: str, generation: int, stall_limit_s: float, notice_after_s: float,
         wake: Callable[["RemoteWorker", wire.Connection | None], None],
     ) -> None:  # fmt: skip
         """`wake` is told when a connection has something left to write, or is closed."""
-        self.spec, self.name, self.log = spec, spec.name, log
+        self.spec, self.name, self.node = spec, spec.name, node
+        self.log = node.logs / f"{spec.name}.log"
+        """A file of the node."""
         self.pid = 0
         self.stall_limit_s, self.notice_after_s = stall_limit_s, notice_after_s
         self.moves, self.moved_at = 0, time.monotonic()
@@ -91,7 +91,7 @@ class RemoteWorker:
         return pending.result(why=pending.label)
 
     def alive(self) -> bool:
-        return self._death is None and self.pid > 0 and procs.alive(self.pid)
+        return self._death is None and self.pid > 0 and (procs.alive(self.pid) if self.node.here else self.node.alive)
 
     def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
         """Calls `callback` once its end is known, in the thread that hears of it; now, when it is."""
@@ -122,11 +122,12 @@ class RemoteWorker:
 
     def describe(self) -> str:
         """What it does, after "it": read from its beacon where that is on this host, else from its last pulse."""
-        if self.pid and procs.process_state(self.pid) in ("T", "t"):
+        here = self.node.here
+        if here and self.pid and procs.process_state(self.pid) in ("T", "t"):
             return "is stopped (SIGSTOP, or a debugger)"
         if not self.connected_once:
             return "has not said hello yet"
-        state = beacon.read_beacon(self._beacon)
+        state = beacon.read_beacon(self._beacon) if here else None
         if state is not None and state.pid != self.pid:
             state = None
         stage, wait = self._doing(state)
@@ -189,12 +190,14 @@ class RemoteWorker:
                 arrived, self._arrived = self._arrived, []
                 self._send(pack(Ack(arrived)))
 
-    def die(self, exit_code: int | None) -> None:
-        """Its end is known: every call it owes fails. Idempotent."""
+    def die(self, exit_code: int | None, said: str = "") -> None:
+        """Its end is known, and the end of its log, where the node told it: every call it owes fails. Idempotent."""
         with self._lock:
             if self._death is not None:
                 return
-            self._death = WorkerDied(self.name, self.spec.rank, exit_code, tail(self.log))
+            said = log_tail(self.log) if self.node.here else said
+            lost = "" if exit_code is not None or self.node.here else self.node.why_lost
+            self._death = WorkerDied(self.name, self.spec.rank, exit_code, said, lost)
             owed, self._open = list(self._open.values()), {}
             mourners, self._mourners = self._mourners, []
             if self._connection is not None:
@@ -234,13 +237,3 @@ class RemoteWorker:
         connection = self._connection
         post(connection, parts, lambda broken, _: self.lost(broken), lambda: self._wake(self, connection))
 
-
-def tail(log: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log; says so when there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 64_000))
-            text = file.read().decode(errors="replace")
-    except OSError as error:
-        return f"({log} cannot be read: {error.strerror})"
-    return "\n".join(text.splitlines()[-lines:]) or f"({log} is empty)"

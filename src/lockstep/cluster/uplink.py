@@ -35,8 +35,6 @@ from lockstep.watch.leader import Leader
 from lockstep.watch.procs import alive
 
 PULSE_S = 1.0
-RECONNECT_S = 30.0
-"""A controller that lives but does not take the connection back for this long is gone too."""
 AGAIN_S = 0.1
 """How often a signal that the main thread has not heard is sent to it again."""
 CLOSING_S = 2.0
@@ -251,7 +249,7 @@ class Uplink:
         lives = leader.pid is None or alive(leader.pid, leader.start_ticks)
         if lives:
             self._alone_at = now
-        patience = max(leader.orphan_grace_s, RECONNECT_S) if lives else leader.orphan_grace_s
+        patience = max(leader.orphan_grace_s, leader.reconnect_s) if lives else leader.orphan_grace_s
         alone = now - (self._lost_at if lives else self._alone_at)
         if self._refused:
             self._orphaned(f"the controller refuses it: {self._refused}")

@@ -2,7 +2,7 @@
 
 import sys
 
-from lockstep.cluster.local import LocalCluster
+from lockstep.cluster.base import AgentCluster
 from lockstep.config.roles import TOGETHER
 from lockstep.report.summary import versions
 from lockstep.run.monitor import Monitor
@@ -12,7 +12,7 @@ from lockstep.watch.assemble import Alias
 from lockstep.watch.verdict import Patience
 
 
-def oversee(prepared: Prepared, cluster: LocalCluster, monitor: Monitor, recovery: Recovery) -> None:
+def oversee(prepared: Prepared, cluster: AgentCluster, monitor: Monitor, recovery: Recovery) -> None:
     """Starts the supervisor that the config asks for, if it does. The run goes on at once."""
     config = prepared.config.watch
     if not config.enable:

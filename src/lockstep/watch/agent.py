@@ -7,12 +7,16 @@ SIGKILL), removes the run's beacons, and leaves. Should the agent itself be kill
 One thread, one selector. JSON frames over `watch.wire`:
 
     {"id", "op": "attach", "pid", "start", "place", "after"}   a controller; events after number `after` are repeated
-    {"id", "op": "spawn", "name", "argv", "env", "log", "cwd", "preload"} -> {"pid", ...}
+    {"id", "op": "spawn", "name", "argv", "env", "log", "cwd", "preload", "note"} -> {"pid", ...}
     {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller means to go on with these workers
+    {"id", "op": "lead", "leader"} -> {}     publishes who the run's controller is, on another host, for the workers
     {"id", "op": "list"} -> {"workers": [...]}     {"id", "op": "kill", "name", "signal"} -> {"alive"}
+    {"id", "op": "ping"} -> {"used_s"}     for who is elsewhere: it is there, and how much CPU time its workers used
     {"id", "op": "leave", "grace_s"} -> {}, when all workers have ended
     <- {"reply": id, ...} or {"reply": id, "error": why}
-    <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at"}   "exit_code" is minus the signal's number
+    <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at", "said"}   minus the signal's number; end of its log
+
+A `note` is its starter's: it is in the agent's folder as `NAME.json` before the worker begins, and `list` repeats it.
 
 What it sees of the processes goes to supervisors; `watch.watching` says how.
 
@@ -39,6 +43,8 @@ from typing import Any
 from lockstep.watch import beacon, procs
 from lockstep.watch.agent_client import Address
 from lockstep.watch.children import Child, Nursery, Order
+from lockstep.watch.folders import write_whole
+from lockstep.watch.leader import Leader, Superseded
 from lockstep.watch.template import adopt_orphans
 from lockstep.watch.watching import Watching
 from lockstep.watch.wire import Connection, ConnectionClosed, Listener, WireError
@@ -213,7 +219,7 @@ class Agent:
     def _exited(self, child: Child) -> None:
         event = {
             "event": len(self._events) + 1, "kind": "exit", "name": child.name, "pid": child.pid,
-            "exit_code": child.exit_code, "at": child.ended_wall,
+            "exit_code": child.exit_code, "at": child.ended_wall, "said": child.said(),
         }  # fmt: skip
         self._events.append(event)
         beacon.current().event("exit", f"{child.name} {child.exit_code}")
@@ -268,13 +274,26 @@ class Agent:
         self._nursery.withdraw(f"generation {connection.peer.generation} has taken over")
         self._reply(number, {})
 
+    def _op_lead(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        try:
+            Leader(**message["leader"]).publish(self.settings.run)
+        except (Superseded, OSError) as error:
+            self._reply(number, {"error": str(error)})
+            return
+        self._reply(number, {})
+
+    def _op_ping(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._reply(number, {"used_s": procs.cpu_seconds_below(os.getpid())})
+
     def _op_spawn(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         if self._leaving is not None:
             self._reply(number, {"error": "the agent is leaving"})
             return
+        if message.get("note") is not None:
+            write_whole(self.settings.folder / f"{message['name']}.json", str(message["note"]).encode())
         order = Order(
             name=str(message["name"]), argv=[str(word) for word in message["argv"]], env=dict(message["env"]),
-            log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]),
+            log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]), note=message.get("note"),
             started=lambda child: self._reply(number, child.facts()),
             refused=lambda why: self._reply(number, {"error": why}),
         )  # fmt: skip

@@ -19,6 +19,8 @@ from typing import Any
 
 from lockstep.watch import procs, waits, wire
 from lockstep.watch.folders import write_whole
+from lockstep.watch.leader import Leader
+from lockstep.watch.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class WorkerExit:
     pid: int
     exit_code: int
     at: float
+    said: str = ""
+    """The end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class WorkerFacts:
     warm: bool
     started_wall: float
     ended_wall: float | None
+    note: str | None
+    """What its starter noted of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +138,25 @@ class AgentClient:
     repeated then, and carried out once.
 
     `on_exit` is called in the client's thread for every worker that ends, once per worker, in order; it must be
-    quick. It may be set later. `after` is the number of the last event known already."""
+    quick. It may be set later. `after` is the number of the last event known already. With `lost_after_s` the agent
+    is on another host, of which nothing but the connection tells: silent for so long, it counts as ended."""
 
     def __init__(
         self, address: Address, token: str, *, generation: int | None = None, name: str = "controller",
         on_exit: Callable[[WorkerExit], None] | None = None, after: int = 0, timeout_s: float = 20.0,
+        lost_after_s: float | None = None,
     ) -> None:  # fmt: skip
         self.address = address
         self.generation = address.generation if generation is None else generation
         self._token, self._name, self.on_exit, self._timeout_s = token, name, on_exit, timeout_s
+        self._silence = None if lost_after_s is None else Silence(lost_after_s)
         self._lock = threading.Lock()
         self._prefix, self._count = secrets.token_hex(6), 0
         self._requests: dict[str, tuple[bytes, str, Future[dict[str, Any]]]] = {}
         self._exits: dict[str, WorkerExit] = {}
         self._seen = after
+        self.used_s = 0.0
+        """Of an agent on another host: CPU time of its workers, as of its last answer."""
         self._closed = False
         self._gone: AgentGone | None = None
         self._connection = self._dial(timeout_s)
@@ -162,15 +173,16 @@ class AgentClient:
 
     def submit_spawn(
         self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
-        cwd: Path | None = None, preload: Sequence[str] = (),
+        cwd: Path | None = None, preload: Sequence[str] = (), note: str | None = None,
     ) -> "Future[int]":  # fmt: skip
         """Asks for a worker. `env` is its whole environment (None: this process's). With `preload`, a command
         `[sys.executable, "-m", module, ...]` is forked from a template process that has imported those modules;
-        where that is impossible it starts plainly. The name must not be that of a living worker."""
+        where that is impossible it starts plainly. The name must not be that of a living worker. `note` is put into
+        the agent's folder as `NAME.json`."""
         pid: Future[int] = Future()
         asked = self._submit(
             "spawn", name=name, argv=list(argv), env=dict(os.environ if env is None else env),
-            log=str(log_path.absolute()), cwd=str((cwd or Path.cwd()).absolute()), preload=list(preload),
+            log=str(log_path.absolute()), cwd=str((cwd or Path.cwd()).absolute()), preload=list(preload), note=note,
         )  # fmt: skip
 
         def answered(done: "Future[dict[str, Any]]") -> None:
@@ -187,6 +199,10 @@ class AgentClient:
         """Says that this controller goes on with the workers of the one before, and how long they are to outlive it.
         Raises AgentError: the agent is leaving, as the grace is over."""
         self._ask("take_over", orphan_grace_s=orphan_grace_s)
+
+    def lead(self, leader: Leader) -> None:
+        """Has the workers of that host find their controller. Raises AgentError: a later one has the run."""
+        self._ask("lead", leader=asdict(leader))
 
     def list(self) -> "builtins.list[WorkerFacts]":
         """All workers of the run on this node, those that ended included."""
@@ -232,10 +248,11 @@ class AgentClient:
         except AgentGone:
             remaining = []
         self.close()
-        waits.poll(
-            lambda: None if procs.alive(self.address.pid, self.address.start_ticks) else True,
-            kind="process", whom="agent", why="its end", timeout_s=10.0,
-        )  # fmt: skip
+        if self._silence is None:
+            waits.poll(
+                lambda: None if procs.alive(self.address.pid, self.address.start_ticks) else True,
+                kind="process", whom="agent", why="its end", timeout_s=10.0,
+            )  # fmt: skip
         return remaining
 
     def close(self) -> None:
@@ -247,7 +264,13 @@ class AgentClient:
 
     @property
     def alive(self) -> bool:
-        return self._gone is None and procs.alive(self.address.pid, self.address.start_ticks)
+        return self._gone is None and self._why_gone() is None
+
+    def _why_gone(self) -> str | None:
+        if self._silence is not None:
+            return f"nothing is heard of it for {self._silence.limit_s:g} s" if self._silence.too_long else None
+        there = procs.alive(self.address.pid, self.address.start_ticks)
+        return None if there else f"the agent (pid {self.address.pid}) has ended"
 
     # --- the wire
 
@@ -279,7 +302,8 @@ class AgentClient:
         pid = os.getpid()
         attach = {
             "id": f"{self._prefix}-attach-{secrets.token_hex(4)}", "op": "attach", "pid": pid,
-            "start": procs.start_ticks(pid), "place": procs.place(), "after": self._seen,
+            "start": procs.start_ticks(pid), "place": procs.place() if self._silence is None else "elsewhere",
+            "after": self._seen,
         }  # fmt: skip
         connection.send(json.dumps(attach).encode())
         return connection
@@ -287,19 +311,28 @@ class AgentClient:
     def _listen(self) -> None:
         while not self._closed:
             try:
+                if self._silence is not None and self._silence.ask():
+                    ping = {"id": f"{self._prefix}-ping-{secrets.token_hex(4)}", "op": "ping"}
+                    self._connection.send(json.dumps(ping).encode(), timeout_s=1.0)
                 frame = self._connection.recv(1.0)
             except wire.WireError as error:
                 if not self._closed and not self._reconnect(str(error)):
                     break
                 continue
             if frame is not None:
+                if self._silence is not None:
+                    self._silence.broken()
                 self._hear(json.loads(frame))
+            elif self._silence is not None and self._silence.too_long:
+                self._gone = AgentGone("request", self._why_gone() or "")
+                break
         self._fail(self._gone or AgentGone("request", "the client was closed"))
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "event" in message:
             self._happened(message)
             return
+        self.used_s = message.get("used_s", self.used_s)
         with self._lock:
             _, operation, answer = self._requests.pop(message["reply"], (b"", "", None))
         if answer is None:
@@ -313,7 +346,8 @@ class AgentClient:
         if message["event"] <= self._seen:
             return
         done = WorkerExit(
-            message["event"], message["name"], message["pid"], int(message["exit_code"]), message["at"]
+            message["event"], message["name"], message["pid"], int(message["exit_code"]), message["at"],
+            str(message["said"]),
         )  # fmt: skip
         with self._lock:
             self._seen = done.number
@@ -324,11 +358,13 @@ class AgentClient:
     def _reconnect(self, why: str) -> bool:
         """Dials again while the agent lives; repeats what is unanswered. Whether it worked."""
         while not self._closed:
-            if not procs.alive(self.address.pid, self.address.start_ticks):
-                self._gone = AgentGone("request", f"the agent (pid {self.address.pid}) has ended")
+            if self._silence is not None:
+                self._silence.ask()
+            if (gone := self._why_gone()) is not None:
+                self._gone = AgentGone("request", gone)
                 return False
             try:
-                connection = self._dial(5.0)
+                connection = self._dial(5.0 if self._silence is None else 1.0)
             except wire.Refused as error:
                 self._gone = AgentGone("request", str(error))
                 return False

@@ -16,10 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from lockstep.watch.folders import log_tail
 from lockstep.watch.procs import start_ticks
 from lockstep.watch.template import warmable
 
@@ -42,6 +44,8 @@ class Order:
     log: str
     cwd: str
     preload: tuple[str, ...]
+    note: str | None
+    """The starter's own; given back with the worker's facts."""
     started: Callable[["Child"], None]
     refused: Callable[[str], None]
 
@@ -60,13 +64,18 @@ class Child:
     exit_code: int | None = None
     """Minus the number of the signal that ended it."""
     ended_wall: float | None = None
+    note: str | None = None
 
     def facts(self) -> dict[str, Any]:
         return {
             "name": self.name, "pid": self.pid, "start_ticks": self.start_ticks, "alive": self.exit_code is None,
             "exit_code": self.exit_code, "argv": self.argv, "log": self.log, "warm": self.warm,
-            "started_wall": self.started_wall, "ended_wall": self.ended_wall,
+            "started_wall": self.started_wall, "ended_wall": self.ended_wall, "note": self.note,
         }  # fmt: skip
+
+    def said(self) -> str:
+        """The end of its log, for those on other hosts."""
+        return log_tail(Path(self.log))
 
 
 @dataclass
@@ -206,7 +215,9 @@ class Nursery:
         self._next(template)
 
     def _welcome(self, order: Order, pid: int, warm: bool) -> None:
-        child = Child(order.name, pid, start_ticks(pid) or 0, order.argv, order.log, warm, time.time())
+        child = Child(
+            order.name, pid, start_ticks(pid) or 0, order.argv, order.log, warm, time.time(), note=order.note
+        )
         self.children[order.name] = child
         order.started(child)
         if pid in self._strays:

@@ -62,6 +62,17 @@ def write_whole(path: Path, data: bytes) -> None:
     draft.rename(path)
 
 
+def log_tail(log: Path, lines: int = 40) -> str:
+    """The last lines of a log; says so when there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 64_000))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"({log} cannot be read: {error.strerror})"
+    return "\n".join(text.splitlines()[-lines:]) or f"({log} is empty)"
+
+
 def make_run_dir(run: str) -> Path:
     """Creates the run's folder with mode 0700. Raises PermissionError when somebody else owns it."""
     folder = run_dir(run)

@@ -33,6 +33,8 @@ class Leader:
     """On this host; None where the controller is elsewhere."""
     start_ticks: int | None
     orphan_grace_s: float
+    reconnect_s: float = 30.0
+    """A controller that lives (or is elsewhere) and does not take a connection back for this long is gone too."""
 
     def publish(self, run: str) -> None:
         """Makes it the run's. Raises Superseded where a later one is."""

@@ -136,6 +136,11 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def cpu_seconds_below(pid: int) -> float:
+    """CPU time that all its descendants have used."""
+    return sum(used.cpu_s for below in descendants(pid) if (used := usage(below)) is not None)
+
+
 def children(pid: int) -> list[int]:
     """Pids of the living processes that it has started; empty where the kernel does not list them."""
     found: list[int] = []

@@ -1,0 +1,371 @@
+"""Workers on one or more nodes: what every cluster does, wherever its nodes come from."""
+
+import atexit
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from lockstep.cluster.calls import gather
+from lockstep.cluster.charge import CHARGE, Charge, fitness
+from lockstep.cluster.heirs import Heirs
+from lockstep.cluster.hub import Hub
+from lockstep.cluster.node import Node
+from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
+from lockstep.cluster.remote import RemoteWorker
+from lockstep.cluster.spawning import order
+from lockstep.cluster.worker import TOKEN
+from lockstep.watch import procs, waits
+from lockstep.watch.agent_client import Address, AgentError, AgentGone, WorkerExit
+from lockstep.watch.assemble import Alias
+from lockstep.watch.leader import superseded
+from lockstep.watch.settings import Settings
+from lockstep.watch.supervisor_client import Said, Supervision
+from lockstep.watch.verdict import Patience
+from lockstep.watch.waits import WaitTimeout
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+log = logging.getLogger(__name__)
+
+CLOSE_GRACE_S = 5.0
+RESERVED = ("agent", "controller", "supervisor")
+"""Names that beacons of this run have already."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
+
+
+class Limits(Protocol):
+    """What every cluster's config says."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def orphan_grace_s(self) -> float: ...
+    @property
+    def stall_limit_s(self) -> float: ...
+    @property
+    def notice_after_s(self) -> float: ...
+
+
+class AgentCluster(ABC):
+    """The processes of one run, started by an agent on each of its nodes and called from here. Implements
+    `lockstep.cluster.protocol.Cluster`.
+
+    Args:
+        host: address of this process that all nodes reach.
+        token: shared by all processes of the run. It travels by environment only.
+    """
+
+    def __init__(self, config: Limits, run: str, folder: Path, generation: int, token: str, host: str) -> None:
+        self._limits, self._run, self._folder, self._generation = config, run, folder.absolute(), generation
+        self._token, self._host = token, host
+        self._store: TCPStore | None = None
+        self._affairs = self._folder / "cluster"
+        self._nodes: list[Node] = []
+        self._heirs = Heirs(self._handle, self._dismiss)
+        self._closing = self._closed = False
+        self._lock = threading.Lock()
+        """Of the nodes: any thread may start workers, and with them another agent in place of one that was killed."""
+        self._supervision: Supervision | None = None
+        self._pid = os.getpid()
+        self._hub = Hub(self._token, run, generation, self._tick, host)
+        atexit.register(self.close)
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Before workers are started: agents that can be replaced are. Raises AgentGone where none can be."""
+
+    @abstractmethod
+    def _place(self, spec: WorkerSpec) -> Node:
+        """A node with a living agent for it. Raises AgentGone, ValueError."""
+
+    @abstractmethod
+    def _end_nodes(self) -> None:
+        """Ends all agents, in order, and what belongs to them."""
+
+    @abstractmethod
+    def _abandon_nodes(self) -> None:
+        """Ends all agents at once; must not raise."""
+
+    @abstractmethod
+    def _leave_nodes(self) -> None:
+        """Lets go of what a later generation has."""
+
+    def start(self, specs: Sequence[WorkerSpec]) -> list[Worker]:
+        """Starts all workers in parallel, but for those that an earlier generation has left and that do for it: they
+        are adopted, with the names that they have. Returns when every service is constructed.
+
+        Raises:
+            RemoteError: a constructor raised.
+            WorkerDied: a worker ended while it started.
+            Stalled: one showed no progress for the configured limit.
+            ValueError: a name is taken.
+        When one fails, the others of this call are ended as well.
+        """
+        self._prepare()
+        claimed = self._heirs.claim(specs, self._fitness)
+        workers = dict(claimed)
+        others = [number for number in range(len(specs)) if number not in claimed]
+        self._check_names([specs[number] for number in others])
+        try:
+            self._spawn(specs, others, workers)
+            self._spawn(specs, self._heirs.lost(claimed), workers)
+            gather([worker.started for worker in workers.values()], why="start")
+        except BaseException:
+            self._kill(list(workers.values()))
+            raise
+        return [workers[number] for number in range(len(specs))]
+
+    def release(self) -> None:
+        """Ends what an earlier generation has left and nobody has asked for."""
+        self._heirs.release()
+
+    def stop(self, worker: Worker, grace_s: float = 5.0) -> None:
+        """Asks the worker to leave, kills it after the grace. Calls it still owes fail with WorkerDied. Whoever watches
+        the run forgets it. Idempotent."""
+        if not isinstance(worker, RemoteWorker) or worker.node.agent is None:
+            return
+        if not worker.dead:
+            self._end(worker, grace_s)
+        self._hub.remove(worker)
+        with contextlib.suppress(AgentError):
+            worker.node.agent.forget(worker.name)
+
+    def _end(self, worker: RemoteWorker, grace_s: float) -> None:
+        agent = worker.node.agent
+        assert agent is not None
+        worker.leave("stopped")
+        with contextlib.suppress(AgentError):
+            if worker.busy:
+                agent.kill(worker.name, signal.SIGTERM)
+            try:
+                agent.wait_exit(worker.name, "its end", grace_s)
+            except WaitTimeout:
+                level = logging.WARNING if grace_s > 0 else logging.INFO  # without grace, killing it was the order
+                log.log(
+                    level, "%s did not leave within %g s, it is killed; it %s", worker.name, grace_s, worker.describe()
+                )
+                self._kill([worker])
+        self._settle([worker])
+
+    def kill(self, name: str) -> bool:
+        """Ends a worker by SIGKILL; whether there was one of that name."""
+        worker = next((each for each in self._hub.workers if each.name == name and not each.dead), None)
+        if worker is None or worker.node.agent is None or self._closed:
+            return False
+        with contextlib.suppress(AgentError):
+            return worker.node.agent.kill(name)
+        return False
+
+    def supervise(
+        self,
+        patience: Patience,
+        on_said: Callable[[Said], None],
+        *,
+        on_stall: str = "report",
+        aliases: Mapping[str, Alias] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Has a supervisor beside the run from now on, which tells `on_said` of stalls, in another thread. Incidents
+        are in `folder/incidents`. The run neither waits for the supervisor nor fails with it."""
+        if self._supervision is not None:
+            return
+        settings = Settings(
+            self._run, self._generation, self._folder / "cluster", self._folder / "incidents", self._agents(),
+            self._pid, patience, on_stall, dict(aliases or {}), facts=dict(facts or {}),
+        )  # fmt: skip
+        self._supervision = Supervision(settings, self._token, on_said)
+
+    def nodes(self) -> list[NodeInfo]:
+        """Those whose agents live, the controller's first."""
+        return [node.info for node in list(self._nodes) if node.alive]
+
+    def node_of(self, worker: Worker) -> NodeInfo:
+        """Where a worker is."""
+        if not isinstance(worker, RemoteWorker):
+            raise TypeError(f"node_of takes a worker of this cluster, not {type(worker).__name__}")
+        return worker.node.info
+
+    def store(self) -> tuple[str, int]:
+        """Host and port of a rendezvous store (torch TCPStore) that this process serves, where the nodes reach it and
+        nowhere else."""
+        if self._store is None:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+            listening = socket.create_server((self._host, 0), backlog=4096)
+            port = listening.getsockname()[1]
+            self._store = TCPStore(
+                self._host, port, None, True, timedelta(seconds=60), wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )  # fmt: skip
+        return self._host, self._store.port
+
+    def close(self) -> None:
+        """Ends all workers and the agents. Idempotent; leaves no orphan, not even when it is interrupted."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closing = True  # no other agent is started from here on
+        try:
+            if self._supervision is not None:
+                self._supervision.close()
+            if self._superseded:
+                self._leave_nodes()
+            else:
+                self._end_nodes()
+        except BaseException as error:
+            log.warning("closing was cut short (%r): the agent is killed, and the kernel kills its workers", error)
+            self._abandon_nodes()
+            raise
+        finally:
+            self._closed = True
+            self._hub.close()
+            self._store = None
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- starting
+
+    @property
+    def _superseded(self) -> bool:
+        """Whether a later generation has the run: what there is of it belongs to that one."""
+        return superseded(self._run, self._generation)
+
+    def _agents(self) -> list[Address]:
+        """For who watches the run."""
+        agents = [node.agent for node in self._nodes if node.agent is not None]
+        return [replace(agent.address, generation=self._generation) for agent in agents]
+
+    def _check_names(self, specs: Sequence[WorkerSpec]) -> None:
+        taken = {worker.name for worker in self._hub.workers if not worker.dead}
+        for spec in specs:
+            if not _NAME.fullmatch(spec.name) or spec.name in RESERVED:
+                raise ValueError(
+                    f"worker name {spec.name!r}: expected up to 95 letters, digits, '.', '_' or '-', and not one of "
+                    f"{', '.join(RESERVED)}"
+                )
+            if spec.name in taken:
+                raise ValueError(f"worker name {spec.name!r} is taken; names are unique in a run")
+            taken.add(spec.name)
+
+    def _spawn(self, specs: Sequence[WorkerSpec], which: Sequence[int], workers: dict[int, RemoteWorker]) -> None:
+        """Adds those to `workers` by their numbers, as processes that begin."""
+        pids = []
+        for number in which:
+            worker = workers[number] = self._handle(specs[number], self._place(specs[number]))
+            pids.append(self._order(worker))
+        for number, pid in zip(which, pids, strict=True):
+            worker = workers[number]
+            # The first of a kind waits for its template's imports, which take as long as they take.
+            waits.future(
+                pid, whom="agent" if worker.node.here else f"agent of {worker.node.info.name}",
+                why=f"start of {worker.name}", stall_s=self._limits.stall_limit_s, progress=worker.node.used_s,
+                notice_after_s=self._limits.notice_after_s,
+            )  # fmt: skip
+
+    def _handle(self, spec: WorkerSpec, node: Node) -> RemoteWorker:
+        limits = self._limits.stall_limit_s, self._limits.notice_after_s
+        worker = RemoteWorker(spec, node, self._run, self._generation, *limits, self._hub.restless)
+        self._hub.add(worker)
+        return worker
+
+    def _order(self, worker: RemoteWorker) -> "Future[int]":
+        spec, node = worker.spec, worker.node
+        environment = node.environment_of(spec)
+        fit = fitness(spec, environment, self._token, *node.place()) if spec.adoptable else ""
+        what = spec.name, spec.role, spec.rank, spec.service, spec.arguments
+        charge = Charge(*what, self._run, self._generation, fit)
+        environment |= {CHARGE: str(node.affairs / f"{spec.name}.json"), TOKEN: self._token}
+        return order(worker, environment, charge.text(), self._limits.device)
+
+    def _fitness(self, spec: WorkerSpec, node: Node) -> str:
+        return fitness(spec, node.environment_of(spec), self._token, *node.place())
+
+    def _dismiss(self, workers: Sequence[RemoteWorker]) -> None:
+        """Ends workers that others come in place of, or nobody."""
+        self._kill(workers)
+        for worker in workers:
+            with contextlib.suppress(AgentError):
+                if worker.node.agent is not None:
+                    worker.node.agent.forget(worker.name)
+
+    # --- ends
+
+    def _exited(self, end: WorkerExit) -> None:
+        """In the agent client's thread."""
+        self._hub.ended(end.name, end.pid, end.exit_code, end.said)
+
+    def _tick(self) -> None:
+        """In the hub's thread, twice a second: progress that no message tells, and deaths the agent cannot tell."""
+        by_node: dict[Node, list[RemoteWorker]] = {}
+        for worker in self._hub.workers:
+            if not worker.dead and worker.pid:
+                by_node.setdefault(worker.node, []).append(worker)
+        for node, workers in by_node.items():
+            (self._look_here if node.here else self._look_elsewhere)(node, workers)
+
+    def _look_here(self, node: Node, workers: Sequence[RemoteWorker]) -> None:
+        gone = not node.alive
+        lost = gone and self._superseded
+        for worker in workers:
+            connection = worker.connection
+            if connection is not None:
+                worker.probe(connection.bulk)
+            elif lost or (gone and not procs.alive(worker.pid)):
+                worker.die(None)
+            elif not worker.connected_once:
+                used = procs.usage(worker.pid)  # what moves while it imports and cannot speak yet
+                worker.probe(None if used is None else used.cpu_s)
+
+    def _look_elsewhere(self, node: Node, workers: Sequence[RemoteWorker]) -> None:
+        gone = not node.alive
+        for worker in workers:
+            if gone:
+                self._hub.give_up(worker)
+            elif worker.connection is not None:
+                worker.probe(worker.connection.bulk)
+            elif not worker.connected_once:
+                worker.probe(node.used_s())
+
+    def _kill(self, workers: Sequence[RemoteWorker]) -> None:
+        """Ends them by SIGKILL, and sees to it that they have ended."""
+        for node in {id(worker.node): worker.node for worker in workers}.values():
+            agent, its = node.agent, [worker for worker in workers if worker.node is node]
+            if agent is None:
+                continue
+            with contextlib.suppress(AgentGone):
+                for worker in its:
+                    with contextlib.suppress(AgentError):
+                        agent.kill(worker.name)
+                for worker in its:
+                    if worker.pid:
+                        agent.wait_exit(worker.name, "its end after SIGKILL", 10.0)
+        self._settle(workers)
+
+    def _settle(self, workers: Sequence[RemoteWorker]) -> None:
+        """Their calls fail and their names are free, whether the event has been heard or not."""
+        for worker in workers:
+            agent = worker.node.agent
+            end = None if agent is None else agent.exit_of(worker.name)
+            worker.die(None if end is None else end.exit_code, "" if end is None else end.said)
+            self._hub.remove(worker)
