@@ -58,7 +58,7 @@ class FakeConnection:
 
     def __init__(self, account: Account, spec: WorkerSpec) -> None:
         self.account, self.spec = account, spec
-        self.worker = RemoteWorker(spec, "scale", GENERATION, Path("none.log"), 900.0, 900.0, _nobody)
+        self.worker = RemoteWorker(spec, HOST, "scale", GENERATION, 900.0, 900.0, _nobody)
         self.requests: list[Request] = []
         self.calls: dict[str, int] = defaultdict(int)
         self._finished: list[Completion] = []

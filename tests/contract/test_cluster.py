@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import psutil
 import pytest
 from cluster_services import Engine, Parcel, Plain, Promises
 
+from lockstep.cluster.base import AgentCluster
 from lockstep.cluster.calls import gather
 from lockstep.cluster.codec import CodecError
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec
 from lockstep.config.cluster import LocalCluster as LocalConfig
+from lockstep.config.cluster import RayCluster as RayConfig
 from lockstep.watch import wire
 from lockstep.watch.waits import Stalled
 
@@ -35,10 +38,17 @@ def local(folder: Path) -> LocalCluster:
     return LocalCluster(LocalConfig(notice_after_s=1.0), f"contract-{secrets.token_hex(3)}", folder, 1, TOKEN)
 
 
-CLUSTERS = {"local": local}
+def own_ray(folder: Path) -> AgentCluster:
+    from lockstep.cluster.ray.cluster import RayCluster
+
+    return RayCluster(RayConfig(notice_after_s=1.0), f"contract-{secrets.token_hex(3)}", folder, 1, TOKEN)
 
 
-@pytest.fixture(scope="module", params=list(CLUSTERS))
+CLUSTERS: dict[str, Callable[[Path], AgentCluster]] = {"local": local, "ray": own_ray}
+needs_ray = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")]
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=needs_ray)])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with CLUSTERS[request.param](tmp_path_factory.mktemp("run")) as made:
         yield made
@@ -433,8 +443,6 @@ def test_a_worker_that_does_not_leave_is_killed(cluster: Any) -> None:
 
 def test_strangers_are_refused(cluster: Any, start: Start) -> None:
     worker = start()
-    if not isinstance(cluster, LocalCluster):
-        pytest.skip("the listener is the local cluster's")
     host, port = cluster._hub.address
     identity: dict[str, Any] = {"run": cluster._run, "generation": 1, "name": worker.spec.name, "timeout_s": 3.0}
     for change, code in (({"token": "x"}, "token"), ({"token": TOKEN, "generation": 0}, "generation")):

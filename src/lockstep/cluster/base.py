@@ -217,8 +217,9 @@ class AgentCluster(ABC):
         """Ends all workers and the agents. Idempotent; leaves no orphan, not even when it is interrupted."""
         if self._closed or os.getpid() != self._pid:
             return
+        self._closing = True
         with self._lock:
-            self._closing = True  # no other agent is started from here on
+            pass  # from here on no other agent is started
         try:
             if self._supervision is not None:
                 self._supervision.close()

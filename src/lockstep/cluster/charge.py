@@ -71,4 +71,3 @@ def fitness(spec: WorkerSpec, environment: Mapping[str, str], token: str, python
     }
     parts = spec.role, spec.rank, spec.service, spec.arguments, spec.preload, own, python, str(folder)
     return hmac.new(token.encode(), json.dumps(parts, sort_keys=True).encode(), hashlib.sha256).hexdigest()
-

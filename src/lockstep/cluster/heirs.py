@@ -47,9 +47,7 @@ class Heirs:
                     others.append(worker)
         self._end(others)
 
-    def claim(
-        self, specs: Sequence[WorkerSpec], fitness: Callable[[WorkerSpec, Node], str]
-    ) -> dict[int, RemoteWorker]:
+    def claim(self, specs: Sequence[WorkerSpec], fitness: Callable[[WorkerSpec, Node], str]) -> dict[int, RemoteWorker]:
         """Those that do for some of these, by their numbers. Others whose places are asked for end."""
         if not self._left:
             return {}
@@ -64,9 +62,7 @@ class Heirs:
         return found
 
     @staticmethod
-    def _fits(
-        worker: RemoteWorker, what: str, spec: WorkerSpec, fitness: Callable[[WorkerSpec, Node], str]
-    ) -> bool:
+    def _fits(worker: RemoteWorker, what: str, spec: WorkerSpec, fitness: Callable[[WorkerSpec, Node], str]) -> bool:
         place = worker.spec.role, worker.spec.rank
         fits = spec.adoptable and not worker.dead and place == (spec.role, spec.rank)
         return fits and what == fitness(spec, worker.node)

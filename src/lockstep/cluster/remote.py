@@ -236,4 +236,3 @@ class RemoteWorker:
         """Needs the lock."""
         connection = self._connection
         post(connection, parts, lambda broken, _: self.lost(broken), lambda: self._wake(self, connection))
-

@@ -11,10 +11,10 @@ One thread, one selector. JSON frames over `watch.wire`:
     {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller means to go on with these workers
     {"id", "op": "lead", "leader"} -> {}     publishes who the run's controller is, on another host, for the workers
     {"id", "op": "list"} -> {"workers": [...]}     {"id", "op": "kill", "name", "signal"} -> {"alive"}
-    {"id", "op": "ping"} -> {"used_s"}     for who is elsewhere: it is there, and how much CPU time its workers used
+    {"id", "op": "ping"} -> {"used_s"}     CPU time of its workers; for who is elsewhere and sees nothing of them
     {"id", "op": "leave", "grace_s"} -> {}, when all workers have ended
     <- {"reply": id, ...} or {"reply": id, "error": why}
-    <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at", "said"}   minus the signal's number; end of its log
+    <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at", "said"}   "said": the end of its log
 
 A `note` is its starter's: it is in the agent's folder as `NAME.json` before the worker begins, and `list` repeats it.
 
@@ -293,8 +293,8 @@ class Agent:
             write_whole(self.settings.folder / f"{message['name']}.json", str(message["note"]).encode())
         order = Order(
             name=str(message["name"]), argv=[str(word) for word in message["argv"]], env=dict(message["env"]),
-            log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]), note=message.get("note"),
-            started=lambda child: self._reply(number, child.facts()),
+            log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]),
+            note=message.get("note"), started=lambda child: self._reply(number, child.facts()),
             refused=lambda why: self._reply(number, {"error": why}),
         )  # fmt: skip
         self._nursery.spawn(order)

@@ -266,6 +266,11 @@ class AgentClient:
     def alive(self) -> bool:
         return self._gone is None and self._why_gone() is None
 
+    @property
+    def why_gone(self) -> str | None:
+        """None while it is there."""
+        return self._gone.why if self._gone is not None else self._why_gone()
+
     def _why_gone(self) -> str | None:
         if self._silence is not None:
             return f"nothing is heard of it for {self._silence.limit_s:g} s" if self._silence.too_long else None

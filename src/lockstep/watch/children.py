@@ -215,9 +215,7 @@ class Nursery:
         self._next(template)
 
     def _welcome(self, order: Order, pid: int, warm: bool) -> None:
-        child = Child(
-            order.name, pid, start_ticks(pid) or 0, order.argv, order.log, warm, time.time(), note=order.note
-        )
+        child = Child(order.name, pid, start_ticks(pid) or 0, order.argv, order.log, warm, time.time(), note=order.note)
         self.children[order.name] = child
         order.started(child)
         if pid in self._strays:

@@ -10,11 +10,13 @@ import pytest
 
 from lockstep.cluster.hub import Hub
 from lockstep.cluster.messages import Ack, Call, Result, Resume, pack, unpack_to_worker
-from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.node import Node
+from lockstep.cluster.protocol import NodeInfo, WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.watch import wire
 
 TOKEN, RUN = "t" * 32, "hub-test"
+HOST = Node(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
 
 
 class Echo:
@@ -27,7 +29,7 @@ class Peer:
     """A worker's end of the wire."""
 
     def __init__(self, hub: Hub, name: str) -> None:
-        self.handle = RemoteWorker(WorkerSpec(name, "x", 0, "none:None"), RUN, 1, Path("no.log"), 60, 60, hub.restless)
+        self.handle = RemoteWorker(WorkerSpec(name, "x", 0, "none:None"), HOST, RUN, 1, 60, 60, hub.restless)
         hub.add(self.handle)
         host, port = hub.address
         self.connection = wire.connect(host, port, token=TOKEN, run=RUN, generation=1, name=name)

@@ -1,0 +1,191 @@
+"""This process's connection with a Ray cluster, or with a Ray of this host that is started for the run."""
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from lockstep.config.cluster import RayCluster as Config
+from lockstep.watch import procs, waits
+
+log = logging.getLogger(__name__)
+
+DIAL_S = 5.0
+JOIN_S = 120.0
+"""Ray itself gives up on a head that does not answer after about a minute."""
+OBJECT_STORE_BYTES = 100 << 20
+"""Nothing of a run goes through Ray's object store."""
+
+_lock = threading.Lock()
+_users = 0
+_own: Path | None = None
+"""Where the Ray that this process has started keeps its sockets; None where it has joined one."""
+
+
+class RayUnavailable(ConnectionError):
+    """There is no Ray to be had: which, why, and what to do."""
+
+
+def has_own() -> bool:
+    """Whether Ray was started by this process, for this host alone."""
+    return _own is not None
+
+
+def open_session(config: Config, cpus: float, gpus: int) -> None:
+    """Joins the Ray cluster that the config names, or starts a Ray of this host with so many CPUs and GPUs. Where this
+    process has one already, that is it. Every call is matched by one of `close_session`.
+
+    Raises:
+        RayUnavailable: with what to do.
+    """
+    global _users
+    with _lock:
+        if not ray.is_initialized():
+            _quiet()
+            address = config.address or os.environ.get("RAY_ADDRESS")
+            _join(address) if address else _start(config, cpus, gpus)
+        _users += 1
+
+
+def close_session() -> None:
+    """Ends the connection when nobody else of this process uses it, and the Ray that was started here with it."""
+    global _users, _own
+    with _lock:
+        _users -= 1
+        if _users > 0 or not ray.is_initialized():
+            return
+        ray.shutdown()
+        if _own is not None:
+            shutil.rmtree(_own, ignore_errors=True)
+            _own = None
+
+
+def _quiet() -> None:
+    """Ray speaks of itself on the driver's console; what matters of it is told by us."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray ends a process that has not heard of the head for a minute; a run goes on without.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+
+
+def _start(config: Config, cpus: float, gpus: int) -> None:
+    """A Ray of this host alone; the kernel ends it with this process, whatever happens to that."""
+    global _own
+    # A token that lies in the home folder would be demanded from nodes that do not have it.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    folder = Path(tempfile.mkdtemp(prefix="lsr"))  # short: sockets are below it, whose paths may have 107 bytes
+    period_ms = max(100, round(config.node_lost_after_s * 1000 / 6))
+    health = {
+        "health_check_period_ms": period_ms, "health_check_timeout_ms": period_ms,
+        "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0,
+    }  # fmt: skip
+    try:
+        _in_thread(
+            lambda: ray.init(
+                address="local", num_cpus=max(1, round(cpus + 0.499)), num_gpus=gpus, include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
+                _temp_dir=str(folder), _system_config=health,
+            ),
+            "Ray of this host", "it starts",
+        )  # fmt: skip
+    except (RuntimeError, OSError, ValueError, waits.WaitTimeout, ray.exceptions.RayError) as error:
+        kept = f"its logs are in {folder}"
+        raise RayUnavailable(f"no Ray could be started on this host ({_first_line(error)}); {kept}") from error
+    _own = folder
+
+
+def _join(address: str) -> None:
+    if "://" in address:
+        raise RayUnavailable(
+            f"cluster.address {address}: Ray's client cannot start a run's processes. Start lockstep on a node of the "
+            "cluster, with HOST:PORT of its head, or hand the run over with --submit"
+        )
+    if address != "auto":
+        _must_listen(address)
+    try:
+        _in_thread(
+            lambda: ray.init(address=address, log_to_driver=False, configure_logging=False),
+            f"Ray at {address}", "it takes us in",
+        )  # fmt: skip
+    except (RuntimeError, OSError, ValueError, waits.WaitTimeout, ray.exceptions.RayError) as error:
+        raise RayUnavailable(_why_not(address, error)) from error
+
+
+def _must_listen(address: str) -> None:
+    """A wrong address is told in seconds; Ray takes a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise RayUnavailable(f"cluster.address {address}: expected HOST:PORT of the head of a Ray cluster, or auto")
+    try:
+        socket.create_connection((host, int(port)), timeout=DIAL_S).close()
+    except OSError as error:
+        raise RayUnavailable(
+            f"no Ray at {address} ({error.strerror or error}). On the head, `ray status` says whether it runs; "
+            f"`ray start --head --port={port}` starts it"
+        ) from error
+
+
+def _why_not(address: str, error: BaseException) -> str:
+    """For people, with what to do."""
+    chain = [error, *(each for each in (error.__cause__, error.__context__) if each is not None)]
+    text = " ".join(str(each) for each in chain)
+    if isinstance(error, ray.exceptions.AuthenticationError) or "uthentication" in text or "UNAUTHENTICATED" in text:
+        return (
+            f"Ray at {address} refuses this host's token ({_first_line(error)}): set RAY_AUTH_MODE to the same on all "
+            "nodes and here (`token`, with the same token in RAY_AUTH_TOKEN or ~/.ray/auth_token, or `disabled`)"
+        )
+    if "ersion mismatch" in text:
+        lines = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        return f"{lines}. Install the same Ray and Python here ({socket.gethostname()}) as on the head of {address}"
+    if "not find any running Ray" in text:
+        return (
+            f"no Ray runs on this host ({socket.gethostname()}): start one (`ray start --head`), name the head of "
+            "another in cluster.address, or leave it out to have one started for the run"
+        )
+    if "node is not in the cluster" in text or "find any available" in text or "raylet" in text.lower():
+        return (
+            f"Ray at {address} answers, but this host ({socket.gethostname()}) is no node of it ({_first_line(error)}):"
+            f" run `ray start --address={address}` here first, or use --submit"
+        )
+    return f"Ray at {address} cannot be joined: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _in_thread(work: Callable[[], object], whom: str, why: str) -> None:
+    """Ray's calls have no bound, and in the main thread they replace signal handlers. The thread stays: the kernel ends
+    processes that are bound to their parent's life with the thread that has started them."""
+    done: Future[None] = Future()
+
+    def attempt() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            done.set_exception(error)
+            return
+        done.set_result(None)
+        while True:
+            time.sleep(3600.0)
+
+    threading.Thread(target=attempt, name="ray", daemon=True).start()
+    waits.future(
+        done, whom=whom, why=why, stall_s=JOIN_S, progress=lambda: procs.cpu_seconds_below(os.getpid()),
+        notice_after_s=10.0,
+    )  # fmt: skip
+
+
+def answer(ref: Any, whom: str, why: str, timeout_s: float = JOIN_S) -> Any:
+    """What a remote call returns. Raises what Ray says of it, WaitTimeout."""
+    return waits.future(ref.future(), whom=whom, why=why, timeout_s=timeout_s)
