@@ -16,7 +16,8 @@ import numpy as np
 
 from lockstep.cluster.codec import signature_of
 from lockstep.cluster.messages import Call, Result, Resume, pack, unpack_to_controller, unpack_to_worker
-from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.node import Node
+from lockstep.cluster.protocol import NodeInfo, WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.data.samples import Completion
 from lockstep.rollout.api import Collected
@@ -25,6 +26,7 @@ from lockstep.run.services import EngineAPI, PolicyAPI
 from lockstep.train.protocol import StepStats
 
 GENERATION = 1
+HOST = Node(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
 
 
 class Account:

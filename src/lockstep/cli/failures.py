@@ -13,13 +13,18 @@ from rich.console import Console
 from rich.markup import escape
 
 import lockstep
+from lockstep.cluster.addresses import UnreachableAddress
+from lockstep.cluster.bundles import PlacementError
+from lockstep.cluster.node import NodeRefused
 from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.cluster.versions import VersionError
 from lockstep.config.errors import ConfigError
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.rules import INDEX
 from lockstep.rewards.api import RewardError
 from lockstep.rollout.environments.api import EnvironmentFailed
 from lockstep.run.errors import GaveUp, NotStarted
+from lockstep.watch.agent_client import AgentError
 from lockstep.watch.waits import WaitTimeout
 
 LOG_LINES = 12
@@ -80,9 +85,13 @@ def tell(error: BaseException) -> Told:
             return _environment(error)
         case RemoteError():
             return Told(f"{error.worker}: {_short(error.kind)}: {error.message}", [], _remote_lines(error))
+        case WorkerDied() if error.lost:
+            return Told(f"{error.worker} {error.how}")
         case WorkerDied():
             return Told(f"{error.worker} {_end(error.exit_code)}", [], error.log_tail.splitlines()[-LOG_LINES:])
         case ConfigError() | LedgerError() | WaitTimeout() | GaveUp():
+            return Told(str(error))
+        case PlacementError() | NodeRefused() | VersionError() | UnreachableAddress() | AgentError():
             return Told(str(error))
         case OSError():
             return Told(str(error) or type(error).__name__)

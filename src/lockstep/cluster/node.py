@@ -13,6 +13,10 @@ _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() e
 """Gloo listens where the host's name points to, which others may see (or nobody resolve), and lets anybody in."""
 
 
+class NodeRefused(RuntimeError):
+    """A node on which the run cannot be: which, why, and what to do."""
+
+
 class Node:
     """The host of this process.
 

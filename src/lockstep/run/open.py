@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from lockstep.cluster.calls import gather
-from lockstep.cluster.local import LocalCluster
-from lockstep.cluster.predecessor import Heritage, take_over
+from lockstep.cluster.opening import Inherited, inherit, open_cluster
 from lockstep.cluster.protocol import Worker
 from lockstep.ledger.errors import LedgerError
 from lockstep.ledger.ledger import Ledger
@@ -60,8 +59,7 @@ def open_run(prepared: Prepared) -> Iterator[Run]:
             ledger.event(START, rows=prepared.rows)
             interrupt = Interrupt()
             stack.enter_context(interrupt.listening())
-            grace_s = prepared.config.cluster.orphan_grace_s
-            heritage = take_over(prepared.folder / "cluster", ledger.generation, grace_s)
+            heritage = inherit(prepared.config.cluster, prepared.folder, ledger.generation)
             name = take_place(prepared.folder, prepared.config.name) if heritage is None else heritage.run
             monitor = Monitor(prepared.config, prepared.folder, ledger, name)
             stack.callback(monitor.close)
@@ -114,11 +112,13 @@ def _running(
     monitor: Monitor,
     interrupt: Interrupt,
     name: str,
-    heritage: Heritage | None,
+    heritage: Inherited,
 ) -> Iterator[Run]:
     beacon.open_beacon(name, "controller", "controller", 0)
-    assert prepared.config.cluster.kind == "local"
-    cluster = LocalCluster(prepared.config.cluster, name, prepared.folder, ledger.generation, heritage=heritage)
+    config, wanted = prepared.config, prepared.plan.wanted
+    place = name, prepared.folder, ledger.generation
+    with monitor.stage("start"):
+        cluster = open_cluster(config.cluster, *place, heritage, wanted, config.placement)
     with ExitStack() as closing:
         closing.callback(cluster.close)
         recovery = Recovery(prepared.config.recovery, ledger)

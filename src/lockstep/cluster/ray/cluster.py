@@ -14,20 +14,21 @@ from pathlib import Path
 
 import ray
 
-from lockstep.cluster.addresses import interfaces, own_address
+from lockstep.cluster.addresses import UnreachableAddress, interfaces, own_address
 from lockstep.cluster.base import CLOSE_GRACE_S, AgentCluster
 from lockstep.cluster.bundles import NodeFacts, PlacementError, Wanted
 from lockstep.cluster.environment import differences, forwarded, report, told
-from lockstep.cluster.node import Node
-from lockstep.cluster.placement import Busy, assign
+from lockstep.cluster.node import Node, NodeRefused
+from lockstep.cluster.placement import assign
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.ray import session
-from lockstep.cluster.ray.employing import Employed, Site, employ, must_match
-from lockstep.cluster.ray.inheriting import RayHeritage
+from lockstep.cluster.ray.employing import Employed, Site, employ
+from lockstep.cluster.ray.inheriting import RECORD, RayHeritage
 from lockstep.cluster.ray.keeper import MARK
 from lockstep.cluster.ray.node import RayNode, own_environment
 from lockstep.cluster.ray.nodes import is_alive, node_facts
-from lockstep.cluster.ray.reserving import Place, free, reserve, when_free
+from lockstep.cluster.ray.reserving import AS_LONG_AS_IT_TAKES, LOOK_S, Place, free, reserve, when_free
+from lockstep.cluster.versions import Facts, VersionError, must_work
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.config.placement import Placement, RolePlacement
 from lockstep.watch import procs, waits
@@ -40,8 +41,13 @@ from lockstep.watch.wire import WireError
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-RECORD = "ray.json"
-"""Of the run's folder: where a later controller looks for what is left."""
+TAKEN_S = 20.0
+"""What was free a moment ago is reserved within this, or somebody else has it."""
+MOVE_ERRORS = (
+    PlacementError, NodeRefused, VersionError, UnreachableAddress, AgentError, WaitTimeout, ray.exceptions.RayError
+)  # fmt: skip
+NEEDED = ("python", "ray", "torch")
+"""Packages that every node must have."""
 
 
 class RayCluster(AgentCluster):
@@ -58,7 +64,7 @@ class RayCluster(AgentCluster):
         RayUnavailable: there is no Ray to be had.
         PlacementError, DoesNotFit: the nodes cannot hold the run.
         WaitTimeout: others did not leave the nodes within `busy_limit_s`.
-        NodeRefused: a node has other versions, or no address that others reach.
+        NodeRefused, UnreachableAddress, VersionError: a node cannot take part.
         AgentError, Superseded: as of a LocalCluster.
     """
 
@@ -76,6 +82,10 @@ class RayCluster(AgentCluster):
         self._config, self._wanted = config, {each.name: each for each in wanted}
         self._placement = placement or Placement()
         self._groups: list[str] = []
+        self._told = ""
+        """Why who lost a place has none yet."""
+        self._versions: dict[str, Facts] = {}
+        """By name of the node."""
         self._places: dict[str, Place] = {}
         self._open = False
         session.open_session(config, max(sum(each.cpus for each in wanted), os.cpu_count() or 1), _own_gpus(wanted))
@@ -164,8 +174,14 @@ class RayCluster(AgentCluster):
     def _employ(self, facts: Sequence[NodeFacts]) -> list[RayNode]:
         """Actors on these nodes, which have no agent yet."""
         found = employ(facts, self._site)
-        must_match({each.name: of.found["versions"] for each, of in zip(facts, found, strict=True)})
+        self._versions |= {each.name: of.found["versions"] for each, of in zip(facts, found, strict=True)}
+        for warning in must_work(self._versions, dict.fromkeys(self._versions, NEEDED), self._with_gpus(facts)):
+            log.warning("%s", warning)
         return [self._node(each, of) for each, of in zip(facts, found, strict=True)]
+
+    def _with_gpus(self, new: Sequence[NodeFacts]) -> set[str]:
+        have = {node.info.name for node in self._nodes if isinstance(node, RayNode) and node.has_gpus}
+        return have | {each.name for each in new if each.gpus}
 
     def _node(self, facts: NodeFacts, employed: Employed) -> RayNode:
         here = facts.id == ray.get_runtime_context().get_node_id()
@@ -228,14 +244,23 @@ class RayCluster(AgentCluster):
                 self._revive(self._holder)
 
     def _place(self, spec: WorkerSpec) -> Node:
+        """Waits, visibly, where a GPU is needed that only others have."""
+        return waits.poll(
+            lambda: self._try_to_place(spec), kind="placement", whom="nodes of the Ray cluster",
+            why=f"a place for {spec.name}", every_s=LOOK_S, notice_after_s=self._config.notice_after_s,
+            timeout_s=self._config.busy_limit_s or AS_LONG_AS_IT_TAKES,
+        )  # fmt: skip
+
+    def _try_to_place(self, spec: WorkerSpec) -> Node | None:
         with self._lock:
+            if self._closing:
+                raise AgentGone("start", "the cluster is closed")
             if spec.node is not None:
                 return self._named(spec)
             place = self._places.get(_post(spec))
             if place is None:
                 return self._emptiest()
-            node = self._living(place.node)
-            return node or self._move(spec)
+            return self._living(place.node) or self._move(spec)
 
     def _named(self, spec: WorkerSpec) -> Node:
         node = next((each for each in self._nodes if each.info.name == spec.node and each.alive), None)
@@ -277,32 +302,29 @@ class RayCluster(AgentCluster):
             self._supervision.watch(self._agents())
         return True
 
-    def _move(self, spec: WorkerSpec) -> Node:
-        """Another place for all that was on a lost node: what others have left free there, or, for processes without
-        GPUs, a node of the run although nothing is reserved."""
+    def _move(self, spec: WorkerSpec) -> Node | None:
+        """Another place for all that was on a lost node: what others have left free, or, for processes without GPUs, a
+        node of the run although nothing is reserved there. None where they need GPUs, and there are none now."""
         lost = self._places[_post(spec)].node
         homeless = [self._wanted[name] for name, place in self._places.items() if place.node == lost]
         loose = self._placement.model_copy(update={"policy": RolePlacement(), "rollout": RolePlacement()})
-        limits = self._config.busy_limit_s, self._config.notice_after_s
-        own = {node.id for node in self._nodes if isinstance(node, RayNode) and not node.alive}
+        dead = {node.id for node in self._nodes if isinstance(node, RayNode) and not node.alive}
         try:
-            if any(each.gpus for each in homeless):
-                assignment = when_free(homeless, loose, lambda: _without(self._look(), own), *limits)
-            else:
-                assignment = assign(homeless, loose, _without(node_facts(), own))
-        except (Busy, PlacementError) as error:
-            if any(each.gpus for each in homeless):
-                raise
-            node = self._emptiest()
-            log.warning("%s goes to %s, where nothing is reserved for it: %s", spec.name, node.info.name, error)
+            assignment = assign(homeless, loose, [each for each in node_facts() if each.id not in dead])
+            self._add([share.node for share in assignment.shares])
+            name, places = reserve(self._holder.keeper, assignment, TAKEN_S, self._config.notice_after_s)
+        except MOVE_ERRORS as error:
+            gpus = any(each.gpus for each in homeless)
+            node = None if gpus else self._emptiest()
+            then = "waits" if node is None else f"goes to {node.info.name}, where nothing is reserved for it"
+            if str(error) != self._told:
+                log.warning("%s %s: %s", spec.name, then, str(error).strip().splitlines()[-1])
+            self._told = str(error)
             return node
-        self._add([share.node for share in assignment.shares])
-        name, places = reserve(self._holder.keeper, assignment, *limits)
         self._groups.append(name)
         self._places |= places
         self._keep()
-        chosen = self._living(self._places[_post(spec)].node)
-        return chosen or self._emptiest()
+        return self._living(self._places[_post(spec)].node)
 
     def _add(self, facts: Sequence[NodeFacts]) -> None:
         """Those of them that the run is not on yet."""
@@ -369,7 +391,3 @@ def _own_address(facts: Sequence[NodeFacts], config: Config) -> str:
     """Of this process, by which nodes reach it."""
     several = len(facts) > 1
     return own_address(facts[0].name, interfaces(), facts[0].address, config.interface, several).address
-
-
-def _without(facts: Sequence[NodeFacts], ids: set[str]) -> list[NodeFacts]:
-    return [each for each in facts if each.id not in ids]

@@ -8,12 +8,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lockstep.cluster.bundles import NodeFacts
+from lockstep.cluster.node import NodeRefused
 from lockstep.cluster.ray.keeper import Keeper
 from lockstep.cluster.ray.session import answer
-
-
-class NodeRefused(RuntimeError):
-    """A node on which the run cannot be: which, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +55,6 @@ def employ(nodes: Sequence[NodeFacts], site: Site) -> list[Employed]:
                 ray.kill(each)
             raise NodeRefused(_why(node.name, error)) from error
     return found
-
-
-def must_match(versions: Mapping[str, Mapping[str, str]]) -> None:
-    """Raises NodeRefused where nodes (by name) do not have the same versions as the first."""
-    names = list(versions)
-    first = versions[names[0]] if names else {}
-    for name in names[1:]:
-        for package, version in versions[name].items():
-            if version != first[package]:
-                raise NodeRefused(
-                    f"{name} has {package} {version}, and {names[0]} has {first[package]}: a run needs the same "
-                    f"versions on all its nodes; install {package} {first[package]} on {name}"
-                )
 
 
 def _why(name: str, error: BaseException) -> str:

@@ -19,6 +19,8 @@ from lockstep.watch.wire import WireError
 log = logging.getLogger(__name__)
 
 ASK_S = 20.0
+RECORD = "ray.json"
+"""Of the run's folder: where a later controller looks for what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class RayHeritage:
     groups: list[str] = field(default_factory=list)
 
 
-def take_over(config: Config, record: Path, generation: int) -> RayHeritage | None:
+def take_over(config: Config, affairs: Path, generation: int) -> RayHeritage | None:
     """Goes on with what an earlier generation of the run has left, within its grace; ends what is of no use. None where
     nothing is left that a run can go on with.
 
@@ -51,7 +53,7 @@ def take_over(config: Config, record: Path, generation: int) -> RayHeritage | No
         RayUnavailable: the cluster is not to be had.
     """
     try:
-        run = str(json.loads(record.read_text())["run"])
+        run = str(json.loads((affairs / RECORD).read_text())["run"])
     except (OSError, ValueError, KeyError):
         return None
     session.open_session(config, 1, 0)

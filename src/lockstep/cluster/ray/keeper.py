@@ -6,9 +6,7 @@ longer than the grace, the others when their agent has left.
 """
 
 import contextlib
-import importlib.metadata
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -23,6 +21,7 @@ from typing import Any
 import psutil
 import ray
 
+from lockstep.cluster import versions
 from lockstep.cluster.addresses import interfaces, own_address
 from lockstep.watch import procs
 from lockstep.watch.agent_client import Address, start_agent
@@ -34,7 +33,6 @@ LINGER_S = 600.0
 LOOK_S = 1.0
 MARK = "seen-from-all-nodes"
 """File of the run's folder by which a node finds out whether it shares that folder with the controller."""
-PACKAGES = ("ray", "torch", "lockstep-rl")
 
 
 class Keeper:
@@ -79,7 +77,7 @@ class Keeper:
             "host": socket.gethostname(), "address": self._interface.address, "interface": self._interface.name,
             "place": procs.place(), "shared": str(run_dir(self._run)), "affairs": str(self._affairs),
             "logs": str(self._logs), "python": sys.executable, "cwd": self._cwd,
-            "versions": versions(), "environment": environment(), "beacons": str(base_dir()),
+            "versions": versions.facts(), "environment": environment(), "beacons": str(base_dir()),
         }  # fmt: skip
 
     def start_agent(self, leader: dict[str, Any], orphan_grace_s: float) -> dict[str, Any]:
@@ -151,17 +149,6 @@ class Keeper:
         if self._agent is not None:
             self.end_agent()
         os._exit(0)
-
-
-def versions() -> dict[str, str]:
-    """Of what must be the same on all nodes."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def environment() -> dict[str, str]:

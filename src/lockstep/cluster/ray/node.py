@@ -35,7 +35,7 @@ class RayNode(Node):
         super().__init__(info, Path(found["affairs"]), Path(found["logs"]))
         self.id, self.keeper, self.found, self.given = facts.id, keeper, found, given
         self.here = here and found["place"] == procs.place()
-        self._has_gpus, self._gpus = facts.gpus > 0, gpus
+        self.has_gpus, self._gpus = facts.gpus > 0, gpus
 
     @property
     def why_lost(self) -> str:  # type: ignore[override]
@@ -45,7 +45,7 @@ class RayNode(Node):
 
     def environment_of(self, spec: WorkerSpec) -> dict[str, str]:
         of_node = {"GLOO_SOCKET_IFNAME": self.found["interface"], "LOCKSTEP_BEACONS": self.found["beacons"]}
-        if self._has_gpus:
+        if self.has_gpus:
             of_node["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus(spec))
         return worker_environment(self.found["environment"], self.given, spec.environment, of_node)
 
@@ -58,7 +58,7 @@ class RayNode(Node):
         return self.agent.used_s
 
     def uses_cuda(self, device: str, environment: Mapping[str, str]) -> bool:
-        return device != "cpu" and bool(environment.get("CUDA_VISIBLE_DEVICES", "" if self._has_gpus else None))
+        return device != "cpu" and bool(environment.get("CUDA_VISIBLE_DEVICES", "" if self.has_gpus else None))
 
 
 def own_environment() -> Forwarded:

@@ -66,7 +66,7 @@ def is_effect(error: Failed) -> bool:
 def died(error: WorkerDied) -> str:
     """How a worker ended: `died (SIGKILL)`, `died (exit code 3)`, `vanished`."""
     if error.exit_code is None:
-        return "vanished"
+        return error.how
     if error.exit_code >= 0:
         return f"died (exit code {error.exit_code})"
     known = -error.exit_code in set(signal.Signals)
