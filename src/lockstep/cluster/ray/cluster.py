@@ -6,9 +6,9 @@ import logging
 import os
 import secrets
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -339,14 +339,12 @@ class RayCluster(AgentCluster):
 
     def _end_nodes(self) -> None:
         agents = [node.agent for node in self._nodes if node.agent is not None and node.alive]
-        if agents:
-            with ThreadPoolExecutor(len(agents), "leave") as pool:
-                leaving = [pool.submit(agent.leave, CLOSE_GRACE_S) for agent in agents]
-                for each in leaving:
-                    with contextlib.suppress(AgentError, WaitTimeout):
-                        remaining = waits.future(each, whom="agents", why="they leave", timeout_s=CLOSE_GRACE_S + 30.0)
-                        if remaining:
-                            log.error("%s did not end, not even killed", ", ".join(remaining))
+        leaving = [threading.Thread(target=_leave, args=[agent], name="leave", daemon=True) for agent in agents]
+        for thread in leaving:
+            thread.start()
+        for thread in leaving:
+            with contextlib.suppress(WaitTimeout):
+                waits.join(thread, whom="agents", why="they leave", timeout_s=CLOSE_GRACE_S + 30.0)
         self._dissolve()
 
     def _abandon_nodes(self) -> None:
@@ -376,6 +374,13 @@ class RayCluster(AgentCluster):
             if self._closed and self._open and os.getpid() == self._pid:
                 self._open = False
                 session.close_session()
+
+
+def _leave(agent: AgentClient) -> None:
+    with contextlib.suppress(AgentError, WaitTimeout):
+        remaining = agent.leave(CLOSE_GRACE_S)
+        if remaining:
+            log.error("%s did not end, not even killed", ", ".join(remaining))
 
 
 def _post(spec: WorkerSpec) -> str:

@@ -23,7 +23,7 @@ import ray
 
 from lockstep.cluster import versions
 from lockstep.cluster.addresses import interfaces, own_address
-from lockstep.watch import procs
+from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, start_agent
 from lockstep.watch.folders import base_dir, run_dir
 from lockstep.watch.leader import Leader
@@ -134,7 +134,7 @@ class Keeper:
     def _watch(self) -> None:
         """Ends the actor when nobody can want it any more."""
         while True:
-            time.sleep(LOOK_S)
+            waits.sleep(LOOK_S, "the next look at who wants this actor")
             now = time.monotonic()
             if self._controller is not None:
                 if procs.alive(*self._controller):

@@ -2,11 +2,11 @@
 
 import logging
 import os
+import selectors
 import shutil
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -127,12 +127,24 @@ def _must_listen(address: str) -> None:
     if not host or not port.isdecimal():
         raise RayUnavailable(f"cluster.address {address}: expected HOST:PORT of the head of a Ray cluster, or auto")
     try:
-        socket.create_connection((host, int(port)), timeout=DIAL_S).close()
-    except OSError as error:
+        _dial(host, int(port))
+    except (OSError, waits.WaitTimeout) as error:
         raise RayUnavailable(
-            f"no Ray at {address} ({error.strerror or error}). On the head, `ray status` says whether it runs; "
+            f"no Ray at {address} ({_first_line(error)}). On the head, `ray status` says whether it runs; "
             f"`ray start --head --port={port}` starts it"
         ) from error
+
+
+def _dial(host: str, port: int) -> None:
+    """Raises OSError, WaitTimeout."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as trial:
+        trial.setblocking(False)
+        trial.connect_ex(target)
+        waits.writable(trial, whom=f"{host}:{port}", why="whether Ray listens there", timeout_s=DIAL_S)
+        code = trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
 
 
 def _why_not(address: str, error: BaseException) -> str:
@@ -176,8 +188,9 @@ def _in_thread(work: Callable[[], object], whom: str, why: str) -> None:
             done.set_exception(error)
             return
         done.set_result(None)
+        idle = selectors.DefaultSelector()
         while True:
-            time.sleep(3600.0)
+            idle.select(3600.0)
 
     threading.Thread(target=attempt, name="ray", daemon=True).start()
     waits.future(
