@@ -1,5 +1,6 @@
 """A courier that stops in mid-transfer where a test wants it: the moment is made and not waited for."""
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -11,7 +12,9 @@ from lockstep.weights.courier import Courier
 class HeldCourier(Courier):
     """Stops after the first parcel while `<hold>/<node>` exists, and says so with `<hold>/<node>.<pid>`."""
 
-    def __init__(self, hold: str, **arguments: Any) -> None:
+    def __init__(self, hold: str, space: str | None = None, **arguments: Any) -> None:
+        if space is not None:
+            enter(space)
         super().__init__(**arguments)
         self._hold = Path(hold) / self.node
 
@@ -22,3 +25,10 @@ class HeldCourier(Courier):
             end = time.monotonic() + 60
             while self._hold.exists() and time.monotonic() < end:
                 time.sleep(0.005)
+
+
+def enter(space: str) -> None:
+    """Moves this thread, and those it starts, into a network namespace; the link to the controller stays."""
+    with Path(f"/run/netns/{space}").open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000):
+            raise OSError(ctypes.get_errno(), f"setns {space}")

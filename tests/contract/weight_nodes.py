@@ -6,7 +6,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,18 @@ class House:
 
     def __init__(
         self, folder: Path, transport: str, trainers: Sequence[str], engines: Sequence[str], limit_s: float = 20.0,
-        make: Any = tensors, bucket: int = 100_000, **courier: Any,
+        make: Any = tensors, bucket: int = 100_000, addresses: Mapping[str, str] | None = None,
+        spaces: Mapping[str, str] | None = None, store: tuple[str, int] | None = None, **courier: Any,
     ) -> None:  # fmt: skip
+        """`addresses` and network namespaces (`spaces`) by node, and a store that all of them reach."""
+        self.addresses, self.spaces = addresses or {}, spaces or {}
         self.transport, self.make, self.limit_s = transport, make, limit_s
         self.memory = Path(tempfile.mkdtemp(prefix="lockstep-test-", dir="/dev/shm"))
         self.cluster = LocalCluster(Config(notice_after_s=5.0), f"house-{secrets.token_hex(3)}", folder, 1)
         self.ranks = [Somebody(WorkerSpec(f"policy-{n}", "policy", n, ""), node) for n, node in enumerate(trainers)]
         self.engines = [Somebody(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate(engines)]
         self.numbers = itertools.count()
-        host, port = self.cluster.store()
+        host, port = store or self.cluster.store()
         self.arguments = {
             "generation": 1, "way": transport, "store_host": host, "store_port": port, "limit_s": limit_s,
             "bucket_bytes": bucket, "check": "complete", "folder": str(folder / "exchange"), **courier,
@@ -118,6 +121,7 @@ class House:
 
     def courier(self, node: NodeInfo) -> Worker:
         arguments = {**self.arguments, "node": node.name, "address": node.address, "hold": str(self.hold)}
+        arguments["space"] = self.spaces.get(node.name)
         name = f"courier-{node.name}-{next(self.numbers)}"
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -131,7 +135,7 @@ class House:
 
     def _info(self, name: str) -> NodeInfo:
         (self.memory / name).mkdir(exist_ok=True)
-        return NodeInfo(name, "127.0.0.1", self.memory / name)
+        return NodeInfo(name, self.addresses.get(name, "127.0.0.1"), self.memory / name)
 
     # --- what tests do
 
