@@ -1,5 +1,6 @@
 """Files, overrides and what is said about mistakes in them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 from lockstep.config.errors import ConfigError
 from lockstep.config.load import apply_overrides, check_config, load_config, read_yaml
 from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.config.spelling import FOREIGN_NAMES, leaves
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -223,3 +225,14 @@ def test_off_is_a_word_though_yaml_reads_it_as_false() -> None:
     config = check_config(grpo(**values), "test")
     assert isinstance(config, GRPOConfig)
     assert config.trainer.compile == "off" and config.loss.importance.kind == "off"
+
+
+def test_what_other_frameworks_call_it_leads_to_a_field_that_there_is() -> None:
+    known = {*leaves(GRPOConfig), *leaves(SFTConfig)}
+    assert {name: field for name, field in FOREIGN_NAMES.items() if re.split(r"[ :,(]", field)[0] not in known} == {}
+    assert (
+        "here it is called 'placement.colocate (all)'"
+        in problems(grpo(colocate_all_models=True))["colocate_all_models"]
+    )
+    nested = problems(grpo(rollout={"tensor_model_parallel_size": 2}))
+    assert "'rollout.engine.tensor_parallel_size'" in nested["rollout.tensor_model_parallel_size"]
