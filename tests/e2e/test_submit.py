@@ -48,7 +48,7 @@ def address() -> Iterator[str]:
     environment.pop("RAY_ADDRESS", None)
     os.environ["RAY_AUTH_MODE"] = "disabled"
     command = [
-        str(binaries / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={free_port()}",
+        str(binaries / "ray"), "start", "--head", "--block", "--num-cpus=4", f"--port={free_port()}",
         "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={port}",
         "--include-dashboard=true", "--object-store-memory=100000000", f"--temp-dir={folder}",
     ]  # fmt: skip
@@ -160,6 +160,20 @@ def test_what_the_run_refuses_is_the_commands_exit_code(
     assert result.exit_code == 2, result.output
     assert "refused" in result.output and "exists" in result.output
     assert "HF_TOKEN does not go along" in result.stderr
+
+
+def test_a_run_ends_well_and_says_what_does_not_fit(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole of it: sent, planned against the cluster's nodes, trained there, its folder where it was named."""
+    monkeypatch.chdir(tmp_path)
+    make_files(tmp_path)
+    refused = CliRunner().invoke(app, ["train", "run.yaml", "trainer.ranks=9", "--submit", address])
+    assert refused.exit_code == 2 and "Would fit: trainer.ranks=2" in refused.output, refused.output
+    result = CliRunner().invoke(app, ["train", "run.yaml", "placement.rollout.cpus=0.5", "--submit", address])
+    assert result.exit_code == 0, result.output
+    assert "finished" in result.output and "policy-0, engine-0, scorer-0" in result.output, result.output
+    assert (tmp_path / "runs" / "small" / "export" / "model.safetensors").is_file()
 
 
 def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
