@@ -11,12 +11,13 @@ import torch
 from lockstep.cluster.calls import PendingCall
 from lockstep.cluster.protocol import Later
 from lockstep.config.rollout import Sampling
-from lockstep.data.samples import Prompt
+from lockstep.data.samples import Group, Prompt, Rollouts
 from lockstep.models.tiny import make_tiny
 from lockstep.rollout.api import Collected
 from lockstep.rollout.service import EngineService
 from lockstep.run import engines as engines_room
 from lockstep.run.engines import Engines
+from lockstep.run.metrics import rollout_metrics
 
 torch.set_num_threads(1)
 
@@ -130,3 +131,31 @@ def test_requests_of_equal_priority_stay_in_their_order(model: Path) -> None:
         worker.service.background()
         order += [completion.request for completion in engines.collect(queue="x")]
     assert order == [f"3/{count}" for count in range(4)]
+
+
+def test_completions_of_two_engines_go_on_after_new_weights_and_say_how_old_each_token_is(model: Path) -> None:
+    """Partial rollouts: each engine takes new weights when it gets to it, and what it has begun goes on with them."""
+    workers = [Here(model, rows=4), Here(model, rows=4)]
+    engines = Engines(workers, Sampling(max_tokens=20, ignore_eos=True), seed=0)  # type: ignore[arg-type]
+    chosen = prompts(2)
+    requests = [[engines.request(f"3/{prompt.uid}/{k}", 3, prompt, k) for k in range(4)] for prompt in chosen]
+    engines.submit([request for group in requests for request in group], queue="rollouts")
+    assert all(len(worker.service._engine._ids) == 4 for worker in workers), "a group each"
+    for worker, steps in zip(workers, (5, 11), strict=True):
+        for _ in range(steps):
+            worker.service.background()
+        worker.service._engine.version = 2  # as when weights are taken between two decode steps
+    done = []
+    while len(done) < 8:
+        for worker in workers:
+            worker.service.background()
+        done += engines.collect(queue="rollouts")
+    found = {completion.request: completion for completion in done}
+    groups = [Group(prompt, [found[each.id] for each in group]) for prompt, group in zip(chosen, requests, strict=True)]
+    for group, old in zip(groups, (5, 11), strict=True):
+        for completion in group.completions:
+            assert completion.versions.tolist() == [0] * old + [2] * (20 - old)
+        group.rewards = np.zeros(4, np.float32)
+    metrics = rollout_metrics(Rollouts(3, 0, groups))
+    assert metrics["rollout/staleness_max"] == 3.0
+    assert metrics["rollout/staleness_mean"] == pytest.approx(((5 + 11) * 3 + (15 + 9) * 1) / 40)

@@ -5,6 +5,8 @@ Such a run is not repeated bit by bit (when an engine takes new weights is a mat
 what must be true of each: every prompt is used once, no step is made anew, no token is older than allowed.
 """
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -237,3 +239,30 @@ def test_replaced_groups_are_the_same_after_a_resume(home: Path, tmp_path: Path)
     ]
     assert max(row["rollout/rounds"] for row in other.values()) > 1
     assert all(row["rollout/staleness_max"] == 0 for row in other.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_engine_that_stands_still_does_not_hold_the_step(home: Path, tmp_path: Path) -> None:
+    """Nobody ends it: what it owes is made by the other, new weights do not wait for it, and it comes back."""
+    made = values(home, tmp_path, "two", steps=4, reward={"terms": TERMS}, evaluation=None)
+    made["rollout"] |= {"max_staleness": 0, "reissue": {"after_s": 1.5}}
+    made["rollout"]["engine"] |= {"count": 2}
+    made["watch"] = {"enable": False}
+    run = tmp_path / "runs" / "two"
+    launched = Launched.start(
+        run, str(write(tmp_path, made)), hold={"stage": "reward", "seconds": 0.5, "at_end": False}
+    )
+    launched.wait_for("reward", 0)
+    state = launched.beacon("engine-1")
+    assert state is not None
+    os.kill(state.pid, signal.SIGSTOP)
+    try:
+        launched.wait_for("reward", 2)
+    finally:
+        os.kill(state.pid, signal.SIGCONT)
+    assert launched.finish() == 0, launched.text()
+    assert "engine-1 is left out until it answers" in launched.text() and "engine-1 is back after" in launched.text()
+    assert sorted(check(run, 0)) == [0, 1, 2, 3]
+    with Ledger.reader(run) as ledger:
+        assert not [event for event in ledger.events() if event.kind == "recovery"]

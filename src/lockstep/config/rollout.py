@@ -74,11 +74,24 @@ class VllmEngine(Section):
 Engine = Annotated[BuiltinEngine | VllmEngine, Field(discriminator="kind"), usual_kind("builtin")]
 
 
+class Reissue(Section):
+    """With two engines or more: a step that waits for nobody but engines far behind the others has what these owe of it
+    made by others as well, with the same seeds. The completion that comes first counts."""
+
+    enable: bool = True
+    slower_than: float = Field(0.25, gt=0, lt=1)
+    """Far behind is who makes less than this share of the tokens per second and sequence that the others do (their
+    median). Long completions alone make nobody slow."""
+    after_s: float = Field(30.0, gt=0)
+    """... for this long, or no token at all for this long."""
+
+
 class Rollout(Section):
     sampling: Sampling = Sampling()
     engine: Engine = BuiltinEngine()
     max_staleness: int = Field(0, ge=0)
     """How many steps older than the trained weights those that generate may be. 0 generates and trains in turn; with k,
     engines go on with the next k steps while a step is trained."""
+    reissue: Reissue = Reissue()
     environment: Environment | None = None
     """Conversations with an environment or tools; plain completions when absent."""

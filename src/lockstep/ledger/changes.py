@@ -51,6 +51,7 @@ _BITS = (
     "trainer.activation_checkpointing",
     "trainer.head_chunk",
     "trainer.compile",
+    "rollout.reissue",
     "rollout.engine.count",
     "rollout.engine.threads",
     "rollout.engine.max_rows",

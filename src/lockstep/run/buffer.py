@@ -104,7 +104,7 @@ class RolloutBuffer:
         current = self._rounds[step]
         self._arrive()
         current.ready += len(current.done)
-        self.engines.until(lambda: self._look(current), why=f"rollouts of step {step}")
+        self.engines.until(lambda: self._look(current), why=f"rollouts of step {step}", step=step)
         self._keep_due()  # scoring may take as long again; a quick step is not worth the write
         self._forget(current)
         groups = [

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lockstep.cluster.protocol import Worker
-from lockstep.config.rollout import Sampling
+from lockstep.config.rollout import Reissue, Sampling
 from lockstep.data.samples import Completion, Prompt
 from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.seeds import request_seed
-from lockstep.run.fleet import Fleet, Hires
+from lockstep.run.fleet import Fleet
+from lockstep.run.hires import Hires
 from lockstep.run.owed import Owed
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.watch import beacon, waits
@@ -39,10 +40,11 @@ class Engines:
         stall_s: float = 900.0,
         hires: Hires | None = None,
         recovery: Recovery | None = None,
+        reissue: Reissue | None = None,
     ) -> None:
         self._news = threading.Event()
         """An engine has told something."""
-        self._fleet = Fleet(workers, self._news, self._place, hires, recovery)
+        self._fleet = Fleet(workers, self._news, self._place, hires, recovery, reissue)
         self._queue_of: dict[str, str] = {}
         """Of every request under way, the queue that its completion goes to."""
         self._arrived: dict[str, list[Completion]] = {}
@@ -52,6 +54,8 @@ class Engines:
         self.version = 0
         self._seen, self._seen_at = 0, 0.0
         """The engines' moves, and when they were counted."""
+        self._reissued = 0
+        """Requests that were issued again until metrics were asked for."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -94,8 +98,12 @@ class Engines:
         return owed.least()
 
     def metrics(self) -> dict[str, float]:
-        """Of the engines' work since the last call."""
-        return {}
+        """Of the engines' work since the last call: with several, `rollout/reissued` completions were asked of a second
+        engine, because the first was far behind."""
+        if len(self.workers) < 2:
+            return {}
+        before, self._reissued = self._reissued, self._fleet.reissued
+        return {"rollout/reissued": float(self._reissued - before)}
 
     def collect(self, queue: str = "") -> list[Completion]:
         """What finished of a queue since the last call; returns at once. What finished of others waits for theirs.
@@ -107,8 +115,9 @@ class Engines:
             self._arrived.setdefault(self._queue_of.pop(completion.request), []).append(completion)
         return self._arrived.pop(queue, [])
 
-    def until(self, look: Callable[[], T | None], why: str) -> T:
+    def until(self, look: Callable[[], T | None], why: str, step: int = -1) -> T:
         """The first answer of `look` that is not None, asked again and again as long as tokens or completions move.
+        What it waits for are completions of `step` and of those before: engines far behind do not hold it up.
 
         Raises:
             Stalled: none did for `stall_s`, and replacing the engines that owe something is out of the question.
@@ -118,8 +127,12 @@ class Engines:
         def rested() -> T | None:
             if rest_s > 1e-3:
                 waits.sleep(rest_s, "news of more engines")
-            return look()
+            found = look()
+            if found is None:
+                self._fleet.hurry(step)
+            return found
 
+        self._fleet.begin_wait()
         while True:
             try:
                 return waits.poll(

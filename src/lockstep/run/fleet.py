@@ -8,16 +8,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from lockstep.cluster.calls import Failed, settle
 from lockstep.cluster.protocol import Pending, RemoteError, Worker, WorkerDied
+from lockstep.config.rollout import Reissue
 from lockstep.data.samples import Completion
 from lockstep.rollout.api import Collected
 from lockstep.rollout.protocol import EngineProgress, Request
+from lockstep.run.desk import Desk, Place
+from lockstep.run.hires import Hires
+from lockstep.run.laggards import Laggards
 from lockstep.run.owed import Owed
 from lockstep.run.recovery.failures import Failure, failure_of
 from lockstep.run.recovery.recovery import Recovery
@@ -31,30 +33,11 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+COUNT_S = 1.0
+"""How often engines are asked for their counters while they are waited for; up to 64 of them, more less often."""
 PUBLISH_S = 60.0
 """Between the commit of a version and the engines being told of it nothing is done but to bring it to their nodes."""
 _STALE = "lockstep.weights.errors.StaleVersion"
-
-
-class Hires(Protocol):
-    """Who starts and ends engines."""
-
-    def engine(self, rank: int) -> Worker: ...
-
-    def dismiss(self, workers: Sequence[Worker]) -> None: ...
-
-
-@dataclass(slots=True)
-class _Place:
-    """An engine, whichever process it is now, and what it owes us."""
-
-    rank: int
-    worker: Worker | None
-    """None while it is replaced."""
-    acknowledged: int = 0
-    asked: Pending[Collected] | None = None
-    """Our question for completions, not answered or not read yet."""
-    open: dict[str, Request] = field(default_factory=dict)
 
 
 class Fleet:
@@ -74,24 +57,23 @@ class Fleet:
         choose: Callable[[Sequence[Request], Owed], int],
         hires: Hires | None = None,
         recovery: Recovery | None = None,
+        reissue: Reissue | None = None,
     ) -> None:
-        self._places = [_Place(rank, worker) for rank, worker in enumerate(workers)]
-        self._news, self._choose, self._hires, self._recovery = news, choose, hires, recovery
+        self._places = [Place(rank, worker) for rank, worker in enumerate(workers)]
+        self._news, self._hires, self._recovery = news, hires, recovery
         self._lock = threading.RLock()
-        self._owed = Owed()
-        self._answers: deque[tuple[_Place, Pending[Collected]]] = deque()
-        """Questions for completions that were answered, and by whom: of a thousand engines few have news at a time."""
-        self._homeless: list[Request] = []
-        """Requests that no engine has."""
-        self._ready: list[Completion] = []
+        self._desk = Desk(self._places, choose, news)
+        self._laggards = Laggards(reissue or Reissue())
+        self._count_at = 0.0
         self._weights: tuple[Source, int] | None = None
         """Where the version that all are to serve is found, and which."""
         self._error: Exception | None = None
         self._closed = False
         self.changes = 0
         """Engines lost and come back: moves while nothing else does."""
+        self.reissued = 0
+        """Requests that were issued again, as the engine that had them was far behind."""
         for place, worker in zip(self._places, workers, strict=True):
-            self._owed.set(place.rank, 0)
             self._watch(place, worker)
 
     @property
@@ -107,9 +89,9 @@ class Fleet:
         """
         self._raise()
         with self._lock:
-            self._homeless += requests
-            asked = self._share_out()
-        for place, worker, outcome in self._outcomes(asked, "hand over requests"):
+            self._desk.homeless += requests
+            asked = self._desk.share_out()
+        for place, worker, outcome in self._without_silent(asked, "hand over requests"):
             if isinstance(outcome, RemoteError):
                 raise outcome
             if isinstance(outcome, WorkerDied | Stalled):
@@ -119,11 +101,11 @@ class Fleet:
     def collect(self) -> list[Completion]:
         """What finished since the last call; returns at once. Raises what could not be healed."""
         self._raise()
-        while self._answers:
-            self._fetch(*self._answers.popleft())
+        while self._desk.answers:
+            self._fetch(*self._desk.answers.popleft())
         self._raise()
         with self._lock:
-            ready, self._ready = self._ready, []
+            ready, self._desk.ready = self._desk.ready, []
         return ready
 
     def load_weights(self, source: Source, version: int) -> None:
@@ -136,10 +118,12 @@ class Fleet:
                 if place.worker is not None:
                     folder = source.where(place.worker, version)
                     if folder is None:
-                        self._bench(place, place.worker)
+                        self._bench(place, place.worker, "until its node has the weights")
+                    elif place.deaf:
+                        self._bench(place, place.worker, "until it answers")
                     else:
                         folders[place.worker.spec.name] = folder
-            self._listen(self._share_out())
+            self._listen(self._desk.share_out())
         self._all(
             lambda worker: worker.submit(EngineAPI.load_weights, folders[worker.spec.name], version),
             f"weights of version {version}", folders,
@@ -156,8 +140,46 @@ class Fleet:
             self._all(lambda worker: worker.submit(EngineAPI.sleep), "sleep")
 
     def progress(self) -> list[EngineProgress]:
-        """Counters of those that live."""
-        return self._all(lambda worker: worker.submit(EngineAPI.progress), "progress")
+        """Counters of those that live and answer."""
+        names = {place.worker.spec.name for place in self._places if place.worker is not None and not place.deaf}
+        return self._all(lambda worker: worker.submit(EngineAPI.progress), "progress", names)
+
+    def begin_wait(self) -> None:
+        """Somebody begins to wait for completions: how engines get on counts from now on."""
+        self._laggards.begin(time.monotonic())
+
+    def hurry(self, step: int) -> None:
+        """Issues again what only engines far behind their peers still owe of steps up to `step`. Returns at once."""
+        now = time.monotonic()
+        if now < self._count_at or not self._laggards.config.enable:
+            return
+        with self._lock:
+            living = [place for place in self._places if place.worker is not None]
+            self._count_at = now + max(COUNT_S, COUNT_S * len(living) / 64)
+            for place in living:
+                self._count(place, now)
+            waited = self._desk.waited_for(step)
+            if not waited or self._desk.owed.held.issuperset(self._desk.owed.living - waited):
+                return
+            for rank, behind in self._laggards.behind(waited, now).items():
+                self._laggards.punish(rank, behind, now)
+                handed, count = self._desk.issue_again(rank, step)
+                self._listen(handed)
+                self.reissued += count
+                log.warning("engine-%d %s: %d requests are issued again to others", rank, behind.why, count)
+
+    def _count(self, place: Place, now: float) -> None:
+        """Asks for an engine's counters, and looks at what it said when it was asked last. Needs the lock."""
+        (self._laggards.owes if place.open else self._laggards.rests)(place.rank, now)
+        if place.counters is not None and place.counters.done():
+            with contextlib.suppress(RemoteError, WorkerDied):  # whoever needs it hears of that
+                self._laggards.observe(place.rank, now, place.counters.result(why="counters"))
+                if not place.open and not place.deaf and self._laggards.pardoned(place.rank, now):
+                    self._desk.forgive(place.rank)
+            place.counters = None
+        held = place.rank in self._desk.owed.held
+        if place.counters is None and place.worker is not None and (place.open or held):
+            place.counters = place.worker.submit(EngineAPI.progress)
 
     def stalled(self, error: Stalled) -> bool:
         """Nothing has moved: who owes something is lost. Whether that helps."""
@@ -173,41 +195,7 @@ class Fleet:
 
     # --- requests
 
-    def _share_out(self) -> list[tuple[_Place, Worker, Pending[None]]]:
-        """Hands what is homeless to those that live. Needs the lock."""
-        if not self._owed or not self._homeless:
-            return []
-        groups: dict[str, list[Request]] = {}
-        for request in self._homeless:
-            groups.setdefault(request.group, []).append(request)
-        batches: dict[int, list[Request]] = {}
-        for group in groups.values():
-            place = self._places[self._choose(group, self._owed)]
-            batches.setdefault(place.rank, []).extend(group)
-            place.open.update((request.id, request) for request in group)
-            self._owed.set(place.rank, len(place.open))
-        self._homeless = []
-        asked = []
-        for rank, batch in batches.items():
-            place = self._places[rank]
-            assert place.worker is not None  # it owes, so it lives
-            asked.append((place, place.worker, place.worker.submit(EngineAPI.submit, batch)))
-            self._ask(place)
-        return asked
-
-    def _ask(self, place: _Place) -> None:
-        """Asks once for completions; the answer comes when there are some. Needs the lock."""
-        if place.worker is None or not place.open or place.asked is not None:
-            return
-        place.asked = asked = place.worker.submit(EngineAPI.collect, place.acknowledged)
-
-        def answered() -> None:
-            self._answers.append((place, asked))
-            self._news.set()
-
-        asked.on_done(answered)
-
-    def _fetch(self, place: _Place, asked: Pending[Collected]) -> None:
+    def _fetch(self, place: Place, asked: Pending[Collected]) -> None:
         """Takes what an engine has told, and asks for more."""
         with self._lock:
             worker = place.worker
@@ -221,13 +209,8 @@ class Fleet:
         with self._lock:
             if place.asked is asked:
                 place.asked = None
-                self._take(place, collected)
-                self._ask(place)
-
-    def _take(self, place: _Place, collected: Collected) -> None:
-        place.acknowledged = collected.sequence
-        self._ready += [each for each in collected.completions if place.open.pop(each.request, None) is not None]
-        self._owed.set(place.rank, len(place.open))
+                self._desk.take(place, collected)
+                self._desk.ask(place)
 
     # --- losses
 
@@ -240,7 +223,7 @@ class Fleet:
                 (place, worker, ask(worker)) for place, worker in living if names is None or worker.spec.name in names
             ]
         found = []
-        for place, worker, outcome in self._outcomes(asked, why):
+        for place, worker, outcome in self._without_silent(asked, why):
             if isinstance(outcome, RemoteError | WorkerDied | Stalled):
                 self._lose(place, worker, outcome)
             else:
@@ -248,10 +231,22 @@ class Fleet:
         self._raise()
         return found
 
-    def _outcomes(
-        self, asked: Sequence[tuple[_Place, Worker, Pending[T]]], why: str
-    ) -> list[tuple[_Place, Worker, T | Failed]]:
-        outcomes = settle([pending for _, _, pending in asked], why)
+    def _without_silent(
+        self, asked: Sequence[tuple[Place, Worker, Pending[T]]], why: str
+    ) -> list[tuple[Place, Worker, T | Failed]]:
+        """What was answered. Who is silent for long, while another engine is not, is left out until it answers."""
+        config, pendings = self._laggards.config, [pending for _, _, pending in asked]
+        patience_s = config.after_s if config.enable and len(self.workers) > 1 else None
+        outcomes = settle(pendings, why, patience_s)
+        silent = [each[:2] for each, outcome in zip(asked, outcomes, strict=True) if isinstance(outcome, Stalled)]
+        if patience_s is not None and len(silent) == len(self.workers):
+            outcomes = settle(pendings, why)  # nobody is faster, so this takes as long as it takes
+        elif patience_s is not None and silent:
+            with self._lock:
+                for place, worker in silent:
+                    self._bench(place, worker, "until it answers")
+                self._listen(self._desk.share_out())
+        # whoever is benched has no worker: losing it changes nothing
         return [(place, worker, outcome) for (place, worker, _), outcome in zip(asked, outcomes, strict=True)]
 
     def _raise(self) -> None:
@@ -261,11 +256,11 @@ class Fleet:
     def _over(self) -> bool:
         return self._closed or self._error is not None
 
-    def _watch(self, place: _Place, worker: Worker) -> None:
+    def _watch(self, place: Place, worker: Worker) -> None:
         if self._hires is not None:
             worker.on_death(lambda error: self._lose(place, worker, error))
 
-    def _lose(self, place: _Place, worker: Worker, error: Failed) -> None:
+    def _lose(self, place: Place, worker: Worker, error: Failed) -> None:
         """An engine is lost: keeps what it has told, gives the rest to others, and has it replaced. From any thread."""
         with self._lock:
             if place.worker is not worker or self._closed:
@@ -277,24 +272,22 @@ class Fleet:
             except Exception as final:  # noqa: BLE001 - raised by whoever of the run's thread comes next
                 self._error = final
             else:
-                self._listen(self._share_out())
+                self._listen(self._desk.share_out())
                 task = (place, worker, failure, unfinished)
                 name = f"replaces {worker.spec.name}"
                 threading.Thread(target=self._replace, args=task, name=name, daemon=True).start()
         self._news.set()
 
-    def _empty(self, place: _Place) -> int:
+    def _empty(self, place: Place) -> int:
         """Takes everything from a place; how many requests it had not finished."""
         asked, place.asked, place.worker = place.asked, None, None
         if asked is not None and asked.done():
             with contextlib.suppress(RemoteError, WorkerDied):  # then it had told nothing
-                self._take(place, asked.result(why="completions"))
-        self._owed.drop(place.rank)
-        unfinished, place.open, place.acknowledged = list(place.open.values()), {}, 0
-        self._homeless += unfinished
-        return len(unfinished)
+                self._desk.take(place, asked.result(why="completions"))
+        self._laggards.forget(place.rank)
+        return self._desk.empty(place)
 
-    def _decide(self, place: _Place, worker: Worker, error: Failed, starting: bool = False) -> Failure:
+    def _decide(self, place: Place, worker: Worker, error: Failed, starting: bool = False) -> Failure:
         """Raises what ends the run, where this does."""
         if self._recovery is None or self._hires is None:
             raise error
@@ -302,7 +295,7 @@ class Fleet:
         self._recovery.decide(failure, error)
         return failure
 
-    def _replace(self, place: _Place, worker: Worker, failure: Failure, unfinished: int) -> None:
+    def _replace(self, place: Place, worker: Worker, failure: Failure, unfinished: int) -> None:
         """In a thread of its own: another process in the place, as often as the budget allows."""
         assert self._hires is not None and self._recovery is not None
         began = time.monotonic()
@@ -326,15 +319,17 @@ class Fleet:
                 break
         self._news.set()
 
-    def _bench(self, place: _Place, worker: Worker) -> None:
-        """An engine is left out until its node has the current weights. Needs the lock."""
-        log.warning("%s is left out until its node has the weights", worker.spec.name)
+    def _bench(self, place: Place, worker: Worker, until: str) -> None:
+        """An engine is left out until it has the current weights. Needs the lock."""
+        if place.worker is not worker:
+            return
+        log.warning("%s is left out %s", worker.spec.name, until)
         self.changes += 1
         self._empty(place)
         task = (place, worker, worker.submit(EngineAPI.renew))
         threading.Thread(target=self._return, args=task, name=f"catches up {worker.spec.name}", daemon=True).start()
 
-    def _return(self, place: _Place, worker: Worker, renewed: Pending[None]) -> None:
+    def _return(self, place: Place, worker: Worker, renewed: Pending[None]) -> None:
         """In a thread of its own: an engine that was left out comes back, or another in its place."""
         began = time.monotonic()
         try:
@@ -354,7 +349,7 @@ class Fleet:
             self._error = error
         self._news.set()
 
-    def _move_in(self, place: _Place, worker: Worker) -> None:
+    def _move_in(self, place: Place, worker: Worker) -> None:
         """Gives a new engine the current weights, and work."""
         while True:
             weights = self._weights
@@ -364,9 +359,9 @@ class Fleet:
                 if self._weights != weights:
                     continue
                 place.worker = worker
-                self._owed.set(place.rank, 0)
+                self._desk.owed.set(place.rank, 0)
                 self.changes += 1
-                asked = self._share_out()
+                asked = self._desk.share_out()
             self._watch(place, worker)
             self._listen(asked)
             return
@@ -389,7 +384,7 @@ class Fleet:
         )  # fmt: skip
         return self._over()
 
-    def _listen(self, asked: Sequence[tuple[_Place, Worker, Pending[Any]]]) -> None:
+    def _listen(self, asked: Sequence[tuple[Place, Worker, Pending[Any]]]) -> None:
         """Requests that were handed over with nobody waiting for the answer: it matters where it is an error. Of a
         death hears who watches the worker."""
         for _, _, pending in asked:

@@ -206,7 +206,8 @@ def _engines(prepared: Prepared, staff: Staff, recovery: Recovery, workers: list
     config = prepared.config
     sampling, stall_s = config.rollout.sampling, config.cluster.stall_limit_s
     if prepared.turns is None or config.rollout.environment is None:
-        return Engines(workers, sampling, config.seed, stall_s, staff, recovery)
+        return Engines(workers, sampling, config.seed, stall_s, staff, recovery, config.rollout.reissue)
     pool = EnvironmentPool(staff.cluster, config.rollout.environment)
     pool.start()
-    return Conversations(workers, sampling, config.seed, stall_s, staff, recovery, pool=pool, turns=prepared.turns)
+    common = sampling, config.seed, stall_s, staff, recovery, config.rollout.reissue
+    return Conversations(workers, *common, pool=pool, turns=prepared.turns)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.cluster.protocol import Worker
-from lockstep.config.rollout import Sampling
+from lockstep.config.rollout import Reissue, Sampling
 from lockstep.data.samples import Completion, Ended, Episode, FinishReason, Prompt
 from lockstep.data.turns import Turns
 from lockstep.rollout.environments.api import EnvironmentFailed, Failure
@@ -23,7 +23,7 @@ from lockstep.rollout.environments.protocol import Observation
 from lockstep.rollout.protocol import Request
 from lockstep.rollout.seeds import request_seed
 from lockstep.run.engines import Engines
-from lockstep.run.fleet import Hires
+from lockstep.run.hires import Hires
 from lockstep.run.owed import Owed
 from lockstep.run.recovery.recovery import Recovery
 
@@ -104,12 +104,13 @@ class Conversations(Engines):
         stall_s: float = 900.0,
         hires: Hires | None = None,
         recovery: Recovery | None = None,
+        reissue: Reissue | None = None,
         *,
         pool: EnvironmentPool,
         turns: Turns,
     ) -> None:
         # An answer may take its time without any token being made.
-        super().__init__(workers, sampling, seed, max(stall_s, 2 * pool.config.timeout_s), hires, recovery)
+        super().__init__(workers, sampling, seed, max(stall_s, 2 * pool.config.timeout_s), hires, recovery, reissue)
         self.look_s = LOOK_S  # engines wake who waits, environments are looked after
         self.pool, self.turns, self.config = pool, turns, pool.config
         self._prompts: dict[str, Prompt] = {}
@@ -146,8 +147,9 @@ class Conversations(Engines):
         now = [(each.prefix_cache_hits, each.prefix_cache_queries) for each in self.progress()]
         hits, queries = (sum(column) for column in zip(*now, strict=True))
         before, self._cached = self._cached, (hits, queries)
-        asked = queries - before[1]
-        return {"rollout/prefix_cache_hit_rate": max(0.0, (hits - before[0]) / asked)} if asked > 0 else {}
+        asked, found = queries - before[1], super().metrics()
+        rate = {"rollout/prefix_cache_hit_rate": max(0.0, (hits - before[0]) / asked)} if asked > 0 else {}
+        return found | rate
 
     def _moves(self) -> object:
         return super()._moves(), self.pool.answers

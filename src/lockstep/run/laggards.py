@@ -1,0 +1,126 @@
+"""Which engines are far behind their peers, by their own counters. Pure.
+
+An engine's speed is tokens per second and sequence: one that decodes a single long completion is not slower at that
+than its peers were with all of theirs. So long completions are waited for, and only slow engines are not.
+"""
+
+import statistics
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from lockstep.config.rollout import Reissue
+from lockstep.rollout.protocol import EngineProgress
+
+SLOW_FOR = 20
+"""Times `after_s`: who was slow gets work again after so long, to see whether it still is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """That an engine is far behind."""
+
+    why: str
+    """After "it"."""
+    silent: bool
+    """Whether it makes nothing at all."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of an engine."""
+
+    moved_at: float
+    """When its counter was last seen to move, or the wait for it began."""
+    tokens: int = -1
+    """At the last look; -1 before the first of a wait."""
+    running: int = 0
+    at: float = 0.0
+    speed: float | None = None
+    """Tokens per second and sequence, when it last made some."""
+    slow_since: float | None = None
+    until: float = 0.0
+    """It gets less work than others until then."""
+
+
+class Laggards:
+    """Speeds of engines, and who is behind.
+
+    Times are seconds of any clock that does not go back.
+    """
+
+    def __init__(self, config: Reissue) -> None:
+        self.config = config
+        self._seen: dict[int, _Seen] = {}
+
+    def begin(self, now: float) -> None:
+        """A wait begins: who owes something then was not looked at before. Speeds are remembered."""
+        for seen in self._seen.values():
+            seen.moved_at, seen.tokens, seen.slow_since = now, -1, None
+
+    def owes(self, rank: int, now: float) -> None:
+        """The engine owes something: silence counts from now on at the latest."""
+        self._seen.setdefault(rank, _Seen(now))
+
+    def rests(self, rank: int, now: float) -> None:
+        """It owes nothing, so it may be silent."""
+        if rank in self._seen:
+            seen = self._seen[rank]
+            seen.moved_at, seen.tokens, seen.slow_since = now, -1, None
+
+    def forget(self, rank: int) -> None:
+        """Another process is in its place."""
+        self._seen.pop(rank, None)
+
+    def observe(self, rank: int, now: float, progress: EngineProgress) -> None:
+        """What an engine that owes something says of itself."""
+        seen = self._seen.setdefault(rank, _Seen(now))
+        if seen.tokens >= 0 and progress.tokens != seen.tokens:
+            seen.moved_at = now
+            rows = (seen.running + progress.running) / 2
+            if rows > 0 and now > seen.at:
+                seen.speed = (progress.tokens - seen.tokens) / (now - seen.at) / rows
+                self._judge(rank, seen, now)
+        seen.at, seen.tokens, seen.running = now, progress.tokens, progress.running
+
+    def punish(self, rank: int, behind: Behind, now: float) -> None:
+        """It gets nothing for a while: who was silent until it answers, who is slow for longer, as it stays so."""
+        if rank in self._seen and not behind.silent:
+            self._seen[rank].until = now + SLOW_FOR * self.config.after_s
+
+    def pardoned(self, rank: int, now: float) -> bool:
+        """Whether that is over."""
+        return rank not in self._seen or now >= self._seen[rank].until
+
+    def behind(self, waited_for: Collection[int], now: float) -> dict[int, Behind]:
+        """How each of those that are waited for is far behind the others; empty while one of them is not."""
+        found = {}
+        for rank in waited_for:
+            seen = self._seen.get(rank)
+            behind = None if seen is None else self._behind(rank, seen, now)
+            if behind is None:
+                return {}
+            found[rank] = behind
+        return found
+
+    def _behind(self, rank: int, seen: _Seen, now: float) -> Behind | None:
+        quiet = now - seen.moved_at
+        if quiet >= self.config.after_s:
+            return Behind(f"made no token for {quiet:.0f} s", silent=True)
+        if seen.slow_since is not None and now - seen.slow_since >= self.config.after_s:
+            return Behind(
+                f"makes {seen.speed:.1f} tokens/s a sequence, the others {self._usual(rank):.1f}", silent=False
+            )
+        return None
+
+    def _judge(self, rank: int, seen: _Seen, now: float) -> None:
+        usual = self._usual(rank)
+        slow = usual is not None and seen.speed is not None and seen.speed < self.config.slower_than * usual
+        if not slow:
+            seen.slow_since = None
+        elif seen.slow_since is None:
+            seen.slow_since = now
+
+    def _usual(self, rank: int) -> float | None:
+        """The median speed of the others, when they last had something to do."""
+        others = [seen.speed for other, seen in self._seen.items() if other != rank and seen.speed is not None]
+        return statistics.median(others) if others else None
