@@ -69,7 +69,7 @@ class Bundle:
         """For people."""
         cpus = f"{self.cpus:g} CPU{'s' * (self.cpus != 1)}"
         gpus = f"{self.gpus} GPU{'s' * (self.gpus != 1)} and " if self.gpus else ""
-        memory = f" and {self.memory / 2**30:.1f} GiB of memory" if self.memory else ""
+        memory = f" and {in_bytes(self.memory)} of memory" if self.memory else ""
         return gpus + cpus + memory
 
     def title(self) -> str:
@@ -215,6 +215,11 @@ def _bundle(roles: Sequence[Sequence[Wanted]], alone: bool = False) -> Bundle:
 def on(bundle: Bundle, node: int | None) -> Bundle:
     """The bundle with another place."""
     return replace(bundle, node=node)
+
+
+def in_bytes(size: float) -> str:
+    """For people."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def shortened(names: Sequence[str]) -> str:

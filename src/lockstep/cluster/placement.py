@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from lockstep.cluster.alternatives import would_fit
-from lockstep.cluster.bundles import Bundle, NodeFacts, PlacementError, Wanted, bundles_of, on, shortened
+from lockstep.cluster.bundles import Bundle, NodeFacts, PlacementError, Wanted, bundles_of, in_bytes, on, shortened
 from lockstep.cluster.fitting import Kind, Size, fit, largest_first
 from lockstep.config.cluster import RayCluster
 from lockstep.config.placement import Placement
@@ -245,14 +245,16 @@ def _does_not_fit(
     if largest is None:
         return DoesNotFit(bundle, f"{bundle.title()} needs {bundle.needs()}, and no node is alive", None, ())
     short = any(kind.size[2] for kind in kinds)
-    has = _has(largest.gpus, largest.cpus, largest.memory if short else 0)
+    gpus_matter = any(kind.size[0] for kind in kinds) or any(node.gpus for node in nodes)
+    has = _has(largest.gpus if gpus_matter else None, largest.cpus, largest.memory if short else 0)
     if alone:
         why = f"{bundle.title()} needs {bundle.needs()} on one node, and the largest, {largest.name}, has {has}"
         return DoesNotFit(bundle, why, largest, alternatives)
     gpus, cpus, memory = (sum(kind.size[axis] * kind.count for kind in kinds) for axis in range(3))
-    asked = _has(gpus, cpus / _CPU, memory * 2**20)
+    asked = _has(gpus if gpus_matter else None, cpus / _CPU, memory * 2**20)
     known = sum(node.memory for node in nodes) if memory else 0
-    all_have = _has(sum(node.gpus for node in nodes), sum(node.cpus for node in nodes), known)
+    total = sum(node.gpus for node in nodes) if gpus_matter else None
+    all_have = _has(total, sum(node.cpus for node in nodes), known)
     why = (
         f"{bundle.title()} ({bundle.needs()}) has no place beside the others: in all {asked} are asked for, and "
         f"{len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} {all_have}, the largest ({largest.name}) {has}"
@@ -264,8 +266,10 @@ def _fits_alone(kind: Kind, rooms: Sequence[Size]) -> bool:
     return any(all(has >= needs for has, needs in zip(room, kind.size, strict=True)) for room in rooms)
 
 
-def _has(gpus: float, cpus: float, memory: int = 0) -> str:
-    return f"{gpus:g} GPUs and {cpus:g} CPUs" + (f" and {memory / 2**30:.1f} GiB" if memory else "")
+def _has(gpus: float | None, cpus: float, memory: int = 0) -> str:
+    """None for GPUs of which nobody speaks."""
+    parts = [f"{gpus:g} GPUs"] * (gpus is not None) + [f"{cpus:g} CPUs"] + [in_bytes(memory)] * (memory > 0)
+    return " and ".join(parts)
 
 
 def _users(nodes: Sequence[NodeFacts]) -> list[str]:

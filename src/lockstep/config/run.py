@@ -99,6 +99,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _takes_turns_or_goes_on(self) -> Self:
+        if self.placement.shared and self.rollout.max_staleness:
+            raise ValueError(
+                f"placement.colocate has engines sleep while the trainer trains, and rollout.max_staleness "
+                f"{self.rollout.max_staleness} has them generate meanwhile: leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fewer_ranks_compute_the_same(self) -> Self:
         if self.recovery.fewer_ranks and self.model.adapter is not None and self.model.adapter.lora_dropout:
             raise ValueError(

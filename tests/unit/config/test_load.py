@@ -117,6 +117,10 @@ def test_an_empty_name_or_a_missing_field_is_named() -> None:
         ({"rollout": {"sampling": {"top_k": 20, "min_p": 0.1}}}, ["top_k 20 and", "min_p 0.1"]),
         ({"trainer": {"optimizer": {"betas": [0.9, 1.0]}}}, ["1.0", "less than 1"]),
         ({"rollout": {"sampling": {"temperature": 0}}}, ["rollout.sampling.temperature 0", "above 0"]),
+        (
+            {"placement": {"colocate": "all"}, "rollout": {"max_staleness": 1}},
+            ["placement.colocate has engines sleep", "rollout.max_staleness 1"],
+        ),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], words: list[str]) -> None:
