@@ -1,0 +1,100 @@
+"""The demo's GRPO on a Ray cluster of two hosts: it learns, over the network, and goes on without the host that had the
+engine."""
+
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from harness import LOCKSTEP
+from ray_hosts import Host, needs_hosts, start_cluster, two_hosts
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), needs_hosts]
+
+ROOT = Path(__file__).parents[2]
+BOUND_S = 420.0
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the demo has when GRPO begins: data, and a model that knows the form of an answer."""
+    folder = tmp_path_factory.mktemp("two-nodes")
+    tiny = "--hidden 128 --layers 2 --heads 4 --kv-heads 2 --ffn 512 --max-length 64 --alphabet 0123456789= --seed 11"
+    data = folder / "data"
+    for command in (
+        [*LOCKSTEP, "tiny", str(folder / "model"), *tiny.split()],
+        [str(Path(LOCKSTEP[0]).with_name("python")), "examples/sort_data.py", str(data)],
+        [*LOCKSTEP, "train", "examples/sft_sort.yaml", f"folder={folder}", f"model.path={folder / 'model'}",
+         f"data.path={data / 'sft.jsonl'}", f"evaluation.data.path={data / 'eval.jsonl'}"],
+    ):  # fmt: skip
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+def grpo(host: Host, address: str, taught: Path, folder: Path, engine: str) -> list[str]:
+    """Trainer ranks on the first host, which then has no room for the engine."""
+    data = taught / "data"
+    return host.argv(
+        "lockstep", "train", "examples/grpo_sort.yaml", f"folder={folder}", f"model.path={taught / 'sort-sft/export'}",
+        f"data.path={data / 'grpo.jsonl'}", f"evaluation.data.path={data / 'eval.jsonl'}", f"steps={STEPS}",
+        "evaluation.every=30", "cluster=ray", f"cluster.address={address}", f"rollout.engine={engine}",
+        "placement.policy.nodes=1",
+    )  # fmt: skip
+
+
+class Told:
+    """What a run prints, each line with when it came."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.lines: list[tuple[float, str]] = []
+
+    def until(self, pattern: str) -> tuple[float, str]:
+        """The next line of that kind, and when it came."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+            if re.search(pattern, line):
+                return self.lines[-1]
+        raise AssertionError(f"no {pattern!r} in:\n{self.text}")
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line for _, line in self.lines)
+
+
+@pytest.mark.parametrize("engine", [pytest.param("builtin"), pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_it_learns_and_outlives_the_host_with_the_engine(engine: str, taught: Path, tmp_path: Path) -> None:
+    """Told in ten seconds, going on in thirty; no prompt is lost, none is used twice."""
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    with two_hosts() as (here, there):
+        address = start_cluster([here, there])
+        with subprocess.Popen(
+            grpo(here, address, taught, tmp_path, engine), cwd=ROOT, env=here.environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as process:  # fmt: skip
+            told = Told(process)
+            try:
+                told.until(rf"{re.escape(there.address)}\s+(\S+, )?engine-0")
+                told.until("^step 5/")
+                cut, _ = time.monotonic(), there.cut_off()
+                lost, _ = told.until("engine-0 vanished .*is lost")
+                again, _ = told.until(r"engine-0 vanished .*restarted in")
+                stepped, _ = told.until("^step ")
+                told.until("^finished after 60 of 60 steps")
+                assert process.wait(60) == 0, told.text
+            except BaseException:
+                process.kill()
+                raise
+    print(f"{engine}: told {lost - cut:.1f} s, replaced {again - cut:.1f} s, next step {stepped - cut:.1f} s")
+    assert lost - cut < 20 and stepped - cut < 90, told.text  # the goals are 10 and 30, on a machine that is not busy
+    summary = json.loads((tmp_path / "sort-grpo" / "summary.json").read_text())
+    assert summary["eval/exact_match"]["first"] < 0.6 and summary["eval/exact_match"]["final"] >= 0.9, told.text
+    assert [each["who"] for each in summary["incidents"]][:1] == ["engine-0"]
+    steps = [int(number) for number in re.findall(r"^step (\d+)/", told.text, re.MULTILINE)]
+    assert steps == list(range(1, STEPS + 1))
