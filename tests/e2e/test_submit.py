@@ -108,30 +108,26 @@ def test_a_job_that_is_stopped_elsewhere(address: str, tmp_path: Path) -> None:
     assert follow(job, emit).status == "STOPPED"
 
 
-def test_ctrl_c_leaves_the_job_alone(address: str) -> None:
+def test_ctrl_c_leaves_the_job_alone(address: str, tmp_path: Path) -> None:
     """As `ray job submit` does."""
-    long = "python -u -c 'import time; print(9); time.sleep(300)'"
-    code = "import sys; from lockstep.cluster.ray import jobs; from lockstep.cli import submission\n"
-    code += f"job = jobs.submit({address!r}, 'goes-on', {long!r}, None, {{}})\n"
-    code += "submission._hand_over = lambda *a: job\n"
-    code += "sys.exit(submission.submit_run('', None, None, []))\n"
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    from ray.job_submission import JobSubmissionClient
+
+    make_files(tmp_path)
+    command = [sys.executable, "-u", "-m", "lockstep", "train", "run.yaml", "steps=100000", "--submit", address]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = ""
-    while line != "9\n":
+    while not line.startswith("step 1/"):
         line = process.stdout.readline()
         assert line, process.communicate(timeout=10)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130 and "the job goes on" in told and "ray job stop" in told, told
-    name = told.split("job ")[1].split()[0]
-    from ray.job_submission import JobSubmissionClient
-
+    name = told.split("job small-")[1].split()[0]
     client = JobSubmissionClient(address)
-    assert client.get_job_status(name).value == "RUNNING"
-    client.stop_job(name)
+    assert client.get_job_status(f"small-{name}").value == "RUNNING"
+    client.stop_job(f"small-{name}")
+    assert follow(Job(address, f"small-{name}"), lambda text: None).status == "STOPPED"
 
 
 def make_files(folder: Path) -> Path:

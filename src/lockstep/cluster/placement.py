@@ -268,8 +268,8 @@ def _fits_alone(kind: Kind, rooms: Sequence[Size]) -> bool:
 
 def _has(gpus: float | None, cpus: float, memory: int = 0) -> str:
     """None for GPUs of which nobody speaks."""
-    parts = [f"{gpus:g} GPUs"] * (gpus is not None) + [f"{cpus:g} CPUs"] + [in_bytes(memory)] * (memory > 0)
-    return " and ".join(parts)
+    of_gpus = "" if gpus is None else f"{gpus:g} GPUs and "
+    return f"{of_gpus}{cpus:g} CPUs" + (f" and {in_bytes(memory)}" if memory else "")
 
 
 def _users(nodes: Sequence[NodeFacts]) -> list[str]:

@@ -1,6 +1,5 @@
 """Who of a run is to be where on a cluster of several nodes, before it starts."""
 
-import importlib
 import os
 import socket
 from collections.abc import Sequence
@@ -23,7 +22,9 @@ def look_at_nodes(cluster: RayCluster) -> list[NodeFacts]:
     """The nodes of a running Ray cluster. ConnectionError where it cannot be reached."""
     if find_spec("ray") is None:
         raise ConnectionError("cluster.kind ray needs Ray, which is not installed here: pip install 'lockstep-rl[ray]'")
-    look: LookAtNodes = importlib.import_module("lockstep.cluster.ray.nodes").look_at_nodes
+    from lockstep.cluster.ray import nodes  # imports ray
+
+    look: LookAtNodes = nodes.look_at_nodes
     return look(cluster)
 
 

@@ -232,6 +232,15 @@ def test_memory_counts() -> None:
         assign(wanted, Placement(), [node(0, memory=6 << 30)])
 
 
+def test_where_there_are_no_gpus_nobody_speaks_of_them() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        assign(run(5, gpus=False), Placement(), [node(0, 4, 0)])
+    assert str(caught.value) == (
+        "policy-4 (1 CPU) has no place beside the others: in all 5 CPUs are asked for, and 1 node has 4 CPUs, the "
+        "largest (node-0) 4 CPUs. Would fit: trainer.ranks=4, or placement.policy.cpus=0.5"
+    )
+
+
 def test_busy_is_not_infeasible() -> None:
     nodes = [node(0, free_gpus=3, used_by="placement group of run sort"), node(1, gpus=2)]
     with pytest.raises(Busy, match=r"policy-1\.\.3 wait for 3 GPUs .*node-0 has 5 of 8 GPUs in use by placement group"):
