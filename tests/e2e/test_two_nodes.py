@@ -2,14 +2,21 @@
 engine."""
 
 import json
+import os
 import re
+import signal
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from harness import LOCKSTEP
 from ray_hosts import Host, needs_hosts, start_cluster, two_hosts
+
+from lockstep.watch.beacon import read_beacon
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), needs_hosts]
@@ -35,14 +42,12 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def grpo(host: Host, address: str, taught: Path, folder: Path, engine: str) -> list[str]:
-    """Trainer ranks on the first host, which then has no room for the engine."""
+def grpo(host: Host, address: str, taught: Path, folder: Path, *changes: str) -> list[str]:
     data = taught / "data"
     return host.argv(
         "lockstep", "train", "examples/grpo_sort.yaml", f"folder={folder}", f"model.path={taught / 'sort-sft/export'}",
         f"data.path={data / 'grpo.jsonl'}", f"evaluation.data.path={data / 'eval.jsonl'}", f"steps={STEPS}",
-        "evaluation.every=30", "cluster=ray", f"cluster.address={address}", f"rollout.engine={engine}",
-        "placement.policy.nodes=1",
+        "evaluation.every=30", "cluster=ray", f"cluster.address={address}", *changes,
     )  # fmt: skip
 
 
@@ -67,6 +72,35 @@ class Told:
         return "\n".join(line for _, line in self.lines)
 
 
+@contextmanager
+def running(host: Host, argv: list[str]) -> Iterator[Told]:
+    """A run that is to end well."""
+    with subprocess.Popen(
+        argv, cwd=ROOT, env=host.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        told = Told(process)
+        bound = threading.Timer(BOUND_S, process.kill)
+        bound.start()
+        try:
+            yield told
+            told.until(f"^finished after {STEPS} of {STEPS} steps")
+            assert process.wait(60) == 0, told.text
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            bound.cancel()
+
+
+def check(told: Told, folder: Path) -> list[str]:
+    """That it learnt, and every step was made once; who had to be replaced."""
+    summary = json.loads((folder / "sort-grpo" / "summary.json").read_text())
+    assert summary["eval/exact_match"]["first"] < 0.6 and summary["eval/exact_match"]["final"] >= 0.9, told.text
+    steps = [int(number) for number in re.findall(r"^step (\d+)/", told.text, re.MULTILINE)]
+    assert sorted(set(steps)) == list(range(1, STEPS + 1)), steps
+    return [each["who"] for each in summary["incidents"]]
+
+
 @pytest.mark.parametrize("engine", [pytest.param("builtin"), pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_it_learns_and_outlives_the_host_with_the_engine(engine: str, taught: Path, tmp_path: Path) -> None:
     """Told in ten seconds, going on in thirty; no prompt is lost, none is used twice."""
@@ -74,27 +108,46 @@ def test_it_learns_and_outlives_the_host_with_the_engine(engine: str, taught: Pa
         pytest.importorskip("vllm")
     with two_hosts() as (here, there):
         address = start_cluster([here, there])
-        with subprocess.Popen(
-            grpo(here, address, taught, tmp_path, engine), cwd=ROOT, env=here.environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ) as process:  # fmt: skip
-            told = Told(process)
-            try:
-                told.until(rf"{re.escape(there.address)}\s+(\S+, )?engine-0")
-                told.until("^step 5/")
-                cut, _ = time.monotonic(), there.cut_off()
-                lost, _ = told.until("engine-0 vanished .*is lost")
-                again, _ = told.until(r"engine-0 vanished .*restarted in")
-                stepped, _ = told.until("^step ")
-                told.until("^finished after 60 of 60 steps")
-                assert process.wait(60) == 0, told.text
-            except BaseException:
-                process.kill()
-                raise
+        # The trainer's ranks leave no room for the engine on the first host.
+        changes = f"rollout.engine={engine}", "placement.policy.nodes=1"
+        with running(here, grpo(here, address, taught, tmp_path, *changes)) as told:
+            told.until(rf"{re.escape(there.address)}\s+(\S+, )?engine-0")
+            told.until("^step 5/")
+            cut, _ = time.monotonic(), there.cut_off()
+            lost, _ = told.until("engine-0 vanished .*is lost")
+            again, _ = told.until(r"engine-0 vanished .*restarted in")
+            stepped, _ = told.until("^step ")
     print(f"{engine}: told {lost - cut:.1f} s, replaced {again - cut:.1f} s, next step {stepped - cut:.1f} s")
     assert lost - cut < 20 and stepped - cut < 90, told.text  # the goals are 10 and 30, on a machine that is not busy
-    summary = json.loads((tmp_path / "sort-grpo" / "summary.json").read_text())
-    assert summary["eval/exact_match"]["first"] < 0.6 and summary["eval/exact_match"]["final"] >= 0.9, told.text
-    assert [each["who"] for each in summary["incidents"]][:1] == ["engine-0"]
-    steps = [int(number) for number in re.findall(r"^step (\d+)/", told.text, re.MULTILINE)]
-    assert steps == list(range(1, STEPS + 1))
+    assert check(told, tmp_path)[0] == "engine-0"
+
+
+def test_the_trainer_outlives_the_host_of_one_of_its_ranks(taught: Path, tmp_path: Path) -> None:
+    """All ranks go on on the host that is left, from what it knows of the last step."""
+    with two_hosts() as (here, there):
+        address = start_cluster([here, there])
+        changes = "placement.policy.nodes=2", "checkpoint.every=5"
+        with running(here, grpo(here, address, taught, tmp_path, *changes)) as told:
+            told.until(rf"{re.escape(there.address)}\s+(\S+, )?policy-1")
+            told.until("^step 12/")
+            cut, _ = time.monotonic(), there.cut_off()
+            lost, _ = told.until("policy-1 vanished .*is lost")
+            stepped, _ = told.until("^step ")
+    print(f"trainer: told {lost - cut:.1f} s, next step {stepped - cut:.1f} s")
+    assert lost - cut < 20 and stepped - cut < 120, told.text
+    assert check(told, tmp_path)[0] == "policy-1"
+
+
+def test_a_frozen_rank_of_the_other_host_is_named_with_its_host(taught: Path, tmp_path: Path) -> None:
+    """By the supervisor, which hears of it from that host's agent; then it is replaced."""
+    with two_hosts() as (here, there):
+        address = start_cluster([here, there])
+        with running(here, grpo(here, address, taught, tmp_path, "placement.policy.nodes=2")) as told:
+            told.until("^step 5/")
+            (beacon,) = there.shared.rglob("policy-1.beacon")
+            state = read_beacon(beacon)
+            assert state is not None
+            os.kill(state.pid, signal.SIGSTOP)
+            _, line = told.until("^(notice|confirmed): ")
+            assert re.match(r"\w+: rank 1 \(policy, .*is stopped", line), told.text
+    assert check(told, tmp_path)[0] == "policy-1"
