@@ -29,7 +29,7 @@ def ip(*words: str) -> None:
 def link() -> Iterator[tuple[str, str, str]]:
     """Name of a namespace, and the addresses of this side and that one."""
     name, number = f"lh{secrets.token_hex(3)}", secrets.randbelow(250) + 1
-    here, there = f"10.79.{number}.1", f"10.79.{number}.2"
+    here, there = f"10.81.{number}.1", f"10.81.{number}.2"
     try:
         ip("netns", "add", name)
     except subprocess.CalledProcessError as error:

@@ -66,8 +66,6 @@ def delivery_of(
         {cluster.node_of(worker).name for worker in engines},
         nodes[0].name,
         len(nodes),
-        config.rollout.engine.kind,
-        policy.info.device.partition(":")[0],
     )
     log.info("weights go by %s: %s", choice.transport, choice.reason)
     if choice.transport == "shared":

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-Transport = Literal["shared", "gloo", "files", "nccl", "cuda_ipc"]
+Transport = Literal["shared", "gloo", "files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,11 @@ class Choice:
 
 
 def choose(
-    wanted: Literal["auto", "shared", "gloo", "files", "nccl", "cuda_ipc"],
+    wanted: Transport | Literal["auto"],
     trainers: Collection[str],
     engines: Collection[str],
     here: str,
     nodes: int = 1,
-    engine: str = "builtin",
-    device: str = "cpu",
 ) -> Choice:
     """
     Args:
@@ -30,16 +28,12 @@ def choose(
         trainers, engines: names of the nodes that they are on.
         here: the controller's.
         nodes: how many the cluster has.
-        engine: `rollout.engine.kind`.
-        device: what the trainer and the engines compute on, `cpu` or `cuda`.
 
     Raises:
         ValueError: `weights.transport` cannot serve this placement.
     """
     everywhere = sorted({*trainers, *engines})
     alone = nodes == 1 and everywhere == [here]
-    if wanted in ("nccl", "cuda_ipc"):
-        return _on_gpus(wanted, everywhere, engine, device)
     if wanted == "shared" and not alone:
         raise ValueError(
             f"weights.transport shared reaches one node, and this run has {max(nodes, len(everywhere))} "
@@ -52,14 +46,3 @@ def choose(
         return Choice("files", "weights.transport says so")
     spread = f"the cluster has {nodes} nodes" if len(everywhere) == 1 else f"the run is on {', '.join(everywhere)}"
     return Choice("gloo", "weights.transport says so" if wanted == "gloo" else spread)
-
-
-def _on_gpus(wanted: Literal["nccl", "cuda_ipc"], nodes: list[str], engine: str, device: str) -> Choice:
-    if device != "cuda" or engine != "vllm":
-        raise ValueError(
-            f"weights.transport {wanted} goes from GPU to GPU into vLLM engines, and this run has {engine} engines on "
-            f"{device}: set it to auto"
-        )
-    if wanted == "cuda_ipc" and len(nodes) > 1:
-        raise ValueError(f"weights.transport cuda_ipc reaches GPUs of one node, and this run is on {', '.join(nodes)}")
-    return Choice(wanted, "weights.transport says so")

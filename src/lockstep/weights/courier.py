@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 KEPT = 4
 """Versions whose digests a sender remembers."""
 
+REMEMBERED = 1000
+"""Links whose outcome a sender remembers."""
+
 Way = Literal["gloo", "files"]
 
 
@@ -175,6 +178,8 @@ class Courier(CourierAPI):
             self._ended(link, "")
 
     def _ended(self, link: Link, outcome: str) -> None:
+        for number in [each for each in list(self._sent) if each < link.number - REMEMBERED]:
+            self._sent.pop(number, None)
         self._sent[link.number] = replace(self.sent(link.number), outcome=outcome)
 
     def _hand_over(self, store: SharedWeights, held: Held, version: int, ranks: Sequence[int], link: Link) -> None:

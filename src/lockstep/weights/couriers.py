@@ -61,6 +61,8 @@ class Couriers:
         self._lock = threading.RLock()
         """Of what is known of nodes; nothing is waited for with it."""
         self._news = threading.Condition(self._lock)
+        self._hiring = threading.Lock()
+        """Two that find the same courier dead are not to start two."""
         self._published: int | None = None
         self.received: dict[str, Received] = {}
         """By node: what its last transfer took."""
@@ -85,16 +87,18 @@ class Couriers:
         wanted = {node.info.name: node for node in map(self._node, engines)}
         with self._news:
             self._published = version
-            missing = [node for node in wanted.values() if node.version != version and not node.busy]
+            # A courier that has failed is replaced by who needs it there: that may take longer than the run can wait.
+            missing = [node for node in wanted.values() if node.version != version and not node.busy and node.fit]
             for node in missing:
                 node.busy = True
             self._news.notify_all()
         try:
             self._spread(version, missing)
         finally:
-            with self._lock:
+            with self._news:
                 for node in missing:
                     node.busy = False
+                self._news.notify_all()
 
     def where(self, worker: Worker, version: int) -> str | None:
         with self._lock:
@@ -103,16 +107,18 @@ class Couriers:
 
     def fetch(self, worker: Worker, version: int) -> None:
         node = self._node(worker)
-        self._claim(node)
-        try:
-            with self._lock:
-                outdated = self._published != version
-            if node.version != version and not outdated:
+        for _ in range(TRIES):
+            self._claim(node)
+            try:
+                with self._lock:
+                    if node.version == version or self._published != version:
+                        return
                 self._spread(version, [node])
-        finally:
-            with self._lock:
-                node.busy = False
-        if node.version != version and not outdated:
+            finally:
+                with self._news:
+                    node.busy = False
+                    self._news.notify_all()
+        if node.version != version and self._published == version:
             whom, why = f"courier of {node.info.name}", f"weights of version {version}"
             raise Stalled("transfer", whom, why, self._limit_s, self._limit_s)
 
@@ -144,11 +150,12 @@ class Couriers:
 
     def _ready(self, node: Node) -> None:
         """Sees to it that a node has a courier that answers, with its store open."""
-        if node.courier is not None and (node.stuck or not node.courier.alive()):
-            self._hires.dismiss([node.courier])
-            node.courier = None
-        if node.courier is None:
-            node.courier, node.folder, node.stuck = self._hires.courier(node.info), "", False
+        with self._hiring:
+            if node.courier is not None and not node.fit:
+                self._hires.dismiss([node.courier])
+                node.courier = None
+            if node.courier is None:
+                node.courier, node.folder, node.stuck = self._hires.courier(node.info), "", False
         if node.folder != self._folder(node):
             writers = sum(map(len, self._ranks.values()))
             asked = node.courier.submit(CourierAPI.create, self._folder(node), self._plan.to_json(), writers)

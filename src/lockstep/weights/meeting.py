@@ -60,9 +60,10 @@ def meet_sender(store: Store, link: Link, plan: Plan, card: Card, limit_s: float
 
 
 def forget(store: Store, link: Link) -> None:
-    """Removes the link's keys."""
-    for key in (f"{link.number}/receiver/{link.receiver}", f"{link.number}/sender/{link.sender}"):
-        store.delete_key(key)
+    """Removes the link's keys, and those by which gloo's two ends found each other."""
+    for key in store.list_keys():
+        if key.startswith(f"{link.number}/"):
+            store.delete_key(key)
 
 
 def _await(store: Store, key: str, link: Link, whom: str, limit_s: float) -> bytes:

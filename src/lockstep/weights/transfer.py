@@ -38,6 +38,11 @@ class Node:
         return self.courier
 
     @property
+    def fit(self) -> bool:
+        """Whether nothing is known against its courier; one that was never started is fit."""
+        return self.courier is None or (self.courier.alive() and not self.stuck)
+
+    @property
     def version(self) -> int | None:
         return None if self.served is None else self.served[1]
 

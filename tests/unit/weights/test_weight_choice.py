@@ -22,15 +22,3 @@ def test_several_nodes_use_gloo(trainers: set[str], engines: set[str], here: str
     assert choose("files", trainers, engines, here, nodes).transport == "files"
     with pytest.raises(ValueError, match=r"weights\.transport shared reaches one node"):
         choose("shared", trainers, engines, here, nodes)
-
-
-@pytest.mark.parametrize(("engine", "device"), [("builtin", "cuda"), ("vllm", "cpu")], ids=["builtin", "cpu"])
-def test_gpu_transports_need_gpus_and_vllm(engine: str, device: str) -> None:
-    with pytest.raises(ValueError, match=rf"weights\.transport nccl .* {engine} engines on {device}"):
-        choose("nccl", {"a"}, {"b"}, "a", 2, engine, device)
-
-
-def test_cuda_ipc_stays_on_a_node() -> None:
-    assert choose("cuda_ipc", {"a"}, {"a"}, "a", 1, "vllm", "cuda").transport == "cuda_ipc"
-    with pytest.raises(ValueError, match="GPUs of one node, and this run is on a, b"):
-        choose("cuda_ipc", {"a"}, {"b"}, "a", 2, "vllm", "cuda")
