@@ -138,7 +138,8 @@ def make_files(folder: Path) -> Path:
         "recipe": "grpo", "name": "small", "folder": str(folder / "runs"), "steps": 2, "token_budget": 64,
         "prompts_per_step": 2, "group_size": 2, "model": {"path": "model"}, "data": {"path": "data.jsonl"},
         "rollout": {"sampling": {"max_tokens": 4}}, "trainer": {"threads": 1},
-        "reward": {"terms": [{"kind": "exact_match"}], "workers": 1}, "cluster": {"kind": "ray", "device": "cpu"},
+        "reward": {"terms": [{"kind": "exact_match"}], "workers": 1},
+        "cluster": {"kind": "ray", "device": "cpu", "orphan_grace_s": 0},
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
     return folder / "run.yaml"

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 ANSWER_S = 30.0
 """For a question to the dashboard, on a machine that is busy."""
 UPLOAD_S = 600.0
+READY_S = 120.0
+"""For a cluster that has just been started, until its agents take jobs."""
+_LATER = "try again later"
 LOOK_S = 2.0
 """How often a silent job is asked whether it has ended."""
 _LOG_END_S = 10.0
@@ -96,15 +100,26 @@ def submit(address: str, name: str, entrypoint: str, folder: Path | None, env: M
     runtime: dict[str, Any] = {"env_vars": dict(env)}
     if folder is not None:
         runtime["working_dir"] = str(folder)
-    taken = _bounded(
-        lambda: client.submit_job(
-            entrypoint=entrypoint, runtime_env=runtime, submission_id=_job_id(name), metadata={"lockstep_run": name}
-        ),
-        address,
-        "hand the run over",
-        UPLOAD_S,
-    )
-    return Job(address, str(taken))
+
+    def hand_over() -> str | None:
+        call = partial(
+            client.submit_job, entrypoint=entrypoint, runtime_env=runtime, submission_id=_job_id(name),
+            metadata={"lockstep_run": name},
+        )  # fmt: skip
+        try:
+            return str(_bounded(call, address, "hand the run over", UPLOAD_S))
+        except SubmissionError as error:
+            if _LATER not in str(error):
+                raise
+            log.info("%s", error)
+            return None
+
+    try:
+        why = "it takes the run: it has said 'try again later'"
+        taken = waits.poll(hand_over, kind="http", whom=address, why=why, every_s=LOOK_S, timeout_s=READY_S)
+    except WaitTimeout as error:
+        raise SubmissionError(f"cannot hand the run over: {error}") from error
+    return Job(address, taken)
 
 
 def follow(job: Job, emit: Callable[[str], None]) -> Ended:
