@@ -12,9 +12,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from weight_nodes import TRANSPORTS, House, plan_of, tensors
+from weight_nodes import TRANSPORTS, House, plan_of, tensors, until
 
 from lockstep.cluster.protocol import RemoteError
+from lockstep.watch.waits import Stalled
 from lockstep.weights.api import CourierAPI
 
 BETWEEN = [each for each in TRANSPORTS if each != "shared"]
@@ -118,6 +119,21 @@ def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals) -
     house.check(1)
     assert house.publish(2) == [True, True]
     house.check(2)
+
+
+def test_a_node_that_is_lost_is_neither_asked_nor_waited_for(build: Build) -> None:
+    house = build("gloo", ["a"], ["b", "c"])
+    house.publish(0)
+    house.lost = {"c"}
+    os.kill(house.couriers["c"].pid, signal.SIGKILL)
+    until(lambda: not house.couriers["c"].alive(), "it has ended")
+    house.engines.append(type(house.engines[0])(house.engines[0].spec, "d"))
+    house.fetch(2, 0)
+    house.check(0, 2)
+    assert house.publish(1) == [True, False, True]
+    with pytest.raises(Stalled, match="courier of c"):
+        house.fetch(1, 1)
+    house.check(1, 2)
 
 
 @pytest.mark.parametrize("transport", BETWEEN)

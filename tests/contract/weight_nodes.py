@@ -86,6 +86,7 @@ class House:
         spaces: Mapping[str, str] | None = None, store: tuple[str, int] | None = None, **courier: Any,
     ) -> None:  # fmt: skip
         """`addresses` and network namespaces (`spaces`) by node, and a store that all of them reach."""
+        self.lost: set[str] = set()
         self.addresses, self.spaces = addresses or {}, spaces or {}
         self.transport, self.make, self.limit_s = transport, make, limit_s
         self.memory = Path(tempfile.mkdtemp(prefix="lockstep-test-", dir="/dev/shm"))
@@ -114,7 +115,8 @@ class House:
     # --- what `Couriers` needs
 
     def nodes(self) -> list[NodeInfo]:
-        return [self._info(name) for name in dict.fromkeys(each.node for each in (*self.ranks, *self.engines))]
+        names = dict.fromkeys(each.node for each in (*self.ranks, *self.engines))
+        return [self._info(name) for name in names if name not in self.lost]
 
     def node_of(self, worker: Any) -> NodeInfo:
         return self._info(worker.node)

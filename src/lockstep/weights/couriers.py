@@ -155,12 +155,17 @@ class Couriers:
                 self._hires.dismiss([node.courier])
                 node.courier = None
             if node.courier is None:
+                if not self._lives(node):
+                    raise LinkFailed(f"weights to {node.info.name}", node.info.name, "the node is lost")
                 node.courier, node.folder, node.stuck = self._hires.courier(node.info), "", False
         if node.folder != self._folder(node):
             writers = sum(map(len, self._ranks.values()))
             asked = node.courier.submit(CourierAPI.create, self._folder(node), self._plan.to_json(), writers)
             gather([asked], why=f"store of weights on {node.info.name}", stall_s=self._limit_s)
             node.folder = self._folder(node)
+
+    def _lives(self, node: Node) -> bool:
+        return any(each.name == node.info.name for each in self._cluster.nodes())
 
     def _claim(self, node: Node) -> None:
         """Waits until nobody else brings the node weights."""
@@ -196,7 +201,8 @@ class Couriers:
     def _spread(self, version: int, missing: Sequence[Node]) -> None:
         """From the nodes that have it to those that have not; who fails is left behind."""
         with self._lock:
-            holders = [node for node in self._nodes.values() if node.version == version] or [self._home]
+            having = [node for node in self._nodes.values() if node.version == version and node.fit]
+            holders = [node for node in having if self._lives(node)] or [self._home]
             ranks = sorted(rank for some in self._ranks.values() for rank in some)
         for node in self._carry(version, missing, holders, ranks):
             log.warning("%s has no version %d of the weights; it is brought up to date later", node.info.name, version)

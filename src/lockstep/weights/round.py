@@ -5,7 +5,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.watch.agent_client import AgentError
 from lockstep.watch.waits import WaitTimeout
+from lockstep.weights.errors import LinkFailed
 from lockstep.weights.transfer import FINAL, Node, Transfer
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ class Round:
     def _start(self, source: Node, target: Node) -> None:
         try:
             self._running.append(self._begin(source, target, self._version, self._ranks))
-        except (RemoteError, WorkerDied, WaitTimeout) as error:
+        except (RemoteError, WorkerDied, WaitTimeout, LinkFailed, AgentError) as error:
             if isinstance(error, RemoteError) and error.kind.rpartition(".")[2] in FINAL:
                 raise
             log.warning("%s: no courier: %s", target.info.name, error)
