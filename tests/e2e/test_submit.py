@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -68,6 +69,7 @@ def address() -> Iterator[str]:
             head.wait(timeout=5)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(head.pid, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
         del os.environ["RAY_AUTH_MODE"]
 
 
