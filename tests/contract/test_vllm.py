@@ -1,6 +1,10 @@
 """What is special about vLLM behind the engine protocol: its log-probabilities, updates, prefix cache and refusals."""
 
 import copy
+import os
+import signal
+import sys
+import time
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,10 +15,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parent))
+from held_reader import Struck
+
+from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.model import Model
 from lockstep.config.rollout import VllmEngine as Config
 from lockstep.models.errors import ModelError
 from lockstep.models.tiny import make_tiny
+from lockstep.rollout.api import SERVICE, EngineAPI
 from lockstep.rollout.builtin.sampler import SamplingRows, truncated
 from lockstep.rollout.errors import TornEngine, WeightsMismatch
 from lockstep.rollout.protocol import Request
@@ -72,7 +81,7 @@ def changed(folder):
 
 
 def publish(lm, folder, version):
-    """A store that has the model's weights."""
+    """A store that has the model's weights, in a version."""
     tensors = dict(lm.named_parameters())
     plan = Plan.of([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
     folder.mkdir(exist_ok=True)
@@ -167,9 +176,26 @@ def test_after_an_update_it_is_as_if_freshly_loaded(start, folder, tmp_path):
         assert each.versions.tolist() == [4] * len(each.tokens)
 
 
+def test_what_it_took_stays_when_later_versions_are_written_over_it(start, folder, tmp_path):
+    engine, new = updated(start, folder, tmp_path)
+    for version in (5, 6):
+        publish(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "store", version)
+    requests = ask(name="after")
+    assert error(new, requests, run(engine, requests)) < 1e-5
+
+
+def test_vllms_own_reload_ends_with_the_same_weights(start, folder, tmp_path, monkeypatch):
+    """Models whose layers are not all known are taken that way."""
+    monkeypatch.setattr("lockstep.rollout.vllm.transfer.direct_moves", lambda model, shapes: None)
+    engine, new = updated(start, folder, tmp_path)
+    requests = ask(name="after")
+    assert error(new, requests, run(engine, requests)) < 1e-5
+
+
 def test_without_the_cure_a_tied_head_stays_old(start, folder, tmp_path, monkeypatch):
     """What the cure is for; where this fails, vLLM has cured it, and ours may go."""
-    monkeypatch.setattr("lockstep.rollout.vllm.transfer.pack_tied_heads", lambda model: None)
+    monkeypatch.setattr("lockstep.rollout.vllm.transfer.direct_moves", lambda model, shapes: None)
+    monkeypatch.setattr("lockstep.rollout.vllm.transfer.pack_heads", lambda model: None)
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")
     wrong = error(new, requests, run(engine, requests))
@@ -213,15 +239,10 @@ class Breaking:
     @contextmanager
     def __call__(self, source, version):
         self.opened += 1
-        yield self.tensors if self.opened != 2 else Broken(self.tensors)
+        yield Struck(self.tensors, self._break) if self.opened == 2 else self.tensors
 
-
-class Broken(dict):
-    def items(self):
-        for position, item in enumerate(super().items()):
-            if position == 5:
-                raise OSError("the memory is gone")
-            yield item
+    def _break(self):
+        raise OSError("the memory is gone")
 
 
 def test_an_engine_with_half_a_version_serves_nothing(start, folder):
@@ -271,6 +292,42 @@ def test_heads_that_vllm_has_no_kernel_for_are_refused_at_the_start(start, tmp_p
 def test_what_vllm_does_not_take_is_refused_at_the_start(start, folder):
     with pytest.raises(ModelError, match=r"vLLM on host \S+ refuses it"):
         start(folder, extra={"quantization": "gguf-like"})
+
+
+def test_an_engine_that_is_killed_in_the_middle_of_an_update_holds_up_nobody(cluster, folder, tmp_path):
+    config = Config(max_num_seqs=8, cpu_kv_cache_gb=0.02).model_dump(mode="json")
+    arguments = {"model": Model(path=str(folder)).model_dump(mode="json"), "engine": config, "threads": 1}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+    def hire(name, **more):
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        return cluster.start([WorkerSpec(name, "rollout", 0, SERVICE, arguments | more, environment)])[0]
+
+    new, store = changed(folder), tmp_path / "store"
+    publish(new, store, 1)
+    (tmp_path / "hold").touch()
+    engine = hire(f"engine-{folder.parent.name}", reader="held_reader:HeldReader")
+    update = engine.submit(EngineAPI.load_weights, str(store), 1)
+    end = time.monotonic() + 120
+    while not (tmp_path / "half").exists():
+        assert time.monotonic() < end and not update.done()
+        time.sleep(0.02)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        update.result(why="the update")
+    began = time.monotonic()
+    publish(new, store, 2)  # over its buffer next
+    publish(new, store, 3)
+    assert time.monotonic() - began < 10
+    successor = hire(f"engine-{folder.parent.name}.1", reader=READER, weights=str(store), version=3)
+    requests = ask(count=2, length=9)
+    successor.submit(EngineAPI.submit, requests).result(why="requests")
+    done = {}
+    while len(done) < 2:
+        answer = successor.submit(EngineAPI.collect, 0).result(why="completions")
+        done = {each.request: each for each in answer.completions}
+    assert error(new, requests, done) < 1e-5 and set(done["0"].versions.tolist()) == {3}
+    cluster.stop(successor, grace_s=5.0)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from lockstep.rollout.requests import nothing
 from lockstep.rollout.vllm import support
 from lockstep.rollout.vllm.rows import Waiting
 from lockstep.rollout.vllm.settings import engine_arguments
-from lockstep.rollout.vllm.support import VllmUnsupported, check_installed, prepare
+from lockstep.rollout.vllm.support import VllmUnsupported, check_installed, own_gpus, prepare
 
 
 def installed(monkeypatch, name, version):
@@ -51,7 +51,7 @@ def test_an_engine_shares_the_cores_with_others(monkeypatch):
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.setenv(name, "before")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
-    prepare(threads=4, tensor_parallel=2, on_cpu=True)
+    prepare(threads=4, tensor_parallel=2, device="cpu")
     assert (os.environ["VLLM_CPU_OMP_THREADS_BIND"], os.environ["OMP_NUM_THREADS"]) == ("nobind", "2")
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
@@ -77,3 +77,11 @@ def test_requests_wait_by_priority_and_then_in_their_order():
     assert [waiting.pop().request.id for _ in range(2)] == ["a", "b"]
     assert [nothing(each).request for each in waiting.withdraw({"c"})] == ["c"]
     assert [each.id for each in waiting.withdraw(None)] == ["d"] and not len(waiting)
+
+
+def test_an_engine_sees_its_own_gpus():
+    assert own_gpus("cuda:2", 2, None) == "2,3"
+    assert own_gpus("cuda:1", 2, "4,5,6") == "5,6"
+    assert own_gpus("cuda", 1, "GPU-ab") == "GPU-ab"
+    with pytest.raises(VllmUnsupported, match="needs 2 GPUs from cuda:2 on, and CUDA_VISIBLE_DEVICES is '4,5,6'"):
+        own_gpus("cuda:2", 2, "4,5,6")

@@ -99,7 +99,7 @@ class VllmEngine:
             VllmUnsupported: no vLLM here, or one that cannot be worked with.
             ModelError: a model that cannot be found, that vLLM does not support or cannot load.
         """
-        prepare(threads, engine.tensor_parallel_size, device == "cpu")
+        prepare(threads, engine.tensor_parallel_size, device)
         check_usable()
         tokenizer = load_tokenizer(model)
         lm = load_policy(model, "cpu", meta=True).lm
@@ -126,12 +126,10 @@ class VllmEngine:
         """One turn: admits, has vLLM do a step, returns what finished."""
         if self._torn is not None:
             raise TornEngine(self._torn)
-        if self._paused:
-            return []
-        self._admit()
-        if not self._running:
+        if self._paused or not (self._running or self._waiting):
             return []
         self.wake()
+        self._admit()
         return self._take(self.core.get_output())
 
     def abort(self, ids: Sequence[str] | None = None) -> list[Completion]:

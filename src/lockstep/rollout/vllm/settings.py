@@ -81,7 +81,7 @@ def start_core(path: str, arguments: dict[str, Any]) -> Any:
         problem = f"vLLM on host {host} refuses it ({_point(error)})"
         remedy = "see the engine's log; rollout.engine.kind=builtin runs any causal language model of transformers"
         raise ModelError("model.path", path, problem, remedy) from error
-    if config.max_concurrent_batches > 1:
+    if getattr(config, "max_concurrent_batches", 1) > 1:
         raise ModelError(
             "rollout.engine.extra",
             {name: arguments[name] for name in ("async_scheduling", "pipeline_parallel_size") if name in arguments},

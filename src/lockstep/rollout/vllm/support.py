@@ -69,13 +69,15 @@ def check_usable() -> str:
     return version
 
 
-def prepare(threads: int | None, tensor_parallel: int, on_cpu: bool) -> None:
+def prepare(threads: int | None, tensor_parallel: int, device: str) -> None:
     """Sets what vLLM reads from the environment: the engine in this process, no usage statistics, its log lines in
-    ours, spawned tensor-parallel workers, and on a CPU no thread bound to a core, which others use as well.
+    ours, spawned tensor-parallel workers, and on a CPU no thread bound to a core, which others use as well. vLLM takes
+    the first GPUs that it sees, so it is to see its own.
 
     Args:
-        threads: of the whole engine; vLLM's choice when None.
+        threads: of the whole engine on a CPU; vLLM's choice when None.
         tensor_parallel: processes that share them.
+        device: `cpu`, or the first of the engine's GPUs: `cuda:2`.
     """
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -84,12 +86,30 @@ def prepare(threads: int | None, tensor_parallel: int, on_cpu: bool) -> None:
         "DO_NOT_TRACK": "1",
         "VLLM_CONFIGURE_LOGGING": "0",
     }
-    if on_cpu:
+    if device != "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = own_gpus(device, tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    else:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # It goes by whole GiB, and before the argument that takes bytes.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         if threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(max(1, threads // tensor_parallel))
+
+
+def own_gpus(device: str, count: int, visible: str | None) -> str:
+    """`CUDA_VISIBLE_DEVICES` of an engine: so many of those that are visible, from `device` on.
+
+    Raises:
+        VllmUnsupported: fewer are visible.
+    """
+    first = int(device.partition(":")[2] or 0)
+    if visible is None:
+        return ",".join(str(first + k) for k in range(count))
+    own = visible.split(",")[first : first + count]
+    if len(own) < count:
+        problem = f"the engine needs {count} GPUs from {device} on, and CUDA_VISIBLE_DEVICES is {visible!r}"
+        raise VllmUnsupported(socket.gethostname(), problem, "lower rollout.engine.tensor_parallel_size")
+    return ",".join(own)
 
 
 def _version() -> str | None:

@@ -4,24 +4,30 @@ Importing this module registers the backend. vLLM imports it in every one of its
 class, so that with tensor parallelism each worker reads the shared memory itself and takes its own shard of it.
 """
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.rollout.taking import ReaderSource, WeightReader, open_reader
+from lockstep.rollout.vllm.direct import Move, carry_out, direct_moves
 
 BACKEND = "lockstep"
+
+# It warns each time of layers that load nothing by themselves, such as tied heads; what is missing is an error here.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
 class Worker:
@@ -50,6 +56,9 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     update_info_cls = StoreUpdate
 
     _reader: WeightReader | None = None
+    _moves: list[Move] | None = None
+    _looked = False
+    """Whether it is known if there are moves."""
 
     def init_transfer_engine(self, init_info: StoreInit) -> None:
         self._reader = open_reader(init_info.reader)
@@ -60,12 +69,29 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     def receive_weights(self, update_info: StoreUpdate) -> None:
         """Raises WeightsMismatch where vLLM's model has parameters that got nothing."""
         assert self._reader is not None
-        wanted = {name for name, _ in self.model.named_parameters()}
         with self._reader(Path(update_info.folder), update_info.version) as tensors:
-            initialize_layerwise_reload(self.model)
-            loaded = self.model.load_weights(iter(tensors.items()))
-            finalize_layerwise_reload(self.model, self.model_config)
-        pack_tied_heads(self.model)
+            moves = self._direct(tensors)
+            if moves is not None:
+                carry_out(moves, tensors)
+            else:
+                self._reload(tensors)
+        pack_heads(self.model)
+
+    def _direct(self, tensors: Mapping[str, Tensor]) -> list[Move] | None:
+        """How to take the tensors without vLLM's reload, where that is possible."""
+        if not self._looked:
+            alone = self.parallel_config.world_size == 1 and self.model_config.quantization is None
+            same = all(tensor.dtype == self.model_config.dtype for tensor in tensors.values())
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            self._moves = direct_moves(self.model, shapes) if alone and same else None
+            self._looked = True
+        return self._moves
+
+    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
+        wanted = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+        loaded = self.model.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None and self.model_config.quantization is None and wanted - set(loaded):
             raise WeightsMismatch((), sorted(wanted - set(loaded)))
 
@@ -77,13 +103,11 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
 
 
 @torch.no_grad()
-def pack_tied_heads(model: nn.Module) -> None:
-    """Makes the packed copies of output layers again whose weight is that of the embedding. vLLM's reload packs each
-    weight for the layer that loads it, here the embedding, and the output layer's copy stays that of the old one."""
-    layers = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    embedded = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
-    for layer in layers:
-        if isinstance(layer, ParallelLMHead) and id(layer.weight) in embedded:
+def pack_heads(model: nn.Module) -> None:
+    """Makes the packed copies of output layers again. Where an output layer's weight is that of the embedding, vLLM's
+    reload packs it for the layer that loads it, the embedding, and the output layer's copy stays that of the old."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
 
 
