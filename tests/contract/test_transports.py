@@ -12,8 +12,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from weight_nodes import TRANSPORTS, House, plan_of, tensors, until
+from weight_nodes import TRANSPORTS, House, new_cluster, plan_of, tensors, until
 
+from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import RemoteError
 from lockstep.watch.waits import Stalled
 from lockstep.weights.api import CourierAPI
@@ -22,13 +23,19 @@ BETWEEN = [each for each in TRANSPORTS if each != "shared"]
 Build = Callable[..., House]
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    with new_cluster(tmp_path_factory.mktemp("cluster")) as made:
+        yield made
+
+
 @pytest.fixture
-def build(tmp_path: Path) -> Iterator[Build]:
+def build(tmp_path: Path, cluster: LocalCluster) -> Iterator[Build]:
     """Makes houses, and tears them down after the test."""
     made: list[House] = []
 
     def one(transport: str, *where: Any, **options: Any) -> House:
-        made.append(House(tmp_path / f"run-{len(made)}", transport, *where, **options))
+        made.append(House(tmp_path / f"run-{len(made)}", transport, *where, cluster=cluster, **options))
         made[-1].lay_out()
         return made[-1]
 

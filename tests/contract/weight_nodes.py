@@ -22,6 +22,8 @@ from lockstep.weights.one_host import OneHost
 from lockstep.weights.plan import Plan
 from lockstep.weights.shared import Reader, SharedWeights
 
+NUMBERS, GENERATIONS = itertools.count(), itertools.count(1)
+"""Unique among houses that share a cluster and its store."""
 TRANSPORTS = ("shared", "gloo", "files")
 
 
@@ -77,26 +79,32 @@ def until(there: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+def new_cluster(folder: Path) -> LocalCluster:
+    return LocalCluster(Config(notice_after_s=5.0), f"house-{secrets.token_hex(3)}", folder, 1)
+
+
 class House:
     """Trainer ranks on `trainers` and engines on `engines` (names of nodes, one for each), joined by a transport."""
 
     def __init__(
         self, folder: Path, transport: str, trainers: Sequence[str], engines: Sequence[str], limit_s: float = 20.0,
         make: Any = tensors, bucket: int = 100_000, addresses: Mapping[str, str] | None = None,
-        spaces: Mapping[str, str] | None = None, store: tuple[str, int] | None = None, **courier: Any,
+        spaces: Mapping[str, str] | None = None, store: tuple[str, int] | None = None,
+        cluster: LocalCluster | None = None, **courier: Any,
     ) -> None:  # fmt: skip
         """`addresses` and network namespaces (`spaces`) by node, and a store that all of them reach."""
         self.lost: set[str] = set()
         self.addresses, self.spaces = addresses or {}, spaces or {}
         self.transport, self.make, self.limit_s = transport, make, limit_s
         self.memory = Path(tempfile.mkdtemp(prefix="lockstep-test-", dir="/dev/shm"))
-        self.cluster = LocalCluster(Config(notice_after_s=5.0), f"house-{secrets.token_hex(3)}", folder, 1)
+        self.own = None if cluster is not None else new_cluster(folder)
+        self.cluster = cluster or self.own
+        self.generation, self.started = next(GENERATIONS), list[Worker]()
         self.ranks = [Somebody(WorkerSpec(f"policy-{n}", "policy", n, ""), node) for n, node in enumerate(trainers)]
         self.engines = [Somebody(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate(engines)]
-        self.numbers = itertools.count()
         host, port = store or self.cluster.store()
         self.arguments = {
-            "generation": 1, "way": transport, "store_host": host, "store_port": port, "limit_s": limit_s,
+            "generation": self.generation, "way": transport, "store_host": host, "store_port": port, "limit_s": limit_s,
             "bucket_bytes": bucket, "check": "complete", "folder": str(folder / "exchange"), **courier,
         }  # fmt: skip
         self.hold = folder / "hold"
@@ -104,7 +112,7 @@ class House:
         self.couriers: dict[str, Worker] = {}
         self.plan = plan_of(make(0))
         self.delivery: Any = (
-            OneHost(self.memory / "one" / "weights", self.plan, 1)
+            OneHost(self.memory / "one" / "weights", self.plan, self.generation)
             if transport == "shared"
             else Couriers(self, self, self.plan, limit_s)
         )
@@ -124,11 +132,12 @@ class House:
     def courier(self, node: NodeInfo) -> Worker:
         arguments = {**self.arguments, "node": node.name, "address": node.address, "hold": str(self.hold)}
         arguments["space"] = self.spaces.get(node.name)
-        name = f"courier-{node.name}-{next(self.numbers)}"
+        name = f"courier-{node.name}-{next(NUMBERS)}"
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         spec = WorkerSpec(name, "weights", 0, "held_courier:HeldCourier", arguments, environment, PRELOAD)
         (self.couriers[node.name],) = self.cluster.start([spec])
+        self.started.append(self.couriers[node.name])
         return self.couriers[node.name]
 
     def dismiss(self, workers: Sequence[Worker]) -> None:
@@ -145,7 +154,8 @@ class House:
         for store in self.stores:
             store.close()
         self.stores = [
-            SharedWeights.open(Path(folder), self.plan, generation=1) for folder in self.delivery.lay_out(self.ranks)
+            SharedWeights.open(Path(folder), self.plan, generation=self.generation)
+            for folder in self.delivery.lay_out(self.ranks)
         ]
 
     def write(self, version: int) -> None:
@@ -189,7 +199,10 @@ class House:
         self.delivery.fetch(self.engines[engine], version)
 
     def close(self) -> None:
-        self.cluster.close()
+        if self.own is not None:
+            self.own.close()
+        else:
+            self.dismiss(self.started)
         for path in sorted(self.memory.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         self.memory.rmdir()
