@@ -268,7 +268,7 @@ class AgentClient:
 
     @property
     def why_gone(self) -> str | None:
-        """None while it is there."""
+        """Of an agent that has ended, or of which nothing is heard any more; None while it is there."""
         return self._gone.why if self._gone is not None else self._why_gone()
 
     def _why_gone(self) -> str | None:

@@ -90,6 +90,8 @@ class RayCluster(AgentCluster):
         self._open = False
         session.open_session(config, max(sum(each.cpus for each in wanted), os.cpu_count() or 1), _own_gpus(wanted))
         self._open = True
+        if heritage is not None:
+            session.close_session()  # its own; this one is the same
         facts: list[NodeFacts] = []
         try:
             facts = node_facts()
@@ -222,9 +224,10 @@ class RayCluster(AgentCluster):
         """What of this shell's variables does not reach workers."""
         if session.has_own():
             return
+        shell = {name: value for name, value in os.environ.items() if "ray.util" not in value}  # Ray's own doing here
         asker = WorkerSpec("any", "", 0, "")
-        by_node = {n.info.name: differences(os.environ, n.environment_of(asker)) for n in self._nodes}
-        for line in told(by_node, self._config.env):
+        by_node = {node.info.name: differences(shell, node.environment_of(asker)) for node in self._nodes}
+        for line in told(by_node, {*self._config.env, "LOCKSTEP_BEACONS"}):
             log.warning("%s", line)
         write_whole(self._affairs / "environment.json", json.dumps(report(self._given, by_node), indent=2).encode())
 
@@ -286,9 +289,9 @@ class RayCluster(AgentCluster):
 
     def _revive(self, node: RayNode) -> bool:
         """Another agent on a node that Ray still has; whether it came. Whoever was there has been given up."""
+        log.warning("%s; another agent is started there", node.why_lost)
         if node.agent is not None:
             node.agent.close()
-        log.warning("%s; another agent is started there", node.why_lost)
         bound_s = max(10.0, 2 * self._config.node_lost_after_s)
         try:
             ref = node.keeper.start_agent.remote(asdict(self._leader(node.here)), self._grace_s(node))

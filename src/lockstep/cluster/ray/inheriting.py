@@ -36,7 +36,7 @@ class Left:
 
 @dataclass(slots=True)
 class RayHeritage:
-    """What goes on."""
+    """What goes on. It has a session of its own, as handles of actors hold for one only: whoever takes it closes it."""
 
     run: str
     token: str
@@ -57,10 +57,13 @@ def take_over(config: Config, affairs: Path, generation: int) -> RayHeritage | N
     except (OSError, ValueError, KeyError):
         return None
     session.open_session(config, 1, 0)
+    heritage: RayHeritage | None = None
     try:
-        return None if session.has_own() else _found(config, run, generation)
+        heritage = None if session.has_own() else _found(config, run, generation)
     finally:
-        session.close_session()
+        if heritage is None:
+            session.close_session()
+    return heritage
 
 
 def _found(config: Config, run: str, generation: int) -> RayHeritage | None:

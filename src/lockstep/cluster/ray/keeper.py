@@ -7,6 +7,7 @@ longer than the grace, the others when their agent has left.
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -157,4 +158,6 @@ def environment() -> dict[str, str]:
         own = psutil.Process(int(os.environ["RAY_RAYLET_PID"])).environ()
     except (KeyError, ValueError, psutil.Error):
         own = dict(os.environ)
-    return {name: value for name, value in own.items() if not name.startswith("RAY_")}
+    kept = {name: value for name, value in own.items() if not name.startswith("RAY_")}
+    preload = [each for each in re.split("[ :]", kept.pop("LD_PRELOAD", "")) if each and "/ray/core/" not in each]
+    return kept | ({"LD_PRELOAD": ":".join(preload)} if preload else {})

@@ -1,0 +1,73 @@
+"""`lockstep train` with `cluster=ray`: on a Ray of its own, and on two hosts of a cluster, one of which is lost."""
+
+import os
+import re
+import shutil
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from forked import ENVIRONMENT
+from harness import Launched, config, task, write
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
+from ray_hosts import Hosts, until
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
+]
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+)
+
+
+def test_a_run_on_a_ray_of_its_own(tmp_path: Path) -> None:
+    home = task(tmp_path)
+    file = write(home, config(home, "grpo", steps=4, cluster={"kind": "ray"}))
+    began = time.monotonic()
+    launched = Launched.start(home / "runs" / "grpo", str(file), cold=True)
+    launched.wait_for("rollout", None)
+    print(f"start: {time.monotonic() - began:.1f} s until the first rollout")
+    assert launched.finish() == 0, launched.text()
+    assert launched.gone(20.0), "Ray as well"
+    assert "policy-0..1, engine-0, scorer-0" in launched.said()
+    assert "finished after 4 of 4 steps" in launched.said()
+
+
+@needs_namespaces
+def test_a_run_goes_on_without_the_host_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, hosts = task(tmp_path), Hosts(tmp_path)
+    changes = {
+        "steps": 40,
+        "cluster": {"kind": "ray", "address": hosts.address, "orphan_grace_s": 3.0},
+        "placement": {"strategy": "spread"},
+        "rollout": {"sampling": {"max_tokens": 4}, "engine": {"max_rows": 32, "threads": 1, "count": 2}},
+    }
+    file = write(home, config(home, "grpo", **changes))
+    try:
+        hosts.connect()
+        hosts.start_ray(cpus=8)
+        for name, value in {**hosts.environment, "LOCKSTEP_BEACONS": str(hosts.shared("a"))}.items():
+            monkeypatch.setenv(name, value)
+            monkeypatch.setitem(ENVIRONMENT, name, value)
+        from lockstep.cluster.ray.nodes import look_at_nodes
+        from lockstep.config.cluster import RayCluster
+
+        until(lambda: len(look_at_nodes(RayCluster(address=hosts.address))) == 2, 120, "Ray knows both hosts")
+        launched = Launched.start(home / "runs" / "grpo", str(file), cold=True)
+        launched.wait_for("train", 4)
+        hosts.cut()
+        cut_at = time.monotonic()
+        until(lambda: "is lost" in launched.said(), 60, "the lost host is told")
+        print(f"told after {time.monotonic() - cut_at:.1f} s")
+        assert launched.finish() == 0, launched.text()
+        said = launched.said()
+        assert "finished after 40 of 40 steps" in said
+        print(re.findall(r".*(?:is lost|replaced|re-issued).*", said))
+    finally:
+        hosts.close()

@@ -1,0 +1,121 @@
+"""Two hosts of a Ray cluster on one machine: this network and a network namespace, with a cable that can be cut."""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+BOUND_S = 120.0
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+def until(check: Callable[[], object], seconds: float, what: str) -> float:
+    """How long it took."""
+    started = time.monotonic()
+    while not check():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+class Hosts:
+    """Host a is this network, with the head and whoever starts runs; host b a namespace. Each has its own shared
+    memory of runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self.number = f"lr{secrets.token_hex(3)}", secrets.randbelow(250) + 1
+        self.folder = folder
+        self.temporary = Path(tempfile.mkdtemp(prefix="lsr"))
+        self.port = _free_port()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "0",
+        }  # fmt: skip
+
+    @property
+    def address(self) -> str:
+        return f"10.79.{self.number}.1:{self.port}"
+
+    def shared(self, host: str) -> Path:
+        """Of the runs on that host."""
+        return self.folder / f"shm-{host}"
+
+    def connect(self) -> None:
+        """Makes the second host and the cable."""
+        try:
+            ip("netns", "add", self.name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
+        ip("link", "add", f"{self.name}a", "type", "veth", "peer", "name", f"{self.name}b", "netns", self.name)
+        ip("addr", "add", f"10.79.{self.number}.1/24", "dev", f"{self.name}a")
+        ip("link", "set", f"{self.name}a", "up")
+        ip("-n", self.name, "addr", "add", f"10.79.{self.number}.2/24", "dev", f"{self.name}b")
+        ip("-n", self.name, "link", "set", f"{self.name}b", "up")
+        ip("-n", self.name, "link", "set", "lo", "up")
+
+    def cut(self) -> None:
+        ip("link", "set", f"{self.name}a", "down")
+
+    def mend(self) -> None:
+        ip("link", "set", f"{self.name}a", "up")
+
+    def start_ray(self, cpus: int = 4) -> None:
+        """On both; returns when the head knows both."""
+        own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--block", "--disable-usage-stats"]
+        head = ["--head", "--port", str(self.port), "--include-dashboard=false", "--temp-dir", str(self.temporary)]
+        self._start("a", [RAY, "start", *head, "--node-ip-address", f"10.79.{self.number}.1", *own])
+        until(self._listens, BOUND_S, "the head listens")
+        self.join_b(cpus)
+
+    def join_b(self, cpus: int = 4) -> None:
+        own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--block", "--disable-usage-stats"]
+        words = [RAY, "start", "--address", self.address, "--node-ip-address", f"10.79.{self.number}.2", *own]
+        self._start("b", ["ip", "netns", "exec", self.name, *words])
+
+    def _start(self, host: str, words: list[str]) -> None:
+        with (self.folder / f"ray-{host}.log").open("ab") as output:
+            self._started.append(
+                subprocess.Popen(
+                    words, env={**self.environment, "LOCKSTEP_BEACONS": str(self.shared(host))}, stdout=output,
+                    stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
+                )
+            )  # fmt: skip
+
+    def _listens(self) -> bool:
+        with socket.socket() as trial:
+            return trial.connect_ex((f"10.79.{self.number}.1", self.port)) == 0
+
+    def close(self) -> None:
+        """Ends everything that was started here, by its pid."""
+        ours = [psutil.Process(each.pid) for each in self._started if each.poll() is None]
+        ours += [child for each in ours for child in each.children(recursive=True)]
+        for process in ours:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(ours, timeout=20)
+        subprocess.run(["ip", "link", "del", f"{self.name}a"], capture_output=True, timeout=10, check=False)
+        subprocess.run(["ip", "netns", "del", self.name], capture_output=True, timeout=10, check=False)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])

@@ -1,0 +1,209 @@
+"""A run on two hosts of a Ray cluster, here two network namespaces: calls, deaths, a cable that is cut, a controller
+that is killed, and what is refused before anything starts."""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray_hosts import Hosts, until
+
+import lockstep
+from lockstep.cluster.bundles import Wanted
+from lockstep.cluster.placement import DoesNotFit
+from lockstep.cluster.protocol import WorkerDied, WorkerSpec
+from lockstep.config.cluster import RayCluster as Config
+from lockstep.config.placement import Placement
+from lockstep.watch import procs
+from lockstep.watch.waits import WaitTimeout
+
+SERVICES = Path(__file__).parent.parent / "contract"
+sys.path.insert(0, str(SERVICES))
+from cluster_services import Plain, Renewable  # noqa: E402
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
+    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root"),
+]
+SPREAD = Placement(strategy="spread")
+WANTED = [Wanted(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(2)]
+SOURCE = Path(lockstep.__path__[0]).parent
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(SERVICES), str(SOURCE)])}
+
+
+def config(hosts: Hosts, **changes: Any) -> Config:
+    return Config(**{"address": hosts.address, "orphan_grace_s": 3.0, "notice_after_s": 2.0, **changes})
+
+
+def engine(rank: int, name: str = "", service: type = Plain, **arguments: Any) -> WorkerSpec:
+    where = f"cluster_services:{service.__name__}"
+    adoptable = service is Renewable
+    name = name or f"engine-{rank}"
+    return WorkerSpec(name, "rollout", rank, where, arguments, ENVIRONMENT, ("numpy",), adoptable=adoptable)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    from lockstep.cluster.ray.nodes import look_at_nodes
+
+    with ExitStack() as closing:
+        made = Hosts(tmp_path)
+        closing.callback(made.close)
+        made.connect()
+        for name, value in made.environment.items():
+            if name.startswith("RAY_"):
+                monkeypatch.setenv(name, value)
+        monkeypatch.setenv("LOCKSTEP_BEACONS", str(made.shared("a")))
+        made.start_ray()
+        until(lambda: len(look_at_nodes(config(made))) == 2, 120, "Ray knows both hosts")
+        yield made
+
+
+def opened(hosts: Hosts, folder: Path, **changes: Any) -> Any:
+    from lockstep.cluster.ray.cluster import RayCluster
+
+    run = f"hosts-{secrets.token_hex(3)}"
+    return RayCluster(config(hosts, **changes), run, folder / "run", 1, wanted=WANTED, placement=SPREAD)
+
+
+def there(workers: list[Any]) -> Any:
+    """The one that is not on the controller's host."""
+    (far,) = [worker for worker in workers if not worker.node.here]
+    return far
+
+
+def test_a_host_that_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
+    """Its worker is lost within ten seconds, another takes its place, and the worker there ends by itself."""
+    with opened(hosts, tmp_path) as cluster:
+        workers = cluster.start([engine(0), engine(1)])
+        assert sorted(cluster.node_of(worker).name for worker in workers) == sorted(n.name for n in cluster.nodes())
+        far = there(workers)
+        assert far.call(Plain.environment, "GLOO_SOCKET_IFNAME") == f"{hosts.name}b"
+        assert far.call(Plain.environment, "LOCKSTEP_BEACONS") == str(hosts.shared("b"))
+        pending, died = far.submit(Plain.sleep, 300.0), threading.Event()
+        far.on_death(lambda error: died.set())
+        hosts.cut()
+        cut_at = time.monotonic()
+        assert died.wait(60.0)
+        lost_s = time.monotonic() - cut_at
+        with pytest.raises(WorkerDied, match=r"vanished \(its node .* is lost: nothing is heard of it for 6 s\)"):
+            pending.result("nothing")
+        assert far.node.info.name not in [node.name for node in cluster.nodes()]
+        (successor,) = cluster.start([engine(far.spec.rank, f"{far.name}.1")])
+        assert successor.node.here and successor.call(Plain.add, 1) == 1
+        replaced_s = time.monotonic() - cut_at
+        until(lambda: not psutil.pid_exists(far.pid), 60, "the worker that was cut off has ended")
+        ended_s = time.monotonic() - cut_at
+        print(f"lost after {lost_s:.1f} s, replaced after {replaced_s:.1f} s, ended by itself after {ended_s:.1f} s")
+        assert lost_s < 20 and replaced_s < 60
+
+
+def test_who_was_given_up_is_sent_away(hosts: Hosts, tmp_path: Path) -> None:
+    """The cable was out for longer than a node is waited for, and not so long that workers leave."""
+    with opened(hosts, tmp_path, orphan_grace_s=120.0) as cluster:
+        far = there(cluster.start([engine(0), engine(1)]))
+        hosts.cut()
+        until(lambda: far.dead, 60, "it is lost")
+        assert procs.alive(far.pid)
+        hosts.mend()
+        until(lambda: not procs.alive(far.pid), 60, "it is told to leave, or its agent is killed")
+
+
+def test_ends_of_workers_on_another_host_are_told_with_their_last_lines(hosts: Hosts, tmp_path: Path) -> None:
+    with opened(hosts, tmp_path) as cluster:
+        workers = cluster.start([engine(0), engine(1)])
+        far = there(workers)
+        with pytest.raises(WorkerDied) as caught:
+            far.call(Plain.leave, 3)
+        assert caught.value.exit_code == 3
+        assert "last words" in caught.value.log_tail
+        (other,) = cluster.start([engine(far.spec.rank, f"{far.name}.1")])
+        assert not other.node.here
+        os.kill(other.node.agent.address.pid, signal.SIGKILL)
+        until(lambda: other.dead, 60, "its agent is gone, and it with it")
+        (third,) = cluster.start([engine(far.spec.rank, f"{far.name}.2")])
+        assert third.node is other.node, "the host is there, and has another agent"
+        assert third.call(Plain.add, 2) == 2
+        pids = [worker.pid for worker in (third, workers[0])]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+CONTROLLER = """
+import json, sys, time
+from pathlib import Path
+from test_ray_nodes import SPREAD, WANTED, Config, engine
+from cluster_services import Renewable
+from lockstep.cluster.ray.cluster import RayCluster
+address, run, folder = sys.argv[1:]
+with RayCluster(
+    Config(address=address, orphan_grace_s=120.0), run, Path(folder), 1, wanted=WANTED, placement=SPREAD
+) as cluster:
+    workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])
+    print(json.dumps([worker.pid for worker in workers]), flush=True)
+    time.sleep(300)
+"""
+
+
+def test_the_next_controller_goes_on_with_workers_of_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    from lockstep.cluster.ray.cluster import RayCluster
+    from lockstep.cluster.ray.inheriting import take_over
+
+    run, folder = f"heirs-{secrets.token_hex(3)}", tmp_path / "run"
+    path = os.pathsep.join([str(Path(__file__).parent), ENVIRONMENT["PYTHONPATH"]])
+    with subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, hosts.address, run, str(folder)], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as first:  # fmt: skip
+        assert first.stdout is not None
+        pids = json.loads(first.stdout.readline())
+        first.kill()
+    settings = config(hosts, orphan_grace_s=120.0)
+    heritage = take_over(settings, folder / "cluster", 2)
+    assert heritage is not None and heritage.run == run and len(heritage.left) == 2
+    with RayCluster(settings, run, folder, 2, heritage=heritage, wanted=WANTED, placement=SPREAD) as cluster:
+        workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])
+        assert [worker.pid for worker in workers] == pids, "the same processes"
+        assert sorted(cluster.node_of(worker).name for worker in workers) == sorted(n.name for n in cluster.nodes())
+        assert [worker.call(Renewable.add, 1) for worker in workers] == [1, 1]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_what_cannot_start_is_refused(hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from lockstep.cluster.ray.cluster import RayCluster
+    from lockstep.cluster.ray.session import RayUnavailable
+
+    def attempt(wanted: list[Wanted], **changes: Any) -> Any:
+        settings = config(hosts, **changes)
+        return RayCluster(settings, f"no-{secrets.token_hex(3)}", tmp_path / "no", 1, wanted=wanted, placement=SPREAD)
+
+    began = time.monotonic()
+    with pytest.raises(RayUnavailable, match=r"no Ray at 127\.0\.0\.1:9 .*ray start"):
+        attempt(WANTED, address="127.0.0.1:9")
+    with pytest.raises(RayUnavailable, match="expected HOST:PORT"):
+        attempt(WANTED, address="somewhere")
+    with pytest.raises(RayUnavailable, match="Ray's client"):
+        attempt(WANTED, address="ray://127.0.0.1:10001")
+    with pytest.raises(DoesNotFit, match="16 CPUs on one node, and the largest"):
+        attempt([Wanted("policy-0", "policy", 0, 16.0)])
+    with pytest.raises(DoesNotFit, match="1 GPU"):
+        attempt([Wanted("policy-0", "policy", 0, 1.0, 1)])
+    assert time.monotonic() - began < 60
+    with opened(hosts, tmp_path), caplog.at_level(logging.WARNING), pytest.raises(WaitTimeout):
+        attempt([Wanted(f"policy-{n}", "policy", n, 4.0) for n in range(2)], busy_limit_s=2.0)
+    assert any("wait for" in line and "in use" in line for line in caplog.messages), caplog.messages
