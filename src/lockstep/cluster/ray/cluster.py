@@ -14,10 +14,10 @@ from pathlib import Path
 
 import ray
 
-from lockstep.cluster.addresses import UnreachableAddress, interfaces, own_address
+from lockstep.cluster.addresses import UnreachableAddress, check_cluster, interfaces, own_address
 from lockstep.cluster.base import CLOSE_GRACE_S, AgentCluster
 from lockstep.cluster.bundles import NodeFacts, PlacementError, Wanted
-from lockstep.cluster.environment import differences, forwarded, report, told
+from lockstep.cluster.environment import forwarded
 from lockstep.cluster.node import Node, NodeRefused
 from lockstep.cluster.placement import assign
 from lockstep.cluster.protocol import WorkerSpec
@@ -28,6 +28,7 @@ from lockstep.cluster.ray.keeper import MARK
 from lockstep.cluster.ray.node import RayNode, own_environment
 from lockstep.cluster.ray.nodes import is_alive, node_facts
 from lockstep.cluster.ray.reserving import AS_LONG_AS_IT_TAKES, LOOK_S, Place, free, reserve, when_free
+from lockstep.cluster.ray.telling import tell
 from lockstep.cluster.versions import Facts, VersionError, must_work
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.config.placement import Placement, RolePlacement
@@ -110,7 +111,8 @@ class RayCluster(AgentCluster):
                 self._begin(facts)
             else:
                 self._inherit(heritage, facts)
-            self._tell()
+            if not session.has_own():
+                tell(config, self._given, self._nodes, self._affairs / "environment.json")
         except BaseException:
             self.close()
             raise
@@ -129,6 +131,7 @@ class RayCluster(AgentCluster):
 
     def _begin(self, facts: list[NodeFacts]) -> None:
         """With nothing left of an earlier generation: the controller's node first, as its actor reserves the rest."""
+        check_cluster({each.name: each.address for each in facts})
         assignment = None
         if self._wanted:
             limits = self._config.busy_limit_s, self._config.notice_after_s
@@ -219,17 +222,6 @@ class RayCluster(AgentCluster):
         self._holder.keeper.keep_places.remote({"places": places, "groups": self._groups})
         if not session.has_own():
             write_whole(self._affairs / RECORD, json.dumps({"run": self._run}).encode())
-
-    def _tell(self) -> None:
-        """What of this shell's variables does not reach workers."""
-        if session.has_own():
-            return
-        shell = {name: value for name, value in os.environ.items() if "ray.util" not in value}  # Ray's own doing here
-        asker = WorkerSpec("any", "", 0, "")
-        by_node = {node.info.name: differences(shell, node.environment_of(asker)) for node in self._nodes}
-        for line in told(by_node, {*self._config.env, "LOCKSTEP_BEACONS"}):
-            log.warning("%s", line)
-        write_whole(self._affairs / "environment.json", json.dumps(report(self._given, by_node), indent=2).encode())
 
     # --- places
 
