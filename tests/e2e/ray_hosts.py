@@ -1,25 +1,23 @@
-"""Network namespaces as the hosts of a Ray cluster, each with shared memory of its own."""
+"""Two hosts of a Ray cluster on one machine: this network and a network namespace, with a cable that can be cut."""
 
 import os
 import secrets
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-BIN = Path(sys.executable).parent
-CPUS = 2
-HEALTH = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "3", "initial_delay_ms": "0"}
-"""A lost node is known in about six seconds instead of a minute."""
+BOUND_S = 120.0
+RAY = str(Path(sys.executable).with_name("ray"))
 
-needs_hosts = pytest.mark.skipif(
+needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
 )
 
@@ -28,91 +26,113 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A namespace with one interface."""
+def until(check: Callable[[], object], seconds: float, what: str) -> float:
+    """How long it took."""
+    started = time.monotonic()
+    while not check():
+        assert time.monotonic() - started < seconds, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return time.monotonic() - started
 
-    name: str
-    address: str
-    folder: Path
-    """Of its Ray, and of its shared memory."""
 
-    @property
-    def environment(self) -> dict[str, str]:
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "OMP_"))}
-        health = {f"RAY_health_check_{name}": value for name, value in HEALTH.items()}
-        return own | health | {
-            "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1",
-            "LOCKSTEP_BEACONS": str(self.shared), "TOKENIZERS_PARALLELISM": "false",
+class Hosts:
+    """Host a is this network, with the head and whoever starts runs; host b a namespace. Each has its own shared
+    memory of runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self.number = f"lr{secrets.token_hex(3)}", secrets.randbelow(250) + 1
+        self.folder = folder
+        self.temporary = Path(tempfile.mkdtemp(prefix="lsr"))
+        self.port = _free_port()
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "0",
         }  # fmt: skip
 
     @property
-    def shared(self) -> Path:
-        return Path("/dev/shm") / self.name
+    def address(self) -> str:
+        return f"10.79.{self.number}.1:{self.port}"
 
-    def argv(self, program: str, *arguments: str) -> list[str]:
-        """A program of this environment, on this host."""
-        return ["ip", "netns", "exec", self.name, str(BIN / program), *arguments]
+    @property
+    def other(self) -> str:
+        """Address of host b."""
+        return f"10.79.{self.number}.2"
 
-    def start_ray(self, *arguments: str) -> None:
-        """Its node of the cluster, ended with the host. Raises AssertionError where it does not come up."""
-        common = [f"--node-ip-address={self.address}", f"--num-cpus={CPUS}", "--object-store-memory=100000000",
-                  f"--temp-dir={self.folder}", "--disable-usage-stats"]  # fmt: skip
-        done = subprocess.run(
-            self.argv("ray", "start", *arguments, *common),
-            env=self.environment, capture_output=True, text=True, timeout=170, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+    def shared(self, host: str) -> Path:
+        """Of the runs on that host."""
+        return self.folder / f"shm-{host}"
 
-    def cut_off(self) -> None:
-        """Nothing goes in or out any more."""
-        ip("-n", self.name, "link", "set", "eth", "down")
+    def connect(self) -> None:
+        """Makes the second host and the cable."""
+        try:
+            ip("netns", "add", self.name)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
+        ip("link", "add", f"{self.name}a", "type", "veth", "peer", "name", f"{self.name}b", "netns", self.name)
+        ip("addr", "add", f"10.79.{self.number}.1/24", "dev", f"{self.name}a")
+        ip("link", "set", f"{self.name}a", "up")
+        ip("-n", self.name, "addr", "add", f"10.79.{self.number}.2/24", "dev", f"{self.name}b")
+        ip("-n", self.name, "link", "set", f"{self.name}b", "up")
+        ip("-n", self.name, "link", "set", "lo", "up")
 
-    def pids(self) -> list[int]:
-        found = subprocess.run(
-            ["ip", "netns", "pids", self.name], capture_output=True, text=True, timeout=10, check=True
-        )
-        return [int(line) for line in found.stdout.split()]
+    def cut(self) -> None:
+        ip("link", "set", f"{self.name}a", "down")
 
+    def mend(self) -> None:
+        ip("link", "set", f"{self.name}a", "up")
 
-@contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two that reach each other and nobody else. Their processes are killed in the end."""
-    mark, number = secrets.token_hex(2), secrets.randbelow(250) + 1
-    # Short folders: Ray's sockets are below them.
-    here, there = (
-        Host(f"lr{mark}{letter}", f"10.80.{number}.{n}", Path(tempfile.mkdtemp(prefix="lsr")))
-        for n, letter in enumerate("ab", 1)
-    )
-    with ExitStack() as stack:
-        for host in (here, there):
-            stack.callback(shutil.rmtree, host.folder, ignore_errors=True)
+    def start_ray(self, cpus: int = 4) -> None:
+        """On both; returns when the head listens."""
+        own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--block", "--disable-usage-stats"]
+        head = ["--head", "--port", str(self.port), "--include-dashboard=false", "--temp-dir", str(self.temporary)]
+        self._start("a", [RAY, "start", *head, "--node-ip-address", f"10.79.{self.number}.1", *own])
+        until(self._listens, BOUND_S, "the head listens")
+        self.join_b(cpus)
+
+    def meet(self) -> None:
+        """Returns when the head knows both."""
+        until(lambda: self._status().count(" node_") == 2, BOUND_S, "both hosts are nodes of the cluster")
+
+    def _status(self) -> str:
+        words = [RAY, "status", "--address", self.address]
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60).stdout
+
+    def join_b(self, cpus: int = 4) -> None:
+        own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--block", "--disable-usage-stats"]
+        words = [RAY, "start", "--address", self.address, "--node-ip-address", f"10.79.{self.number}.2", *own]
+        self._start("b", ["ip", "netns", "exec", self.name, *words])
+
+    def _start(self, host: str, words: list[str]) -> None:
+        with (self.folder / f"ray-{host}.log").open("ab") as output:
+            self._started.append(
+                subprocess.Popen(
+                    words, env={**self.environment, "LOCKSTEP_BEACONS": str(self.shared(host))}, stdout=output,
+                    stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
+                )
+            )  # fmt: skip
+
+    def _listens(self) -> bool:
+        with socket.socket() as trial:
+            return trial.connect_ex((f"10.79.{self.number}.1", self.port)) == 0
+
+    def close(self) -> None:
+        """Ends everything that was started here, by its pid."""
+        ours = [psutil.Process(each.pid) for each in self._started if each.poll() is None]
+        ours += [child for each in ours for child in each.children(recursive=True)]
+        for process in ours:
             try:
-                ip("netns", "add", host.name)
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
-            stack.callback(_down, host)
-        ip("link", "add", "eth", "netns", here.name, "type", "veth", "peer", "name", "eth", "netns", there.name)
-        for host in (here, there):
-            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth")
-            for device in ("lo", "eth"):
-                ip("-n", host.name, "link", "set", device, "up")
-            host.shared.mkdir(mode=0o700)
-        yield here, there
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(ours, timeout=20)
+        subprocess.run(["ip", "link", "del", f"{self.name}a"], capture_output=True, timeout=10, check=False)
+        subprocess.run(["ip", "netns", "del", self.name], capture_output=True, timeout=10, check=False)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def _down(host: Host) -> None:
-    for pid in host.pids():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    ip("netns", "del", host.name)
-    shutil.rmtree(host.shared, ignore_errors=True)
-
-
-def start_cluster(made: Sequence[Host], port: int = 6379) -> str:
-    """Ray on all of them, the first as the head; its address."""
-    made[0].start_ray("--head", f"--port={port}", "--include-dashboard=false")
-    address = f"{made[0].address}:{port}"
-    for host in made[1:]:
-        host.start_ray(f"--address={address}")
-    return address
+def _free_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return int(trial.getsockname()[1])

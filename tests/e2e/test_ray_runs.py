@@ -1,9 +1,6 @@
 """`lockstep train` with `cluster=ray`: on a Ray of its own, and on two hosts of a cluster, one of which is lost."""
 
-import os
 import re
-import shutil
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +8,7 @@ from pathlib import Path
 import pytest
 from forked import ENVIRONMENT
 from harness import Launched, config, task, write
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
-from ray_hosts import Hosts, until
+from ray_hosts import Hosts, needs_namespaces, until
 
 pytestmark = [
     pytest.mark.ray,
@@ -21,9 +16,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
 ]
-needs_namespaces = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
-)
 
 
 def test_a_run_on_a_ray_of_its_own(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from harness import LOCKSTEP
-from ray_hosts import Host, needs_hosts, start_cluster, two_hosts
+from ray_hosts import Hosts, needs_namespaces
 
 from lockstep.watch.beacon import read_beacon
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), needs_hosts]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), needs_namespaces]
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 420.0
@@ -42,13 +42,26 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def grpo(host: Host, address: str, taught: Path, folder: Path, *changes: str) -> list[str]:
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    """Of two cores each, in one cluster."""
+    made = Hosts(tmp_path)
+    try:
+        made.connect()
+        made.start_ray(cpus=2)
+        made.meet()
+        yield made
+    finally:
+        made.close()
+
+
+def grpo(hosts: Hosts, taught: Path, folder: Path, *changes: str) -> list[str]:
     data = taught / "data"
-    return host.argv(
-        "lockstep", "train", "examples/grpo_sort.yaml", f"folder={folder}", f"model.path={taught / 'sort-sft/export'}",
+    return [
+        *LOCKSTEP, "train", "examples/grpo_sort.yaml", f"folder={folder}", f"model.path={taught / 'sort-sft/export'}",
         f"data.path={data / 'grpo.jsonl'}", f"evaluation.data.path={data / 'eval.jsonl'}", f"steps={STEPS}",
-        "evaluation.every=30", "cluster=ray", f"cluster.address={address}", *changes,
-    )  # fmt: skip
+        "evaluation.every=30", "cluster=ray", f"cluster.address={hosts.address}", *changes,
+    ]  # fmt: skip
 
 
 class Told:
@@ -73,10 +86,15 @@ class Told:
 
 
 @contextmanager
-def running(host: Host, argv: list[str]) -> Iterator[Told]:
+def running(hosts: Hosts, argv: list[str]) -> Iterator[Told]:
     """A run that is to end well."""
     with subprocess.Popen(
-        argv, cwd=ROOT, env=host.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        argv,
+        cwd=ROOT,
+        env=hosts.environment | {"LOCKSTEP_BEACONS": str(hosts.shared("a"))},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     ) as process:
         told = Told(process)
         bound = threading.Timer(BOUND_S, process.kill)
@@ -102,52 +120,48 @@ def check(told: Told, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", [pytest.param("builtin"), pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_it_learns_and_outlives_the_host_with_the_engine(engine: str, taught: Path, tmp_path: Path) -> None:
+def test_it_learns_and_outlives_the_host_with_the_engine(
+    engine: str, hosts: Hosts, taught: Path, tmp_path: Path
+) -> None:
     """Told in ten seconds, going on in thirty; no prompt is lost, none is used twice."""
     if engine == "vllm":
         pytest.importorskip("vllm")
-    with two_hosts() as (here, there):
-        address = start_cluster([here, there])
-        # The trainer's ranks leave no room for the engine on the first host.
-        changes = f"rollout.engine={engine}", "placement.policy.nodes=1"
-        with running(here, grpo(here, address, taught, tmp_path, *changes)) as told:
-            told.until(rf"{re.escape(there.address)}\s+(\S+, )?engine-0")
-            told.until("^step 5/")
-            cut, _ = time.monotonic(), there.cut_off()
-            lost, _ = told.until("engine-0 vanished .*is lost")
-            again, _ = told.until(r"engine-0 vanished .*restarted in")
-            stepped, _ = told.until("^step ")
+    # The trainer's ranks leave no room for the engine on the first host.
+    changes = f"rollout.engine={engine}", "placement.policy.nodes=1"
+    with running(hosts, grpo(hosts, taught, tmp_path, *changes)) as told:
+        told.until(rf"{re.escape(hosts.other)}\s+(\S+, )?engine-0")
+        told.until("^step 5/")
+        cut, _ = time.monotonic(), hosts.cut()
+        lost, _ = told.until("engine-0 vanished .*is lost")
+        again, _ = told.until(r"engine-0 vanished .*restarted in")
+        stepped, _ = told.until("^step ")
     print(f"{engine}: told {lost - cut:.1f} s, replaced {again - cut:.1f} s, next step {stepped - cut:.1f} s")
     assert lost - cut < 20 and stepped - cut < 90, told.text  # the goals are 10 and 30, on a machine that is not busy
     assert check(told, tmp_path)[0] == "engine-0"
 
 
-def test_the_trainer_outlives_the_host_of_one_of_its_ranks(taught: Path, tmp_path: Path) -> None:
+def test_the_trainer_outlives_the_host_of_one_of_its_ranks(hosts: Hosts, taught: Path, tmp_path: Path) -> None:
     """All ranks go on on the host that is left, from what it knows of the last step."""
-    with two_hosts() as (here, there):
-        address = start_cluster([here, there])
-        changes = "placement.policy.nodes=2", "checkpoint.every=5"
-        with running(here, grpo(here, address, taught, tmp_path, *changes)) as told:
-            told.until(rf"{re.escape(there.address)}\s+(\S+, )?policy-1")
-            told.until("^step 12/")
-            cut, _ = time.monotonic(), there.cut_off()
-            lost, _ = told.until("policy-1 vanished .*is lost")
-            stepped, _ = told.until("^step ")
+    changes = "placement.policy.nodes=2", "checkpoint.every=5"
+    with running(hosts, grpo(hosts, taught, tmp_path, *changes)) as told:
+        told.until(rf"{re.escape(hosts.other)}\s+(\S+, )?policy-1")
+        told.until("^step 12/")
+        cut, _ = time.monotonic(), hosts.cut()
+        lost, _ = told.until("policy-1 vanished .*is lost")
+        stepped, _ = told.until("^step ")
     print(f"trainer: told {lost - cut:.1f} s, next step {stepped - cut:.1f} s")
     assert lost - cut < 20 and stepped - cut < 120, told.text
     assert check(told, tmp_path)[0] == "policy-1"
 
 
-def test_a_frozen_rank_of_the_other_host_is_named_with_its_host(taught: Path, tmp_path: Path) -> None:
+def test_a_frozen_rank_of_the_other_host_is_named_with_its_host(hosts: Hosts, taught: Path, tmp_path: Path) -> None:
     """By the supervisor, which hears of it from that host's agent; then it is replaced."""
-    with two_hosts() as (here, there):
-        address = start_cluster([here, there])
-        with running(here, grpo(here, address, taught, tmp_path, "placement.policy.nodes=2")) as told:
-            told.until("^step 5/")
-            (beacon,) = there.shared.rglob("policy-1.beacon")
-            state = read_beacon(beacon)
-            assert state is not None
-            os.kill(state.pid, signal.SIGSTOP)
-            _, line = told.until("^(notice|confirmed): ")
-            assert re.match(r"\w+: rank 1 \(policy, .*is stopped", line), told.text
+    with running(hosts, grpo(hosts, taught, tmp_path, "placement.policy.nodes=2")) as told:
+        told.until("^step 5/")
+        (beacon,) = hosts.shared("b").rglob("policy-1.beacon")
+        state = read_beacon(beacon)
+        assert state is not None
+        os.kill(state.pid, signal.SIGSTOP)
+        _, line = told.until("^(notice|confirmed): ")
+        assert re.match(r"\w+: rank 1 \(policy, .*is stopped", line), told.text
     assert check(told, tmp_path)[0] == "policy-1"
