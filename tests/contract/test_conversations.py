@@ -148,8 +148,8 @@ def test_conversations_through_a_chat_template(home, setup) -> None:
 
 def test_a_conversation_stays_with_its_engine(home, setup, second) -> None:
     made = setup("Parrot", max_turn_tokens=12, workers=2, others=[second])
-    fleet, went = made.engines._fleet, {}
-    place = fleet._choose
+    desk, went = made.engines._fleet._desk, {}
+    place = desk._choose
 
     def noted(group, owed):
         chosen = place(group, owed)
@@ -157,7 +157,7 @@ def test_a_conversation_stays_with_its_engine(home, setup, second) -> None:
             went.setdefault(request.id.rpartition("/turn")[0], []).append(chosen)
         return chosen
 
-    fleet._choose = noted
+    desk._choose = noted
     check_tokens(home, made, made.generate(4))
     assert all(len(set(each)) == 1 for each in went.values()) and max(map(len, went.values())) > 2
     assert {each[0] for each in went.values()} == {0, 1}
