@@ -46,7 +46,7 @@ def test_gspo_is_the_papers_objective_and_has_its_gradient(seed: int, clip: tupl
     weights = target_weights(torch.tensor(LENGTHS), "seq-mean-token-mean").double()[shuffled]
     found = weighted_sum(per_token, weights)
     expected = gspo_paper(new, old, advantages, *clip)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-7)  # parts that cancel, in float32
     got, wanted = torch.autograd.grad(found, new)[0], torch.autograd.grad(expected, new)[0]
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)
 
