@@ -30,6 +30,7 @@ from lockstep.config.model import Model
 from lockstep.config.rollout import BuiltinEngine as EngineConfig
 from lockstep.models.tiny import TinyModel, make_tiny
 from lockstep.rollout.builtin.engine import BuiltinEngine
+from lockstep.train.shards import Shard
 from lockstep.weights.api import PRELOAD, SERVICE
 from lockstep.weights.couriers import Couriers
 from lockstep.weights.plan import Plan
@@ -44,14 +45,6 @@ MODELS = {
     ),
 }  # fmt: skip
 Line = dict[str, Any]
-
-
-@dataclass
-class Shard:
-    name: str
-    offset: int
-    tensor: torch.Tensor
-    constant: bool = False
 
 
 @dataclass
@@ -146,7 +139,7 @@ class OneHost:
         for check in ("sampled", "complete"):
             version = next(self.versions)
             self.reader.check = check
-            shards = [Shard(name, 0, tensor) for name, tensor in self.own.items()]
+            shards = [Shard(name, tuple(tensor.shape), 0, tensor) for name, tensor in self.own.items()]
             found[f"write_{check}"] = timed(self.store.write_shards, 0, version, shards, check == "complete")
             found[f"commit_{check}"] = timed(self.store.commit, version)
             found[f"take_{check}"] = timed(self._take, version)
@@ -193,7 +186,7 @@ class Between:
             if name == "delta":  # a tenth of the tensors
                 for tensor in list(self.tensors.values())[::10]:
                     tensor.add_(1e-3)
-            shards = [Shard(each, 0, tensor) for each, tensor in self.tensors.items()]
+            shards = [Shard(each, tuple(tensor.shape), 0, tensor) for each, tensor in self.tensors.items()]
             store.write_shards(0, version, shards, name == "complete")
             found[name] = timed(delivery.publish, version, self.engines)
             found[f"{name}_bytes"] = delivery.received["b"].sent

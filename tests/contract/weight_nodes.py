@@ -16,6 +16,7 @@ import torch
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
 from lockstep.config.cluster import LocalCluster as Config
+from lockstep.train.shards import Shard
 from lockstep.weights.api import PRELOAD
 from lockstep.weights.couriers import Couriers
 from lockstep.weights.one_host import OneHost
@@ -25,14 +26,6 @@ from lockstep.weights.shared import Reader, SharedWeights
 NUMBERS, GENERATIONS = itertools.count(), itertools.count(1)
 """Unique among houses that share a cluster and its store."""
 TRANSPORTS = ("shared", "gloo", "files")
-
-
-@dataclass
-class Shard:
-    name: str
-    offset: int
-    tensor: torch.Tensor
-    constant: bool = False
 
 
 @dataclass
@@ -64,11 +57,11 @@ def rows_of(given: dict[str, torch.Tensor], rank: int, ranks: int) -> list[Shard
     found = []
     for name, tensor in given.items():
         if not tensor.ndim:
-            found += [Shard(name, 0, tensor)] if rank == 0 else []
+            found += [Shard(name, tuple(tensor.shape), 0, tensor)] if rank == 0 else []
             continue
         chunk = -(-len(tensor) // ranks)
         part = tensor[rank * chunk : (rank + 1) * chunk]
-        found += [Shard(name, rank * chunk, part)] if len(part) else []
+        found += [Shard(name, tuple(tensor.shape), rank * chunk, part)] if len(part) else []
     return found
 
 

