@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from held_reader import Struck
+from stream_ends import Feeder
 
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.model import Model
@@ -25,7 +26,7 @@ from lockstep.models.errors import ModelError
 from lockstep.models.tiny import make_tiny
 from lockstep.rollout.api import SERVICE, EngineAPI
 from lockstep.rollout.builtin.sampler import SamplingRows, truncated
-from lockstep.rollout.errors import TornEngine, WeightsMismatch
+from lockstep.rollout.errors import InterruptedUpdate, TornEngine, WeightsMismatch
 from lockstep.rollout.protocol import Request
 from lockstep.weights.plan import Plan
 from lockstep.weights.shared import SharedWeights
@@ -254,6 +255,31 @@ def test_an_engine_with_half_a_version_serves_nothing(start, folder):
     assert engine.version == 0
     with pytest.raises(TornEngine, match="in the middle of taking weights version 1: it must be replaced"):
         engine.step()
+
+
+def test_weights_that_come_bucket_by_bucket_are_as_if_freshly_loaded(start, folder, tmp_path):
+    engine, new, feeder = start(folder), changed(folder), Feeder(tmp_path)
+    run(engine, ask(name="before"))
+    for version in (1, 2):
+        feeder.give(engine, new, version)
+        requests = ask(name=f"after{version}/")
+        done = run(engine, requests)
+        assert error(new, requests, done) < 1e-5
+        assert {token for each in done.values() for token in each.versions.tolist()} == {version}
+
+
+def test_buckets_that_stop_coming_fence_the_engine_until_it_has_a_whole_version(start, folder, tmp_path):
+    engine, new = start(folder), changed(folder)
+    requests = ask()
+    engine.submit(requests)
+    engine.step()
+    with pytest.raises(InterruptedUpdate, match="weights version 1 did not come whole"):
+        Feeder(tmp_path, limit_s=2.0).give(engine, new, 1, until=3)
+    assert (engine.version, engine.progress().paused, engine.step()) == (0, True, [])
+    engine.load_weights(publish(new, tmp_path / "store", 1), 1)
+    engine.abort()
+    after = ask(name="after")
+    assert error(new, after, run(engine, after)) < 1e-5 and not engine.progress().paused
 
 
 def test_weights_of_another_shape_leave_it_as_it_was(start, folder, tmp_path):

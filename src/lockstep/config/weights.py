@@ -11,9 +11,10 @@ class WeightSync(Section):
     """Engines on the trainer's node read from its shared memory. What brings weights to others is chosen by
     `transport`."""
 
-    transport: Literal["auto", "shared", "gloo", "files"] = "auto"
-    """`shared` memory of one host, `gloo` between hosts, `files` in a folder that all hosts see. `auto` takes the
-    fastest that reaches all engines, and says which."""
+    transport: Literal["auto", "nccl", "cuda_ipc", "shared", "gloo", "files"] = "auto"
+    """Between GPUs `nccl`, or `cuda_ipc` where engines and trainer share them; through host memory `shared` on one
+    host, `gloo` between hosts, `files` in a folder that all hosts see. `auto` takes the fastest that reaches all
+    engines, and says which."""
     delta: bool = False
     """Send only the buckets that have changed since the version that the engines have."""
     bucket_mb: float = Field(64.0, gt=0)

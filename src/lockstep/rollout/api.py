@@ -1,7 +1,7 @@
 """An engine as the controller sees it: typed calls, no torch."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep.cluster.protocol import concurrent
 from lockstep.data.samples import Completion
@@ -51,6 +51,9 @@ class EngineAPI(Protocol):
 
     def load_weights(self, source: str, version: int) -> None:
         """Takes a version from the weight room's store, between two decode steps."""
+
+    def receive_weights(self, where: dict[str, Any], version: int) -> None:
+        """Takes a version as it comes from the trainer's device (see `RolloutEngine.receive_weights`)."""
 
     def slower(self) -> str:
         """Why it does not decode by the fastest way there is; empty where it does."""

@@ -44,6 +44,17 @@ class WeightsMismatch(ValueError):
         return type(self), (self.unknown, self.missing)
 
 
+class InterruptedUpdate(RuntimeError):
+    """Weights of `version` stopped coming, as `problem` says. The engine serves nobody until it has some whole."""
+
+    def __init__(self, version: int, problem: str) -> None:
+        super().__init__(f"weights version {version} did not come whole: {problem}")
+        self.version, self.problem = version, problem
+
+    def __reduce__(self) -> tuple[type["InterruptedUpdate"], tuple[int, str]]:
+        return type(self), (self.version, self.problem)
+
+
 class TornEngine(RuntimeError):
     """An engine that failed in the middle of taking `version`: some of its weights are new and others are not."""
 

@@ -1,9 +1,9 @@
 """What every rollout engine can do: one protocol for the builtin engine, vLLM and what may come."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -74,6 +74,14 @@ class RolloutEngine(Protocol):
 
         Running rows go on (their later tokens carry the new version); prompts' K/V is recomputed or kept as
         the engine documents it."""
+
+    def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
+        """As `load_weights`, from the trainer's device, as `where` says (the weight room's word to its own end here).
+
+        Raises:
+            WeightsMismatch: other tensors than the model's; nothing was touched.
+            RuntimeError: the version did not come, or not whole. The engine goes on with the weights it has, or, where
+                it overwrites them bucket by bucket, serves nobody until it has taken a version whole."""
 
     def pause(self) -> None: ...
 

@@ -88,6 +88,9 @@ class EngineService:
     def load_weights(self, source: str, version: int) -> None:
         self._engine.load_weights(Path(source), version)
 
+    def receive_weights(self, where: dict[str, Any], version: int) -> None:
+        self._engine.receive_weights(where, version)
+
     def slower(self) -> str:
         return self._engine.slower
 

@@ -1,10 +1,12 @@
 """How an engine takes weights: where it reads them, and whether they are its model's."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.rollout.errors import WeightsMismatch
@@ -28,6 +30,34 @@ def open_reader(source: ReaderSource) -> WeightReader:
     return made
 
 
+class WeightReceiver(Protocol):
+    """Takes versions that come from the trainer's device as a stream: `lockstep.weights.stream.receiver:Receiver`."""
+
+    def promised(self, where: Mapping[str, Any]) -> Mapping[str, "HasShape"]:
+        """What a version will have, by name."""
+
+    def stream(
+        self, where: Mapping[str, Any], version: int, worker: int, device: torch.device
+    ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+        """The tensors of a version with their names, as they come, each checked. Raises RuntimeErrors of the weight
+        room where it does not come, or no further."""
+
+    def close(self) -> None:
+        """Leaves whoever sends."""
+
+
+class HasShape(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def open_receiver(where: Mapping[str, Any]) -> WeightReceiver:
+    """What the controller says that a stream is taken by."""
+    module, _, name = str(where["receiver"]).partition(":")
+    made: WeightReceiver = getattr(importlib.import_module(module), name)()
+    return made
+
+
 class Expected:
     """The parameters that a version must have: those of the model as transformers makes it. Weights that it ties are
     given once, by any of their names."""
@@ -38,7 +68,7 @@ class Expected:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
         self._same = {name: id(parameter) for name, parameter in own.items()}
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def check(self, tensors: Mapping[str, HasShape]) -> None:
         """Raises WeightsMismatch for other names or shapes."""
         unknown = sorted(set(tensors) - set(self.shapes))
         given = {self._same[name] for name in tensors if name in self._same}

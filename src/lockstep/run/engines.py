@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from lockstep.cluster.protocol import Worker
@@ -156,10 +156,10 @@ class Engines:
             self._seen, self._seen_at = self._fleet.moves, now
         return len(self._queue_of), self._seen, self._fleet.changes
 
-    def load_weights(self, source: Source, version: int) -> None:
-        """Every engine takes the weights of `version`, between two decode steps; those whose node does not have them
-        yet are left out until it does."""
-        self._fleet.load_weights(source, version)
+    def load_weights(self, source: Source, version: int, having: Collection[Worker] = ()) -> None:
+        """Every engine takes the weights of `version`, between two decode steps, but those `having` them; those whose
+        node does not have them yet are left out until it does."""
+        self._fleet.load_weights(source, version, having)
         self.version = version
 
     def sleep(self) -> None:

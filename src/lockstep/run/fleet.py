@@ -108,14 +108,14 @@ class Fleet:
             ready, self._desk.ready = self._desk.ready, []
         return ready
 
-    def load_weights(self, source: Source, version: int) -> None:
-        """Every engine takes the weights of `version`; one that is replaced meanwhile begins with them, and one whose
-        node does not have them gives its requests to others and comes back when it has."""
+    def load_weights(self, source: Source, version: int, having: Collection[Worker] = ()) -> None:
+        """Every engine but those `having` them takes the weights of `version`; one that is replaced meanwhile begins
+        with them, and one whose node does not have them gives its requests to others and comes back when it has."""
         folders: dict[str, str] = {}
         with self._lock:
             self._weights = source, version
             for place in self._places:
-                if place.worker is not None:
+                if place.worker is not None and place.worker not in having:
                     folder = source.where(place.worker, version)
                     if folder is None:
                         self._bench(place, place.worker, "until its node has the weights")

@@ -27,7 +27,7 @@ from lockstep.run.oversight import oversee
 from lockstep.run.place import take_place
 from lockstep.run.policy import Policy, set_up
 from lockstep.run.prepare import START, Prepared
-from lockstep.run.publish import WeightSync, delivery_of
+from lockstep.run.publish import WeightSync, delivery_of, devices_sync_of
 from lockstep.run.recovery.memory import MemoryCopy
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.recovery.trainers import Healing
@@ -178,7 +178,8 @@ def _roles(
     if engines is None:
         return roles
     roles.engines = engines
-    roles.weights = WeightSync(policy, engines, delivery_of(prepared, policy, engines.workers, cluster, staff), ledger)
+    where = prepared, policy, engines.workers, cluster, staff
+    roles.weights = WeightSync(policy, engines, delivery_of(*where), ledger, devices_sync_of(*where))
     roles.weights.open_on_ranks()
     roles.weights.publish(version)
     if config.recipe == "grpo" and prepared.prompts is not None:

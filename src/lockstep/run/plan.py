@@ -6,6 +6,7 @@ from typing import Literal
 
 from lockstep.cluster.placement import Assignment, Wanted
 from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.weights.choose import Devices, impossible
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 METRICS_BYTES = 8 * 21
@@ -157,6 +158,9 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: Ho
             PlannedProcess(f"environment-{rank}", "environment", rank, "cpu", 1, 0)
             for rank in range(config.rollout.environment.workers)
         ]
+    refusal = impossible(config.weights.transport, devices_of(config, processes)) if engines else ""
+    if refusal:
+        raise InfeasibleError(refusal)
     shared = 2 * model.parameters * BYTES[engine_dtype(config, model)] if engines and model is not None else 0
     plan = Plan(processes, [] if model is None else trainer_collectives(config, model), shared)
     if config.cluster.kind == "ray":
@@ -310,6 +314,29 @@ def _device(config: SFTConfig | GRPOConfig, host: HostFacts, index: int) -> str:
     if host.device == "cpu":
         return "cpu"
     return "cuda:0" if config.cluster.kind == "ray" else f"cuda:{index % max(host.gpus, 1)}"
+
+
+def devices_of(config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess], slower: str = "") -> Devices:
+    """What trainer ranks and engines compute on, as far as weights between them are concerned.
+
+    Args:
+        slower: why the trainer's collectives do not run on NCCL, where they should.
+    """
+    ranks = {process.device for process in processes if process.role == "policy"}
+    firsts = [process.device for process in processes if process.role == "rollout"]
+    cuda = "cpu" not in {*ranks, *firsts}
+    if config.cluster.kind == "ray" or not cuda:
+        return Devices(cuda, "all" if config.placement.shared else "none", slower=slower)
+    engine = config.rollout.engine
+    width = engine.tensor_parallel_size if engine.kind == "vllm" else 1
+    taken = [f"cuda:{int(first.partition(':')[2]) + k}" for first in firsts for k in range(width)]
+    own = set(taken) - ranks
+    return Devices(
+        cuda,
+        "none" if len(own) == len(set(taken)) else "some" if own else "all",
+        len(taken) != len(set(taken)),
+        slower,
+    )
 
 
 def _threads(config: SFTConfig | GRPOConfig, host: HostFacts, role: Literal["policy", "rollout"], many: int) -> int:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from lockstep.cluster.calls import gather
 from lockstep.cluster.protocol import Cluster, Worker
 from lockstep.ledger.ledger import Ledger
+from lockstep.run.device_sync import DeviceSync, Terms
 from lockstep.run.engines import Engines
-from lockstep.run.plan import engine_dtype
+from lockstep.run.plan import devices_of, engine_dtype
 from lockstep.run.policy import Policy
 from lockstep.run.prepare import Prepared
 from lockstep.run.services import PolicyAPI
 from lockstep.run.staff import Staff
-from lockstep.weights.choose import choose
+from lockstep.weights.choose import choose, choose_direct
 from lockstep.weights.couriers import Couriers
 from lockstep.weights.delivery import Delivery
 from lockstep.weights.one_host import OneHost
@@ -25,8 +26,12 @@ class WeightSync:
     """Publishes versions. Trainer ranks write their rows into the inactive buffer of their node's store; the version is
     committed (only then can it be read) and brought to the engines' nodes; the engines take it."""
 
-    def __init__(self, policy: Policy, engines: Engines, delivery: Delivery, ledger: Ledger) -> None:
+    def __init__(
+        self, policy: Policy, engines: Engines, delivery: Delivery, ledger: Ledger, devices: DeviceSync | None = None
+    ) -> None:
         self.policy, self.engines, self.delivery, self.ledger = policy, engines, delivery, ledger
+        self.devices = devices
+        """Where weights go from GPU to GPU, what sends them; what the ranks write is for those who miss it then."""
         self.published: int | None = None
 
     def open_on_ranks(self) -> None:
@@ -42,24 +47,59 @@ class WeightSync:
         if self.published is not None and version <= self.published:
             return
         self.policy.write_weights(version)
-        self.delivery.publish(version, self.engines.workers)
-        self.engines.load_weights(self.delivery, version)
+        engines = self.engines.workers
+        having = [] if self.devices is None else self.devices.publish(version, engines)
+        self.delivery.publish(version, [engine for engine in engines if engine not in having])
+        self.engines.load_weights(self.delivery, version, having)
         self.ledger.published(version)
         self.published = version
         self.delivery.served()
 
 
+def plan_of(prepared: Prepared, policy: Policy) -> Plan:
+    """What all sides agree on before bytes move."""
+    dtype = engine_dtype(prepared.config, prepared.model)
+    return Plan.of([(each.name, each.shape, dtype) for each in policy.info.parameters])
+
+
+def devices_sync_of(
+    prepared: Prepared, policy: Policy, engines: Sequence[Worker], cluster: Cluster, staff: Staff
+) -> DeviceSync | None:
+    """What sends weights from GPU to GPU; None where they go through host memory only.
+
+    Raises:
+        ValueError: `weights.transport` cannot serve this placement.
+    """
+    config = prepared.config
+    choice = choose_direct(
+        config.weights.transport,
+        devices_of(config, prepared.plan.processes, policy.info.slower),
+        {cluster.node_of(worker).name for worker in policy.workers},
+        {cluster.node_of(worker).name for worker in engines},
+    )
+    if choice.way is None:
+        log.debug("weights do not go from device to device: %s", choice.reason)
+        return None
+    log.info("weights go by %s: %s", choice.way, choice.reason)
+    engine, weights = config.rollout.engine, config.weights
+    terms = Terms(
+        choice.way, cluster.store(), f"gen{staff.generation}",
+        width=engine.tensor_parallel_size if engine.kind == "vllm" else 1,
+        bucket_bytes=int(weights.bucket_mb * 2**20), check=weights.check, limit_s=weights.receiver_limit_s,
+    )  # fmt: skip
+    return DeviceSync(policy, plan_of(prepared, policy), terms)
+
+
 def delivery_of(
     prepared: Prepared, policy: Policy, engines: Sequence[Worker], cluster: Cluster, staff: Staff
 ) -> Delivery:
-    """What brings weights to where the engines are, with the plan that all sides agree on before bytes move.
+    """What brings weights to where the engines are, through host memory.
 
     Raises:
         ValueError: `weights.transport` cannot serve this placement.
     """
     config, nodes = prepared.config, cluster.nodes()
-    dtype = engine_dtype(config, prepared.model)
-    plan = Plan.of([(each.name, each.shape, dtype) for each in policy.info.parameters])
+    plan = plan_of(prepared, policy)
     choice = choose(
         config.weights.transport,
         {cluster.node_of(worker).name for worker in policy.workers},
@@ -67,7 +107,7 @@ def delivery_of(
         nodes[0].name,
         len(nodes),
     )
-    log.info("weights go by %s: %s", choice.transport, choice.reason)
+    log.info("weights go through host memory by %s: %s", choice.transport, choice.reason)
     if choice.transport == "shared":
         folder = nodes[0].shared / "weights"
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

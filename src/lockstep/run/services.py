@@ -4,6 +4,7 @@ from abc import abstractmethod
 
 from lockstep.rollout.api import EngineAPI
 from lockstep.train.api import TrainerAPI
+from lockstep.weights.stream.channel import Channel
 
 __all__ = ["COURIER", "ENGINE", "POLICY", "PRELOAD", "READER", "EngineAPI", "PolicyAPI"]
 
@@ -31,3 +32,8 @@ class PolicyAPI(TrainerAPI):
     @abstractmethod
     def write_weights(self, version: int) -> None:
         """Writes this rank's rows into the store's inactive buffer, as `version`."""
+
+    @abstractmethod
+    def stream_weights(self, channel: Channel, version: int) -> str:
+        """Takes part in gathering the weights, bucket by bucket, and in sending them to the channel's engines. Why that
+        failed, empty where it did not."""

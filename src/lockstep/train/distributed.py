@@ -1,7 +1,8 @@
 """A rank among its peers: the communicators, and the only collectives that the trainer issues itself.
 
-There are four: `gather` of one fixed vector per step, `gather_flat` of an adapter before weights leave, `gather_rows`
-of one parameter during an export, and `agree` at the end of a checkpoint. All others are FSDP2's and, on a communicator
+There are five: `gather` of one fixed vector per step, `gather_flat` of an adapter before weights leave, `gather_bucket`
+of some weights on their way from device to device, `gather_rows` of one parameter during an export, and `agree` at the
+end of a checkpoint. All others are FSDP2's and, on a communicator
 of their own, torch's checkpoint writer's.
 """
 
@@ -88,6 +89,17 @@ class Ranks:
         everyone = [torch.empty_like(flat) for _ in range(self.shards)]
         self._finish(dist.all_gather(everyone, flat, group=self.copy or self.group, async_op=True), "all_gather", why)
         return torch.stack(everyone)
+
+    def gather_bucket(self, flat: Tensor, everyone: bool, why: str) -> list[Tensor] | None:
+        """The `flat` of every rank of this copy, in their order: on each, or on the first alone (None elsewhere)."""
+        group = self.copy or self.group
+        keeps = everyone or self.rank % self.shards == 0
+        parts = [torch.empty_like(flat) for _ in range(self.shards)] if keeps else None
+        if everyone:
+            self._finish(dist.all_gather(parts, flat, group=group, async_op=True), "all_gather", why)
+        else:
+            self._finish(dist.gather(flat, parts, group=group, group_dst=0, async_op=True), "gather", why)
+        return parts
 
     def gather_rows(self, local: Tensor, rows: int, why: str) -> Tensor | None:
         """On rank 0 the whole of a tensor that is sharded by rows, on the CPU; None elsewhere. One copy gathers."""

@@ -31,6 +31,7 @@ from lockstep.train.checkpoint import Rows
 from lockstep.train.copies import Copies
 from lockstep.train.distributed import Ranks
 from lockstep.train.export import export_adapter, export_model
+from lockstep.train.gathering import Pieces, Wanted, gathered
 from lockstep.train.merge import Outgoing
 from lockstep.train.optimizer import ShardedAdamW, norms_of, scale, square_norm
 from lockstep.train.protocol import StepStats, Want
@@ -174,6 +175,10 @@ class FSDP2Trainer:
             rows = weight.rows()
             if rows.numel():
                 yield Shard(name, weight.shape, self.ranks.rows(weight.shape[0])[0], rows, weight.constant)
+
+    def gathered(self, buckets: Sequence[Wanted], everyone: bool) -> Iterator[Pieces | None]:
+        """Every weight, merged with the adapter, bucket by bucket; see `lockstep.train.gathering.gathered`."""
+        return gathered(self.outgoing.merged(), buckets, self.ranks, everyone)
 
     def save(self, folder: Path) -> None:
         """Begins writing what is trained, optimizer, schedule step and random state; see `checkpoint.Writer`."""

@@ -113,7 +113,17 @@ def test_completions_are_told_when_they_are_there(model):
 
 
 def test_has_every_method_of_its_api():
-    for name in ("submit", "collect", "abort", "pause", "resume", "load_weights", "slower", "progress"):
+    for name in (
+        "submit",
+        "collect",
+        "abort",
+        "pause",
+        "resume",
+        "load_weights",
+        "receive_weights",
+        "slower",
+        "progress",
+    ):
         declared, there = getattr(EngineAPI, name), getattr(EngineService, name)
         now = Collected if name == "collect" else there.__annotations__["return"]  # `Later` is the service's own affair
         assert declared.__annotations__ == there.__annotations__ | {"return": now}

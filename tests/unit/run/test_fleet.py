@@ -213,6 +213,13 @@ def test_one_whose_node_was_left_behind_comes_back_with_the_weights(ledger: Ledg
     assert one.asked()[-1] == "d/0"
 
 
+def test_those_that_have_a_version_already_are_not_told_to_load_it(ledger: Ledger, office: Office) -> None:
+    engines, (one, other), _ = made(ledger, office, 2)
+    engines.load_weights(Shelf("engine-0"), 3, having=[one])
+    assert engines.workers == [one, other], "where its node has it is not asked"
+    assert (one.calls, other.calls) == ([], [("load_weights", ("/w", 3))])
+
+
 def test_one_whose_node_cannot_be_brought_up_to_date_is_replaced(ledger: Ledger, office: Office) -> None:
     engines, _, _ = made(ledger, office, 1)
 

@@ -7,7 +7,8 @@ import pytest
 
 from lockstep.config.load import check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
-from lockstep.run.plan import AdapterFacts, HostFacts, InfeasibleError, ModelFacts, make_plan
+from lockstep.run.plan import AdapterFacts, HostFacts, InfeasibleError, ModelFacts, devices_of, make_plan
+from lockstep.weights.choose import Devices
 
 MODEL = ModelFacts(
     parameters=1_000_000, layers=2, hidden=128, vocabulary=64, kv_heads=2, head_dim=32, context=512, dtype="float32"
@@ -96,6 +97,18 @@ def test_what_does_not_fit_is_refused_with_a_remedy(host: HostFacts, words: list
 def test_gpu_processes_share_gpus_in_turn() -> None:
     plan = make_plan(config(), MODEL, replace(HOST, device="cuda", gpus=2))
     assert [process.device for process in plan.processes[:3]] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+def test_weights_from_gpu_to_gpu_are_refused_where_there_are_none() -> None:
+    with pytest.raises(InfeasibleError, match=r"weights\.transport nccl goes from GPU to GPU"):
+        make_plan(config(weights={"transport": "nccl"}), MODEL, HOST)
+    gpus = replace(HOST, device="cuda", gpus=2)
+    with pytest.raises(InfeasibleError, match=r"weights\.transport nccl needs a GPU of its own"):
+        make_plan(config(weights={"transport": "nccl"}), MODEL, gpus)
+    for count, transport, expected in ((2, "cuda_ipc", "all"), (8, "nccl", "none")):
+        chosen = config(weights={"transport": transport})
+        plan = make_plan(chosen, MODEL, replace(gpus, gpus=count))
+        assert devices_of(chosen, plan.processes) == Devices(True, expected)
 
 
 def test_copies_of_the_trainers_state_count_as_memory() -> None:

@@ -23,7 +23,7 @@ from lockstep.rollout.errors import BadLogits, BadRequest
 from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.requests import check_request, nothing
 from lockstep.rollout.stops import eos_tokens
-from lockstep.rollout.taking import Expected, WeightReader
+from lockstep.rollout.taking import Expected, WeightReader, WeightReceiver, open_receiver
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class BuiltinEngine:
         self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache)
         """With why it is not the fastest, empty where it is."""
         self._expected = Expected(lm)
+        self._receiver: WeightReceiver | None = None
         self._sampling: SamplingRows | None = None
         self._ids: set[str] = set()
         self._tokens, self._finished, self._paused = 0, 0, False
@@ -143,6 +144,19 @@ class BuiltinEngine:
         self.version = version
         self._move_groups(())
 
+    @torch.no_grad()
+    def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
+        """Takes version `version` from the trainer's device into memory beside the model's, and copies it there once
+        it is whole: until then the engine has the weights that it had."""
+        receiver = self._receiver = self._receiver or open_receiver(where)
+        self._expected.check(receiver.promised(where))
+        with receiver.stream(where, version, 0, self.device) as coming:
+            tensors = dict(coming)
+        self._runner.prefixes.clear()
+        self._take(tensors)
+        self.version = version
+        self._move_groups(())
+
     def pause(self) -> None:
         self._paused = True
 
@@ -177,6 +191,8 @@ class BuiltinEngine:
 
     def close(self) -> None:
         """Forgets everything; the model stays its owner's."""
+        if self._receiver is not None:
+            self._receiver.close()
         self.abort()
         self._runner.free()
 

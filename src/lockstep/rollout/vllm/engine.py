@@ -1,6 +1,6 @@
 """The vLLM engine: admit, step, collect."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,21 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from lockstep.config.model import Model
 from lockstep.config.rollout import VllmEngine as EngineConfig
 from lockstep.data.samples import Completion, FinishReason
+from lockstep.models.errors import first_line
 from lockstep.models.load import context_length, load_policy, load_tokenizer
 from lockstep.models.weights import resolve_folder
-from lockstep.rollout.errors import BadLogits, TornEngine
+from lockstep.rollout.errors import BadLogits, InterruptedUpdate, TornEngine
 from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.requests import check_request, nothing
 from lockstep.rollout.stops import eos_tokens, reach, written
-from lockstep.rollout.taking import Expected, ReaderSource, WeightReader, open_reader
+from lockstep.rollout.taking import (
+    Expected,
+    ReaderSource,
+    WeightReader,
+    WeightReceiver,
+    open_reader,
+    open_receiver,
+)
 from lockstep.rollout.vllm.rows import Row, Waiting
 from lockstep.rollout.vllm.settings import engine_arguments, engine_dtype, slower, start_core, try_core
 from lockstep.rollout.vllm.support import check_usable, prepare
@@ -75,6 +83,9 @@ class VllmEngine:
         self._entered, self._loads = 0, 0
         self._torn: int | None = None
         """The version in whose middle the engine failed."""
+        self._receiver: WeightReceiver | None = None
+        self._fenced = False
+        """Whether it waits for whole weights, and serves nobody meanwhile."""
         self._tokens, self._finished, self._paused, self._asleep = 0, 0, False, False
         self._queries, self._hits = 0, 0
 
@@ -124,9 +135,9 @@ class VllmEngine:
 
     def step(self) -> list[Completion]:
         """One turn: admits, has vLLM do a step, returns what finished."""
-        if self._torn is not None:
+        if self._torn is not None and not self._fenced:
             raise TornEngine(self._torn)
-        if self._paused or not (self._running or self._waiting):
+        if self._paused or self._fenced or not (self._running or self._waiting):
             return []
         self.wake()
         self._admit()
@@ -153,10 +164,32 @@ class VllmEngine:
             raise ValueError("the engine was made without a weight reader; give it `reader`")
         with self._reader(source, version) as tensors:
             self._expected.check(tensors)
+        self._fenced = False
+        self._update(version, {"folder": str(source), "version": version})
+
+    def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
+        """Has vLLM's workers take version `version` as it comes from the trainer's device, bucket by bucket over the
+        weights that they have: nobody is served between the first bucket and the end, nor after a version that did not
+        come whole, until another one has.
+
+        Raises:
+            WeightsMismatch: its tensors are not this model's; the engine goes on as it was.
+            InterruptedUpdate: it did not come whole.
+        """
+        self._receiver = self._receiver or open_receiver(where)
+        self._expected.check(self._receiver.promised(where))
+        self._fenced = True
+        try:
+            self._update(version, {"stream": dict(where), "version": version})
+        except RuntimeError as error:  # of a worker in another process nothing else is known
+            raise InterruptedUpdate(version, first_line(error)) from error
+        self._fenced = False
+
+    def _update(self, version: int, info: dict[str, Any]) -> None:
         self.wake()
         self._torn = version
         self._call("start_weight_update")
-        self._call("update_weights", update_info={"folder": str(source), "version": version})
+        self._call("update_weights", update_info=info)
         self._call("finish_weight_update")
         self._torn = None
         self.version = version
@@ -196,7 +229,7 @@ class VllmEngine:
             running=len(self._running),
             finished=self._finished,
             version=self.version,
-            paused=self._paused,
+            paused=self._paused or self._fenced,
             prefix_cache_queries=self._queries,
             prefix_cache_hits=self._hits,
         )

@@ -4,10 +4,12 @@ Importing this module registers the backend. vLLM imports it in every one of its
 class, so that with tensor parallelism each worker reads the shared memory itself and takes its own shard of it.
 """
 
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from lockstep.rollout.errors import WeightsMismatch
-from lockstep.rollout.taking import ReaderSource, WeightReader, open_reader
+from lockstep.rollout.taking import ReaderSource, WeightReader, WeightReceiver, open_reader, open_receiver
 from lockstep.rollout.vllm.direct import Move, carry_out, direct_moves
 
 BACKEND = "lockstep"
@@ -43,10 +45,12 @@ class StoreInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class StoreUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Each time: where the store is, and the version that must be current in it."""
+    """Each time: where the store is, and the version that must be current in it; or what the weight room says of a
+    stream that comes from the trainer's device."""
 
-    folder: str
     version: int
+    folder: str = ""
+    stream: dict[str, Any] | None = None
 
 
 class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: ignore[misc]
@@ -56,6 +60,7 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     update_info_cls = StoreUpdate
 
     _reader: WeightReader | None = None
+    _receiver: WeightReceiver | None = None
     _moves: list[Move] | None = None
     _looked = False
     """Whether it is known if there are moves."""
@@ -68,13 +73,24 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
 
     def receive_weights(self, update_info: StoreUpdate) -> None:
         """Raises WeightsMismatch where vLLM's model has parameters that got nothing."""
+        if update_info.stream is not None:
+            self._receive(update_info.stream, update_info.version)
+            return
         assert self._reader is not None
         with self._reader(Path(update_info.folder), update_info.version) as tensors:
             moves = self._direct(tensors)
             if moves is not None:
                 carry_out(moves, tensors)
             else:
-                self._reload(tensors)
+                self._reload(iter(tensors.items()))
+        pack_heads(self.model)
+
+    def _receive(self, where: dict[str, Any], version: int) -> None:
+        """Loads buckets as they come, each checked before; each worker takes its shard of what all get."""
+        self._receiver = self._receiver or open_receiver(where)
+        with self._receiver.stream(where, version, self.parallel_config.rank, self.device) as coming:
+            first = next(coming)  # nothing is taken apart before something has come
+            self._reload(itertools.chain([first], coming))
         pack_heads(self.model)
 
     def _direct(self, tensors: Mapping[str, Tensor]) -> list[Move] | None:
@@ -87,11 +103,14 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
             self._looked = True
         return self._moves
 
-    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
+    def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         wanted = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(iter(tensors.items()))
-        finalize_layerwise_reload(self.model, self.model_config)
+        try:
+            loaded = self.model.load_weights(tensors)
+        finally:
+            # Also of half a version: a layer that keeps what has come so far would take it for a part of the next.
+            finalize_layerwise_reload(self.model, self.model_config)
         if loaded is not None and self.model_config.quantization is None and wanted - set(loaded):
             raise WeightsMismatch((), sorted(wanted - set(loaded)))
 
@@ -100,6 +119,9 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
 
     def shutdown(self) -> None:
         self._reader = None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
 
 
 @torch.no_grad()

@@ -1,0 +1,165 @@
+"""A trainer rank's end of a channel: takes part in every gather, whatever becomes of the link."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from lockstep.watch import beacon
+from lockstep.weights import meeting as stores
+from lockstep.weights.errors import LinkFailed
+from lockstep.weights.plan import Plan
+from lockstep.weights.stream import meeting
+from lockstep.weights.stream.broadcast import Broadcast
+from lockstep.weights.stream.channel import Channel
+from lockstep.weights.stream.lots import Lot, agreement, cut
+from lockstep.weights.stream.memory import CudaMemory, Memory
+from lockstep.weights.stream.seal import seal, sealed_bytes
+from lockstep.weights.stream.shelves import Shelves
+
+log = logging.getLogger(__name__)
+
+Pieces = Mapping[str, Sequence[Tensor]]
+"""Of a lot's tensors, by name: consecutive rows in the plan's types, uint8 `[bytes]` each."""
+
+
+class Sender:
+    """Keeps the channel open from version to version. One thread calls it, the one that does all collectives.
+
+    Args:
+        rank: of the trainer. Over NCCL rank 0 sends; through shared memory each does to the workers on its GPU.
+        memory: what CUDA IPC is done by.
+    """
+
+    def __init__(self, rank: int, device: torch.device, memory: Memory | None = None) -> None:
+        self.rank, self.device = rank, device
+        self._memory: Memory = memory or CudaMemory()
+        self._open: tuple[Channel, _Outlet] | None = None
+        self._moved = 0
+
+    def send(self, channel: Channel, plan: Plan, version: int, gathered: Iterator[Pieces | None]) -> str:
+        """Sends a version, lot by lot as they are gathered.
+
+        Args:
+            gathered: per lot what this rank is to send, None on ranks that keep nothing of it. It is exhausted in any
+                case: to gather is a collective of all ranks.
+
+        Returns:
+            Why it failed, empty where it did not: the controller decides who is left out.
+        """
+        lots = cut(plan, channel.bucket_bytes)
+        problem, outlet = "", None
+        try:
+            outlet = self._outlet(channel, plan, lots)
+        except LinkFailed as error:
+            problem = str(error)
+        for lot, pieces in zip(lots, gathered, strict=True):
+            if pieces is None or outlet is None:
+                continue
+            try:
+                outlet.send(lot, pieces, version)
+                self._count(lot.nbytes)
+            except LinkFailed as error:
+                problem, outlet = str(error), None
+        try:
+            if outlet is not None:
+                outlet.flush()
+        except LinkFailed as error:
+            problem = str(error)
+        if problem:
+            log.warning("version %d: %s", version, problem)
+            self.close()
+        return problem
+
+    def close(self) -> None:
+        """Ends the communicator; what is on its way is lost."""
+        if self._open is not None:
+            (_, outlet), self._open = self._open, None
+            outlet.close()
+
+    def _outlet(self, channel: Channel, plan: Plan, lots: Sequence[Lot]) -> "_Outlet | None":
+        """None on ranks that send nothing."""
+        if channel.way == "nccl" and self.rank:
+            return None
+        if self._open is not None and self._open[0] == channel:
+            return self._open[1]
+        self.close()  # there is never more than one
+        store = stores.open_store(*channel.store, f"{channel.scope}/stream")
+        agreed = agreement(plan, channel.bucket_bytes, channel.check)
+        cards = meeting.convene(store, channel, agreed, answers=self.rank == 0)
+        outlet: _Outlet
+        if channel.way == "nccl":
+            outlet = _Wire(store, channel, self.device)
+        else:
+            readers = meeting.same_device(cards, self._memory.known_as(self.device))
+            if not readers:
+                return None
+            outlet = _Lending(Shelves(store, channel, lots, readers, self._memory, self.device), channel)
+        self._open = channel, outlet
+        return outlet
+
+    def _count(self, count: int) -> None:
+        self._moved += count
+        beacon.current().progress("bytes", self._moved)
+
+
+class _Wire:
+    """Lots over a communicator."""
+
+    def __init__(self, store: Store, channel: Channel, device: torch.device) -> None:
+        self._channel, self._device = channel, device
+        self._broadcast = Broadcast(store, channel, 0, device)
+
+    def send(self, lot: Lot, pieces: Pieces, version: int) -> None:
+        buffer = torch.empty(sealed_bytes(lot), dtype=torch.uint8, device=self._device)
+        fill(buffer, lot, pieces)
+        seal(buffer, lot, self._channel.number, version, self._channel.check)
+        self._broadcast.put(buffer)
+
+    def flush(self) -> None:
+        self._broadcast.flush()
+
+    def close(self) -> None:
+        self._broadcast.close()
+
+
+class _Lending:
+    """Lots through memory that the readers open."""
+
+    def __init__(self, shelves: Shelves, channel: Channel) -> None:
+        self._shelves, self._channel = shelves, channel
+
+    def send(self, lot: Lot, pieces: Pieces, version: int) -> None:
+        buffer = self._shelves.free(version, lot)
+        fill(buffer, lot, pieces)
+        seal(buffer, lot, self._channel.number, version, self._channel.check)
+        self._shelves.put(lot)
+
+    def flush(self) -> None:
+        self._shelves.flush()
+
+    def close(self) -> None:
+        self._shelves.close()
+
+
+_Outlet = _Wire | _Lending
+
+
+@torch.no_grad()
+def fill(buffer: Tensor, lot: Lot, pieces: Pieces) -> None:
+    """Puts a lot's tensors into their places.
+
+    Raises:
+        ValueError: rows are missing, or too many.
+    """
+    for entry in lot.entries:
+        at, end = lot.place(entry)
+        for piece in pieces[entry.name]:
+            if at + piece.numel() > end:
+                raise ValueError(f"{entry.name}: more rows than {list(entry.shape)} were gathered")
+            buffer[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+        if at != end:
+            raise ValueError(f"{entry.name}: {end - at} bytes of {list(entry.shape)} were not gathered")
