@@ -1,8 +1,9 @@
 """Weights into vLLM's layers on a CPU without its reload: each layer is packed straight from the store's memory.
 
 vLLM's reload (`layerwise`) makes every layer anew, which costs a copy of all weights and, for small models, far more in
-Python than in bytes. What is done here is exactly what is known: unquantized linear layers, whose parts the model fuses
-as its `packed_modules_mapping` says, embeddings, norms and biases, in one worker. Any other model is reloaded.
+Python than in bytes. That names and shapes agree proves nothing: some models rearrange what they load, some compute
+logits with the embedding. So it is done for the models of `KNOWN` only, of which was read that they do no more than
+fuse parts as their `packed_modules_mapping` says, unquantized and in one worker. Any other model is reloaded.
 """
 
 import math
@@ -16,6 +17,19 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+
+_MODELS = "vllm.model_executor.models."
+KNOWN = frozenset(
+    _MODELS + name
+    for name in (
+        "llama.LlamaForCausalLM",
+        "mistral.MistralForCausalLM",
+        "qwen2.Qwen2ForCausalLM",
+        "qwen3.Qwen3ForCausalLM",
+    )
+)
+"""vLLM's models whose `load_weights` puts each tensor of transformers' names where it is, row by row, and whose output
+layer is a `ParallelLMHead`. Each is held against a freshly loaded engine by a test."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +47,8 @@ class Move:
 
 def direct_moves(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Move] | None:
     """How the store's tensors get into the model; None where that is not known for all of them and all of it."""
+    if f"{type(model).__module__}.{type(model).__qualname__}" not in KNOWN:
+        return None
     if not current_platform.is_cpu() or getattr(current_platform, "is_zen_cpu", lambda: False)():
         return None
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}

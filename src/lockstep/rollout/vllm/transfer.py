@@ -19,8 +19,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.rollout.taking import ReaderSource, WeightReader, WeightReceiver, open_reader, open_receiver
@@ -126,10 +127,13 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
 
 @torch.no_grad()
 def pack_heads(model: nn.Module) -> None:
-    """Makes the packed copies of output layers again. Where an output layer's weight is that of the embedding, vLLM's
-    reload packs it for the layer that loads it, the embedding, and the output layer's copy stays that of the old."""
+    """Makes the packed copies of output layers again, which there are on a CPU. Where an output layer's weight is that
+    of the embedding, vLLM's reload packs it for the layer that loads it, the embedding, and the output layer's copy
+    stays that of the old."""
+    if not current_platform.is_cpu():
+        return
     for layer in model.modules():
-        if isinstance(layer, ParallelLMHead):
+        if isinstance(layer, ParallelLMHead) and type(layer.quant_method) is UnquantizedEmbeddingMethod:
             layer.quant_method.process_weights_after_loading(layer)
 
 
