@@ -2,11 +2,12 @@
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.weights.errors import TornWeights
 from lockstep.weights.plan import Plan
 
 Check = Literal["none", "sampled", "complete"]
@@ -99,6 +100,26 @@ def gaps(plan: Plan, marks: Iterable[Mark]) -> dict[str, str]:
         if problem:
             wrong[entry.name] = problem
     return wrong
+
+
+def hold_against(plan: Plan, mark: Mark, memory: memoryview, check: Check) -> None:
+    """Raises TornWeights where the buffer's `memory` is not what the writer of `mark` has summed up."""
+    for bucket in mark.buckets:
+        entry = plan.entries[bucket.entry]
+        start = entry.offset + bucket.start
+        if not intact(bucket, memory[start : start + bucket.length], check):
+            raise TornWeights(mark.version, entry.name, bucket.start, bucket.length)
+
+
+def unfinished(plan: Plan, marks: Mapping[int, Mark | None], generation: int, version: int) -> dict[str, str]:
+    """What keeps a version from being whole, by rank or tensor; `marks` by rank."""
+    problems: dict[str, str] = {}
+    for rank, mark in marks.items():
+        if mark is None:
+            problems[f"rank {rank}"] = "has not finished writing"
+        elif (mark.generation, mark.version) != (generation, version):
+            problems[f"rank {rank}"] = f"wrote version {mark.version} of generation {mark.generation}"
+    return problems or gaps(plan, [mark for mark in marks.values() if mark is not None])
 
 
 def _tiling(parts: Sequence[tuple[int, int]], size: int) -> str | None:

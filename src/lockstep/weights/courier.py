@@ -150,8 +150,6 @@ class Courier(CourierAPI):
             finally:
                 inlet.close()
             filling.keep(header.marks, self._check)
-        if whole:
-            store.commit(version)
         meeting.forget(self._meeting, link)
         sent, total = sum(map(size, wanted)), sum(map(size, cut))
         return Received(sent, total, time.monotonic() - began, whole)

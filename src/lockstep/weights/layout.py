@@ -5,6 +5,7 @@ import math
 import mmap
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -46,3 +47,11 @@ def view(memory: mmap.mmap, entry: Entry) -> Tensor:
     if not count:
         return torch.empty(entry.shape, dtype=entry.torch_dtype)
     return torch.frombuffer(memory, dtype=entry.torch_dtype, count=count, offset=entry.offset).view(entry.shape)
+
+
+def views(memory: mmap.mmap, plan: Plan) -> dict[str, Tensor]:
+    """All tensors of a buffer by name."""
+    with warnings.catch_warnings():
+        # torch warns that the memory is read-only: that is the point of it.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return {entry.name: view(memory, entry) for entry in plan.entries}

@@ -3,11 +3,13 @@
 Every rank writes its rows straight into the buffer that is not current, then marks itself done; the controller's
 commit, possible only when all have, makes that buffer the current one. Readers hold a lease on the buffer they
 read, and no rank writes before the leases on the other buffer are gone. So a reader sees one version, whole.
+
+A node's courier writes in the place of ranks, and commits. So whoever writes a rank's part holds a lock of it, and
+commits hold those of all: which buffer is current is looked at with the lock, and stays so until it is released.
 """
 
 import logging
 import mmap
-import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.weights.buckets import Bucket, Check, Mark, buckets_of, gaps, intact
+from lockstep.weights.buckets import Bucket, Check, Mark, buckets_of, hold_against, unfinished
 from lockstep.weights.control import Commit, Control
 from lockstep.weights.errors import (
     IncompleteWeights,
@@ -25,7 +27,7 @@ from lockstep.weights.errors import (
     StaleVersion,
     TornWeights,
 )
-from lockstep.weights.layout import lay_out, remove, view
+from lockstep.weights.layout import lay_out, remove, views
 from lockstep.weights.lease import Lease, exclusively, patiently
 from lockstep.weights.parts import Filling, Held, Shard, Weights
 from lockstep.weights.plan import Plan
@@ -108,16 +110,13 @@ class SharedWeights:
         """
         if not 0 <= rank < self.control.writers:
             raise ValueError(f"rank: {rank}, expected 0 to {self.control.writers - 1}")
-        newest = self._in_charge(version)
-        if newest is not None and (newest.generation, newest.version) == (self.generation, version):
-            return
-        buffer = _other(newest)
-        self._fence(buffer, version)
-        assert self.generation is not None
-        with self._writing(buffer, rank) as before:
+        with self._locked(version, [rank]) as buffer:
+            if buffer is None:
+                return
+            before = self._begin(buffer, version, [rank])
             memory = memoryview(self._mapped(buffer, writable=True))
             written = [bucket for shard in shards for bucket in self._write(memory, shard, complete, before)]
-            mark = Mark(rank, version, self.generation, self.plan.digest, tuple(written))
+            mark = Mark(rank, version, self._mine, self.plan.digest, tuple(written))
             mark.write(self._mark(buffer, rank))
 
     def commit(self, version: int) -> None:
@@ -128,24 +127,11 @@ class SharedWeights:
             StaleGeneration, StaleVersion: as `write_shards`.
         """
         newest = self._in_charge(version)
-        if newest is not None and (newest.generation, newest.version) == (self.generation, version):
-            return
-        buffer = _other(newest)
-        problems: dict[str, str] = {}
-        marks: list[Mark] = []
-        for rank in range(self.control.writers):
-            mark = Mark.read(self._mark(buffer, rank))
-            if mark is None:
-                problems[f"rank {rank}"] = "has not finished writing"
-            elif (mark.generation, mark.version) != (self.generation, version):
-                problems[f"rank {rank}"] = f"wrote version {mark.version} of generation {mark.generation}"
-            else:
-                marks.append(mark)
-        problems = problems or gaps(self.plan, marks)
-        if problems:
-            raise IncompleteWeights(version, problems)
-        assert self.generation is not None
-        self.control.commit(self.generation, version, buffer)
+        if not self._is(newest, version):
+            self._complete(_other(newest), version)  # no lock is waited for where a rank is not done
+        with self._locked(version, range(self.control.writers)) as buffer:
+            if buffer is not None:
+                self._commit(buffer, version)
 
     @contextmanager
     def sending(self, version: int, ranks: Sequence[int]) -> Generator[Held]:
@@ -163,23 +149,29 @@ class SharedWeights:
 
     @contextmanager
     def filling(self, version: int, ranks: Sequence[int]) -> Generator[Filling]:
-        """The buffer that is not current, in place of these ranks. They count as done once `keep` was called.
+        """The buffer that is not current, in place of these ranks. They count as done once `keep` was called;
+        where they are all ranks, the version is committed with that.
 
         Raises:
-            StaleGeneration, StaleVersion, WaitTimeout: as `write_shards`.
+            StaleGeneration, StaleVersion, WaitTimeout: as `write_shards`; StaleVersion as well where the version is
+                current already, or these are all ranks and one of them has written a later version here.
         """
-        buffer = _other(self._in_charge(version))
-        self._fence(buffer, version)
-        with ExitStack() as locks:
-            for rank in ranks:
-                locks.enter_context(self._writing(buffer, rank))
+        with self._locked(version, ranks) as buffer:
+            if buffer is None:
+                raise StaleVersion(version, version)
+            whole = len(ranks) == self.control.writers
+            if whole:
+                self._spare(buffer, version)
+            self._begin(buffer, version, ranks)
             memory = memoryview(self._mapped(buffer, writable=True))
 
             def keep(marks: Sequence[Mark], check: Check) -> None:
                 for mark in marks:
-                    self._verify_mark(mark, memory, check)
+                    hold_against(self.plan, mark, memory, check)
                 for mark in marks:
                     mark.write(self._mark(buffer, mark.rank))
+                if whole:
+                    self._commit(buffer, version)
 
             yield Filling(memory, keep)
 
@@ -208,7 +200,7 @@ class SharedWeights:
         try:
             memory = self._mapped(commit.buffer, writable=False)
             self._verify(commit, memoryview(memory), check)
-            yield Weights(commit.version, commit.generation, self._views(memory))
+            yield Weights(commit.version, commit.generation, views(memory, self.plan))
         finally:
             lease.release()
 
@@ -234,27 +226,63 @@ class SharedWeights:
             raise StaleVersion(version, newest.version)
         return newest
 
-    def _fence(self, buffer: int, version: int) -> None:
-        """Waits until nobody reads the buffer. Nobody begins to: readers take only the current one."""
-        why = f"write version {version} of the weights"
-        exclusively(self._buffer(buffer), "readers of an older version", why).release()
+    def _is(self, commit: Commit | None, version: int) -> bool:
+        """Whether that is the version as this generation of the run has made it."""
+        return commit is not None and (commit.generation, commit.version) == (self._mine, version)
 
     @contextmanager
-    def _writing(self, buffer: int, rank: int) -> Generator[dict[int, list[Bucket]]]:
-        """One process at a time writes a rank's part: not an older generation's beside ours. What this generation
-        wrote of it before, by entry of the plan."""
-        path = self.folder / f"buffer-{buffer}.rank-{rank}.lock"
-        path.touch()
-        lease = exclusively(path, f"an older writer of rank {rank}", "write weights")
-        try:
-            mark, before = Mark.read(self._mark(buffer, rank)), dict[int, list[Bucket]]()
+    def _locked(self, version: int, ranks: Sequence[int]) -> Generator[int | None]:
+        """The buffer that is not current, which stays so, with the parts of these ranks locked: one process at a time
+        writes a part, not an older generation's beside ours, and nobody commits meanwhile. None where the version is
+        current already. Raises StaleGeneration, StaleVersion, WaitTimeout."""
+        while True:
+            newest = self._in_charge(version)
+            if self._is(newest, version):
+                yield None
+                return
+            buffer = _other(newest)
+            with ExitStack() as locks:
+                for rank in sorted(ranks):  # in one order: nobody waits for each other
+                    path = self.folder / f"buffer-{buffer}.rank-{rank}.lock"
+                    path.touch()
+                    locks.callback(exclusively(path, f"another writer of rank {rank}", "write weights").release)
+                if self._in_charge(version) == newest:
+                    yield buffer
+                    return
+
+    def _begin(self, buffer: int, version: int, ranks: Sequence[int]) -> dict[int, list[Bucket]]:
+        """Makes locked parts ready to be written: not marked, and read by nobody. What this generation wrote of them
+        before, by entry of the plan."""
+        before = dict[int, list[Bucket]]()
+        for rank in ranks:
+            mark = Mark.read(self._mark(buffer, rank))
             self._mark(buffer, rank).unlink(missing_ok=True)
             if mark is not None and (mark.generation, mark.digest) == (self.generation, self.plan.digest):
                 for bucket in mark.buckets:
                     before.setdefault(bucket.entry, []).append(bucket)
-            yield before
-        finally:
-            lease.release()
+        # Nobody begins to: engines read only the current buffer, and couriers send only what is marked.
+        why = f"write version {version} of the weights"
+        exclusively(self._buffer(buffer), "readers of an older version", why).release()
+        return before
+
+    def _spare(self, buffer: int, version: int) -> None:
+        """A version that comes from elsewhere does not take the place of a later one that ranks write here."""
+        for rank in range(self.control.writers):
+            mark = Mark.read(self._mark(buffer, rank))
+            if mark is not None and mark.generation == self.generation and mark.version > version:
+                raise StaleVersion(version, mark.version)
+
+    def _commit(self, buffer: int, version: int) -> None:
+        """Needs the locks of all ranks."""
+        self._complete(buffer, version)
+        self.control.commit(self._mine, version, buffer)
+
+    def _complete(self, buffer: int, version: int) -> None:
+        """Raises IncompleteWeights where not all was written."""
+        marks = {rank: Mark.read(self._mark(buffer, rank)) for rank in range(self.control.writers)}
+        problems = unfinished(self.plan, marks, self._mine, version)
+        if problems:
+            raise IncompleteWeights(version, problems)
 
     def _write(
         self, memory: memoryview, shard: Shard, complete: bool, before: Mapping[int, list[Bucket]]
@@ -300,19 +328,12 @@ class SharedWeights:
             mark = Mark.read(self._mark(commit.buffer, rank))
             if mark is None or (mark.generation, mark.version) != (commit.generation, commit.version):
                 raise TornWeights(commit.version, f"the part of rank {rank}", 0, 0)
-            self._verify_mark(mark, memory, check)
-
-    def _verify_mark(self, mark: Mark, memory: memoryview, check: Check) -> None:
-        for bucket in mark.buckets:
-            entry = self.plan.entries[bucket.entry]
-            start = entry.offset + bucket.start
-            if not intact(bucket, memory[start : start + bucket.length], check):
-                raise TornWeights(mark.version, entry.name, bucket.start, bucket.length)
+            hold_against(self.plan, mark, memory, check)
 
     def _held(self, version: int, ranks: Sequence[int]) -> tuple[Held, Lease] | None:
         """None where that has to be looked at again."""
         newest = self.control.newest()
-        buffer = newest.buffer if newest is not None and newest.version == version else _other(newest)
+        buffer = newest.buffer if newest is not None and self._is(newest, version) else _other(newest)
         lease = Lease.take(self._buffer(buffer))
         if lease is None:  # a rank is just looking whether somebody reads
             return None
@@ -328,12 +349,6 @@ class SharedWeights:
     @property
     def _mine(self) -> int:
         return self.control.generation if self.generation is None else self.generation
-
-    def _views(self, memory: mmap.mmap) -> dict[str, Tensor]:
-        with warnings.catch_warnings():
-            # torch warns that the memory is read-only: that is the point of it.
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return {entry.name: view(memory, entry) for entry in self.plan.entries}
 
     def _mapped(self, buffer: int, writable: bool) -> mmap.mmap:
         key = buffer, writable
