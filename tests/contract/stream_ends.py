@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 from lockstep.train.distributed import join
 from lockstep.train.gathering import gathered
@@ -178,3 +179,21 @@ class Feeder:
             engine.receive_weights({**told, "receiver": "stream_ends:FileReceiver"}, version)
         finally:
             thread.join(60)
+
+
+class ModelEnd:
+    """A trainer rank with a model from a folder."""
+
+    def __init__(self, folder: str) -> None:
+        lm = AutoModelForCausalLM.from_pretrained(folder)
+        self.given = {name: each.detach() for name, each in lm.named_parameters()}
+        self.sender = Sender(0, CPU)
+
+    def plan(self) -> str:
+        return Plan.of((name, each.shape, each.dtype) for name, each in self.given.items()).to_json()
+
+    def stream_weights(self, channel: Channel, version: int) -> str:
+        whole = Plan.from_json(self.plan())
+        raw = {name: each.contiguous().view(-1).view(torch.uint8) for name, each in self.given.items()}
+        pieces = ({e.name: [raw[e.name]] for e in lot.entries} for lot in cut(whole, channel.bucket_bytes))
+        return self.sender.send(channel, whole, version, pieces)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from held_reader import Struck
-from stream_ends import Feeder
+from stream_ends import Feeder, ModelEnd
 
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.model import Model
@@ -30,6 +30,7 @@ from lockstep.rollout.errors import InterruptedUpdate, TornEngine, WeightsMismat
 from lockstep.rollout.protocol import Request
 from lockstep.weights.plan import Plan
 from lockstep.weights.shared import SharedWeights
+from lockstep.weights.stream.channel import Channel
 
 pytestmark = [
     pytest.mark.vllm,
@@ -362,5 +363,29 @@ def test_two_tensor_parallel_workers_take_weights_themselves(start, folder, tmp_
     requests = ask()
     assert error(AutoModelForCausalLM.from_pretrained(folder).eval(), requests, run(engine, requests)) < 1e-5
     new = changed(folder)
+    engine.load_weights(publish(new, tmp_path / "store", 4), 4)
+    assert error(new, requests, run(engine, requests)) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_workers_are_members_of_a_channel_each(start, folder, cluster, tmp_path):
+    """Over gloo, beside vLLM's own communicators; the trainer is another process."""
+    engine, new, requests = start(folder, tensor_parallel_size=2), changed(folder), ask()
+    new.save_pretrained(tmp_path / "new")
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    name, environment = f"policy-{folder.parent.name}-tp", {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    spec = WorkerSpec(name, "policy", 0, "stream_ends:ModelEnd", {"folder": str(tmp_path / "new")}, environment)
+    (trainer,) = cluster.start([spec])
+    plan = trainer.submit(ModelEnd.plan).result(why="its plan")
+    channel = Channel(1, "nccl", "gloo", cluster.store(), name, ("engine",), 2, 50_000, limit_s=60.0)
+    for version in (1, 2):  # the channel stays open
+        sending = trainer.submit(ModelEnd.stream_weights, channel, version)
+        engine.receive_weights(channel.where("engine", plan), version)
+        assert sending.result(why="send") == ""
+        assert error(new, requests, run(engine, requests)) < 1e-5 and engine.version == version
+    cluster.stop(trainer, grace_s=0.0)
+    with pytest.raises(InterruptedUpdate, match="version 3"):
+        engine.receive_weights(channel.where("engine", plan), 3)
+    assert engine.step() == [] and engine.progress().paused
     engine.load_weights(publish(new, tmp_path / "store", 4), 4)
     assert error(new, requests, run(engine, requests)) < 1e-5

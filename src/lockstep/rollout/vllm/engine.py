@@ -10,7 +10,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from lockstep.config.model import Model
 from lockstep.config.rollout import VllmEngine as EngineConfig
 from lockstep.data.samples import Completion, FinishReason
-from lockstep.models.errors import first_line
 from lockstep.models.load import context_length, load_policy, load_tokenizer
 from lockstep.models.weights import resolve_folder
 from lockstep.rollout.errors import BadLogits, InterruptedUpdate, TornEngine
@@ -179,10 +178,7 @@ class VllmEngine:
         self._receiver = self._receiver or open_receiver(where)
         self._expected.check(self._receiver.promised(where))
         self._fenced = True
-        try:
-            self._update(version, {"stream": dict(where), "version": version})
-        except RuntimeError as error:  # of a worker in another process nothing else is known
-            raise InterruptedUpdate(version, first_line(error)) from error
+        self._update(version, {"stream": dict(where), "version": version})
         self._fenced = False
 
     def _update(self, version: int, info: dict[str, Any]) -> None:
@@ -191,6 +187,9 @@ class VllmEngine:
         self._call("start_weight_update")
         self._call("update_weights", update_info=info)
         self._call("finish_weight_update")
+        problems = [problem for problem in self._call("stream_problem") if problem] if "stream" in info else []
+        if problems:
+            raise InterruptedUpdate(version, problems[0])
         self._torn = None
         self.version = version
         self._loads += 1
@@ -238,9 +237,10 @@ class VllmEngine:
         """Ends vLLM, its workers included."""
         self.core.shutdown()
 
-    def _call(self, method: str, **arguments: Any) -> None:
+    def _call(self, method: str, **arguments: Any) -> list[Any]:
         """Of every worker."""
-        self.core.collective_rpc(method, kwargs=arguments)
+        answers: list[Any] = self.core.collective_rpc(method, kwargs=arguments)
+        return answers
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._capacity:

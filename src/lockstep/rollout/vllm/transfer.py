@@ -27,6 +27,8 @@ from lockstep.rollout.errors import WeightsMismatch
 from lockstep.rollout.taking import ReaderSource, WeightReader, WeightReceiver, open_reader, open_receiver
 from lockstep.rollout.vllm.direct import Move, carry_out, direct_moves
 
+log = logging.getLogger(__name__)
+
 BACKEND = "lockstep"
 
 # It warns each time of layers that load nothing by themselves, such as tied heads; what is missing is an error here.
@@ -34,7 +36,15 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 
 
 class Worker:
-    """The extension of vLLM's workers: it makes them import this module, and adds nothing."""
+    """The extension of vLLM's workers: it makes them import this module."""
+
+    weight_transfer_engine: Any
+    """The worker's own."""
+
+    def stream_problem(self) -> str:
+        """Why the last version that came as a stream did not come whole, empty where it did. As an answer: where two of
+        vLLM's workers raise, it takes the second one's error for the answer to its next call."""
+        return str(self.weight_transfer_engine.problem)
 
 
 @dataclass
@@ -60,6 +70,8 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     init_info_cls = StoreInit
     update_info_cls = StoreUpdate
 
+    problem = ""
+    """See `Worker.stream_problem`."""
     _reader: WeightReader | None = None
     _receiver: WeightReceiver | None = None
     _moves: list[Move] | None = None
@@ -75,7 +87,12 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     def receive_weights(self, update_info: StoreUpdate) -> None:
         """Raises WeightsMismatch where vLLM's model has parameters that got nothing."""
         if update_info.stream is not None:
-            self._receive(update_info.stream, update_info.version)
+            self.problem = ""
+            try:
+                self._receive(update_info.stream, update_info.version)
+            except RuntimeError as error:
+                log.warning("version %d: %s", update_info.version, error)
+                self.problem = str(error).partition("\n")[0] or type(error).__name__
             return
         assert self._reader is not None
         with self._reader(Path(update_info.folder), update_info.version) as tensors:
