@@ -4,12 +4,12 @@ import atexit
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
@@ -21,13 +21,14 @@ from lockstep.cluster.calls import gather
 from lockstep.cluster.charge import CHARGE, Charge, fitness
 from lockstep.cluster.heirs import Heirs
 from lockstep.cluster.hub import Hub
+from lockstep.cluster.names import check_names
 from lockstep.cluster.node import Node
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.cluster.spawning import order
 from lockstep.cluster.worker import TOKEN
 from lockstep.watch import procs, waits
-from lockstep.watch.agent_client import Address, AgentError, AgentGone, WorkerExit
+from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit
 from lockstep.watch.assemble import Alias
 from lockstep.watch.leader import superseded
 from lockstep.watch.settings import Settings
@@ -41,10 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
-RESERVED = ("agent", "controller", "supervisor")
-"""Names that beacons of this run have already."""
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
+KILLED_S = 10.0
+"""The kernel removes what was killed within moments, but for what is in a call of a driver that does not return."""
 
 
 class Limits(Protocol):
@@ -110,7 +109,8 @@ class AgentCluster(ABC):
 
         Raises:
             RemoteError: a constructor raised.
-            WorkerDied: a worker ended while it started.
+            WorkerDied: a worker ended while it started, or its node did.
+            AgentGone: the cluster is closed, or a later generation has the run.
             Stalled: one showed no progress for the configured limit.
             ValueError: a name is taken.
         When one fails, the others of this call are ended as well.
@@ -119,7 +119,7 @@ class AgentCluster(ABC):
         claimed = self._heirs.claim(specs, self._fitness)
         workers = dict(claimed)
         others = [number for number in range(len(specs)) if number not in claimed]
-        self._check_names([specs[number] for number in others])
+        check_names([specs[number] for number in others], {each.name for each in self._hub.workers if not each.dead})
         try:
             self._spawn(specs, others, workers)
             self._spawn(specs, self._heirs.lost(claimed), workers)
@@ -150,7 +150,8 @@ class AgentCluster(ABC):
         worker.leave("stopped")
         with contextlib.suppress(AgentError):
             if worker.busy:
-                agent.kill(worker.name, signal.SIGTERM)
+                with contextlib.suppress(WaitTimeout):
+                    agent.kill(worker.name, signal.SIGTERM)
             try:
                 agent.wait_exit(worker.name, "its end", grace_s)
             except WaitTimeout:
@@ -166,7 +167,7 @@ class AgentCluster(ABC):
         worker = next((each for each in self._hub.workers if each.name == name and not each.dead), None)
         if worker is None or worker.node.agent is None or self._closed:
             return False
-        with contextlib.suppress(AgentError):
+        with contextlib.suppress(AgentError, WaitTimeout):
             return worker.node.agent.kill(name)
         return False
 
@@ -257,32 +258,34 @@ class AgentCluster(ABC):
         agents = [node.agent for node in self._nodes if node.agent is not None]
         return [replace(agent.address, generation=self._generation) for agent in agents]
 
-    def _check_names(self, specs: Sequence[WorkerSpec]) -> None:
-        taken = {worker.name for worker in self._hub.workers if not worker.dead}
-        for spec in specs:
-            if not _NAME.fullmatch(spec.name) or spec.name in RESERVED:
-                raise ValueError(
-                    f"worker name {spec.name!r}: expected up to 95 letters, digits, '.', '_' or '-', and not one of "
-                    f"{', '.join(RESERVED)}"
-                )
-            if spec.name in taken:
-                raise ValueError(f"worker name {spec.name!r} is taken; names are unique in a run")
-            taken.add(spec.name)
-
     def _spawn(self, specs: Sequence[WorkerSpec], which: Sequence[int], workers: dict[int, RemoteWorker]) -> None:
         """Adds those to `workers` by their numbers, as processes that begin."""
         pids = []
         for number in which:
             worker = workers[number] = self._handle(specs[number], self._place(specs[number]))
-            pids.append(self._order(worker))
-        for number, pid in zip(which, pids, strict=True):
-            worker = workers[number]
+            with self._dies_with_node(worker):
+                pids.append((worker, self._order(worker)))
+        for worker, pid in pids:
             # The first of a kind waits for its template's imports, which take as long as they take.
-            waits.future(
-                pid, whom="agent" if worker.node.here else f"agent of {worker.node.info.name}",
-                why=f"start of {worker.name}", stall_s=self._limits.stall_limit_s, progress=worker.node.used_s,
-                notice_after_s=self._limits.notice_after_s,
-            )  # fmt: skip
+            with self._dies_with_node(worker):
+                waits.future(
+                    pid, whom="agent" if worker.node.here else f"agent of {worker.node.info.name}",
+                    why=f"start of {worker.name}", stall_s=self._limits.stall_limit_s, progress=worker.node.used_s,
+                    notice_after_s=self._limits.notice_after_s,
+                )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _dies_with_node(self, worker: RemoteWorker) -> Iterator[None]:
+        """An agent that goes while it is asked for a worker takes it along, like one that goes later. Raises
+        WorkerDied, and AgentGone where there is no cluster any more."""
+        try:
+            yield
+        except AgentGone as error:
+            if self._closing or self._superseded:
+                raise
+            worker.die(None)
+            assert worker.death is not None
+            raise worker.death from error
 
     def _handle(self, spec: WorkerSpec, node: Node) -> RemoteWorker:
         limits = self._limits.stall_limit_s, self._limits.notice_after_s
@@ -349,19 +352,30 @@ class AgentCluster(ABC):
                 worker.probe(node.used_s())
 
     def _kill(self, workers: Sequence[RemoteWorker]) -> None:
-        """Ends them by SIGKILL, and sees to it that they have ended."""
+        """Ends them by SIGKILL, and sees to it that they have ended; whoever has not is told of and given up."""
+        until = time.monotonic() + KILLED_S
         for node in {id(worker.node): worker.node for worker in workers}.values():
             agent, its = node.agent, [worker for worker in workers if worker.node is node]
             if agent is None:
                 continue
-            with contextlib.suppress(AgentGone):
-                for worker in its:
-                    with contextlib.suppress(AgentError):
-                        agent.kill(worker.name)
-                for worker in its:
-                    if worker.pid:
-                        agent.wait_exit(worker.name, "its end after SIGKILL", 10.0)
+            for worker in its:
+                with contextlib.suppress(AgentError, WaitTimeout):
+                    agent.kill(worker.name)
+            for worker in its:
+                with contextlib.suppress(AgentGone):
+                    self._see_end(agent, worker, max(0.1, until - time.monotonic()))
         self._settle(workers)
+
+    def _see_end(self, agent: AgentClient, worker: RemoteWorker, timeout_s: float) -> None:
+        try:
+            if worker.pid:
+                agent.wait_exit(worker.name, "its end after SIGKILL", timeout_s)
+        except WaitTimeout:
+            log.error(
+                "%s (pid %d on %s) has not ended %g s after SIGKILL (it is in a call of a driver or of a file system "
+                "that does not return); what it holds is not free",
+                worker.name, worker.pid, worker.node.info.name, KILLED_S,
+            )  # fmt: skip
 
     def _settle(self, workers: Sequence[RemoteWorker]) -> None:
         """Their calls fail and their names are free, whether the event has been heard or not."""

@@ -9,7 +9,8 @@ import signal
 import socket
 from pathlib import Path
 
-from lockstep.cluster.base import CLOSE_GRACE_S, RESERVED, AgentCluster
+from lockstep.cluster.base import CLOSE_GRACE_S, AgentCluster
+from lockstep.cluster.names import RESERVED
 from lockstep.cluster.node import Node
 from lockstep.cluster.predecessor import Heritage, end_predecessor
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec

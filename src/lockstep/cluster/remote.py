@@ -107,6 +107,11 @@ class RemoteWorker:
         return self._death is not None
 
     @property
+    def death(self) -> WorkerDied | None:
+        """Its end, once it is known."""
+        return self._death
+
+    @property
     def busy(self) -> bool:
         """Whether calls are unanswered."""
         return bool(self._open) or not self.started.done()

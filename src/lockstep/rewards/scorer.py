@@ -1,5 +1,6 @@
 """The controller's end of one scorer process: calls it, ends it when it is stuck, starts another."""
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,12 @@ from lockstep.watch.waits import Stalled
 
 NEWS_S = 1.5
 """Progress is told about once a second: what happened within the limit may be heard of this much later."""
+
+
+NODES_LOST = 4
+"""Nodes in a row that may go with the process of one call on them."""
+
+log = logging.getLogger(__name__)
 
 
 class Lost(Exception):
@@ -84,6 +91,9 @@ class Scorer:
             prepared = loaded(pending, functions, self.name, self._kill)
         except NotLoaded as error:
             self._forget()
+            death = error.__cause__
+            if isinstance(death, WorkerDied) and death.exit_code is None:
+                raise death from None
             raise RewardError(functions, error.problem, traceback=error.log_tail) from error
         if prepared.failure is not None:
             failure = prepared.failure
@@ -92,7 +102,23 @@ class Scorer:
 
     def score(self, term: int, batch: Batch, why: str, limit_s: float) -> Scores:
         """One call. Raises Lost when the process died or finished no sample for `limit_s`; the next call starts
-        another process."""
+        another process. Where it only went with its node, or with its node's agent, the samples are not to blame, and
+        another one scores them.
+
+        Raises:
+            WorkerDied: it went with its node, again and again.
+        """
+        for attempt in range(NODES_LOST):
+            try:
+                return self._score(term, batch, why, limit_s)
+            except WorkerDied as error:
+                if error.exit_code is not None or attempt + 1 == NODES_LOST:
+                    raise
+                log.warning("%s; another scores in its place", str(error).partition("\n")[0])
+                self._kill()
+        raise AssertionError("unreachable")
+
+    def _score(self, term: int, batch: Batch, why: str, limit_s: float) -> Scores:
         if self.missing():
             (worker,) = self.cluster.start([self.spec()])
             self.use(worker)
@@ -104,6 +130,8 @@ class Scorer:
             problem = f"did not finish a sample for {limit_s:g} s (reward.timeout_s); its process was killed"
             raise self._end(problem, pending) from None
         except WorkerDied as error:
+            if error.exit_code is None and not self._stopped:
+                raise
             self._kill()
             raise Lost(f"its process {error.how}", error.last_words) from None
         except RemoteError as error:
