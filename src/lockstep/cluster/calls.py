@@ -160,6 +160,12 @@ def settle(pendings: Sequence[Pending[R]], why: str, stall_s: float | None = Non
     return outcomes
 
 
+def took_s(pending: Pending[Any]) -> float:
+    """How long a call took that is done."""
+    call = _own(pending)
+    return call.settled_at - call.submitted_at
+
+
 def _own(pending: Pending[R]) -> PendingCall[R]:
     if not isinstance(pending, PendingCall):
         raise TypeError(f"gather takes the pending calls of a cluster's workers, not {type(pending).__name__}")

@@ -6,12 +6,13 @@ successor where it was the only one. Completions depend on their requests' seeds
 
 import contextlib
 import logging
+import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from lockstep.cluster.calls import Failed, settle
+from lockstep.cluster.calls import Failed, settle, took_s
 from lockstep.cluster.protocol import Pending, RemoteError, Worker, WorkerDied
 from lockstep.config.rollout import Reissue
 from lockstep.data.samples import Completion
@@ -21,12 +22,10 @@ from lockstep.run.desk import Desk, Place
 from lockstep.run.hires import Hires
 from lockstep.run.laggards import Laggards
 from lockstep.run.owed import Owed
-from lockstep.run.recovery.failures import Failure, failure_of
 from lockstep.run.recovery.recovery import Recovery
+from lockstep.run.returning import Returning
 from lockstep.run.services import EngineAPI
-from lockstep.watch import waits
-from lockstep.watch.agent_client import AgentError
-from lockstep.watch.waits import Stalled, WaitTimeout
+from lockstep.watch.waits import Stalled
 from lockstep.weights.delivery import Source
 
 T = TypeVar("T")
@@ -35,9 +34,6 @@ log = logging.getLogger(__name__)
 
 COUNT_S = 1.0
 """How often engines are asked for their counters while they are waited for; up to 64 of them, more less often."""
-PUBLISH_S = 60.0
-"""Between the commit of a version and the engines being told of it nothing is done but to bring it to their nodes."""
-_STALE = "lockstep.weights.errors.StaleVersion"
 
 
 class Fleet:
@@ -60,21 +56,15 @@ class Fleet:
         reissue: Reissue | None = None,
     ) -> None:
         self._places = [Place(rank, worker) for rank, worker in enumerate(workers)]
-        self._news, self._hires, self._recovery = news, hires, recovery
         self._lock = threading.RLock()
         self._desk = Desk(self._places, choose, news)
         self._laggards = Laggards(reissue or Reissue())
         self._count_at = 0.0
-        self._weights: tuple[Source, int] | None = None
-        """Where the version that all are to serve is found, and which."""
-        self._error: Exception | None = None
-        self._closed = False
-        self.changes = 0
-        """Engines lost and come back: moves while nothing else does."""
+        self._returning = Returning(self._desk, self._laggards, self._lock, news, hires, recovery)
         self.reissued = 0
         """Requests that were issued again, as the engine that had them was far behind."""
         for place, worker in zip(self._places, workers, strict=True):
-            self._watch(place, worker)
+            self._returning.watch(place, worker)
 
     @property
     def workers(self) -> list[Worker]:
@@ -95,7 +85,7 @@ class Fleet:
             if isinstance(outcome, RemoteError):
                 raise outcome
             if isinstance(outcome, WorkerDied | Stalled):
-                self._lose(place, worker, outcome)
+                self._returning.lose(place, worker, outcome)
         self._raise()
 
     def collect(self) -> list[Completion]:
@@ -113,21 +103,26 @@ class Fleet:
         with them, and one whose node does not have them gives its requests to others and comes back when it has."""
         folders: dict[str, str] = {}
         with self._lock:
-            self._weights = source, version
+            self._returning.weights = source, version
             for place in self._places:
                 if place.worker is not None and place.worker not in having:
                     folder = source.where(place.worker, version)
                     if folder is None:
-                        self._bench(place, place.worker, "until its node has the weights")
+                        self._returning.bench(place, place.worker, "until its node has the weights")
                     elif place.deaf:
-                        self._bench(place, place.worker, "until it answers")
+                        self._returning.bench(place, place.worker, "until it answers")
                     else:
                         folders[place.worker.spec.name] = folder
-            self._listen(self._desk.share_out())
+            self._returning.listen(self._desk.share_out())
         self._all(
             lambda worker: worker.submit(EngineAPI.load_weights, folders[worker.spec.name], version),
             f"weights of version {version}", folders,
         )  # fmt: skip
+
+    @property
+    def changes(self) -> int:
+        """Engines lost and come back: moves while nothing else does."""
+        return self._returning.changes
 
     @property
     def moves(self) -> int:
@@ -164,7 +159,7 @@ class Fleet:
             for rank, behind in self._laggards.behind(waited, now).items():
                 self._laggards.punish(rank, behind, now)
                 handed, count = self._desk.issue_again(rank, step)
-                self._listen(handed)
+                self._returning.listen(handed)
                 self.reissued += count
                 log.warning("engine-%d %s: %d requests are issued again to others", rank, behind.why, count)
 
@@ -185,13 +180,13 @@ class Fleet:
         """Nothing has moved: who owes something is lost. Whether that helps."""
         owing = [(place, place.worker) for place in self._places if place.worker is not None and place.open]
         for place, worker in owing:
-            self._lose(place, worker, error)
-        return bool(owing) and self._error is None
+            self._returning.lose(place, worker, error)
+        return bool(owing) and self._returning.error is None
 
     def close(self) -> None:
         """Nobody is replaced any more."""
         with self._lock:
-            self._closed = True
+            self._returning.closed = True
 
     # --- requests
 
@@ -204,7 +199,7 @@ class Fleet:
         try:
             collected = asked.result(why="completions")
         except (RemoteError, WorkerDied) as error:
-            self._lose(place, worker, error)
+            self._returning.lose(place, worker, error)
             return
         with self._lock:
             if place.asked is asked:
@@ -225,7 +220,7 @@ class Fleet:
         found = []
         for place, worker, outcome in self._without_silent(asked, why):
             if isinstance(outcome, RemoteError | WorkerDied | Stalled):
-                self._lose(place, worker, outcome)
+                self._returning.lose(place, worker, outcome)
             else:
                 found.append(outcome)
         self._raise()
@@ -234,167 +229,26 @@ class Fleet:
     def _without_silent(
         self, asked: Sequence[tuple[Place, Worker, Pending[T]]], why: str
     ) -> list[tuple[Place, Worker, T | Failed]]:
-        """What was answered. Who is silent for long, while another engine is not, is left out until it answers."""
+        """What was answered. Who is silent for long, while another engine is not, is left out until it answers: for
+        `after_s`, and for as long as one takes that does it at the slowest speed that is not far behind."""
         config, pendings = self._laggards.config, [pending for _, _, pending in asked]
         patience_s = config.after_s if config.enable and len(self.workers) > 1 else None
         outcomes = settle(pendings, why, patience_s)
-        silent = [each[:2] for each, outcome in zip(asked, outcomes, strict=True) if isinstance(outcome, Stalled)]
-        if patience_s is not None and len(silent) == len(self.workers):
+        if patience_s is not None and sum(isinstance(each, Stalled) for each in outcomes) == len(self.workers):
             outcomes = settle(pendings, why)  # nobody is faster, so this takes as long as it takes
-        elif patience_s is not None and silent:
+        elif patience_s is not None and any(isinstance(each, Stalled) for each in outcomes):
+            took = [took_s(pending) for pending in pendings if pending.done()]
+            usual_s = statistics.median(took) if took else 0.0
+            if usual_s > config.slower_than * patience_s:
+                outcomes = settle(pendings, why, usual_s / config.slower_than)
             with self._lock:
-                for place, worker in silent:
-                    self._bench(place, worker, "until it answers")
-                self._listen(self._desk.share_out())
+                for (place, worker, _), outcome in zip(asked, outcomes, strict=True):
+                    if isinstance(outcome, Stalled):
+                        self._returning.bench(place, worker, "until it answers")
+                self._returning.listen(self._desk.share_out())
         # whoever is benched has no worker: losing it changes nothing
         return [(place, worker, outcome) for (place, worker, _), outcome in zip(asked, outcomes, strict=True)]
 
     def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _over(self) -> bool:
-        return self._closed or self._error is not None
-
-    def _watch(self, place: Place, worker: Worker) -> None:
-        if self._hires is not None:
-            worker.on_death(lambda error: self._lose(place, worker, error))
-
-    def _lose(self, place: Place, worker: Worker, error: Failed) -> None:
-        """An engine is lost: keeps what it has told, gives the rest to others, and has it replaced. From any thread."""
-        with self._lock:
-            if place.worker is not worker or self._closed:
-                return
-            self.changes += 1
-            unfinished = self._empty(place)
-            try:
-                failure = self._decide(place, worker, error)
-            except Exception as final:  # noqa: BLE001 - raised by whoever of the run's thread comes next
-                self._error = final
-            else:
-                self._listen(self._desk.share_out())
-                task = (place, worker, failure, unfinished)
-                name = f"replaces {worker.spec.name}"
-                threading.Thread(target=self._replace, args=task, name=name, daemon=True).start()
-        self._news.set()
-
-    def _empty(self, place: Place) -> int:
-        """Takes everything from a place; how many requests it had not finished."""
-        asked, place.asked, place.worker = place.asked, None, None
-        if asked is not None and asked.done():
-            with contextlib.suppress(RemoteError, WorkerDied):  # then it had told nothing
-                self._desk.take(place, asked.result(why="completions"))
-        self._laggards.forget(place.rank)
-        return self._desk.empty(place)
-
-    def _decide(self, place: Place, worker: Worker, error: Failed, starting: bool = False) -> Failure:
-        """Raises what ends the run, where this does."""
-        if self._recovery is None or self._hires is None:
-            raise error
-        failure = failure_of(error, "rollout", worker.spec.name, place.rank, self._recovery.step, starting)
-        self._recovery.decide(failure, error)
-        return failure
-
-    def _replace(self, place: Place, worker: Worker, failure: Failure, unfinished: int) -> None:
-        """In a thread of its own: another process in the place, as often as the budget allows."""
-        assert self._hires is not None and self._recovery is not None
-        began = time.monotonic()
-        while not self._over():
-            try:
-                self._hires.dismiss([worker])
-                worker = self._hires.engine(place.rank)
-                self._move_in(place, worker)
-            except (RemoteError, WorkerDied, Stalled) as error:
-                if self._over():
-                    return
-                try:
-                    self._decide(place, worker, error, starting=True)
-                except Exception as final:  # noqa: BLE001 - as above
-                    self._error = final
-            except (AgentError, WaitTimeout) as error:
-                self._error = error
-            else:
-                told = f", {unfinished} requests re-issued" if unfinished else ""
-                self._recovery.restarted(failure, time.monotonic() - began, told, requests=unfinished)
-                break
-        self._news.set()
-
-    def _bench(self, place: Place, worker: Worker, until: str) -> None:
-        """An engine is left out until it has the current weights. Needs the lock."""
-        if place.worker is not worker:
-            return
-        log.warning("%s is left out %s", worker.spec.name, until)
-        self.changes += 1
-        self._empty(place)
-        task = (place, worker, worker.submit(EngineAPI.renew))
-        threading.Thread(target=self._return, args=task, name=f"catches up {worker.spec.name}", daemon=True).start()
-
-    def _return(self, place: Place, worker: Worker, renewed: Pending[None]) -> None:
-        """In a thread of its own: an engine that was left out comes back, or another in its place."""
-        began = time.monotonic()
-        try:
-            renewed.result(why="forget requests")
-            self._move_in(place, worker)
-            log.warning("%s is back after %.1f s", worker.spec.name, time.monotonic() - began)
-        except (RemoteError, WorkerDied, Stalled) as error:
-            if self._over():
-                return
-            try:
-                failure = self._decide(place, worker, error)
-            except Exception as final:  # noqa: BLE001 - raised by whoever of the run's thread comes next
-                self._error = final
-            else:
-                self._replace(place, worker, failure, 0)
-        except (AgentError, WaitTimeout) as error:
-            self._error = error
-        self._news.set()
-
-    def _move_in(self, place: Place, worker: Worker) -> None:
-        """Gives a new engine the current weights, and work."""
-        while True:
-            weights = self._weights
-            if weights is not None and not self._load(worker, weights):
-                continue
-            with self._lock:
-                if self._weights != weights:
-                    continue
-                place.worker = worker
-                self._desk.owed.set(place.rank, 0)
-                self.changes += 1
-                asked = self._desk.share_out()
-            self._watch(place, worker)
-            self._listen(asked)
-            return
-
-    def _load(self, worker: Worker, weights: tuple[Source, int]) -> bool:
-        """Whether the version was still current."""
-        source, version = weights
-        source.fetch(worker, version)
-        folder = source.where(worker, version)
-        try:
-            if folder is not None:
-                worker.submit(EngineAPI.load_weights, folder, version).result(why=f"weights of version {version}")
-                return True
-        except RemoteError as error:
-            if error.kind != _STALE:
-                raise
-        waits.poll(
-            lambda: True if self._weights != weights or self._over() else None, kind="queue", whom="controller",
-            why="the version after the one that is replaced", stall_s=PUBLISH_S, progress=source.moves,
-        )  # fmt: skip
-        return self._over()
-
-    def _listen(self, asked: Sequence[tuple[Place, Worker, Pending[Any]]]) -> None:
-        """Requests that were handed over with nobody waiting for the answer: it matters where it is an error. Of a
-        death hears who watches the worker."""
-        for _, _, pending in asked:
-            pending.on_done(lambda pending=pending: self._accepted(pending))  # type: ignore[misc]
-
-    def _accepted(self, pending: Pending[Any]) -> None:
-        try:
-            pending.result(why="hand over requests")
-        except RemoteError as error:
-            self._error = error
-            self._news.set()
-        except WorkerDied:
-            return
+        if self._returning.error is not None:
+            raise self._returning.error

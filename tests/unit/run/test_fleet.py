@@ -23,7 +23,7 @@ from lockstep.rollout.protocol import EngineProgress
 from lockstep.run.engines import Engines
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.recovery import Recovery
-from lockstep.watch.waits import Stalled
+from lockstep.watch.waits import Stalled, WaitTimeout
 
 
 class Mortal:
@@ -233,6 +233,45 @@ def test_one_whose_node_cannot_be_brought_up_to_date_is_replaced(ledger: Ledger,
     successor = office.wait(engines)
     assert successor.calls[0] == ("load_weights", ("/w", 4))
     assert office.dismissed == ["engine-0"]
+
+
+@pytest.mark.parametrize("where", ["hires", "weights"])
+def test_no_way_back_ends_in_silence(ledger: Ledger, office: Office, where: str) -> None:
+    engines, (one,), _ = made(ledger, office, 1)
+    surprise, shelf = KeyError("node-b"), Shelf("engine-0")
+
+    def fetch(worker: Any, version: int) -> None:
+        raise surprise
+
+    def loses() -> None:
+        if where == "hires":
+            office.fails = [surprise]
+            one.die()
+        else:
+            engines.load_weights(shelf, 4)
+        until(lambda: engines._fleet._returning.error is not None)
+        engines.collect()
+
+    shelf.fetch = fetch  # type: ignore[method-assign]
+    with pytest.raises(KeyError, match="node-b"):
+        loses()
+
+
+def test_an_engine_without_a_place_is_waited_for_beside_those_that_live(ledger: Ledger, office: Office) -> None:
+    engines, (one, other), _ = made(ledger, office, 2)
+    office.fails = [WaitTimeout("placement", "nodes", "a place for engine-0.1", 5.0) for _ in range(3)]
+    engines.submit([request("a/0", "a")])
+    one.die()
+    assert other.asked() == ["a/0"]
+    assert office.wait(engines, 2).spec.rank == 0 and office.fails == []
+    office.open.clear()
+    office.fails = [WaitTimeout("placement", "nodes", "a place for engine-1.1", 5.0)]
+    for each in engines.workers:
+        each.die()  # type: ignore[attr-defined]
+    office.open.set()
+    until(lambda: engines._fleet._returning.error is not None)
+    with pytest.raises(WaitTimeout, match="a place for engine-1"):
+        engines.collect()
 
 
 def test_one_that_stands_still_is_replaced(ledger: Ledger, office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
