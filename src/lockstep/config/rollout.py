@@ -80,8 +80,8 @@ class Reissue(Section):
 
     enable: bool = True
     slower_than: float = Field(0.25, gt=0, lt=1)
-    """Far behind is who makes less than this share of the tokens per second and sequence that the others do (their
-    median). Long completions alone make nobody slow."""
+    """Far behind is who makes less than this share of the tokens per second and sequence that the others do with about
+    as many sequences (their median). Long completions alone make nobody slow, nor do many."""
     after_s: float = Field(30.0, gt=0)
     """... for this long, or no token at all for this long."""
 

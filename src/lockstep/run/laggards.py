@@ -1,12 +1,14 @@
 """Which engines are far behind their peers, by their own counters. Pure.
 
-An engine's speed is tokens per second and sequence: one that decodes a single long completion is not slower at that
-than its peers were with all of theirs. So long completions are waited for, and only slow engines are not.
+An engine's speed is tokens per second and sequence, compared with what its peers made of about as many sequences: one
+that decodes a single long completion is not slower at that than they were at their last ones, and one that has hundreds
+left is not slow because they have few. So long completions are waited for, and only slow engines are not.
 """
 
+import math
 import statistics
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.config.rollout import Reissue
 from lockstep.rollout.protocol import EngineProgress
@@ -37,6 +39,10 @@ class _Seen:
     at: float = 0.0
     speed: float | None = None
     """Tokens per second and sequence, when it last made some."""
+    rows: float = 0.0
+    """Sequences that it had then."""
+    speeds: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """By the number of sequences, in powers of two: how many, and its speed, when it last had about so many."""
     slow_since: float | None = None
     until: float = 0.0
     """It gets less work than others until then."""
@@ -78,7 +84,8 @@ class Laggards:
             seen.moved_at = now
             rows = (seen.running + progress.running) / 2
             if rows > 0 and now > seen.at:
-                seen.speed = (progress.tokens - seen.tokens) / (now - seen.at) / rows
+                seen.speed, seen.rows = (progress.tokens - seen.tokens) / (now - seen.at) / rows, rows
+                seen.speeds[round(math.log2(rows))] = rows, seen.speed
                 self._judge(rank, seen, now)
         seen.at, seen.tokens, seen.running = now, progress.tokens, progress.running
 
@@ -108,19 +115,27 @@ class Laggards:
             return Behind(f"made no token for {quiet:.0f} s", silent=True)
         if seen.slow_since is not None and now - seen.slow_since >= self.config.after_s:
             return Behind(
-                f"makes {seen.speed:.1f} tokens/s a sequence, the others {self._usual(rank):.1f}", silent=False
+                f"makes {seen.speed:.1f} tokens/s a sequence, the others {self._usual(rank, seen.rows):.1f}",
+                silent=False,
             )
         return None
 
     def _judge(self, rank: int, seen: _Seen, now: float) -> None:
-        usual = self._usual(rank)
+        usual = self._usual(rank, seen.rows)
         slow = usual is not None and seen.speed is not None and seen.speed < self.config.slower_than * usual
         if not slow:
             seen.slow_since = None
         elif seen.slow_since is None:
             seen.slow_since = now
 
-    def _usual(self, rank: int) -> float | None:
-        """The median speed of the others, when they last had something to do."""
-        others = [seen.speed for other, seen in self._seen.items() if other != rank and seen.speed is not None]
+    def _usual(self, rank: int, rows: float) -> float | None:
+        """The median of what the others make of so many sequences, each, at least."""
+        others = [_expected(seen, rows) for other, seen in self._seen.items() if other != rank and seen.speeds]
         return statistics.median(others) if others else None
+
+
+def _expected(seen: _Seen, rows: float) -> float:
+    """Tokens per second and sequence that an engine makes of so many sequences, at least, by when it had about as many.
+    With fewer, none is slower than with more; with more, all together are no slower than they were with fewer."""
+    had, speed = min(seen.speeds.values(), key=lambda each: (abs(math.log2(each[0] / rows)), -each[0]))
+    return speed * min(1.0, had / rows)

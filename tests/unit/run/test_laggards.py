@@ -55,6 +55,35 @@ def test_who_makes_less_than_its_share_for_long_enough_is_behind() -> None:
     assert watched({**speeds, 2: (30, 8)}, 60).behind({2}, 60.0) == {}, "a third is no quarter"
 
 
+def test_an_equal_engine_with_many_sequences_left_is_not_slow() -> None:
+    """1,000 tokens/s in all, however many sequences: one has 256 left when the other is done with its last 20."""
+    found = Laggards(CONFIG)
+    for rank in (0, 1):
+        found.owes(rank, 0.0)
+    for now in range(61):
+        found.observe(0, float(now), counters(1000 * now, 256))
+        if now <= 5:
+            found.observe(1, float(now), counters(1000 * now, 20))
+        else:
+            found.rests(1, float(now))
+        assert found.behind({0}, float(now)) == {}
+
+
+def test_engines_are_compared_at_about_as_many_sequences() -> None:
+    """One of n sequences makes 1000 / n: the peers went through 64, 32, 16, 8, and one has 64 all the time."""
+    found = Laggards(CONFIG)
+    tokens = dict.fromkeys(range(3), 0.0)
+    for now in range(61):
+        for rank in range(2):
+            rows = 64 >> min(now // 3, 3)
+            found.observe(rank, float(now), counters(int(tokens[rank]), rows))
+            tokens[rank] += 1000
+        found.observe(2, float(now), counters(int(tokens[2]), 64))
+        tokens[2] += 200
+    why = found.behind({2}, 60.0)[2].why
+    assert why == "makes 3.1 tokens/s a sequence, the others 15.6", "and not the 125 of their last 8"
+
+
 def test_who_makes_nothing_is_behind_and_idle_ones_are_not() -> None:
     found = watched({0: (100, 8), 1: (100, 8)}, 3)
     found.observe(0, 20.0, counters(9999, 8))
@@ -196,6 +225,16 @@ def test_a_silent_engine_does_not_hold_new_weights_and_comes_back_with_them() ->
     assert one.calls[-1] == "load_weights"
     engines.submit([request("e/0", "e")], queue="q")
     assert one.asked[-1] == "e/0"
+
+
+def test_a_load_that_takes_all_engines_long_leaves_nobody_out() -> None:
+    """It moves no counter: who needs twice as long as another is no laggard, who needs more than four times is."""
+    engines, (one, other) = made(2, after_s=1.0)
+    for worker, seconds in ((one, 1.7), (other, 0.8)):
+        worker.answers = False
+        threading.Timer(seconds, worker.wakes).start()
+    engines.load_weights(Shelf(), 1)
+    assert engines.workers == [one, other] and "renew" not in one.calls
 
 
 class Shelf:
