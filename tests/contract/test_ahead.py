@@ -106,7 +106,7 @@ def test_evaluation_goes_before_requests_of_coming_steps(model: Path) -> None:
         assert engines.collect(queue="rollouts") == []
     worker.service._engine.version = 7  # as when weights are taken between two decode steps
     found = engines.sample(prompts(3), Sampling(max_tokens=6, ignore_eos=True), "evaluation")
-    assert [completion.request for completion in found] == [f"evaluation/0:{row}" for row in range(3)]
+    assert [completion.request for completion in found] == [f"evaluation.1/0:{row}" for row in range(3)]
     assert all(completion.versions.tolist() == [7] * 6 for completion in found), "exactly the published version"
 
     early = engines.collect(queue="rollouts")

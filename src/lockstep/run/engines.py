@@ -52,6 +52,8 @@ class Engines:
         self.sampling, self.seed = sampling, seed
         self.stall_s, self.look_s = stall_s, LOOK_S
         self.version = 0
+        self._sampled = 0
+        """Calls of `sample`."""
         self._seen, self._seen_at = 0, 0.0
         """The engines' moves, and when they were counted."""
         self._reissued = 0
@@ -63,9 +65,12 @@ class Engines:
         return self._fleet.workers
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling, purpose: str) -> list[Completion]:
-        """One completion per prompt, outside of training; the same seeds at every call of the same purpose."""
+        """One completion per prompt, outside of training; the same seeds at every call of the same purpose. Ids are
+        new at each: what an engine was told to leave of an earlier call may be told in this one."""
+        self._sampled += 1
         requests = [
-            self.request(f"{purpose}/{prompt.uid}", -1, prompt, 0, sampling, suffix=purpose) for prompt in prompts
+            self.request(f"{purpose}.{self._sampled}/{prompt.uid}", -1, prompt, 0, sampling, suffix=purpose)
+            for prompt in prompts
         ]
         done = self.complete(requests, why=purpose)
         return [done[request.id] for request in requests]

@@ -19,8 +19,8 @@ def test_each_queue_collects_its_own_completions_once() -> None:
     assert [found.request for found in engines.collect(queue="step 5")] == ["b/0"]
     assert engines.collect(queue="step 5") == [], "each comes once"
     assert {found.request for found in engines.sample(prompts(2), Sampling(), "evaluation")} == {
-        "evaluation/0:0",
-        "evaluation/0:1",
+        "evaluation.1/0:0",
+        "evaluation.1/0:1",
     }
     assert [found.request for found in engines.collect(queue="step 4")] == ["a/0", "a/1"], "kept while others asked"
 
