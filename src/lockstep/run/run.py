@@ -118,6 +118,7 @@ class Run:
             Interrupted: after a Ctrl-C, once the step is finished and a checkpoint of it is complete.
         """
         self.monitor.begin(self._start)
+        self.interrupt.steps_begin()
         while True:
             while self._settled != self._version:
                 with self._healing():
@@ -146,7 +147,7 @@ class Run:
         try:
             yield
         except (RemoteError, WorkerDied, Stalled) as error:
-            with self.monitor.stage("recovery"):
+            with self.monitor.stage("recovery"), self.interrupt.recovering():
                 self._version = self.trainers.heal(error, self._version)
             if self.roles.rollouts is not None:
                 self.roles.rollouts.rewind()
