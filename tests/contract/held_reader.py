@@ -12,7 +12,8 @@ from lockstep.weights.shared import Reader
 
 
 class Struck(dict[str, Tensor]):
-    """Calls `strike` when the sixth tensor is taken."""
+    """Calls `strike` when the sixth tensor is taken, after names and shapes were looked at: by the check, and to find
+    out how to take them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], strike: Callable[[], None]) -> None:
         super().__init__(tensors)
@@ -20,7 +21,7 @@ class Struck(dict[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         self._taken += 1
-        if self._taken == 6:
+        if self._taken == 2 * len(self) + 6:
             self._strike()
         return super().__getitem__(name)
 
@@ -32,8 +33,7 @@ class Struck(dict[str, Tensor]):
 
 
 class HeldReader(Reader):
-    """While `hold` exists beside the store, the update stops, and says so with `half`. Names and shapes are looked at
-    before that, in a reading of their own."""
+    """While `hold` exists beside the store, the update stops, and says so with `half`."""
 
     opened = 0
 
@@ -41,7 +41,7 @@ class HeldReader(Reader):
     def __call__(self, folder: Path, version: int) -> Generator[Mapping[str, Tensor]]:
         HeldReader.opened += 1
         with super().__call__(folder, version) as tensors:
-            yield Struck(tensors, lambda: hold(folder.parent)) if HeldReader.opened == 2 else tensors
+            yield Struck(tensors, lambda: hold(folder.parent)) if HeldReader.opened == 1 else tensors
 
 
 def hold(beside: Path) -> None:

@@ -26,10 +26,11 @@ from lockstep.models.errors import ModelError
 from lockstep.models.tiny import make_tiny
 from lockstep.rollout.api import SERVICE, EngineAPI
 from lockstep.rollout.builtin.sampler import SamplingRows, truncated
-from lockstep.rollout.errors import InterruptedUpdate, TornEngine, WeightsMismatch
+from lockstep.rollout.errors import BadRequest, InterruptedUpdate, TornEngine, WeightsMismatch
 from lockstep.rollout.protocol import Request
+from lockstep.weights.errors import StaleVersion
 from lockstep.weights.plan import Plan
-from lockstep.weights.shared import SharedWeights
+from lockstep.weights.shared import Reader, SharedWeights
 from lockstep.weights.stream.channel import Channel
 
 pytestmark = [
@@ -241,7 +242,7 @@ class Breaking:
     @contextmanager
     def __call__(self, source, version):
         self.opened += 1
-        yield Struck(self.tensors, self._break) if self.opened == 2 else self.tensors
+        yield Struck(self.tensors, self._break) if self.opened == 1 else self.tensors
 
     def _break(self):
         raise OSError("the memory is gone")
@@ -256,6 +257,8 @@ def test_an_engine_with_half_a_version_serves_nothing(start, folder):
     assert engine.version == 0
     with pytest.raises(TornEngine, match="in the middle of taking weights version 1: it must be replaced"):
         engine.step()
+    with pytest.raises(TornEngine):  # a later version does not make it whole
+        engine.load_weights(Path("shelf"), 2)
 
 
 def test_weights_that_come_bucket_by_bucket_are_as_if_freshly_loaded(start, folder, tmp_path):
@@ -306,6 +309,29 @@ def test_a_sleeping_engine_wakes_when_something_is_wanted(start, folder):
     engine.submit(ask(name="busy"))
     with pytest.raises(ValueError, match="6 requests under way"):
         engine.sleep()
+
+
+def test_settings_that_vllm_refuses_are_named_before_anything_runs(start, folder):
+    engine = start(folder)
+    with pytest.raises(BadRequest, match=r"'hot0' is refused by vLLM: temperature must be in \[0, 2\], got 2.5"):
+        engine.submit([*ask(name="fine"), *ask(name="hot", temperature=2.5)])
+    assert len(run(engine, ask(name="fine"))) == 6
+
+
+class Counting(Reader):
+    """Counts how often a version is opened, which is how often all of it is checked where `weights.check` says so."""
+
+    opened = 0
+
+    def __call__(self, folder, version):
+        self.opened += 1
+        return super().__call__(folder, version)
+
+
+def test_a_version_is_read_once(start, folder, tmp_path):
+    reader = Counting()
+    start(folder, reader=reader).load_weights(publish(changed(folder), tmp_path / "store", 1), 1)
+    assert reader.opened == 1
 
 
 def test_heads_that_vllm_has_no_kernel_for_are_refused_at_the_start(start, tmp_path):
@@ -363,7 +389,11 @@ def test_two_tensor_parallel_workers_take_weights_themselves(start, folder, tmp_
     requests = ask()
     assert error(AutoModelForCausalLM.from_pretrained(folder).eval(), requests, run(engine, requests)) < 1e-5
     new = changed(folder)
-    engine.load_weights(publish(new, tmp_path / "store", 4), 4)
+    store = publish(new, tmp_path / "store", 4)
+    with pytest.raises(StaleVersion, match="version 3 of the weights was wanted, the store has version 4"):
+        engine.load_weights(store, 3)
+    assert engine.version == 0 and run(engine, ask(name="still"))
+    engine.load_weights(store, 4)
     assert error(new, requests, run(engine, requests)) < 1e-5
 
 

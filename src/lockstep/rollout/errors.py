@@ -64,3 +64,10 @@ class TornEngine(RuntimeError):
 
     def __reduce__(self) -> tuple[type["TornEngine"], tuple[int]]:
         return type(self), (self.version,)
+
+
+class NoWeights(RuntimeError):
+    """An engine that has forgotten its weights (`sleep` at level 2) and was given no others."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine slept at level 2 and has no weights: load a version before requests")

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.config.model import Model
 from lockstep.config.rollout import VllmEngine as Config
+from lockstep.models.errors import ModelError
 from lockstep.models.tiny import make_tiny
 from lockstep.rollout.protocol import Request
 from lockstep.rollout.requests import nothing
@@ -66,6 +67,8 @@ def test_arguments_follow_the_config(tmp_path):
     assert (there["dtype"], there["gpu_memory_utilization"], there["enable_sleep_mode"]) == ("bfloat16", 0.4, True)
     assert there["enforce_eager"] is False and "kv_cache_memory_bytes" not in there
     assert engine_arguments(model, Config(extra={"seed": 7}), "cpu", 64)["seed"] == 7
+    with pytest.raises(ModelError, match=r"enforce_eager.*on a CPU the engine could not take weights"):
+        engine_arguments(model, Config(enforce_eager=False), "cpu", 64)
 
 
 def test_requests_wait_by_priority_and_then_in_their_order():

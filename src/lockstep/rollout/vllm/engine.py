@@ -10,24 +10,25 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from lockstep.config.model import Model
 from lockstep.config.rollout import VllmEngine as EngineConfig
 from lockstep.data.samples import Completion, FinishReason
+from lockstep.models.errors import first_line
 from lockstep.models.load import context_length, load_policy, load_tokenizer
 from lockstep.models.weights import resolve_folder
-from lockstep.rollout.errors import BadLogits, InterruptedUpdate, TornEngine
+from lockstep.rollout.errors import BadLogits, BadRequest, InterruptedUpdate, NoWeights, TornEngine
 from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.requests import check_request, nothing
 from lockstep.rollout.stops import eos_tokens, reach, written
 from lockstep.rollout.taking import (
     Expected,
     ReaderSource,
-    WeightReader,
     WeightReceiver,
-    open_reader,
     open_receiver,
 )
 from lockstep.rollout.vllm.rows import Row, Waiting
-from lockstep.rollout.vllm.settings import engine_arguments, engine_dtype, slower, start_core, try_core
+from lockstep.rollout.vllm.settings import engine_arguments, engine_dtype, slower, start_core, try_core, vllm_error
 from lockstep.rollout.vllm.support import check_usable, prepare
 
+_MEMORY = ("weights", "kv_cache")
+"""What vLLM gives away and takes back, by its own names."""
 _PROBE = Request("probe", "probe", np.zeros(1, np.int32), seed=0, max_tokens=1)
 
 
@@ -73,10 +74,10 @@ class VllmEngine:
         self._sleeps: bool = config.model_config.enable_sleep_mode
         self._capacity: int = config.scheduler_config.max_num_seqs
         self._eos, self._expected, self._vocabulary = eos, expected, vocabulary
-        self._reader: WeightReader | None = None
+        self._reads = reader is not None
         if reader is not None:
-            self._reader = open_reader(reader)
-            self._call("init_weight_transfer_engine", init_info={"reader": reader})
+            info = {"reader": reader, "expected": expected}
+            self.core.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
         self._waiting, self._running = Waiting(), dict[str, Row]()
         self._ids: set[str] = set()
         self._entered, self._loads = 0, 0
@@ -85,7 +86,11 @@ class VllmEngine:
         self._receiver: WeightReceiver | None = None
         self._fenced = False
         """Whether it waits for whole weights, and serves nobody meanwhile."""
-        self._tokens, self._finished, self._paused, self._asleep = 0, 0, False, False
+        self._asleep: frozenset[str] = frozenset()
+        """What of its memory it has given away."""
+        self._forgotten = False
+        """Whether it has no weights until it is given some."""
+        self._tokens, self._finished, self._paused = 0, 0, False
         self._queries, self._hits = 0, 0
 
     @classmethod
@@ -124,20 +129,25 @@ class VllmEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests, or none: BadRequest (a ValueError) names the first that cannot be served."""
         prompts: dict[str, np.ndarray] = {}
-        known = set(self._ids)
+        known, drawn = set(self._ids), set[tuple[float, ...]]()
         for request in requests:
             prompt = prompts.setdefault(request.group, request.prompt)
             check_request(request, prompt, known, self.context, self._vocabulary)
+            how = (request.temperature, request.top_p, request.top_k, request.min_p)
+            if how not in drawn:
+                check_sampling(request, self._eos)
+            drawn.add(how)
             known.add(request.id)
         self._ids = known
         self._waiting.add(requests)
 
     def step(self) -> list[Completion]:
         """One turn: admits, has vLLM do a step, returns what finished."""
-        if self._torn is not None and not self._fenced:
-            raise TornEngine(self._torn)
+        self._check_whole()
         if self._paused or self._fenced or not (self._running or self._waiting):
             return []
+        if self._forgotten:
+            raise NoWeights
         self.wake()
         self._admit()
         return self._take(self.core.get_output())
@@ -157,13 +167,12 @@ class VllmEngine:
 
         Raises:
             WeightsMismatch: the store's tensors are not this model's; it goes on as it was.
+            TornEngine: an earlier version was taken by half.
             ValueError: the engine was made without a reader.
         """
-        if self._reader is None:
+        if not self._reads:
             raise ValueError("the engine was made without a weight reader; give it `reader`")
-        with self._reader(source, version) as tensors:
-            self._expected.check(tensors)
-        self._fenced = False
+        self._check_whole()
         self._update(version, {"folder": str(source), "version": version})
 
     def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
@@ -177,23 +186,34 @@ class VllmEngine:
         """
         self._receiver = self._receiver or open_receiver(where)
         self._expected.check(self._receiver.promised(where))
-        self._fenced = True
-        self._update(version, {"stream": dict(where), "version": version})
-        self._fenced = False
+        try:
+            self._update(version, {"stream": dict(where), "version": version})
+        except RuntimeError as error:
+            raise InterruptedUpdate(version, first_line(error)) from error
 
     def _update(self, version: int, info: dict[str, Any]) -> None:
-        self.wake()
-        self._torn = version
-        self._call("start_weight_update")
-        self._call("update_weights", update_info=info)
-        self._call("finish_weight_update")
-        problems = [problem for problem in self._call("stream_problem") if problem] if "stream" in info else []
-        if problems:
-            raise InterruptedUpdate(version, problems[0])
-        self._torn = None
+        """What fails before any worker has touched its weights leaves the engine as it was. A stream that stops leaves
+        whole layers, old and new: the engine is fenced, and may be given a version. Anything else tears it."""
+        self._wake("weights")
+        before, fenced = self._torn, self._fenced
+        self._torn, self._fenced = version, False
+        answers = self.core.collective_rpc("take_weights", kwargs={"info": info})
+        failed = sorted((each for each in answers if each.error is not None), key=lambda each: not each.touched)
+        if failed:
+            touched = any(each.touched for each in answers)
+            self._torn = version if touched else before
+            self._fenced = "stream" in info or (fenced and not touched)
+            if touched and not failed[0].touched:
+                raise TornEngine(version) from failed[0].error
+            raise failed[0].error
+        self._torn, self._forgotten = None, False
         self.version = version
         self._loads += 1
         self._begin_again()
+
+    def _check_whole(self) -> None:
+        if self._torn is not None and not self._fenced:
+            raise TornEngine(self._torn)
 
     def pause(self) -> None:
         self._paused = True
@@ -202,9 +222,9 @@ class VllmEngine:
         self._paused = False
 
     def sleep(self, level: int = 1) -> None:
-        """Frees the GPU's memory: at level 1 the weights go to host memory, at level 2 they are forgotten and must come
-        from the store. The K/V cache is forgotten. Whatever needs it wakes the engine. On a CPU, and in an engine that
-        was not started with `sleeps`, nothing is freed.
+        """Frees the GPU's memory: at level 1 the weights go to host memory, at level 2 they are forgotten, and steps
+        raise NoWeights until some are taken. The K/V cache is forgotten. Whatever needs it wakes the engine. On a CPU,
+        and in an engine that was not started with `sleeps`, nothing is freed.
 
         Raises:
             ValueError: requests are under way.
@@ -213,13 +233,20 @@ class VllmEngine:
             raise ValueError(f"the engine has {len(self._ids)} requests under way: abort them before it sleeps")
         if self._sleeps and not self._asleep:
             self.core.sleep(level)
-            self._asleep = True
+            self._asleep = frozenset(_MEMORY)
+            self._forgotten = self._forgotten or level > 1
 
     def wake(self) -> None:
         """Takes the memory back; does nothing where it was not given away."""
-        if self._asleep:
-            self.core.wake_up()
-            self._asleep = False
+        self._wake(*_MEMORY)
+
+    def _wake(self, *parts: str) -> None:
+        """Takes parts of the memory back. An update needs the weights' only: it may come before the trainer has made
+        room for the K/V cache."""
+        for part in parts:
+            if part in self._asleep:
+                self.core.wake_up([part])
+                self._asleep -= {part}
 
     def progress(self) -> EngineProgress:
         return EngineProgress(
@@ -236,11 +263,6 @@ class VllmEngine:
     def close(self) -> None:
         """Ends vLLM, its workers included."""
         self.core.shutdown()
-
-    def _call(self, method: str, **arguments: Any) -> list[Any]:
-        """Of every worker."""
-        answers: list[Any] = self.core.collective_rpc(method, kwargs=arguments)
-        return answers
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._capacity:
@@ -318,10 +340,26 @@ def core_request(name: str, request: Request, eos: frozenset[int], salt: str) ->
         eos: tokens that end it, unless it ignores them.
         salt: what the blocks of its prompt in the prefix cache are found by, beside their tokens.
     """
-    from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    params = SamplingParams(
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=request.prompt.tolist(),
+        mm_features=None,
+        sampling_params=sampling_params(request, eos),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
+    )
+
+
+def sampling_params(request: Request, eos: frozenset[int]) -> Any:
+    """vLLM's settings of a request; its own errors where it has no such."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
@@ -333,17 +371,14 @@ def core_request(name: str, request: Request, eos: frozenset[int], salt: str) ->
         logprobs=0,
         detokenize=False,
     )
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=request.prompt.tolist(),
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=salt,
-        data_parallel_rank=None,
-    )
+
+
+def check_sampling(request: Request, eos: frozenset[int]) -> None:
+    """Raises BadRequest for settings that vLLM refuses."""
+    try:
+        sampling_params(request, eos)
+    except (ValueError, TypeError, vllm_error()) as error:
+        raise BadRequest(request.id, f"is refused by vLLM: {first_line(error)}") from error
 
 
 def _reason(output: Any) -> FinishReason:

@@ -13,6 +13,8 @@ from lockstep.models.load import resolve_dtype
 from lockstep.models.weights import resolve_folder
 
 EXTENSION = "lockstep.rollout.vllm.transfer.Worker"
+_FAILED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
+"""What vLLM and what it calls raise over a model or an argument, beside its own errors."""
 
 
 def engine_arguments(
@@ -23,6 +25,9 @@ def engine_arguments(
     Args:
         context: tokens of the longest sequence.
         sleeps: whether the engine is to give its GPU's memory to others at times.
+
+    Raises:
+        ModelError: arguments with which weights cannot be taken.
     """
     on_cpu = device == "cpu"
     arguments: dict[str, Any] = {
@@ -50,7 +55,12 @@ def engine_arguments(
         arguments |= {"kv_cache_memory_bytes": int(engine.cpu_kv_cache_gb * 2**30)}
     else:
         arguments |= {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": sleeps}
-    return arguments | engine.extra
+    arguments |= engine.extra
+    if on_cpu and not arguments["enforce_eager"]:
+        # Compiled code keeps the packed layers that it was made with, and new weights make others.
+        remedy = "leave it out (on a CPU it is true)"
+        raise ModelError("rollout.engine.enforce_eager", False, "on a CPU the engine could not take weights", remedy)
+    return arguments
 
 
 def engine_dtype(model: Model, engine: EngineConfig, device: str) -> torch.dtype:
@@ -77,7 +87,7 @@ def start_core(path: str, arguments: dict[str, Any]) -> Any:
     try:
         config = args.EngineArgs(**arguments).create_engine_config()
         made = executor.get_class(config)
-    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, NotImplementedError) as error:
+    except (*_FAILED, vllm_error()) as error:
         problem = f"vLLM on host {host} refuses it ({_point(error)})"
         remedy = "see the engine's log; rollout.engine.kind=builtin runs any causal language model of transformers"
         raise ModelError("model.path", path, problem, remedy) from error
@@ -90,7 +100,7 @@ def start_core(path: str, arguments: dict[str, Any]) -> Any:
         )
     try:
         return client.InprocClient(config, made, log_stats=True)
-    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, AssertionError) as error:
+    except (*_FAILED, AssertionError, vllm_error()) as error:
         problem = f"vLLM on host {host} cannot load it ({_point(error)})"
         raise ModelError("model.path", path, problem, "see the engine's log") from error
 
@@ -105,10 +115,16 @@ def try_core(path: str, core: Any, request: Any) -> None:
     try:
         while core.engine_core.scheduler.has_unfinished_requests():
             core.get_output()
-    except (ValueError, TypeError, KeyError, RuntimeError, AssertionError, NotImplementedError) as error:
+    except (*_FAILED, AssertionError, vllm_error()) as error:
         core.shutdown()
         problem = f"vLLM on host {socket.gethostname()} cannot compute it ({first_line(error)})"
         raise ModelError("model.path", path, problem, "use rollout.engine.kind=builtin for this model") from error
+
+
+def vllm_error() -> type[Exception]:
+    """What vLLM's own errors are, which are no ValueErrors in newer versions."""
+    found: type[Exception] = getattr(_module("vllm.exceptions"), "VLLMError", ValueError)
+    return found
 
 
 def _module(name: str) -> Any:

@@ -4,6 +4,7 @@ Importing this module registers the backend. vLLM imports it in every one of its
 class, so that with tensor parallelism each worker reads the shared memory itself and takes its own shard of it.
 """
 
+import copy
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from lockstep.rollout.errors import WeightsMismatch
-from lockstep.rollout.taking import ReaderSource, WeightReader, WeightReceiver, open_reader, open_receiver
+from lockstep.rollout.taking import Expected, ReaderSource, WeightReader, WeightReceiver, open_reader, open_receiver
 from lockstep.rollout.vllm.direct import Move, carry_out, direct_moves
 
 log = logging.getLogger(__name__)
@@ -35,23 +36,44 @@ BACKEND = "lockstep"
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What became of an update in one worker."""
+
+    touched: bool
+    """Whether any of the worker's weights may be others than before."""
+    error: Exception | None = None
+
+
 class Worker:
-    """The extension of vLLM's workers: it makes them import this module."""
+    """The extension of vLLM's workers. It makes them import this module."""
 
     weight_transfer_engine: Any
-    """The worker's own."""
+    start_weight_update: Any
+    update_weights: Any
+    finish_weight_update: Any
 
-    def stream_problem(self) -> str:
-        """Why the last version that came as a stream did not come whole, empty where it did. As an answer: where two of
-        vLLM's workers raise, it takes the second one's error for the answer to its next call."""
-        return str(self.weight_transfer_engine.problem)
+    def take_weights(self, info: dict[str, Any]) -> Taken:
+        """A whole update. Errors are part of the answer: of what its tensor-parallel workers raise, vLLM keeps the text
+        only, and leaves the answers of the workers behind it to be taken for those to the next call."""
+        transfer = self.weight_transfer_engine
+        transfer.touched = False
+        try:
+            self.start_weight_update()
+            self.update_weights(info)
+            self.finish_weight_update()
+        except Exception as error:
+            log.exception("the update failed")
+            return Taken(transfer.touched, _portable(error))
+        return Taken(True)
 
 
 @dataclass
 class StoreInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Once: who reads the store."""
+    """Once: who reads the store, and what a version must have."""
 
     reader: ReaderSource
+    expected: Expected
 
 
 @dataclass
@@ -70,33 +92,32 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     init_info_cls = StoreInit
     update_info_cls = StoreUpdate
 
-    problem = ""
-    """See `Worker.stream_problem`."""
+    touched = False
+    """Whether the update under way has changed anything."""
     _reader: WeightReader | None = None
+    _expected: Expected | None = None
     _receiver: WeightReceiver | None = None
     _moves: list[Move] | None = None
     _looked = False
     """Whether it is known if there are moves."""
 
     def init_transfer_engine(self, init_info: StoreInit) -> None:
-        self._reader = open_reader(init_info.reader)
+        self._reader, self._expected = open_reader(init_info.reader), init_info.expected
 
     def start_weight_update(self) -> None:
         """Nothing yet: the model is taken apart when the version is there and held."""
 
     def receive_weights(self, update_info: StoreUpdate) -> None:
-        """Raises WeightsMismatch where vLLM's model has parameters that got nothing."""
+        """Raises WeightsMismatch where the tensors are not this model's, before anything is touched, and where vLLM's
+        model has parameters that got nothing."""
         if update_info.stream is not None:
-            self.problem = ""
-            try:
-                self._receive(update_info.stream, update_info.version)
-            except RuntimeError as error:
-                log.warning("version %d: %s", update_info.version, error)
-                self.problem = str(error).partition("\n")[0] or type(error).__name__
+            self._receive(update_info.stream, update_info.version)
             return
-        assert self._reader is not None
+        assert self._reader is not None and self._expected is not None
         with self._reader(Path(update_info.folder), update_info.version) as tensors:
+            self._expected.check(tensors)
             moves = self._direct(tensors)
+            self.touched = True
             if moves is not None:
                 carry_out(moves, tensors)
             else:
@@ -108,6 +129,7 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         self._receiver = self._receiver or open_receiver(where)
         with self._receiver.stream(where, version, self.parallel_config.rank, self.device) as coming:
             first = next(coming)  # nothing is taken apart before something has come
+            self.touched = True
             self._reload(itertools.chain([first], coming))
         pack_heads(self.model)
 
@@ -140,6 +162,15 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or where it cannot be made again in another process, one that says the same."""
+    try:
+        copy.copy(error)
+    except TypeError:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 @torch.no_grad()
