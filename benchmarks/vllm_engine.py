@@ -4,8 +4,8 @@
     .venv-scale/bin/python -m benchmarks.vllm_engine update        new weights, beside vLLM's own reload_weights
     .venv-scale/bin/python -m benchmarks.vllm_engine builtin       beside the builtin engine
 
-Everything on one thread, sides in turns in one process, wall time (fastest of the repeats and their median): what else
-runs on the machine slows whichever side it meets, so the medians of a busy machine say little.
+Everything on one thread, sides in turns in one process, wall time: ratios and rates are of medians, the fastest repeat
+is told beside them, as what else runs on the machine slows whichever side it meets.
 """
 
 import argparse
@@ -121,39 +121,54 @@ def complete(of: RolloutEngine, wanted: list[Request]) -> int:
 
 
 def beside_generate(folder: Path, works: list[Work], repeats: int) -> list[dict[str, Any]]:
-    """Our engine and vLLM's `LLM` with the same arguments, which ask for a log-probability per token."""
+    """Our engine and vLLM's `LLM`, which is asked for a log-probability per token and for no text, as our engine makes
+    text at the end only: with the same arguments, and with its own defaults but for the size of its caches."""
     rows = max(work.groups * work.size for work in works)
     context = max(work.prompt + work.tokens for work in works)
     ours = engine(folder, rows, context)
-    from vllm import LLM, SamplingParams
-
-    from lockstep.rollout.vllm.settings import engine_arguments
-
-    config = Config(max_num_seqs=rows, cpu_kv_cache_gb=1)
-    arguments = engine_arguments(Model(path=str(folder)), config, "cpu", context)
-    for name in ("worker_extension_cls", "weight_transfer_config"):
-        del arguments[name]
-    theirs, found = LLM(**arguments | {"skip_tokenizer_init": False}), []
+    same, own = their_engines(folder, rows, context)
+    found = []
     for work in works:
         wanted = work.requests()
-        prompts = [{"prompt_token_ids": each.prompt.tolist()} for each in wanted]
-        params = [
-            SamplingParams(seed=each.seed, max_tokens=each.max_tokens, ignore_eos=True, logprobs=0) for each in wanted
-        ]
 
         def fresh(wanted: list[Request] = wanted) -> int:
             ours._loads += 1  # else the prompts of the repeat before are there still
             return complete(ours, wanted)
 
-        def generate(llm: Any = theirs, prompts: Any = prompts, params: Any = params) -> None:
+        def generate(llm: Any, wanted: list[Request] = wanted) -> None:
+            prompts, params = as_theirs(wanted)
             llm.llm_engine.reset_prefix_cache()
             llm.generate(prompts, params, use_tqdm=False)
 
         tokens = fresh()
-        taken = in_turns({"ours": fresh, "generate": generate}, repeats)
-        found.append({"work": work.name, "tokens/s": tokens / taken["ours"][0]} | seconds(taken, "generate", "ours"))
+        sides = {"ours": fresh, "generate": lambda run=generate: run(same), "defaults": lambda run=generate: run(own)}
+        taken = in_turns(sides, repeats)
+        over = {f"{name}/ours": taken[name][1] / taken["ours"][1] for name in ("generate", "defaults")}
+        found.append({"work": work.name, "tokens/s": tokens / taken["ours"][1]} | seconds(taken) | over)
     ours.close()
     return found
+
+
+def their_engines(folder: Path, rows: int, context: int) -> tuple[Any, Any]:
+    """vLLM's `LLM` with the arguments of our engine, and as it is by default."""
+    from vllm import LLM
+
+    from lockstep.rollout.vllm.settings import engine_arguments
+
+    arguments = engine_arguments(Model(path=str(folder)), Config(max_num_seqs=rows, cpu_kv_cache_gb=1), "cpu", context)
+    for name in ("worker_extension_cls", "weight_transfer_config"):
+        del arguments[name]
+    sizes = {name: arguments[name] for name in ("model", "dtype", "max_model_len", "kv_cache_memory_bytes")}
+    return LLM(**arguments | {"skip_tokenizer_init": False}), LLM(**sizes)
+
+
+def as_theirs(wanted: list[Request]) -> tuple[list[Any], list[Any]]:
+    """Prompts and settings of our requests."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": each.prompt.tolist()} for each in wanted]
+    fixed: dict[str, Any] = {"ignore_eos": True, "logprobs": 0, "detokenize": False}
+    return prompts, [SamplingParams(seed=each.seed, max_tokens=each.max_tokens, **fixed) for each in wanted]
 
 
 def beside_builtin(folder: Path, works: list[Work], repeats: int) -> list[dict[str, Any]]:
@@ -173,18 +188,19 @@ def beside_builtin(folder: Path, works: list[Work], repeats: int) -> list[dict[s
 
         tokens = fresh()
         taken = in_turns({"vllm": fresh, "builtin": lambda wanted=wanted: complete(builtin, wanted)}, repeats)
-        rates = {f"{name} tokens/s": tokens / best for name, (best, _) in taken.items()}
-        found.append({"work": work.name} | rates | seconds(taken, "builtin", "vllm"))
+        rates = {f"{name} tokens/s": tokens / median for name, (_, median) in taken.items()}
+        over = {"builtin/vllm": taken["builtin"][1] / taken["vllm"][1]}
+        found.append({"work": work.name} | rates | seconds(taken) | over)
     vllm.close()
     return found
 
 
-def seconds(taken: dict[str, tuple[float, float]], over: str, under: str) -> dict[str, float]:
-    """Of all sides, and the ratio of two of them."""
+def seconds(taken: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Of all sides."""
     times = {}
     for name, (best, median) in taken.items():
         times |= {f"{name} s": best, f"{name} median": median}
-    return times | {f"{over}/{under}": taken[over][0] / taken[under][0]}
+    return times
 
 
 class Rows:
