@@ -493,3 +493,24 @@ def test_close_leaves_nothing(request: pytest.FixtureRequest, cluster: Any, tmp_
         pending.result("nothing")
     with pytest.raises(RuntimeError, match="closed"):
         made.start([spec("c")])
+
+
+def test_the_token_does_not_travel_to_agents(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[bytes] = []
+    queue, send = wire.Connection.queue, wire.Connection.send
+
+    def queued(connection: wire.Connection, frame: bytes, *more: Any, **named: Any) -> Any:
+        frames.append(bytes(frame))
+        return queue(connection, frame, *more, **named)
+
+    def sent(connection: wire.Connection, frame: bytes, *more: Any, **named: Any) -> Any:
+        frames.append(bytes(frame))
+        return send(connection, frame, *more, **named)
+
+    monkeypatch.setattr(wire.Connection, "queue", queued)
+    monkeypatch.setattr(wire.Connection, "send", sent)
+    worker = start()
+    assert worker.alive()  # it has proved that it knows the token
+    orders = [frame for frame in frames if b'"spawn"' in frame]
+    assert orders
+    assert not [frame for frame in orders if TOKEN.encode() in frame]

@@ -236,6 +236,12 @@ def test_the_incident_is_complete_and_without_secrets(site: Site) -> None:
     assert [each for each in (site.folder / "incidents").iterdir() if each.name.startswith(".")] == []
 
 
+def test_no_setting_is_an_argument_that_others_can_read(site: Site) -> None:
+    until(lambda: site.supervision.pid and site.supervision.up.is_set(), 30, "the supervisor is up")
+    arguments = Path(f"/proc/{site.supervision.pid}/cmdline").read_bytes().split(b"\0")
+    assert arguments[1:] == [b"-m", b"lockstep.watch.supervisor", b""]
+
+
 def test_what_is_ended_on_purpose_is_no_verdict(site: Site) -> None:
     site.start("slow")
     site.client.kill("policy-0", signal.SIGKILL)

@@ -14,6 +14,7 @@ from lockstep.config.cluster import RayCluster
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.run.errors import Refused
 from lockstep.run.staging import FILE, stage
+from lockstep.watch.secrets import is_secret_name, kind_of
 
 _PYTHONPATH = "it names folders of the host that submits the run"
 
@@ -41,11 +42,12 @@ def submit_run(
 def _hand_over(
     address: str, config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str]
 ) -> Job:
+    if resume is not None and not resume.is_absolute():
+        raise Refused(f"--resume {resume} is looked for on the cluster: name it by its absolute path there")
     if config is None:
         if resume is None:
             raise Refused("name a file to train from, or a run with --resume")
-        if not resume.is_absolute():
-            raise Refused(f"--resume {resume} is looked for on the cluster: name it by its absolute path there")
+        _must_be_public(overrides)
         words = ["python", "-m", "lockstep", "train", "--resume", str(resume), *overrides]
         return submit(address, resume.name, shlex.join(words), None, {})
     config = _on_ray(config)
@@ -58,6 +60,17 @@ def _hand_over(
             show_note(f"not sent, to be there on the cluster: {', '.join(staged.elsewhere)}")
         words = ["python", "-m", "lockstep", "train", FILE, *(["--resume", str(resume)] if resume is not None else [])]
         return submit(address, config.name, shlex.join(words), staged.folder, given.values)
+
+
+def _must_be_public(overrides: Sequence[str]) -> None:
+    """Raises Refused for secrets: a job's command is shown to whoever sees the dashboard."""
+    for override in overrides:
+        name, _, value = override.partition("=")
+        if value and (is_secret_name(name) or kind_of(value) is not None):
+            raise Refused(
+                f"{name} looks like a secret, and a job's command is shown to everybody who sees the dashboard: set it "
+                "in the environment that the cluster was started with"
+            )
 
 
 def _on_ray(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:

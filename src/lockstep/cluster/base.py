@@ -26,7 +26,6 @@ from lockstep.cluster.node import Node
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.cluster.spawning import order
-from lockstep.cluster.worker import TOKEN
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit
 from lockstep.watch.assemble import Alias
@@ -299,7 +298,7 @@ class AgentCluster(ABC):
         fit = fitness(spec, environment, self._token, *node.place()) if spec.adoptable else ""
         what = spec.name, spec.role, spec.rank, spec.service, spec.arguments
         charge = Charge(*what, self._run, self._generation, fit)
-        environment |= {CHARGE: str(node.affairs / f"{spec.name}.json"), TOKEN: self._token}
+        environment[CHARGE] = str(node.affairs / f"{spec.name}.json")
         return order(worker, environment, charge.text(), self._limits.device)
 
     def _fitness(self, spec: WorkerSpec, node: Node) -> str:

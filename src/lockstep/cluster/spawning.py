@@ -17,8 +17,9 @@ def order(worker: RemoteWorker, environment: Mapping[str, str], note: str, devic
     python, folder = node.place()
     argv = [python, "-m", "lockstep.cluster.worker"]
     pid = node.agent.submit_spawn(
-        worker.name, argv, log_path=worker.log, env=environment, cwd=folder, preload=preload, note=note
-    )
+        worker.name, argv, log_path=worker.log, env=environment, cwd=folder, preload=preload, note=note,
+        trusted=True,
+    )  # fmt: skip
     pid.add_done_callback(lambda done: _set_pid(worker, done))  # in the thread that hears of its end, before it
     return pid
 

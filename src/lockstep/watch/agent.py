@@ -7,7 +7,7 @@ SIGKILL), removes the run's beacons, and leaves. Should the agent itself be kill
 One thread, one selector. JSON frames over `watch.wire`:
 
     {"id", "op": "attach", "pid", "start", "place", "after"}   a controller; events after number `after` are repeated
-    {"id", "op": "spawn", "name", "argv", "env", "log", "cwd", "preload", "note"} -> {"pid", ...}
+    {"id", "op": "spawn", "name", "argv", "env", "token", "log", "cwd", "preload", "note"} -> {"pid", ...}
     {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller means to go on with these workers
     {"id", "op": "lead", "leader"} -> {}     publishes who the run's controller is, on another host, for the workers
     {"id", "op": "list"} -> {"workers": [...]}     {"id", "op": "kill", "name", "signal"} -> {"alive"}
@@ -289,15 +289,15 @@ class Agent:
         if self._leaving is not None:
             self._reply(number, {"error": "the agent is leaving"})
             return
-        if message.get("note") is not None:
+        if message["note"] is not None:
             write_whole(self.settings.folder / f"{message['name']}.json", str(message["note"]).encode())
-        order = Order(
-            name=str(message["name"]), argv=[str(word) for word in message["argv"]], env=dict(message["env"]),
-            log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]),
-            note=message.get("note"), started=lambda child: self._reply(number, child.facts()),
+        token = {"LOCKSTEP_TOKEN": self.settings.token} if message["token"] else {}  # which never travels
+        self._nursery.spawn(Order(
+            name=str(message["name"]), argv=[str(word) for word in message["argv"]], env={**message["env"], **token},
+            log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]), note=message["note"],
+            started=lambda child: self._reply(number, child.facts()),
             refused=lambda why: self._reply(number, {"error": why}),
-        )  # fmt: skip
-        self._nursery.spawn(order)
+        ))  # fmt: skip
 
     def _op_list(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         self._reply(number, {"workers": [child.facts() for child in self._nursery.children.values()]})

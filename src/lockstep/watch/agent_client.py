@@ -173,15 +173,16 @@ class AgentClient:
 
     def submit_spawn(
         self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
-        cwd: Path | None = None, preload: Sequence[str] = (), note: str | None = None,
+        cwd: Path | None = None, preload: Sequence[str] = (), note: str | None = None, trusted: bool = False,
     ) -> "Future[int]":  # fmt: skip
-        """Asks for a worker. `env` is its whole environment (None: this process's). With `preload`, a command
+        """Asks for a worker. `env` is its whole environment (None: this process's), and for one that is `trusted` the
+        run's token, which the agent adds: it is not sent. With `preload`, a command
         `[sys.executable, "-m", module, ...]` is forked from a template process that has imported those modules;
         where that is impossible it starts plainly. The name must not be that of a living worker. `note` is put into
         the agent's folder as `NAME.json`."""
         pid: Future[int] = Future()
         asked = self._submit(
-            "spawn", name=name, argv=list(argv), env=dict(os.environ if env is None else env),
+            "spawn", name=name, argv=list(argv), env=dict(os.environ if env is None else env), token=trusted,
             log=str(log_path.absolute()), cwd=str((cwd or Path.cwd()).absolute()), preload=list(preload), note=note,
         )  # fmt: skip
 

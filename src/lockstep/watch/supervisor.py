@@ -1,5 +1,5 @@
 """The supervisor: a process that hears the agents of a run, judges twice a second, and tells who listens
-(`python -m lockstep.watch.supervisor`).
+(`python -m lockstep.watch.supervisor`, its settings as JSON on stdin).
 
 It is neither the controller nor an agent: it outlives the one, and the others restart without it. It leaves when the
 run has ended (controller and agents are gone, or somebody says `leave`) or is another controller's. JSON frames:
@@ -15,7 +15,6 @@ of verdicts; `done` what was done about it, at the level `act`. A confirmed verd
 disk, a second later at most; who waits for its culprits in collectives is freed right after that.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -387,14 +386,11 @@ class Supervisor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lockstep.watch.supervisor")
-    parser.add_argument("--settings", required=True, help="JSON, see Settings")
-    chosen = parser.parse_args()
     token = os.environ.pop("LOCKSTEP_TOKEN", "")
     if not token:
         sys.exit("LOCKSTEP_TOKEN is not set: the supervisor needs the run's token")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    Supervisor(Settings.read(chosen.settings), token).run()
+    Supervisor(Settings.read(sys.stdin.read()), token).run()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -63,15 +64,16 @@ class Said:
 
 
 def spawn_supervisor(settings: "Settings", token: str) -> "subprocess.Popen[bytes]":
-    """Starts a supervisor in a session of its own; its output goes to `folder/supervisor.log`."""
+    """Starts a supervisor in a session of its own; its output goes to `folder/supervisor.log`. Its settings hold the
+    run's config, so they come from a file without a name: arguments are shown to every user of the host."""
     folder = settings.folder
     folder.mkdir(parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", "lockstep.watch.supervisor", "--settings", settings.dumped()]
+    argv = [sys.executable, "-m", "lockstep.watch.supervisor"]
     environment = {**os.environ, "LOCKSTEP_TOKEN": token, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with (folder / "supervisor.log").open("ab") as output:
-        return subprocess.Popen(
-            argv, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+    with (folder / "supervisor.log").open("ab") as output, tempfile.TemporaryFile() as told:
+        told.write(settings.dumped().encode())
+        told.seek(0)
+        return subprocess.Popen(argv, env=environment, stdin=told, stdout=output, stderr=output, start_new_session=True)
 
 
 def read_address(folder: Path) -> Address | None:

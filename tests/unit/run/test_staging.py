@@ -82,3 +82,16 @@ def test_what_cannot_be_submitted(here: Path, capsys: pytest.CaptureFixture[str]
     assert "absolute path" in capsys.readouterr().err
     assert submit_run("ray://127.0.0.1:1", config(), None, []) == 2
     assert "another service of Ray" in capsys.readouterr().err
+
+
+def test_no_secret_becomes_part_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for override in ("cluster.env.HF_TOKEN=abc", "cluster.env.OTHER=hf_" + "a1B2c3D4" * 4):
+        assert submit_run("127.0.0.1:1", None, Path("/runs/x"), ["steps=3", override]) == 2
+        name, _, value = override.partition("=")
+        said = " ".join(capsys.readouterr().err.split())
+        assert name in said and "dashboard" in said and value not in said
+
+
+def test_a_run_to_go_on_with_is_named_by_its_path_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit_run("127.0.0.1:1", config(), Path("runs/x"), []) == 2
+    assert "absolute path" in " ".join(capsys.readouterr().err.split())
