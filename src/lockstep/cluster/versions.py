@@ -60,7 +60,7 @@ class Supported:
 
 SUPPORTED: Mapping[str, Supported] = {
     "vllm": Supported("0.20", "0.32", "older ones have no weight-transfer interface of their own"),
-    "ray": Supported("2.50", "2.60", "older ones do not say at once that a placement is infeasible"),
+    "ray": Supported("2.52", "2.60", "older ones have no tokens: whoever reaches the host could run code on it"),
     "torch": Supported("2.11", "2.13", "older ones lack what sharding and the recorder use"),
     "python": Supported("3.11", "3.11", "the package's syntax"),
 }

@@ -1,18 +1,22 @@
 """This process's connection with a Ray cluster, or with a Ray of this host that is started for the run."""
 
+import contextlib
+import errno
 import logging
 import os
+import secrets
 import selectors
 import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray import _raylet
 
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.watch import procs, waits
@@ -65,6 +69,7 @@ def close_session() -> None:
             return
         ray.shutdown()
         if _own is not None:
+            _read_auth()
             shutil.rmtree(_own, ignore_errors=True)
             _own = None
 
@@ -79,29 +84,57 @@ def _quiet() -> None:
 
 
 def _start(config: Config, cpus: float, gpus: int) -> None:
-    """A Ray of this host alone; the kernel ends it with this process, whatever happens to that."""
+    """A Ray of this host alone; the kernel ends it with this process, whatever happens to that. It listens on all
+    interfaces, so it has a token, which only its own processes know."""
     global _own
-    # A token that lies in the home folder would be demanded from nodes that do not have it.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     folder = Path(tempfile.mkdtemp(prefix="lsr"))  # short: sockets are below it, whose paths may have 107 bytes
     period_ms = max(100, round(config.node_lost_after_s * 1000 / 6))
     health = {
         "health_check_period_ms": period_ms, "health_check_timeout_ms": period_ms,
         "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0,
     }  # fmt: skip
+    own_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_AUTH_TOKEN_PATH": None}
     try:
-        _in_thread(
-            lambda: ray.init(
-                address="local", num_cpus=max(1, round(cpus + 0.499)), num_gpus=gpus, include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
-                _temp_dir=str(folder), _system_config=health,
-            ),
-            "Ray of this host", "it starts",
-        )  # fmt: skip
+        with _auth(own_token):
+            _in_thread(
+                lambda: ray.init(
+                    address="local", num_cpus=max(1, round(cpus + 0.499)), num_gpus=gpus, include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
+                    _temp_dir=str(folder), _system_config=health,
+                ),
+                "Ray of this host", "it starts",
+            )  # fmt: skip
     except (RuntimeError, OSError, ValueError, waits.WaitTimeout, ray.exceptions.RayError) as error:
         kept = f"its logs are in {folder}"
         raise RayUnavailable(f"no Ray could be started on this host ({_first_line(error)}); {kept}") from error
     _own = folder
+
+
+@contextlib.contextmanager
+def _auth(chosen: Mapping[str, str | None]) -> Iterator[None]:
+    """The variables by which Ray's processes and this one's part of Ray know each other, as long as Ray starts: nothing
+    else that this process starts is to find them."""
+    before = {name: os.environ.get(name) for name in chosen}
+    _set(chosen)
+    _read_auth()
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _read_auth() -> None:
+    """Ray reads those variables once."""
+    _raylet.Config.initialize("")
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _join(address: str) -> None:
@@ -124,6 +157,7 @@ def _join(address: str) -> None:
 def _must_listen(address: str) -> None:
     """A wrong address is told in seconds; Ray takes a minute."""
     host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal():
         raise RayUnavailable(f"cluster.address {address}: expected HOST:PORT of the head of a Ray cluster, or auto")
     try:
@@ -137,12 +171,24 @@ def _must_listen(address: str) -> None:
 
 def _dial(host: str, port: int) -> None:
     """Raises OSError, WaitTimeout."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as trial:
+    refused: Exception | None = None
+    for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            _connect(socket.socket(family, kind, protocol), target, f"{host}:{port}")
+            return
+        except (OSError, waits.WaitTimeout) as error:
+            refused = refused or error
+    assert refused is not None  # a name without addresses is an OSError
+    raise refused
+
+
+def _connect(trial: socket.socket, target: Any, whom: str) -> None:
+    with trial:
         trial.setblocking(False)
-        trial.connect_ex(target)
-        waits.writable(trial, whom=f"{host}:{port}", why="whether Ray listens there", timeout_s=DIAL_S)
-        code = trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        code = trial.connect_ex(target)
+        if code in (0, errno.EINPROGRESS):
+            waits.writable(trial, whom=whom, why="whether Ray listens there", timeout_s=DIAL_S)
+            code = trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
 
