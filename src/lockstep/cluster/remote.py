@@ -23,7 +23,7 @@ from lockstep.cluster.messages import (
     post,
 )
 from lockstep.cluster.node import Node
-from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
+from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec
 from lockstep.watch import beacon, procs, wire
 from lockstep.watch.folders import log_tail, run_dir
 
@@ -241,3 +241,8 @@ class RemoteWorker:
         """Needs the lock."""
         connection = self._connection
         post(connection, parts, lambda broken, _: self.lost(broken), lambda: self._wake(self, connection))
+
+
+def whereabouts(worker: Worker) -> str:
+    """A worker for people, with its node where it has one."""
+    return f"{worker.spec.name} on {worker.node.info.name}" if isinstance(worker, RemoteWorker) else worker.spec.name

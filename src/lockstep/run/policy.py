@@ -7,6 +7,7 @@ import numpy as np
 
 from lockstep.cluster.calls import agreed, gather
 from lockstep.cluster.protocol import Worker
+from lockstep.cluster.remote import whereabouts
 from lockstep.config.algorithm import CrossEntropy, PolicyLoss
 from lockstep.config.trainer import Offload
 from lockstep.data.batch import Minibatch
@@ -18,7 +19,8 @@ from lockstep.train.protocol import Want
 
 def set_up(workers: Sequence[Worker]) -> list[TrainerInfo]:
     """Has trainer ranks meet and load the model."""
-    return gather([worker.submit(PolicyAPI.setup) for worker in workers], why="load the model")
+    names = [whereabouts(worker) for worker in workers]
+    return gather([worker.submit(PolicyAPI.setup, names) for worker in workers], why="load the model")
 
 
 class Policy:

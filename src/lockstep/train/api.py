@@ -56,8 +56,9 @@ class TrainerAPI(ABC):
     """Signatures of one rank's calls."""
 
     @abstractmethod
-    def setup(self) -> TrainerInfo:
-        """Joins the communicator and loads the model. Raises ModelError-like ValueErrors for what cannot be loaded."""
+    def setup(self, names: list[str] | None = None) -> TrainerInfo:
+        """Joins the communicator and loads the model; `names` of all ranks, with their nodes, are told of who does not
+        come. Raises ModelError-like ValueErrors for what cannot be loaded."""
 
     @abstractmethod
     def info(self) -> TrainerInfo:

@@ -6,6 +6,7 @@ end of a checkpoint. All others are FSDP2's and, on a communicator
 of their own, torch's checkpoint writer's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.train.bringup import Fallback, choose_backend, measure, nccl_trial
+from lockstep.train.rendezvous import meet
 from lockstep.train.shards import rows_of
 from lockstep.watch import recorder, waits
 
@@ -143,6 +145,7 @@ def join(
     timeout_s: float,
     replicas: int = 1,
     fallback: Fallback = "none",
+    names: Sequence[str] = (),
 ) -> Ranks:
     """Meets the other ranks at the store that the controller hosts.
 
@@ -155,11 +158,13 @@ def join(
         timeout_s: bound of one collective, on every communicator (`new_group` inherits none).
         replicas: copies of the sharded parameters.
         fallback: what ranks on GPUs go on with where NCCL cannot be brought up by all of them.
+        names: of all ranks, with their nodes, for who is told that some are missing.
 
     Raises:
         ValueError: two or more ranks and no store.
         NcclUnusable: and there is no fallback.
-        torch.distributed.DistStoreError: the others did not come.
+        RanksMissing: others did not come; which.
+        torch.distributed.DistStoreError: the store cannot be reached.
     """
     if world == 1 and device.type == "cpu":
         return Ranks(device=device, timeout_s=timeout_s)
@@ -173,6 +178,8 @@ def join(
         meeting: Store = (
             HashStore() if store is None else TCPStore(*store, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
         )
+        names = names or [f"rank {each}" for each in range(world)]
+        meet(PrefixStore(f"{prefix}/meeting", meeting), rank, world, names, RENDEZVOUS_S)
         backend, slower = "gloo", ""
         if device.type == "cuda":
             table = PrefixStore(f"{prefix}/backend", meeting)

@@ -68,8 +68,8 @@ class TrainerService(TrainerAPI):
             tune_malloc()
         torch.set_num_threads(self.config.trainer.threads or max(1, (os.cpu_count() or 1) // world))
 
-    def setup(self) -> TrainerInfo:
-        """Joins the other ranks and loads the model."""
+    def setup(self, names: list[str] | None = None) -> TrainerInfo:
+        """Joins the other ranks, whose names and nodes are told, and loads the model."""
         if self._info is not None:
             return self.info()
         beacon.current().stage("setup")
@@ -82,6 +82,7 @@ class TrainerService(TrainerAPI):
             timeout_s=self.config.trainer.collective_timeout_s,
             replicas=self.config.trainer.replicas,
             fallback=self.config.communication.fallback,
+            names=names or (),
         )
         torch.manual_seed(self.config.seed * self.world + self.rank)
         self._trainer = trainer = FSDP2Trainer(self.config, ranks, self.generation)
