@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import socket
 from pathlib import Path
 
 from lockstep.ledger.files import replace
@@ -10,6 +11,31 @@ from lockstep.watch.beacon import alive, new_run_id, read_beacons, run_dir
 log = logging.getLogger(__name__)
 
 RUN_ID = "run-id"
+
+
+class FolderNotShared(RuntimeError):
+    """A trainer rank does not see the run's folder, into which it writes checkpoints and exports."""
+
+    def __init__(self, folder: Path, host: str) -> None:
+        super().__init__(
+            f"{host} has a trainer rank and does not see the run's folder {folder}: set folder to one on a file system "
+            "that all nodes with trainer ranks share with the host that starts the run, or place the ranks on that host"
+        )
+        self.folder, self.host = folder, host
+
+
+def run_id(folder: Path) -> str:
+    """As `take_place` wrote it; empty where nothing did."""
+    try:
+        return (folder / RUN_ID).read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def must_share(folder: Path, expected: str) -> None:
+    """Raises FolderNotShared where this host's folder is not the one of the run with that id."""
+    if run_id(folder) != expected:
+        raise FolderNotShared(folder, socket.gethostname())
 
 
 def take_place(folder: Path, name: str) -> str:
@@ -23,10 +49,7 @@ def take_place(folder: Path, name: str) -> str:
 def release_place(folder: Path) -> None:
     """Gives the shared memory back that processes of the run left when they were killed: their beacons, and twice the
     weights. Where one of them is still alive, so is their agent, which does it when it leaves."""
-    try:
-        run = (folder / RUN_ID).read_text().strip()
-    except FileNotFoundError:
-        return
+    run = run_id(folder)
     if not run:
         return
     living = [state.name for state in read_beacons(run) if alive(state.pid, state.start_ticks)]

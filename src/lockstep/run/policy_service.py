@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from lockstep.run.place import must_share
 from lockstep.run.services import PolicyAPI
 from lockstep.train.service import TrainerService
 from lockstep.watch import beacon, recorder
@@ -15,8 +16,11 @@ from lockstep.weights.stream.sender import Sender
 class PolicyService(TrainerService, PolicyAPI):
     """A trainer rank of the policy."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, run_id: str, **arguments: Any) -> None:
+        """`run_id`: as it is in the run's folder, by which a rank knows that it sees that folder. Raises
+        FolderNotShared where it does not."""
         super().__init__(**arguments)
+        must_share(self.run_folder, run_id)
         self._weights: SharedWeights | None = None
         self._sender: Sender | None = None
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.cluster.protocol import Cluster, NodeInfo, Worker, WorkerSpec, successor
+from lockstep.run.place import run_id
 from lockstep.run.plan import PlannedProcess
 from lockstep.run.prepare import Prepared
 from lockstep.run.services import COURIER, ENGINE, POLICY, PRELOAD, READER
@@ -58,7 +59,7 @@ class Staff:
             "check": weights.check,
             "delta": weights.delta,
             "limit_s": weights.receiver_limit_s,
-            "folder": weights.folder or str(self.prepared.folder / "weights"),
+            "folder": weights.folder or str(self.prepared.folder.absolute() / "weights"),
         }
         rank = self._posts.setdefault(node.name, len(self._posts))
         process = PlannedProcess(f"courier-{rank}", "weights", rank, "cpu", 1, 0)
@@ -88,13 +89,15 @@ class Staff:
         config = self.prepared.config
         trainer = config.trainer.model_copy(update={"threads": process.threads, "ranks": world})
         host, port = self.cluster.store()
+        folder = self.prepared.folder.absolute()  # workers elsewhere have another working folder
         arguments = {
             "config": config.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
             "rank": process.rank,
             "world": world,
             "store_host": host,
             "store_port": port,
-            "run_folder": str(self.prepared.folder),
+            "run_folder": str(folder),
+            "run_id": run_id(folder),
             "device": process.device,
             "generation": self.generation,
             "life": life,
