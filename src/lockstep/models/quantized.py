@@ -27,6 +27,8 @@ def check_quantization(cfg: Model, device: str) -> None:
         raise ModelError(_FIELD, kind, "bitsandbytes is not installed", remedy)
     if torch.device(device).type != "cuda":
         raise ModelError(_FIELD, kind, f"it is made for GPUs here, the trainer is on {device}", without)
+    if not torch.cuda.is_available():  # this host only starts the run, whose GPUs are elsewhere
+        return
     found = torch.cuda.get_device_capability(device)
     if found < _CAPABILITY[kind]:
         least = ".".join(map(str, _CAPABILITY[kind]))

@@ -50,6 +50,9 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: "somewhere")
     with pytest.raises(ModelError, match="the trainer is on cpu"):
         check_quantization(cfg, "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_quantization(cfg, "cuda")  # of other hosts: the ranks there ask again
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (5, 2))
     with pytest.raises(ModelError, match=r"compute capability 5\.2, not 6\.0"):
         check_quantization(cfg, "cuda")
