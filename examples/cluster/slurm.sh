@@ -40,12 +40,15 @@ steps=()
 end() { kill "${steps[@]}" 2>/dev/null || true; wait || true; }
 trap end EXIT
 
+# A step gets one CPU for each task, unless it asks for more.
+whole=(srun --overlap --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_ON_NODE:?}" --cpu-bind=none)
 start=(ray start --block --num-cpus="${RAY_CPUS:-${SLURM_CPUS_ON_NODE:?}}" ${RAY_OPTIONS:-})
-srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
+"${whole[@]}" --nodes=1 --ntasks=1 --nodelist="$head" \
   "${start[@]}" --head --node-ip-address="$address" --port="$port" --include-dashboard=false &
 steps+=($!)
 if [[ ${#nodes[@]} -gt 1 ]]; then
-  srun --overlap --nodes=$((${#nodes[@]} - 1)) --ntasks-per-node=1 --exclude="$head" \
+  others=$((${#nodes[@]} - 1))
+  "${whole[@]}" --nodes="$others" --ntasks="$others" --exclude="$head" \
     "${start[@]}" --address="$address:$port" &
   steps+=($!)
 fi
