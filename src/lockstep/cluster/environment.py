@@ -33,7 +33,7 @@ OF_ONE_HOST = {
     "SSH_*": _HOST, "XDG_*": _HOST, "DBUS_*": _HOST, "RAY_*": _HOST, "SLURM_*": _HOST, "KUBERNETES_*": _HOST,
 }  # fmt: skip
 """By name, or its beginning and `*`: why it is not passed on. `cluster.env` may set it all the same, but for the
-internal ones."""
+internal ones and those of GPUs."""
 
 _LOOPBACK_ONLY = re.compile(r"=?lo\d*")
 _MATTERS = re.compile(
@@ -62,12 +62,15 @@ class Difference:
     node: str | None
 
 
-def forwarded(shell: Mapping[str, str], patterns: Sequence[str], declared: Mapping[str, str]) -> Forwarded:
+def forwarded(
+    shell: Mapping[str, str], patterns: Sequence[str], declared: Mapping[str, str], interface: str | None = None
+) -> Forwarded:
     """What reaches workers of the shell and of the config.
 
     Args:
         patterns: `cluster.forward_env`: names, or with `*`.
         declared: `cluster.env`, which wins.
+        interface: `cluster.interface`: beginning of a name, which is how NCCL takes it as well.
     """
     values: dict[str, str] = {}
     kept: dict[str, str] = {}
@@ -80,10 +83,13 @@ def forwarded(shell: Mapping[str, str], patterns: Sequence[str], declared: Mappi
         elif reason != _HOST or name in patterns:  # nobody means those by `*`
             kept[name] = reason
     for name, value in declared.items():
-        if _reason(name) == _INTERNAL:
-            kept[name] = _INTERNAL
+        reason = _reason(name)
+        if reason in (_INTERNAL, _GPUS):
+            kept[name] = reason
         else:
             values[name] = value
+    if interface is not None:
+        values.setdefault("NCCL_SOCKET_IFNAME", interface)
     return Forwarded(values, kept)
 
 
@@ -101,10 +107,12 @@ def _reason(name: str) -> str | None:
 def worker_environment(
     node: Mapping[str, str], given: Forwarded, of_role: Mapping[str, str], of_node: Mapping[str, str]
 ) -> dict[str, str]:
-    """What a worker finds: what its node has, then what was passed on, then what its role needs, then what only its
-    node knows (its interface, its GPUs)."""
+    """What a worker finds: what its node has, then the interface by which others reach the node, then what was passed
+    on, then what its role needs, then what only its node knows (its GPUs)."""
     own = {name: value for name, value in node.items() if _reason(name) != _INTERNAL}
-    return {**own, **given.values, **of_role, **of_node}
+    interface = {name: value for name, value in of_node.items() if _reason(name) == _INTERFACE}
+    rest = {name: value for name, value in of_node.items() if name not in interface}
+    return {**own, **interface, **given.values, **of_role, **rest}
 
 
 def differences(shell: Mapping[str, str], worker: Mapping[str, str]) -> list[Difference]:

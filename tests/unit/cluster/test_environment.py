@@ -67,10 +67,13 @@ def test_a_star_does_not_take_the_session_along() -> None:
 
 def test_what_is_nearer_to_the_worker_wins() -> None:
     node = {"OMP_NUM_THREADS": "64", "PATH": "/node/bin", "LOCKSTEP_TOKEN": "another run's", "NCCL_DEBUG": "TRACE"}
-    given = Forwarded({"OMP_NUM_THREADS": "8", "GLOO_SOCKET_IFNAME": "all"}, {})
-    made = worker_environment(node, given, {"OMP_NUM_THREADS": "1"}, {"GLOO_SOCKET_IFNAME": "eth0"})
+    given = Forwarded({"OMP_NUM_THREADS": "8", "CUDA_VISIBLE_DEVICES": "all"}, {})
+    made = worker_environment(
+        node, given, {"OMP_NUM_THREADS": "1"}, {"GLOO_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "0"}
+    )
     assert made == {
         "OMP_NUM_THREADS": "1", "PATH": "/node/bin", "NCCL_DEBUG": "TRACE", "GLOO_SOCKET_IFNAME": "eth0",
+        "CUDA_VISIBLE_DEVICES": "0",
     }  # fmt: skip
 
 
@@ -125,3 +128,20 @@ def test_nothing_of_one_host_goes_anywhere_by_a_star(shell: dict[str, str]) -> N
     assert set(found.values) <= set(shell) and not set(found.values) & set(found.kept_back)
     assert not {"CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LOCKSTEP_TOKEN", "HOME", "RANK"} & set(found.values)
     assert TOKEN not in json.dumps(report(public(found), {"n": differences(shell, {})}))
+
+
+def test_an_interface_that_is_declared_wins_and_gpus_cannot_be_declared() -> None:
+    declared = {"GLOO_SOCKET_IFNAME": "ib1", "CUDA_VISIBLE_DEVICES": "3"}
+    given = forwarded({}, (), declared, "ib")
+    assert given.values == {"GLOO_SOCKET_IFNAME": "ib1", "NCCL_SOCKET_IFNAME": "ib"}
+    assert "every worker gets its own node's" in given.kept_back["CUDA_VISIBLE_DEVICES"]
+    of_node = {"GLOO_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "0,1"}
+    found = worker_environment({"GLOO_SOCKET_IFNAME": "old"}, given, {}, of_node)
+    assert (found["GLOO_SOCKET_IFNAME"], found["CUDA_VISIBLE_DEVICES"]) == ("ib1", "0,1")
+    undeclared = worker_environment({"GLOO_SOCKET_IFNAME": "old"}, forwarded({}, (), {}), {}, of_node)
+    assert undeclared["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_the_interface_of_nccl_is_the_users_where_they_name_one() -> None:
+    given = forwarded({"NCCL_SOCKET_IFNAME": "=eth1"}, ("NCCL_*",), {}, "ib")
+    assert given.values["NCCL_SOCKET_IFNAME"] == "=eth1"

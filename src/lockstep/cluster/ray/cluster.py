@@ -104,7 +104,7 @@ class RayCluster(AgentCluster):
             raise
         try:
             self._given = own_environment() if session.has_own() else forwarded(
-                os.environ, config.forward_env, config.env
+                os.environ, config.forward_env, config.env, config.interface
             )  # fmt: skip
             self._site = self._make_site(facts)
             if heritage is None:
