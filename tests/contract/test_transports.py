@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from weight_nodes import TRANSPORTS, House, new_cluster, plan_of, tensors, until
+from weight_nodes import TRANSPORTS, House, new_cluster, plan_of, rows_of, tensors, until
 
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import RemoteError
@@ -120,12 +120,40 @@ def test_a_receiver_that_is_stopped_holds_nobody(build: Build, times: int) -> No
 def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals) -> None:
     house = build("gloo", ["a"], ["b", "c"], limit_s=2.0)
     house.publish(0)
-    missing = [n for n, there in enumerate(house.caught("a", 1, lambda pid: os.kill(pid, number))) if not there]
-    for engine in missing:
-        house.fetch(engine, 1)
+    # both receivers lose it at once: neither is to blame
+    assert house.caught("a", 1, lambda pid: os.kill(pid, number)) == [True, True]
     house.check(1)
     assert house.publish(2) == [True, True]
     house.check(2)
+
+
+@pytest.mark.parametrize("node", ["a", "b"], ids=["collects", "gives"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_trainer_node_that_fails_while_ranks_are_collected(build: Build, node: str, number: signal.Signals) -> None:
+    house = build("gloo", ["a", "b"], ["c"], limit_s=2.0)
+    house.publish(0)
+    assert house.caught(node, 1, lambda pid: os.kill(pid, number)) == [True]
+    house.check(1)
+    assert house.publish(2) == [True]
+    house.check(2)
+
+
+def test_a_version_that_cannot_be_collected_names_the_ranks_that_have_to_make_it_again(build: Build) -> None:
+    house = build("gloo", ["a", "b"], ["c"], limit_s=2.0)
+    house.publish(0)
+    for store, rank in zip(house.stores[:1], (0,), strict=True):
+        store.write_shards(rank, 1, rows_of(house.make(1), rank, 2))
+    with pytest.raises(Stalled, match=house.ranks[1].spec.name):
+        house.delivery.publish(1, house.engines)  # rank 1 has written nothing
+    house.check(0)
+    house.lost = {"b"}
+    os.kill(house.couriers["b"].pid, signal.SIGKILL)
+    until(lambda: not house.couriers["b"].alive(), "it has ended")
+    with pytest.raises(Stalled, match="the node is lost"):
+        house.publish(1)
+    house.lost = set()
+    assert house.publish(1) == [True]
+    house.check(1)
 
 
 def test_a_node_that_is_lost_is_neither_asked_nor_waited_for(build: Build) -> None:

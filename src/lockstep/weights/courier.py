@@ -111,6 +111,7 @@ class Courier(CourierAPI):
             gloo_link.prepare(f"gen{generation}/weights")
 
     def create(self, folder: str, plan: str, writers: int) -> int | None:
+        self.close()
         self._opened = SharedWeights.create(Path(folder), Plan.from_json(plan), writers, self.generation)
         return self._opened.version()
 
@@ -157,6 +158,7 @@ class Courier(CourierAPI):
     def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
+            self._opened = None
 
     @property
     def _store(self) -> SharedWeights:
@@ -171,7 +173,9 @@ class Courier(CourierAPI):
                 self._hand_over(store, held, version, ranks, link)
         except Exception as error:  # noqa: BLE001 - the controller asks for it
             log.warning("%s: %s", link.name, error)
-            self._ended(link, f"{type(error).__name__}: {error}")
+            outcome = f"{type(error).__name__}: {error}"
+            self._ended(link, outcome)
+            meeting.refuse(self._meeting, link, outcome)
         else:
             self._ended(link, "")
 

@@ -8,23 +8,24 @@ fails or makes no progress is left behind and brought up to date by whoever need
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from lockstep.cluster.calls import gather
-from lockstep.cluster.protocol import NodeInfo, Worker, WorkerDied
+from lockstep.cluster.protocol import NodeInfo, RemoteError, Worker
 from lockstep.watch import waits
 from lockstep.watch.waits import Stalled
 from lockstep.weights.api import CourierAPI, Received
 from lockstep.weights.errors import LinkFailed
 from lockstep.weights.plan import Plan
-from lockstep.weights.round import Round
-from lockstep.weights.transfer import ANSWER_S, Node, Transfer
+from lockstep.weights.round import FAILED, Round
+from lockstep.weights.transfer import ANSWER_S, Node, Transfer, final
 
 log = logging.getLogger(__name__)
 
 TRIES = 5
-"""How often in one publish a courier that is needed is replaced."""
+"""How often in one publish the trainer's nodes are asked for a version, each time with couriers that live."""
 LOOK_S = 0.02
 
 
@@ -57,6 +58,8 @@ class Couriers:
         self._nodes: dict[str, Node] = {}
         self._ranks: dict[str, list[int]] = {}
         """Of the trainer, by node; the first node collects."""
+        self._writers: list[str] = []
+        """Names of the trainer's ranks."""
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
         """Of what is known of nodes; nothing is waited for with it."""
@@ -73,7 +76,7 @@ class Couriers:
         homes = [self._node(worker) for worker in ranks]
         with self._lock:
             before = sum(map(len, self._ranks.values()))
-            self._ranks = {}
+            self._ranks, self._writers = {}, [worker.spec.name for worker in ranks]
             for rank, node in enumerate(homes):
                 self._ranks.setdefault(node.info.name, []).append(rank)
             if before not in (0, len(ranks)):
@@ -157,7 +160,10 @@ class Couriers:
             if node.courier is None:
                 if not self._lives(node):
                     raise LinkFailed(f"weights to {node.info.name}", node.info.name, "the node is lost")
-                node.courier, node.folder, node.stuck = self._hires.courier(node.info), "", False
+                try:
+                    node.courier, node.folder, node.stuck = self._hires.courier(node.info), "", False
+                except ValueError as error:  # the cluster has no such node any more
+                    raise LinkFailed(f"weights to {node.info.name}", node.info.name, str(error)) from error
         if node.folder != self._folder(node):
             writers = sum(map(len, self._ranks.values()))
             asked = node.courier.submit(CourierAPI.create, self._folder(node), self._plan.to_json(), writers)
@@ -179,22 +185,47 @@ class Couriers:
     # --- transfers
 
     def _assemble(self, version: int) -> None:
-        """The first trainer node has the whole version, and commits it."""
-        home = self._home
-        for name, ranks in list(self._ranks.items())[1:]:
-            if self._carry(version, [home], [self._nodes[name]], ranks):
-                raise LinkFailed(f"version {version}", name, f"what its ranks wrote did not get to {home.info.name}")
+        """The first trainer node has the whole version, and commits it. What fails is tried again, with other couriers
+        where those have failed.
+
+        Raises:
+            Stalled: it did not get there; names the ranks whose part it was, as they have to make it again.
+            RemoteError: what no other try would mend.
+        """
+        home, began = self._home, time.monotonic()
+        missing = [self._nodes[name] for name in list(self._ranks)[1:]]
         for attempt in range(TRIES):
-            self._ready(home)
-            asked = home.call().submit(CourierAPI.commit, version)
+            node = home
             try:
-                gather([asked], why=f"commit version {version}", stall_s=self._limit_s)
-                break
-            except (WorkerDied, Stalled) as error:
-                home.stuck = True
-                if attempt + 1 == TRIES:
+                while missing:
+                    node = missing[0]
+                    carried = self._carry(version, [home], [node], self._ranks[node.info.name])
+                    if carried.behind:
+                        raise LinkFailed(f"to {home.info.name}", node.info.name, carried.problem)
+                    missing.pop(0)
+                node = home
+                self._commit(version)
+                return
+            except FAILED as error:
+                if final(error):
                     raise
-                log.warning("%s; another courier comes in its place", error)
+                log.warning("version %d, try %d of %d: %s", version, attempt + 1, TRIES, error)
+                if isinstance(error, RemoteError):  # the commit: something is not there
+                    missing = [self._nodes[name] for name in list(self._ranks)[1:]]
+                last = error
+        whom = ", ".join(self._writers[rank] for rank in self._ranks[node.info.name])
+        why = f"version {version} of the weights from {node.info.name}: {last}"
+        raise Stalled("transfer", whom, why, time.monotonic() - began, self._limit_s)
+
+    def _commit(self, version: int) -> None:
+        home = self._home
+        self._ready(home)
+        asked = home.call().submit(CourierAPI.commit, version)
+        try:
+            gather([asked], why=f"commit version {version}", stall_s=self._limit_s)
+        except Stalled:
+            home.stuck = True
+            raise
         with self._lock:
             home.served = home.folder, version
 
@@ -204,12 +235,12 @@ class Couriers:
             having = [node for node in self._nodes.values() if node.version == version and node.fit]
             holders = [node for node in having if self._lives(node)] or [self._home]
             ranks = sorted(rank for some in self._ranks.values() for rank in some)
-        for node in self._carry(version, missing, holders, ranks):
+        for node in self._carry(version, missing, holders, ranks).behind:
             log.warning("%s has no version %d of the weights; it is brought up to date later", node.info.name, version)
 
-    def _carry(self, version: int, missing: Sequence[Node], holders: Sequence[Node], ranks: list[int]) -> list[Node]:
-        """Those that are left behind."""
-        round_ = Round(version, missing, holders, ranks, self._begin, self._arrived)
+    def _carry(self, version: int, missing: Sequence[Node], holders: Sequence[Node], ranks: list[int]) -> Round:
+        """A round from its beginning to its end."""
+        round_ = Round(version, missing, holders, ranks, self._ready, self._begin, self._arrived)
         last: object = None
 
         def moved() -> object:
@@ -227,11 +258,9 @@ class Couriers:
         except Stalled as error:
             log.warning("%s", error)
             round_.give_up()
-        return round_.behind
+        return round_
 
     def _begin(self, source: Node, target: Node, version: int, ranks: list[int]) -> Transfer:
-        self._ready(source)
-        self._ready(target)
         return Transfer.begin(source, target, version, ranks, next(self._numbers))
 
     def _arrived(self, transfer: Transfer, version: int) -> None:

@@ -51,10 +51,17 @@ def meet_receiver(store: Store, link: Link, plan: Plan, limit_s: float) -> Card:
     raise PlanMismatch(f"the courier of {link.receiver} has another one", plan.digest, card.digest)
 
 
+def refuse(store: Store, link: Link, why: str) -> None:
+    """The sender cannot send: tells the receiver, where they have not met yet, so that it does not wait."""
+    store.compare_set(f"{link.number}/sender/{link.sender}", "", json.dumps({"refused": why}))
+
+
 def meet_sender(store: Store, link: Link, plan: Plan, card: Card, limit_s: float) -> None:
     """The receiver's part. Raises PlanMismatch, naming the first tensor that differs, and LinkFailed."""
     store.set(f"{link.number}/receiver/{link.receiver}", json.dumps(asdict(card)))
     answer = json.loads(_await(store, f"{link.number}/sender/{link.sender}", link, link.sender, limit_s))
+    if "refused" in answer:
+        raise LinkFailed(link.name, link.sender, answer["refused"])
     if "plan" in answer:
         Plan.from_json(answer["plan"]).check(plan)
 

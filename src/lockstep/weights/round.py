@@ -8,7 +8,7 @@ from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.watch.agent_client import AgentError
 from lockstep.watch.waits import WaitTimeout
 from lockstep.weights.errors import LinkFailed
-from lockstep.weights.transfer import FINAL, Node, Transfer
+from lockstep.weights.transfer import Node, Transfer, Verdict, final
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +17,10 @@ FANOUT = 2
 TRIES = 5
 """How often senders may fail in one round."""
 
+FAILED = (RemoteError, WorkerDied, WaitTimeout, LinkFailed, AgentError)
+"""What getting a courier ready, or asking it, fails with."""
+
+Ready = Callable[[Node], None]
 Begin = Callable[[Node, Node, int, list[int]], Transfer]
 Arrived = Callable[[Transfer, int], None]
 
@@ -26,20 +30,24 @@ class Round:
     nodes takes about log(n) transfers one after the other.
 
     Args:
-        begin: starts a transfer from a node to another; sees to it that both have couriers.
+        ready: sees to it that a node has a courier.
+        begin: starts a transfer from a node to another.
         arrived: told of every one that ended well.
     """
 
     def __init__(
-        self, version: int, missing: Sequence[Node], holders: Sequence[Node], ranks: list[int], begin: Begin,
-        arrived: Arrived,
+        self, version: int, missing: Sequence[Node], holders: Sequence[Node], ranks: list[int], ready: Ready,
+        begin: Begin, arrived: Arrived,
     ) -> None:  # fmt: skip
-        self._version, self._ranks, self._begin, self._arrived = version, ranks, begin, arrived
+        self._version, self._ranks = version, ranks
+        self._ready, self._begin, self._arrived = ready, begin, arrived
         self._waiting = deque(missing)
         self._holders = list(holders)
         self._running: list[Transfer] = []
         self._failures = self._ended = 0
         self.behind: list[Node] = []
+        self.problem = ""
+        """What went wrong last."""
 
     def look(self) -> bool | None:
         """One look at everything; true once all nodes have it or are left behind."""
@@ -58,6 +66,7 @@ class Round:
 
     def give_up(self) -> None:
         """Nothing moves: whoever is not done is left behind, and is not expected to answer."""
+        self.problem = "nothing moves"
         for transfer in self._running:
             transfer.target.stuck = True
             self.behind.append(transfer.target)
@@ -67,14 +76,23 @@ class Round:
 
     def _start(self, source: Node, target: Node) -> None:
         try:
-            self._running.append(self._begin(source, target, self._version, self._ranks))
-        except (RemoteError, WorkerDied, WaitTimeout, LinkFailed, AgentError) as error:
-            if isinstance(error, RemoteError) and error.kind.rpartition(".")[2] in FINAL:
+            self._ready(source)
+        except FAILED as error:
+            if final(error):
                 raise
-            log.warning("%s: no courier: %s", target.info.name, error)
+            self._tell(f"{source.info.name}: no courier: {error}")
+            self._without(source, target, again=len(self._holders) > 1)
+            return
+        try:
+            self._ready(target)
+            self._running.append(self._begin(source, target, self._version, self._ranks))
+        except FAILED as error:
+            if final(error):
+                raise
+            self._tell(f"{target.info.name}: no courier: {error}")
             self.behind.append(target)
 
-    def _settle(self, transfer: Transfer, verdict: str) -> None:
+    def _settle(self, transfer: Transfer, verdict: Verdict) -> None:
         self._ended += 1
         source, target = transfer.source, transfer.target
         if verdict == "done":
@@ -82,16 +100,29 @@ class Round:
             if transfer.received is not None and transfer.received.whole:
                 self._holders.append(target)
             return
-        log.warning("%s failed: %s", transfer.link.name, transfer.problem)
+        self._tell(f"{transfer.link.name} failed: {transfer.problem}")
         if verdict == "receiver":
             target.stuck = not transfer.receiving.done()
             self.behind.append(target)
             return
+        if verdict == "refused":  # the same courier would say the same
+            self._without(source, target, again=len(self._holders) > 1)
+        elif transfer.superseded():  # its failure was seen by another receiver, and mended
+            self._waiting.append(target)
+        else:
+            source.stuck = True
+            self._without(source, target, again=True)
+
+    def _without(self, source: Node, target: Node, again: bool) -> None:
+        """A sender has failed: the target gets it from another, or from this one's next courier."""
         self._failures += 1
-        source.stuck = True
         if len(self._holders) > 1 and source in self._holders:
             self._holders.remove(source)
-        (self._waiting if self._failures < TRIES else self.behind).append(target)
+        (self._waiting if again and self._failures < TRIES else self.behind).append(target)
+
+    def _tell(self, problem: str) -> None:
+        self.problem = problem
+        log.warning("%s", problem)
 
     def _freest(self) -> Node | None:
         """The holder that sends to fewest."""

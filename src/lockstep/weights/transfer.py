@@ -6,14 +6,19 @@ from typing import Literal
 
 from lockstep.cluster.protocol import NodeInfo, Pending, RemoteError, Worker, WorkerDied
 from lockstep.weights.api import CourierAPI, Link, Received, Sent
+from lockstep.weights.errors import LinkFailed
 
-Verdict = Literal["done", "sender", "receiver"]
-"""How it ended: well, or which side is to be left out."""
+Verdict = Literal["done", "sender", "refused", "receiver"]
+"""How it ended: well, or which side is to be left out. A sender that refused is alive, and has said why."""
 
 ANSWER_S = 5.0
 """A sender that does not say within this time how far it is, once its receiver has failed, is at fault itself."""
-FINAL = ("PlanMismatch", "NoRoom", "StaleGeneration")
-"""Errors that no second try would mend."""
+_FINAL = ("PlanMismatch", "NoRoom", "StaleGeneration")
+
+
+def final(error: Exception) -> bool:
+    """Whether a courier's error is one that no second try would mend."""
+    return isinstance(error, RemoteError) and error.kind.rpartition(".")[2] in _FINAL
 
 
 @dataclass(slots=True)
@@ -54,6 +59,8 @@ class Transfer:
     source: Node
     target: Node
     link: Link
+    sender: Worker
+    """The courier that sends: its node may have another by the time this ends."""
     receiving: Pending[Received]
     bytes: int = 0
     received: Received | None = None
@@ -65,8 +72,13 @@ class Transfer:
     def begin(cls, source: Node, target: Node, version: int, ranks: list[int], number: int) -> "Transfer":
         """Tells both couriers."""
         link = Link(number, source.info.name, target.info.name)
-        source.call().submit(CourierAPI.send, version, ranks, link)
-        return cls(source, target, link, target.call().submit(CourierAPI.receive, version, ranks, link))
+        sender = source.call()
+        sender.submit(CourierAPI.send, version, ranks, link)
+        return cls(source, target, link, sender, target.call().submit(CourierAPI.receive, version, ranks, link))
+
+    def superseded(self) -> bool:
+        """Whether the sender's node has another courier by now."""
+        return self.source.courier is not self.sender
 
     def look(self) -> Verdict | None:
         """None while it is under way. Raises RemoteError for what no other try would mend."""
@@ -77,7 +89,7 @@ class Transfer:
                 self.problem = str(error).splitlines()[0]
                 return "receiver"
             except RemoteError as error:
-                if error.kind.rpartition(".")[2] in FINAL:
+                if final(error):
                     raise
                 self.problem, self._failed_at = error.message, time.monotonic()
             else:
@@ -86,7 +98,7 @@ class Transfer:
 
     def _judge(self) -> Verdict | None:
         """By what the sender says."""
-        asked = self._asked = self._asked or self.source.call().submit(CourierAPI.sent, self.link.number)
+        asked = self._asked = self._asked or self.sender.submit(CourierAPI.sent, self.link.number)
         if asked.done():
             self._asked = None
             try:
@@ -95,10 +107,13 @@ class Transfer:
                 self.problem = str(error).splitlines()[0]
                 return "sender" if self.receiving.done() else None  # it will notice
             self.bytes = sent.bytes
+            if sent.outcome and not sent.outcome.startswith(LinkFailed.__name__):
+                self.problem = sent.outcome  # the sender's own; what the receiver says of it is an effect
+                return "refused" if self.receiving.done() else None  # it will notice
             if sent.outcome or self._failed_at is not None:
                 self.problem = self.problem or sent.outcome or "it failed"
                 return "receiver"
         elif self._failed_at is not None and time.monotonic() - self._failed_at > ANSWER_S:
-            self.problem = f"{self.source.call().spec.name} does not answer"
+            self.problem = f"{self.sender.spec.name} does not answer"
             return "sender"
         return None

@@ -20,9 +20,13 @@ class Stub:
         self.received = Received(1, 1, 0.1, True)
         self.verdict: str | None = None
         self.receiving = self
+        self.mended = False
 
     def look(self) -> str | None:
         return self.verdict
+
+    def superseded(self) -> bool:
+        return self.mended
 
     def done(self) -> bool:
         return self.verdict is not None
@@ -40,12 +44,14 @@ class Desk:
         self.begun: list[Stub] = []
         self.arrived: list[str] = []
         self.refuse: set[str] = set()
-        self.round = Round(7, self.others, [self.home], [0, 1], self.begin, self.note)  # type: ignore[arg-type]
+        self.round = Round(7, self.others, [self.home], [0, 1], self.ready, self.begin, self.note)  # type: ignore[arg-type]
+
+    def ready(self, node: Node) -> None:
+        if node.info.name in self.refuse:
+            raise WorkerDied("courier", 0, -9, "")
 
     def begin(self, source: Node, target: Node, version: int, ranks: list[int]) -> Any:
         assert (version, ranks) == (7, [0, 1])
-        if target.info.name in self.refuse:
-            raise WorkerDied("courier", 0, -9, "")
         self.begun.append(Stub(source, target, len(self.begun)))
         return self.begun[-1]
 
@@ -135,3 +141,41 @@ def test_what_no_other_try_would_mend_is_raised() -> None:
     desk.round.look()
     with pytest.raises(WorkerDied):
         desk.round.look()
+
+
+def test_a_sender_that_two_saw_fail_is_replaced_once() -> None:
+    desk = Desk("ab")
+    desk.round.look()
+    desk.end("sender", "a")
+    assert desk.home.stuck
+    desk.home.stuck, desk.begun[1].mended = False, True  # its next courier, which "a" has by now
+    desk.end("sender", "b")
+    assert not desk.home.stuck
+    while desk.end("done") is None:
+        pass
+    assert sorted(desk.arrived) == ["a", "b"] and not desk.round.behind
+
+
+def test_a_sender_that_says_what_is_wrong_is_left_alone() -> None:
+    desk = Desk("ab")
+    desk.round.look()
+    desk.end("done", "a")
+    desk.end("refused", "b")
+    assert not desk.home.stuck
+    while desk.end("done") is None:
+        pass
+    assert sorted(desk.arrived) == ["a", "b"] and desk.begun[-1].source.info.name == "a"
+    desk = Desk("a")
+    desk.round.look()
+    assert desk.end("refused") is True
+    assert desk.round.behind == desk.others and not desk.home.stuck and not desk.others[0].stuck
+
+
+def test_a_sender_without_a_courier_blames_no_receiver() -> None:
+    desk = Desk("abc")
+    desk.round.look()
+    desk.refuse = {"home"}
+    desk.end("done", "a", "b")
+    while desk.end("done") is None:
+        pass
+    assert sorted(desk.arrived) == ["a", "b", "c"] and not desk.round.behind

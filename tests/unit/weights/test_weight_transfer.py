@@ -1,0 +1,77 @@
+"""Whose fault a transfer's end is, by what sender and receiver say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.protocol import NodeInfo, RemoteError, WorkerDied, WorkerSpec
+from lockstep.weights.api import Link, Received, Sent
+from lockstep.weights.transfer import Node, Transfer
+
+RESET = RemoteError("courier-c", 2, "lockstep.weights.errors.LinkFailed", "reset by peer", "")
+
+
+class Answer:
+    """A call, answered or not."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def done(self) -> bool:
+        return self.value is not None
+
+    def result(self, why: str) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class Courier:
+    """Answers how far it is."""
+
+    spec = WorkerSpec("courier-a", "weights", 0, "")
+
+    def __init__(self, says: Any) -> None:
+        self.says = says
+
+    def submit(self, method: Any, *arguments: Any) -> Answer:
+        return Answer(self.says)
+
+
+def transfer(says: Any, received: Any = None) -> tuple[Transfer, Answer]:
+    source, target = (Node(NodeInfo(name, "x", Path("/"))) for name in "ac")
+    source.courier, answer = Courier(says), Answer(received)  # type: ignore[assignment]
+    begun = Transfer(source, target, Link(1, "a", "c"), source.courier, answer)  # type: ignore[arg-type]
+    return begun, answer
+
+
+def test_it_goes_well() -> None:
+    begun, answer = transfer(Sent(5))
+    assert begun.look() is None and begun.bytes == 5
+    answer.value = Received(5, 5, 0.1, True)
+    assert begun.look() == "done"
+
+
+@pytest.mark.parametrize("successor", [None, Courier(Sent())], ids=["without", "replaced"])
+def test_a_dead_sender_is_at_fault_whoever_comes_in_its_place(successor: Any) -> None:
+    begun, answer = transfer(WorkerDied("courier-a", 0, -9, ""))
+    assert begun.look() is None, "the receiver will notice"
+    assert not begun.superseded()
+    begun.source.courier = successor
+    assert begun.look() is None and begun.superseded()
+    answer.value = RESET
+    assert begun.look() == "sender"
+
+
+def test_what_a_living_sender_says_of_itself_is_not_the_receivers_fault() -> None:
+    begun, answer = transfer(Sent(0, "StaleVersion: version 1 of the weights was wanted, nothing was published yet"))
+    assert begun.look() is None, "the receiver has not noticed yet"
+    answer.value = RESET
+    assert begun.look() == "refused" and "StaleVersion" in begun.problem
+
+
+@pytest.mark.parametrize("says", [Sent(7), Sent(7, "LinkFailed: it did not come")], ids=["sends", "waited"])
+def test_a_link_that_broke_leaves_the_receiver_behind(says: Sent) -> None:
+    begun, _ = transfer(says, RESET)
+    assert begun.look() == "receiver"
