@@ -81,6 +81,19 @@ def test_ctrl_c_finishes_the_step(reference: References, tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(600)
+def test_a_scheduler_that_wants_the_machine_while_the_run_starts(reference: References, tmp_path: Path) -> None:
+    """It sends one SIGTERM, and kills what has not ended soon after."""
+    life = Life(reference("sft"), tmp_path, "sft")
+    launched = life.launch(hold={"stage": "start", "seconds": 120.0, "at_end": False})
+    launched.wait_for("start", None)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.finish(60) == 130, launched.text()
+    assert launched.gone(1.0)
+    assert life.launch().finish() == 0
+    life.compare()
+
+
+@pytest.mark.timeout(600)
 def test_two_ctrl_c_and_a_controller_that_is_killed(reference: References, tmp_path: Path) -> None:
     life = Life(reference("grpo"), tmp_path, "grpo")
     launched = life.launch()
