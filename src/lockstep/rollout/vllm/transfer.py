@@ -4,6 +4,7 @@ Importing this module registers the backend. vLLM imports it in every one of its
 class, so that with tensor parallelism each worker reads the shared memory itself and takes its own shard of it.
 """
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -27,6 +28,11 @@ from vllm.platforms import current_platform
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.rollout.taking import Expected, ReaderSource, WeightReader, WeightReceiver, open_reader, open_receiver
 from lockstep.rollout.vllm.direct import Move, carry_out, direct_moves
+
+try:
+    from vllm.utils.nccl import unpinned_nccl_env
+except ImportError:  # an older vLLM, which sets nothing
+    unpinned_nccl_env = contextlib.nullcontext
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +133,10 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     def _receive(self, where: dict[str, Any], version: int) -> None:
         """Loads buckets as they come, each checked before; each worker takes its shard of what all get."""
         self._receiver = self._receiver or open_receiver(where)
-        with self._receiver.stream(where, version, self.parallel_config.rank, self.device) as coming:
+        with contextlib.ExitStack() as stack:
+            with unpinned_nccl_env():  # what vLLM sets for NCCL in its workers the trainer does not have
+                stream = self._receiver.stream(where, version, self.parallel_config.rank, self.device)
+                coming = stack.enter_context(stream)
             first = next(coming)  # nothing is taken apart before something has come
             self.touched = True
             self._reload(itertools.chain([first], coming))
