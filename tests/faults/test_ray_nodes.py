@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import ray_hosts
 from ray_hosts import Hosts, until
 
 import lockstep
@@ -150,9 +151,9 @@ from pathlib import Path
 from test_ray_nodes import SPREAD, WANTED, Config, engine
 from cluster_services import Renewable
 from lockstep.cluster.ray.cluster import RayCluster
-address, run, folder = sys.argv[1:]
+address, run, folder, grace = sys.argv[1:]
 with RayCluster(
-    Config(address=address, orphan_grace_s=120.0), run, Path(folder), 1, wanted=WANTED, placement=SPREAD
+    Config(address=address, orphan_grace_s=float(grace)), run, Path(folder), 1, wanted=WANTED, placement=SPREAD
 ) as cluster:
     workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])
     print(json.dumps([worker.pid for worker in workers]), flush=True)
@@ -160,20 +161,23 @@ with RayCluster(
 """
 
 
-def test_the_next_controller_goes_on_with_workers_of_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grace_s", [120.0, 30.0], ids=["at-once", "for-longer-than-the-grace"])
+def test_the_next_controller_goes_on_with_workers_of_both_hosts(hosts: Hosts, tmp_path: Path, grace_s: float) -> None:
     from lockstep.cluster.ray.cluster import RayCluster
     from lockstep.cluster.ray.inheriting import take_over
 
     run, folder = f"heirs-{secrets.token_hex(3)}", tmp_path / "run"
-    path = os.pathsep.join([str(Path(__file__).parent), ENVIRONMENT["PYTHONPATH"]])
+    beside = [str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent)]
+    path = os.pathsep.join([*beside, ENVIRONMENT["PYTHONPATH"]])
     with subprocess.Popen(
-        [sys.executable, "-c", CONTROLLER, hosts.address, run, str(folder)], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-c", CONTROLLER, hosts.address, run, str(folder), str(grace_s)],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
     ) as first:  # fmt: skip
         assert first.stdout is not None
         pids = json.loads(first.stdout.readline())
         first.kill()
-    settings = config(hosts, orphan_grace_s=120.0)
+    killed_at = time.monotonic()
+    settings = config(hosts, orphan_grace_s=grace_s)
     heritage = take_over(settings, folder / "cluster", 2)
     assert heritage is not None and heritage.run == run and len(heritage.left) == 2
     with RayCluster(settings, run, folder, 2, heritage=heritage, wanted=WANTED, placement=SPREAD) as cluster:
@@ -181,6 +185,9 @@ def test_the_next_controller_goes_on_with_workers_of_both_hosts(hosts: Hosts, tm
         assert [worker.pid for worker in workers] == pids, "the same processes"
         assert sorted(cluster.node_of(worker).name for worker in workers) == sorted(n.name for n in cluster.nodes())
         assert [worker.call(Renewable.add, 1) for worker in workers] == [1, 1]
+        if grace_s < 60:
+            until(lambda: time.monotonic() > killed_at + grace_s + 6.0, 60, "the grace of the first one is over")
+            assert [worker.call(Renewable.add, 1) for worker in workers] == [2, 2]
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 

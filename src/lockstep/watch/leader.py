@@ -21,6 +21,9 @@ class Superseded(RuntimeError):
         super().__init__(f"generation {generation} of {run} is superseded: generation {current} has taken it over")
         self.run, self.generation, self.current = run, generation, current
 
+    def __reduce__(self) -> tuple[type["Superseded"], tuple[str, int, int]]:
+        return type(self), (self.run, self.generation, self.current)
+
 
 @dataclass(frozen=True, slots=True)
 class Leader:

@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import shutil
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,28 +13,29 @@ from pathlib import Path
 
 import ray
 
-from lockstep.cluster.addresses import UnreachableAddress, check_cluster, interfaces, own_address
-from lockstep.cluster.base import CLOSE_GRACE_S, AgentCluster
+from lockstep.cluster.addresses import UnreachableAddress, check_cluster
+from lockstep.cluster.base import AgentCluster
 from lockstep.cluster.bundles import NodeFacts, PlacementError, Wanted
 from lockstep.cluster.environment import forwarded
 from lockstep.cluster.node import Node, NodeRefused
 from lockstep.cluster.placement import assign
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.ray import session
-from lockstep.cluster.ray.employing import Employed, Site, employ
+from lockstep.cluster.ray.employing import Employed, Site, dismiss, employ_fit
 from lockstep.cluster.ray.inheriting import RECORD, RayHeritage
 from lockstep.cluster.ray.keeper import MARK
+from lockstep.cluster.ray.leaving import leave
 from lockstep.cluster.ray.node import RayNode, own_environment
-from lockstep.cluster.ray.nodes import is_alive, node_facts
+from lockstep.cluster.ray.nodes import address_of_this_process, is_alive, node_facts
 from lockstep.cluster.ray.reserving import AS_LONG_AS_IT_TAKES, LOOK_S, Place, free, reserve, when_free
 from lockstep.cluster.ray.telling import tell
-from lockstep.cluster.versions import Facts, VersionError, must_work
+from lockstep.cluster.versions import Facts, VersionError
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.config.placement import Placement, RolePlacement
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone
 from lockstep.watch.folders import run_dir, write_whole
-from lockstep.watch.leader import Leader
+from lockstep.watch.leader import Leader, Superseded
 from lockstep.watch.waits import WaitTimeout
 from lockstep.watch.wire import WireError
 
@@ -45,10 +45,9 @@ LOOPBACK = "127.0.0.1"
 TAKEN_S = 20.0
 """What was free a moment ago is reserved within this, or somebody else has it."""
 MOVE_ERRORS = (
-    PlacementError, NodeRefused, VersionError, UnreachableAddress, AgentError, WaitTimeout, ray.exceptions.RayError
+    PlacementError, NodeRefused, VersionError, UnreachableAddress, AgentError, Superseded, WaitTimeout, WireError,
+    ray.exceptions.RayError,
 )  # fmt: skip
-NEEDED = ("python", "ray", "torch")
-"""Packages that every node must have."""
 
 
 class RayCluster(AgentCluster):
@@ -86,17 +85,21 @@ class RayCluster(AgentCluster):
         self._told = ""
         """Why who lost a place has none yet."""
         self._versions: dict[str, Facts] = {}
-        """By name of the node."""
+        """By name of the node; of those that the run is on."""
+        self._unfit: set[str] = set()
+        """Ids of nodes that were found to be unable to take part."""
         self._places: dict[str, Place] = {}
         self._open = False
-        session.open_session(config, max(sum(each.cpus for each in wanted), os.cpu_count() or 1), _own_gpus(wanted))
+        session.open_session(
+            config, max(sum(each.cpus for each in wanted), os.cpu_count() or 1), sum(each.gpus for each in wanted)
+        )
         self._open = True
         if heritage is not None:
             session.close_session()  # its own; this one is the same
         facts: list[NodeFacts] = []
         try:
             facts = node_facts()
-            host = LOOPBACK if session.has_own() else _own_address(facts, config)
+            host = LOOPBACK if session.has_own() else address_of_this_process(facts, config)
             token = token or (secrets.token_hex(32) if heritage is None else heritage.token)
             super().__init__(config, run, folder, generation, token, host)
         except BaseException:
@@ -139,9 +142,10 @@ class RayCluster(AgentCluster):
         used = [] if assignment is None else [share.node for share in assignment.shares]
         chosen = [facts[0], *(node for node in used if node.id != facts[0].id)]
         self._lead()
+        self._record()
         self._nodes += self._employ(chosen)
         if assignment is not None:
-            name, self._places = reserve(self._holder.keeper, assignment, *limits)
+            name, self._places = reserve(self._holder.keeper, self._generation, assignment, *limits)
             self._groups.append(name)
         self._start_agents(self._nodes)
         self._keep()
@@ -154,6 +158,8 @@ class RayCluster(AgentCluster):
             heir.agent = left.agent
             heir.agent.on_exit = self._exited
             self._nodes.append(heir)
+            if heir.here:  # from now on its actor lives as long as this process
+                self._be_watched(heir)
         self._lead()
         for node in self._nodes:
             with contextlib.suppress(AgentGone):
@@ -177,16 +183,10 @@ class RayCluster(AgentCluster):
         return node_facts()
 
     def _employ(self, facts: Sequence[NodeFacts]) -> list[RayNode]:
-        """Actors on these nodes, which have no agent yet."""
-        found = employ(facts, self._site)
-        self._versions |= {each.name: of.found["versions"] for each, of in zip(facts, found, strict=True)}
-        for warning in must_work(self._versions, dict.fromkeys(self._versions, NEEDED), self._with_gpus(facts)):
-            log.warning("%s", warning)
-        return [self._node(each, of) for each, of in zip(facts, found, strict=True)]
-
-    def _with_gpus(self, new: Sequence[NodeFacts]) -> set[str]:
+        """Actors on these nodes, which have no agent yet; nothing is left of them where one is refused."""
         have = {node.info.name for node in self._nodes if isinstance(node, RayNode) and node.has_gpus}
-        return have | {each.name for each in new if each.gpus}
+        found, self._versions = employ_fit(facts, self._site, self._versions, have)
+        return [self._node(each, of) for each, of in zip(facts, found, strict=True)]
 
     def _node(self, facts: NodeFacts, employed: Employed) -> RayNode:
         here = facts.id == ray.get_runtime_context().get_node_id()
@@ -200,6 +200,14 @@ class RayCluster(AgentCluster):
             where = Address(**session.answer(ref, node.info.name, "its agent starts"))
             lost_after_s = None if node.here else self._config.node_lost_after_s
             node.agent = AgentClient(where, self._token, on_exit=self._exited, lost_after_s=lost_after_s)
+
+    def _be_watched(self, holder: RayNode) -> None:
+        """Raises ray's errors, Superseded, WaitTimeout."""
+        pid = os.getpid()
+        asked = holder.keeper.watch_controller.remote(
+            self._generation, pid, procs.start_ticks(pid), self._grace_s(holder)
+        )
+        session.answer(asked, holder.info.name, "the run's actor there learns of this controller")
 
     def _grace_s(self, node: Node) -> float:
         return 0.0 if session.has_own() else self._config.orphan_grace_s
@@ -219,7 +227,11 @@ class RayCluster(AgentCluster):
     def _keep(self) -> None:
         """For a later controller."""
         places = {name: asdict(place) for name, place in self._places.items()}
-        self._holder.keeper.keep_places.remote({"places": places, "groups": self._groups})
+        self._holder.keeper.keep_places.remote(self._generation, {"places": places, "groups": self._groups})
+        self._record()
+
+    def _record(self) -> None:
+        """Where a later controller looks."""
         if not session.has_own():
             write_whole(self._affairs / RECORD, json.dumps({"run": self._run}).encode())
 
@@ -234,9 +246,6 @@ class RayCluster(AgentCluster):
             raise AgentGone("start", "the cluster is closed")
         if self._superseded:
             raise AgentGone("start", f"a later generation of {self._run} has the run")
-        if not self._holder.alive:
-            with self._lock:
-                self._revive(self._holder)
 
     def _place(self, spec: WorkerSpec) -> Node:
         """Waits, visibly, where a GPU is needed that only others have."""
@@ -258,7 +267,8 @@ class RayCluster(AgentCluster):
             return self._living(place.node) or self._move(spec)
 
     def _named(self, spec: WorkerSpec) -> Node:
-        node = next((each for each in self._nodes if each.info.name == spec.node and each.alive), None)
+        named = [each for each in self._nodes if isinstance(each, RayNode) and each.info.name == spec.node]
+        node = next((each for each in named if self._living(each.id)), None)
         if node is None:
             names = ", ".join(each.name for each in self.nodes())
             raise ValueError(f"{spec.name} is to be on {spec.node}, and the run has {names}")
@@ -268,6 +278,8 @@ class RayCluster(AgentCluster):
         """For a process that has nothing reserved, or nothing that is still there."""
         many = Counter(id(worker.node) for worker in self._hub.workers if not worker.dead)
         living = [node for node in self._nodes if node.alive]
+        if not living:  # all agents were killed, and hosts are there
+            living = [node for node in self._nodes if isinstance(node, RayNode) and self._living(node.id)]
         if not living:
             raise AgentGone("start", "all nodes of the run are lost")
         return min(living, key=lambda node: many[id(node)])
@@ -290,9 +302,13 @@ class RayCluster(AgentCluster):
             where = Address(**session.answer(ref, node.info.name, "its agent starts", timeout_s=bound_s))
             lost_after_s = None if node.here else self._config.node_lost_after_s
             node.agent = AgentClient(where, self._token, on_exit=self._exited, lost_after_s=lost_after_s)
-        except (ray.exceptions.RayError, AgentError, WaitTimeout, WireError) as error:
+        except (ray.exceptions.RayError, AgentError, Superseded, WaitTimeout, WireError) as error:
             log.warning("%s does not come back: %s", node.info.name, str(error).splitlines()[0])
             return False
+        with contextlib.suppress(AgentGone):
+            for worker in self._hub.workers:
+                if worker.node is node:  # its beacon is there, and says nothing any more
+                    node.agent.forget(worker.name)
         if self._supervision is not None:
             self._supervision.watch(self._agents())
         return True
@@ -305,9 +321,11 @@ class RayCluster(AgentCluster):
         loose = self._placement.model_copy(update={"policy": RolePlacement(), "rollout": RolePlacement()})
         dead = {node.id for node in self._nodes if isinstance(node, RayNode) and not node.alive}
         try:
-            assignment = assign(homeless, loose, [each for each in node_facts() if each.id not in dead])
+            fit = [each for each in node_facts() if each.id not in dead | self._unfit]
+            assignment = assign(homeless, loose, fit)
             self._add([share.node for share in assignment.shares])
-            name, places = reserve(self._holder.keeper, assignment, TAKEN_S, self._config.notice_after_s)
+            limits = TAKEN_S, self._config.notice_after_s
+            name, places = reserve(self._holder.keeper, self._generation, assignment, *limits)
         except MOVE_ERRORS as error:
             gpus = any(each.gpus for each in homeless)
             node = None if gpus else self._emptiest()
@@ -324,8 +342,17 @@ class RayCluster(AgentCluster):
     def _add(self, facts: Sequence[NodeFacts]) -> None:
         """Those of them that the run is not on yet."""
         known = {node.id for node in self._nodes if isinstance(node, RayNode)}
-        new = self._employ([each for each in facts if each.id not in known])
-        self._start_agents(new)
+        unknown = [each for each in facts if each.id not in known]
+        try:
+            new = self._employ(unknown)
+        except (NodeRefused, VersionError, UnreachableAddress):
+            self._unfit |= {each.id for each in unknown}
+            raise
+        try:
+            self._start_agents(new)
+        except BaseException:
+            dismiss(node.keeper for node in new)  # and its agent goes with it
+            raise
         self._nodes += new
         if new and self._supervision is not None:
             self._supervision.watch(self._agents())
@@ -333,13 +360,7 @@ class RayCluster(AgentCluster):
     # --- ends
 
     def _end_nodes(self) -> None:
-        agents = [node.agent for node in self._nodes if node.agent is not None and node.alive]
-        leaving = [threading.Thread(target=_leave, args=[agent], name="leave", daemon=True) for agent in agents]
-        for thread in leaving:
-            thread.start()
-        for thread in leaving:
-            with contextlib.suppress(WaitTimeout):
-                waits.join(thread, whom="agents", why="they leave", timeout_s=CLOSE_GRACE_S + 30.0)
+        leave([node.agent for node in self._nodes if node.agent is not None and node.alive])
         self._dissolve()
 
     def _abandon_nodes(self) -> None:
@@ -371,23 +392,6 @@ class RayCluster(AgentCluster):
                 session.close_session()
 
 
-def _leave(agent: AgentClient) -> None:
-    with contextlib.suppress(AgentError, WaitTimeout):
-        remaining = agent.leave(CLOSE_GRACE_S)
-        if remaining:
-            log.error("%s did not end, not even killed", ", ".join(remaining))
-
-
 def _post(spec: WorkerSpec) -> str:
     """The planned name of whoever comes in the place of another: `engine-0` of `engine-0.2`."""
     return spec.name.partition(".")[0]
-
-
-def _own_gpus(wanted: Sequence[Wanted]) -> int:
-    return sum(each.gpus for each in wanted)
-
-
-def _own_address(facts: Sequence[NodeFacts], config: Config) -> str:
-    """Of this process, by which nodes reach it."""
-    several = len(facts) > 1
-    return own_address(facts[0].name, interfaces(), facts[0].address, config.interface, several).address

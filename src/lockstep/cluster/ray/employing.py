@@ -1,6 +1,9 @@
 """An actor on each node of a run: started side by side, and asked what its node is like."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -11,6 +14,12 @@ from lockstep.cluster.bundles import NodeFacts
 from lockstep.cluster.node import NodeRefused
 from lockstep.cluster.ray.keeper import Keeper
 from lockstep.cluster.ray.session import answer
+from lockstep.cluster.versions import Facts, must_work
+
+log = logging.getLogger(__name__)
+
+NEEDED = ("python", "ray", "torch")
+"""Packages that every node must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +51,51 @@ def employ(nodes: Sequence[NodeFacts], site: Site) -> list[Employed]:
     keepers = []
     for node in nodes:
         keeper = actor.options(
-            name=f"keeper-{node.id}", namespace=run, lifetime="detached", num_cpus=0, max_concurrency=4,
+            name=f"keeper-{node.id}-{secrets.token_hex(3)}", namespace=run, lifetime="detached",
+            num_cpus=0, max_concurrency=4,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
         ).remote(run, token, folder, cwd, mark, node.name, peer, interface, several)  # fmt: skip
         keepers.append((node, keeper, keeper.facts.remote()))
     found = []
-    for node, keeper, facts in keepers:
-        try:
-            found.append(Employed(keeper, answer(facts, node.name, "Ray starts the run's actor there")))
-        except ray.exceptions.RayError as error:
-            for _, each, _ in keepers:
-                ray.kill(each)
-            raise NodeRefused(_why(node.name, error)) from error
+    try:
+        for node, keeper, facts in keepers:
+            try:
+                found.append(Employed(keeper, answer(facts, node.name, "Ray starts the run's actor there")))
+            except ray.exceptions.RayError as error:
+                raise NodeRefused(_why(node.name, error)) from error
+    except BaseException:
+        dismiss(keeper for _, keeper, _ in keepers)
+        raise
     return found
+
+
+def employ_fit(
+    nodes: Sequence[NodeFacts], site: Site, known: Mapping[str, Facts], with_gpus: set[str]
+) -> tuple[list[Employed], dict[str, Facts]]:
+    """Actors on nodes that fit together, also with those that are there already (`known`: their versions, by name;
+    `with_gpus`: those of them that have some), and the versions of all. Nothing is left where they do not.
+
+    Raises:
+        NodeRefused: one cannot take part.
+        VersionError: what is installed there does not go together.
+    """
+    found = employ(nodes, site)
+    versions = {**known, **{each.name: of.found["versions"] for each, of in zip(nodes, found, strict=True)}}
+    gpus = with_gpus | {each.name for each in nodes if each.gpus}
+    try:
+        for warning in must_work(versions, dict.fromkeys(versions, NEEDED), gpus):
+            log.warning("%s", warning)
+    except BaseException:
+        dismiss(of.keeper for of in found)
+        raise
+    return found, versions
+
+
+def dismiss(keepers: Iterable[Any]) -> None:
+    """Ends actors of which nobody will hear again."""
+    for keeper in keepers:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(keeper)
 
 
 def _why(name: str, error: BaseException) -> str:

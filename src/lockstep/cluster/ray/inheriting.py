@@ -69,11 +69,11 @@ def take_over(config: Config, affairs: Path, generation: int) -> RayHeritage | N
 def _found(config: Config, run: str, generation: int) -> RayHeritage | None:
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == run]
     here = ray.get_runtime_context().get_node_id()
-    keepers = {name.removeprefix("keeper-"): ray.get_actor(name, namespace=run) for name in names}
+    keepers = [(name.split("-")[1], ray.get_actor(name, namespace=run)) for name in names]
     heritage: RayHeritage | None = None
-    for node, keeper in sorted(keepers.items(), key=lambda item: item[0] != here):
+    for node, keeper in sorted(keepers, key=lambda item: item[0] != here):
         try:
-            said = session.answer(keeper.heritage.remote(), node, "what is left there", timeout_s=ASK_S)
+            said = session.answer(keeper.heritage.remote(generation), node, "what is left there", timeout_s=ASK_S)
             found = session.answer(keeper.facts.remote(), node, "what it is like", timeout_s=ASK_S)
         except (ray.exceptions.RayError, WaitTimeout) as error:
             log.info("%s has nothing that is left: %s", node, error)

@@ -27,10 +27,10 @@ from lockstep.cluster.addresses import interfaces, own_address
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, start_agent
 from lockstep.watch.folders import base_dir, run_dir
-from lockstep.watch.leader import Leader
+from lockstep.watch.leader import Leader, Superseded
 
 LINGER_S = 600.0
-"""An agent that was killed may be asked for again for so long."""
+"""Without a controller on this host and without an agent the actor waits so long for somebody to ask for one."""
 LOOK_S = 1.0
 MARK = "seen-from-all-nodes"
 """File of the run's folder by which a node finds out whether it shares that folder with the controller."""
@@ -58,6 +58,8 @@ class Keeper:
     ) -> None:  # fmt: skip
         self._run, self._token, self._name = run, token, name
         self._generation = 0
+        """The latest that was heard of: what an earlier one asks for is refused from then on."""
+        self._starting = threading.Lock()
         self._interface = own_address(name, interfaces(), peer, interface, several)
         self._folder = self._find_folder(Path(folder), mark)
         self._cwd = cwd if Path(cwd).is_dir() else str(self._folder)
@@ -82,48 +84,65 @@ class Keeper:
         }  # fmt: skip
 
     def start_agent(self, leader: dict[str, Any], orphan_grace_s: float) -> dict[str, Any]:
-        """Another agent, whose workers find `leader`; one that was before is killed, and its workers with it."""
-        self.end_agent()
-        chosen = Leader(**leader)
-        chosen.publish(self._run)
-        self.watch_controller(leader["pid"], leader["start_ticks"], orphan_grace_s)
-        self._generation = chosen.generation
-        self._agent = start_agent(
-            self._run, self._token, self._affairs, generation=chosen.generation, orphan_grace_s=orphan_grace_s,
-            host=self._interface.address, node=self._name,
-        )  # fmt: skip
-        return asdict(self._agent)
+        """Another agent, whose workers find `leader`; one that was before is killed, and its workers with it. What is
+        in the run's shared memory stays: weights are, and other workers come back to them.
 
-    def end_agent(self) -> None:
+        Raises:
+            Superseded: a later generation has the run.
+            AgentError: it does not come up.
+        """
+        chosen = Leader(**leader)
+        with self._starting:
+            self.watch_controller(chosen.generation, chosen.pid, chosen.start_ticks, orphan_grace_s)
+            chosen.publish(self._run)
+            self._end_agent()
+            self._agent = start_agent(
+                self._run, self._token, self._affairs, generation=chosen.generation, orphan_grace_s=orphan_grace_s,
+                host=self._interface.address, node=self._name,
+            )  # fmt: skip
+            return asdict(self._agent)
+
+    def _end_agent(self) -> None:
         """Kills it; the kernel kills its workers."""
         agent = self._agent
         if agent is not None and procs.alive(agent.pid, agent.start_ticks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(agent.pid, signal.SIGKILL)
-        shutil.rmtree(run_dir(self._run), ignore_errors=True)
 
-    def heritage(self) -> dict[str, Any]:
-        """What a later controller needs to go on with what is here."""
+    def _admit(self, generation: int) -> None:
+        if generation < self._generation:
+            raise Superseded(self._run, generation, self._generation)
+        self._generation = generation
+
+    def heritage(self, generation: int) -> dict[str, Any]:
+        """What a later controller needs to go on with what is here; from here on the grace is its own. Raises
+        Superseded."""
+        self._admit(generation)
+        self._gone_since = time.monotonic()
         agent = self._agent
         lives = agent is not None and procs.alive(agent.pid, agent.start_ticks)
         return {
-            "token": self._token, "generation": self._generation, "places": self._places,
+            "token": self._token, "places": self._places,
             "agent": asdict(agent) if agent is not None and lives else None,
         }  # fmt: skip
 
-    def watch_controller(self, pid: int | None, start_ticks: int | None, grace_s: float) -> None:
-        """Whose end is to be this actor's, so long after; a pid of this host."""
+    def watch_controller(self, generation: int, pid: int | None, start_ticks: int | None, grace_s: float) -> None:
+        """Whose end is to be this actor's, so long after; a pid of this host. Raises Superseded."""
+        self._admit(generation)
         self._controller = None if pid is None else (pid, start_ticks)
         self._grace_s, self._gone_since = grace_s, time.monotonic()
 
-    def reserve(self, bundles: list[dict[str, float]]) -> str:
-        """Makes a placement group of this actor's, each bundle on the node that its resources name; its id."""
+    def reserve(self, generation: int, bundles: list[dict[str, float]]) -> str:
+        """Makes a placement group of this actor's, each bundle on the node that its resources name; its id. Raises
+        Superseded."""
+        self._admit(generation)
         group = ray.util.placement_group(bundles, strategy="PACK")
         self._groups.append(group)
         return str(group.id.hex())
 
-    def keep_places(self, places: dict[str, Any]) -> None:
-        """For a later controller."""
+    def keep_places(self, generation: int, places: dict[str, Any]) -> None:
+        """For a later controller. Raises Superseded."""
+        self._admit(generation)
         self._places = places
 
     def _find_folder(self, folder: Path, mark: str) -> Path:
@@ -142,13 +161,13 @@ class Keeper:
                     self._gone_since = now
                 elif now - self._gone_since > self._grace_s:
                     break
-            elif self._agent is not None:
-                if procs.alive(self._agent.pid, self._agent.start_ticks):
-                    self._gone_since = now
-                elif now - self._gone_since > LINGER_S:
-                    break
+            elif self._agent is not None and procs.alive(self._agent.pid, self._agent.start_ticks):
+                self._gone_since = now
+            elif now - self._gone_since > LINGER_S:
+                break
+        self._end_agent()
         if self._agent is not None:
-            self.end_agent()
+            shutil.rmtree(run_dir(self._run), ignore_errors=True)
         os._exit(0)
 
 

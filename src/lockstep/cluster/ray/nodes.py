@@ -7,6 +7,7 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 
+from lockstep.cluster.addresses import interfaces, own_address
 from lockstep.cluster.bundles import NodeFacts
 from lockstep.cluster.ray.session import close_session, open_session
 from lockstep.config.cluster import RayCluster as Config
@@ -46,6 +47,12 @@ def node_facts() -> list[NodeFacts]:
             )
         )
     return found
+
+
+def address_of_this_process(facts: Sequence[NodeFacts], config: Config) -> str:
+    """By which the nodes reach it, of which the first is its own. Raises UnreachableAddress."""
+    several = len(facts) > 1
+    return own_address(facts[0].name, interfaces(), facts[0].address, config.interface, several).address
 
 
 def is_alive(node_id: str) -> bool:

@@ -16,7 +16,6 @@ from lockstep.cluster.placement import Assignment, Busy, NodeFacts, Share, Wante
 from lockstep.cluster.ray.session import answer
 from lockstep.config.placement import Placement
 from lockstep.watch import waits
-from lockstep.watch.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +66,29 @@ def when_free(
 
 
 def reserve(
-    keeper: Any, assignment: Assignment, busy_limit_s: float | None, notice_after_s: float
+    keeper: Any, generation: int, assignment: Assignment, busy_limit_s: float | None, notice_after_s: float
 ) -> tuple[str, dict[str, Place]]:
     """Has an actor reserve it, in one placement group; its id, and the place of each process.
 
     Raises:
         PlacementError: the nodes are not as they were.
         WaitTimeout: others took it meanwhile, and did not leave within the limit.
+        Superseded: a later generation has the run.
+    Nothing stays reserved where it fails.
     """
     bundles = [_resources(share) for share in assignment.shares]
-    name = answer(keeper.reserve.remote(bundles), "Ray", "the run's placement group")
+    name = answer(keeper.reserve.remote(generation, bundles), "Ray", "the run's placement group")
     group = PlacementGroup(PlacementGroupID(bytes.fromhex(name)))
-    _created(group, assignment.shares, busy_limit_s, notice_after_s)
+    try:
+        _created(group, assignment.shares, busy_limit_s, notice_after_s)
+        return name, _places(group, assignment)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+
+
+def _places(group: PlacementGroup, assignment: Assignment) -> dict[str, Place]:
+    """Where each process is, and with which GPUs."""
     places: dict[str, Place] = {}
     asked = [_ask_gpus(group, number, share.gpus) for number, share in enumerate(assignment.shares)]
     for share, ref in zip(assignment.shares, asked, strict=True):
@@ -86,7 +96,7 @@ def reserve(
         for process in share.processes:
             slots = assignment.slots.get(process, ())
             places[process] = Place(share.node.id, tuple(ids[slot] for slot in slots))
-    return name, places
+    return places
 
 
 def free(name: str) -> None:
@@ -112,14 +122,10 @@ def _created(group: PlacementGroup, shares: Sequence[Share], busy_limit_s: float
             raise PlacementError(f"the nodes have changed since the run was planned, and {needs} cannot be reserved")
         return None
 
-    try:
-        waits.poll(
-            created, kind="placement", whom="Ray", why=needs, every_s=0.05,
-            timeout_s=busy_limit_s or AS_LONG_AS_IT_TAKES, notice_after_s=notice_after_s,
-        )  # fmt: skip
-    except (PlacementError, WaitTimeout):
-        remove_placement_group(group)
-        raise
+    waits.poll(
+        created, kind="placement", whom="Ray", why=needs, every_s=0.05,
+        timeout_s=busy_limit_s or AS_LONG_AS_IT_TAKES, notice_after_s=notice_after_s,
+    )  # fmt: skip
 
 
 def _ask_gpus(group: PlacementGroup, number: int, gpus: int) -> Any:

@@ -1,0 +1,103 @@
+"""Agents that a Ray actor holds: replaced when they are killed, refused to controllers of the past, gone with a run
+that was refused. On a Ray of this host."""
+
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray_hosts import until
+from test_ray_nodes import WANTED, engine
+
+from lockstep.cluster import versions
+from lockstep.cluster.versions import VersionError
+from lockstep.config.cluster import RayCluster as Config
+from lockstep.watch import procs
+from lockstep.watch.folders import run_dir
+from lockstep.watch.leader import Superseded
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
+]
+
+
+@pytest.fixture
+def own() -> Iterator[Config]:
+    """A Ray of this host that is there after a cluster has gone."""
+    from lockstep.cluster.ray import session
+
+    config = Config(notice_after_s=2.0)
+    session.open_session(config, 4, 0)
+    yield config
+    session.close_session()
+
+
+def opened(config: Config, folder: Path) -> Any:
+    from lockstep.cluster.ray.cluster import RayCluster
+
+    return RayCluster(config, f"agents-{secrets.token_hex(3)}", folder / "run", 1, wanted=WANTED)
+
+
+def test_two_that_come_in_place_of_others_share_one_new_agent(own: Config, tmp_path: Path) -> None:
+    """And find the run's shared memory as it was: weights are in there."""
+    with opened(own, tmp_path) as cluster:
+        workers = cluster.start([engine(0), engine(1)])
+        kept = run_dir(cluster._run) / "weights"
+        kept.write_text("version 7")
+        os.kill(cluster._holder.agent.address.pid, signal.SIGKILL)
+        until(lambda: all(worker.dead for worker in workers), 60, "the agent's workers ended with it")
+        successors: list[Any] = []
+        starting = [
+            threading.Thread(
+                target=lambda rank=rank: successors.extend(cluster.start([engine(rank, f"engine-{rank}.1")]))
+            )
+            for rank in range(2)
+        ]
+        for thread in starting:
+            thread.start()
+        for thread in starting:
+            thread.join(120.0)
+        assert sorted(worker.name for worker in successors) == ["engine-0.1", "engine-1.1"]
+        assert all(procs.alive(worker.pid) for worker in successors)
+        assert kept.read_text() == "version 7"
+
+
+def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> None:
+    from lockstep.cluster.ray.session import answer
+
+    with opened(own, tmp_path) as cluster:
+        holder = cluster._holder
+        past = asdict(replace(cluster._leader(True), generation=1))
+        answer(holder.keeper.heritage.remote(2), "the actor", "generation 2 takes over")
+        for asked in (
+            holder.keeper.start_agent.remote(past, 0.0),
+            holder.keeper.reserve.remote(1, [{"CPU": 1.0}]),
+            holder.keeper.keep_places.remote(1, {}),
+            holder.keeper.watch_controller.remote(1, os.getpid(), None, 0.0),
+        ):
+            with pytest.raises(Superseded, match=r"generation 1 of .* generation 2 has taken it over"):
+                answer(asked, "the actor", "a refusal")
+        assert holder.alive
+
+
+def test_nothing_is_left_of_a_run_that_is_refused(own: Config, tmp_path: Path) -> None:
+    import ray
+
+    from lockstep.cluster.ray.employing import Site, employ_fit
+    from lockstep.cluster.ray.nodes import node_facts
+
+    folder = str(tmp_path)
+    site = Site(f"agents-{secrets.token_hex(3)}", "a token", folder, folder, "a mark", None, None, False)
+    old = {"old-host": {**versions.facts(), "python": "3.9.1"}}
+    with pytest.raises(VersionError, match="old-host"):
+        employ_fit(node_facts(), site, old, set())
+    until(lambda: not ray.util.list_named_actors(all_namespaces=True), 30, "its actors have ended")
