@@ -125,7 +125,7 @@ def _running(
         oversee(prepared, cluster, monitor, recovery)
         with monitor.stage("start"):
             staff = Staff(prepared, cluster, ledger.generation)
-            ranks, workers = staff.everybody()
+            ranks, workers = everybody(prepared, staff)
             policy, start = _policy(prepared, ledger, ranks)
             engines = _engines(prepared, staff, recovery, workers)
             if engines is not None:
@@ -135,6 +135,16 @@ def _running(
             cluster.release()
         healing = Healing(recovery, staff, memory)
         yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, healing)
+
+
+def everybody(prepared: Prepared, staff: Staff) -> tuple[list[Worker], list[Worker]]:
+    """Trainer ranks and engines. Engines that share devices have them alone as they start, and have left them when the
+    ranks are set up: vLLM refuses where less than its share of a GPU is free, and where memory comes and goes while it
+    measures its own."""
+    ranks, engines = staff.everybody()
+    if prepared.config.placement.shared:
+        gather([engine.submit(EngineAPI.sleep) for engine in engines], why="leave the devices")
+    return ranks, engines
 
 
 def _policy(prepared: Prepared, ledger: Ledger, workers: list[Worker]) -> tuple[Policy, int]:

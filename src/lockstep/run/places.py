@@ -52,6 +52,10 @@ def placed(plan: Plan, placement: Placement, nodes: Sequence[NodeFacts] | None) 
 
 def place_notes(config: SFTConfig | GRPOConfig) -> list[str]:
     """What a placement does not do on one host."""
-    if config.cluster.kind == "ray" or config.placement == Placement():
+    others = config.placement.model_copy(update={"colocate": ()})
+    if config.cluster.kind == "ray" or others == Placement():
         return []
-    return ["placement is for cluster.kind ray: on this host, processes take the GPUs in turn, as many as there are"]
+    return [
+        "of placement, all but colocate is for cluster.kind ray: on this host, processes take the GPUs in turn, as "
+        "many as there are"
+    ]

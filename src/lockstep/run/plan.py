@@ -143,7 +143,7 @@ def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: Ho
             f"engine-{rank}",
             "rollout",
             rank,
-            _device(config, host, trainer.ranks + rank),
+            _engine_device(config, host, rank),
             engine.threads or _threads(config, host, "rollout", engines),
             0 if model is None else engine_memory(config, model),
         )
@@ -296,8 +296,7 @@ def _across_copies(config: SFTConfig | GRPOConfig, times: int, size: int) -> lis
 def wanted(config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess]) -> list[Wanted]:
     """What each process needs of a node: a rank one GPU, an engine those of its tensor-parallel group, the others a
     core. On CPUs, memory as well."""
-    engine, found = config.rollout.engine, []
-    width = engine.tensor_parallel_size if engine.kind == "vllm" else 1
+    width, found = _width(config), []
     for process in processes:
         many = width if process.role == "rollout" else 1
         role = {"policy": config.placement.policy, "rollout": config.placement.rollout}.get(process.role)
@@ -316,6 +315,19 @@ def _device(config: SFTConfig | GRPOConfig, host: HostFacts, index: int) -> str:
     return "cuda:0" if config.cluster.kind == "ray" else f"cuda:{index % max(host.gpus, 1)}"
 
 
+def _engine_device(config: SFTConfig | GRPOConfig, host: HostFacts, rank: int) -> str:
+    """The first of an engine's GPUs: after those of the ranks, or from the first on where it shares theirs."""
+    width, ranks = _width(config), config.trainer.ranks
+    first = rank * width % ranks if config.placement.shared else ranks + rank * width
+    return _device(config, host, min(first % max(host.gpus, 1), max(host.gpus - width, 0)))
+
+
+def _width(config: SFTConfig | GRPOConfig) -> int:
+    """GPUs, or processes, of one engine."""
+    engine = config.rollout.engine
+    return engine.tensor_parallel_size if engine.kind == "vllm" else 1
+
+
 def devices_of(config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess], slower: str = "") -> Devices:
     """What trainer ranks and engines compute on, as far as weights between them are concerned.
 
@@ -327,8 +339,7 @@ def devices_of(config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProces
     cuda = "cpu" not in {*ranks, *firsts}
     if config.cluster.kind == "ray" or not cuda:
         return Devices(cuda, "all" if config.placement.shared else "none", slower=slower)
-    engine = config.rollout.engine
-    width = engine.tensor_parallel_size if engine.kind == "vllm" else 1
+    width = _width(config)
     taken = [f"cuda:{int(first.partition(':')[2]) + k}" for first in firsts for k in range(width)]
     own = set(taken) - ranks
     return Devices(
@@ -369,6 +380,10 @@ def _must_fit(plan: Plan, config: SFTConfig | GRPOConfig, host: HostFacts) -> No
         raise InfeasibleError(
             f"trainer.ranks {config.trainer.ranks} needs as many GPUs and this host has {host.gpus}: "
             f"set trainer.ranks={host.gpus}, or cluster.device=cpu"
+        )
+    if host.device == "cuda" and _width(config) > host.gpus and needs_engine(config):
+        raise InfeasibleError(
+            f"rollout.engine.tensor_parallel_size {_width(config)} needs as many GPUs and this host has {host.gpus}"
         )
     if plan.shared_memory > host.shared_memory:
         raise InfeasibleError(

@@ -47,6 +47,7 @@ class WeightSync:
         if self.published is not None and version <= self.published:
             return
         self.policy.write_weights(version)
+        self.policy.offload()  # engines on the same devices wake for their weights
         engines = self.engines.workers
         having = [] if self.devices is None else self.devices.publish(version, engines)
         self.delivery.publish(version, [engine for engine in engines if engine not in having])

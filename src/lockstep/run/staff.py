@@ -30,7 +30,8 @@ class Staff:
         """Rank of every node's courier."""
 
     def everybody(self) -> tuple[list[Worker], list[Worker]]:
-        """Trainer ranks and engines, started side by side."""
+        """Trainer ranks and engines, started side by side. Engines have their models when they are there; ranks take
+        nothing of a device before they are set up."""
         specs = self._ranks(self.prepared.config.trainer.ranks)
         specs += [self._engine(each) for each in self._planned("rollout")]
         workers = self._start(specs)

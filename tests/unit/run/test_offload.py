@@ -10,7 +10,9 @@ from lockstep.config.load import check_config
 from lockstep.config.trainer import Offload
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.interrupt import Interrupt
+from lockstep.run.open import everybody
 from lockstep.run.policy import Policy
+from lockstep.run.publish import WeightSync
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.recovery.trainers import Healing
 from lockstep.run.run import Roles, Run
@@ -99,3 +101,30 @@ def test_engines_sleep_while_the_trainer_trains_on_their_devices(tmp_path: Path,
     worker.calls.clear()
     a_step(run_of(tmp_path / "apart", worker, {}, (), engines))
     assert ("sleep",) not in worker.calls
+
+
+def test_engines_take_weights_when_the_trainer_has_made_room(tmp_path: Path, worker: Worker) -> None:
+    """They wake for that: the trainer writes first, then leaves the device."""
+    policy = Policy([worker], [SimpleNamespace()], Offload(parameters=True, optimizer=True))  # type: ignore[list-item]
+    tell = worker.calls.append
+    delivery: Any = SimpleNamespace(publish=lambda *_: tell(("deliver",)), served=lambda: None)
+    engines: Any = SimpleNamespace(workers=[], load_weights=lambda *_: tell(("load",)))
+    ledger: Any = SimpleNamespace(published=lambda version: None)
+    weights = WeightSync(policy, engines, delivery, ledger)
+    for version in (1, 1):
+        weights.publish(version)
+    assert [call[0] for call in worker.calls] == ["write_weights", "offload", "deliver", "load"]
+
+
+def test_engines_that_share_devices_sleep_before_ranks_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    ranks, engines = [Worker()], [Worker(), Worker()]
+    staff: Any = SimpleNamespace(everybody=lambda: (ranks, engines))
+    monkeypatch.setattr("lockstep.run.open.gather", lambda calls, why: order.append(f"{len(calls)} sleep"))
+    for colocate, expected in (("all", ["2 sleep"]), ((), [])):
+        order.clear()
+        placement = SimpleNamespace(shared=bool(colocate))
+        prepared: Any = SimpleNamespace(config=SimpleNamespace(placement=placement))
+        assert everybody(prepared, staff) == (ranks, engines)
+        assert order == expected
+    assert [call[0] for call in engines[0].calls] == ["sleep"] and ranks[0].calls == []

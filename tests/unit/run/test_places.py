@@ -85,9 +85,11 @@ def test_copies_in_memory_are_of_one_host() -> None:
 
 
 def test_a_placement_says_nothing_to_one_host() -> None:
-    local = config(cluster="local", placement={"colocate": "all"})
-    assert "placement is for cluster.kind ray" in place_notes(local)[0]
-    assert place_notes(config(cluster="local")) == place_notes(config(placement={"colocate": "all"})) == []
+    local = config(cluster="local", placement={"strategy": "spread", "colocate": "all"})
+    assert "all but colocate is for cluster.kind ray" in place_notes(local)[0]
+    for said in (config(cluster="local"), config(placement={"strategy": "spread"})):
+        assert place_notes(said) == []
+    assert place_notes(config(cluster="local", placement={"colocate": "all"})) == [], "engines sleep here as well"
 
 
 def test_which_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,23 @@ def test_gpu_processes_share_gpus_in_turn() -> None:
     assert [process.device for process in plan.processes[:3]] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
+def test_engines_share_the_gpus_of_ranks_where_they_are_to() -> None:
+    def devices(gpus: int, **changes: object) -> list[str]:
+        plan = make_plan(config(**changes), MODEL, replace(HOST, device="cuda", gpus=gpus))
+        return [each.device for each in plan.processes if each.role == "rollout"]
+
+    wide: dict[str, object] = {"engine": {"kind": "vllm", "count": 2, "tensor_parallel_size": 2}}
+    wide |= {"sampling": {"max_tokens": 8}}
+    together = {"colocate": "all"}
+    assert devices(8, rollout=wide) == ["cuda:2", "cuda:4"]
+    assert devices(4, rollout=wide) == ["cuda:2", "cuda:0"]
+    assert devices(3, rollout=wide)[0] == "cuda:1", "the last two"
+    assert devices(8, rollout=wide, placement=together) == ["cuda:0", "cuda:0"]
+    assert devices(8, rollout=wide, placement=together, trainer={"ranks": 4}) == ["cuda:0", "cuda:2"]
+    with pytest.raises(InfeasibleError, match="tensor_parallel_size 4 needs as many GPUs and this host has 2"):
+        devices(2, rollout=wide | {"engine": {"kind": "vllm", "tensor_parallel_size": 4}})
+
+
 def test_weights_from_gpu_to_gpu_are_refused_where_there_are_none() -> None:
     with pytest.raises(InfeasibleError, match=r"weights\.transport nccl goes from GPU to GPU"):
         make_plan(config(weights={"transport": "nccl"}), MODEL, HOST)
