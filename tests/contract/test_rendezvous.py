@@ -3,6 +3,8 @@
 import json
 import logging
 import multiprocessing
+import threading
+import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.train import distributed
-from lockstep.train.rendezvous import RanksMissing
+from lockstep.train.rendezvous import RanksMissing, meet
+from lockstep.watch import beacon
 
 NAMES = ["policy-0 on node-a", "policy-1 on node-a", "policy-2 on node-b"]
 BOUND_S = 5.0
@@ -49,3 +52,36 @@ def test_who_did_not_come_is_named_by_everybody_who_did(tmp_path: Path, coming: 
     if coming == (0, 1):
         lines = (tmp_path / "0.log").read_text().splitlines()
         assert len([line for line in lines if "2 of 3 ranks are there, missing: policy-2 on node-b" in line]) >= 2
+
+
+def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:
+    """By their names as processes: the console and the supervisor read it."""
+    seen: list[str] = []
+
+    def rank_0() -> None:
+        seen.append(str(threading.get_native_id()))
+        meet(store, 0, 3, NAMES, BOUND_S)
+
+    store = dist.HashStore()
+    thread = threading.Thread(target=rank_0, daemon=True)
+    thread.start()
+
+    def until(whom: str) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            wait = beacon.current().waiting(int(seen[0])) if seen else None
+            if wait is not None and wait.whom == whom and wait.kind == "rendezvous":
+                return
+            assert time.monotonic() < deadline, wait
+            time.sleep(0.01)
+
+    beacon.open_beacon(beacon.new_run_id("meets"), "policy-0", "policy", 0)
+    try:
+        until("policy-1, policy-2")
+        store.set("joined/1", "{}")
+        until("policy-2")
+        store.set("joined/2", "{}")
+        thread.join(30)
+    finally:
+        beacon.close_beacon()
+    assert json.loads(store.get("over")) == []

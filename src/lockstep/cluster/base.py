@@ -170,6 +170,10 @@ class AgentCluster(ABC):
             return worker.node.agent.kill(name)
         return False
 
+    def doing(self, name: str) -> str:
+        """What the worker of that name does, for a sentence after it; empty where there is none, or it has ended."""
+        return next((each.describe() for each in self._hub.workers if each.name == name and not each.dead), "")
+
     def supervise(
         self,
         patience: Patience,

@@ -179,7 +179,7 @@ class _Watch(Generic[R]):
         self.calls, self._why, self._stall_s = calls, why, stall_s
         self._changed = threading.Event()
         self._lock = threading.Lock()
-        self._left = len(calls)
+        self._left = self._told = len(calls)
         self._began = self._looked = time.monotonic()
         self._thawed = 0.0
         self._noticed: dict[str, float] = {}
@@ -189,11 +189,9 @@ class _Watch(Generic[R]):
         for call in self.calls:
             call.on_done(lambda call=call: self._one(call))  # type: ignore[misc]
         if self._left and not self._changed.is_set():
-            names = list(dict.fromkeys(call.worker.name for call in self.calls if not call.done()))
-            whom = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             limit = max(self._limit(call) for call in self.calls)
             waits.event(
-                self._changed, whom=whom or "workers", why=self._why, stall_s=limit + 1.0, progress=self._look,
+                self._changed, whom=self._whom(), why=self._why, stall_s=limit + 1.0, progress=self._look,
                 notice_after_s=None,
             )  # fmt: skip
         failed = [call for call in self.calls if call.error is not None]
@@ -220,6 +218,11 @@ class _Watch(Generic[R]):
             )  # fmt: skip
         return []
 
+    def _whom(self) -> str:
+        """Those that have not answered yet."""
+        names = list(dict.fromkeys(call.worker.name for call in self.calls if not call.done()))
+        return (", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")) or "workers"
+
     def _one(self, call: PendingCall[Any]) -> None:
         with self._lock:
             self._left -= 1
@@ -236,6 +239,9 @@ class _Watch(Generic[R]):
             self._thawed = now
         self._looked = now
         moves = 0
+        if self._left != self._told:
+            self._told = self._left
+            waits.still_for(self._whom())
         for call in self.calls:
             if not call.done():
                 moves += call.worker.moves

@@ -19,6 +19,8 @@ from rich.text import Text
 from lockstep.report.top import duration
 
 _BARS = "▁▂▃▄▅▆▇█"
+TELL_AFTER_S = 2.0
+"""Where lines stay, who is awaited in a stage is told after so long, and then at doubling times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,9 @@ class Console:
         self._rewards: deque[float] = deque(maxlen=40)
         self._evaluated: list[tuple[int, float]] = []
         self._told = Activity()
+        self._awaited = ""
+        self._tell_after_s = TELL_AFTER_S
+        self._began_steps = False
 
     def __enter__(self) -> "Console":
         return self
@@ -69,23 +74,30 @@ class Console:
         """The run begins, with `first` steps already done."""
         self._done = self._first = first
         self._began = time.monotonic()
+        self._began_steps = True
         if self._quiet:
             return
         where = f", after step {first} of {self._steps}" if first else ""
         self._print(f"[bold]{escape(self._name)}[/] in {escape(str(self._folder))}{where}")
-        if self._rich.is_terminal:
-            self._live = Live(
-                get_renderable=self.render,
-                console=self._rich,
-                refresh_per_second=4,
-                transient=True,
-                redirect_stdout=False,
-            )
-            self._live.start()
+        self._open()
 
     def stage(self, name: str) -> None:
         """A stage of the step begins; "" between stages."""
         self._stage, self._stage_began, self._told = name, time.monotonic(), Activity()
+        self._awaited, self._tell_after_s = "", TELL_AFTER_S
+
+    def awaits(self, text: str) -> None:
+        """Who is awaited now, "" where nobody is: one line that is refreshed on a terminal, and told seldom elsewhere.
+        From any thread, also before `start`."""
+        self._awaited = text
+        since_s = time.monotonic() - self._stage_began
+        if self._quiet or not text:
+            return
+        if self._rich.is_terminal:
+            self._open()
+        elif since_s >= self._tell_after_s:
+            self._tell_after_s = 2 * since_s
+            self._print(f"[dim]{escape(self._stage)} waits for {escape(text)}[/]")
 
     def progress(self, done: int, total: int | None = None, unit: str = "", waiting: str = "") -> None:
         """Progress within the stage, where no `activity` is asked for it."""
@@ -140,6 +152,17 @@ class Console:
         if live is not None:
             live.stop()
 
+    def _open(self) -> None:
+        if self._live is None and self._rich.is_terminal:
+            self._live = Live(
+                get_renderable=self.render,
+                console=self._rich,
+                refresh_per_second=4,
+                transient=True,
+                redirect_stdout=False,
+            )
+            self._live.start()
+
     def render(self) -> RenderableType:
         """The live block."""
         activity = self._activity() if self._activity is not None else self._told
@@ -149,13 +172,14 @@ class Console:
             ProgressBar(total=max(self._steps, 1), completed=self._done, width=30),
             Text(self._remaining(), style="dim"),
         )
-        lines: list[RenderableType] = [head]
+        lines: list[RenderableType] = [head] if self._began_steps else []
         if self._metrics or self._evaluated:
             lines.append(self._numbers())
         if self._stage:
             lines.append(self._stage_line(activity))
-        if activity.waiting:
-            lines.append(Text(f"waits: {activity.waiting}", style="yellow", overflow="ellipsis", no_wrap=True))
+        waiting = self._awaited or activity.waiting
+        if waiting:
+            lines.append(Text(f"waits: {waiting}", style="yellow", overflow="ellipsis", no_wrap=True))
         return Group(*lines)
 
     def _print(self, markup: str) -> None:

@@ -1,7 +1,7 @@
 """What a person sees of a run, while it goes on and afterwards: console, metrics, summary, report."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from lockstep.config.recipes import GRPOConfig, SFTConfig
@@ -11,9 +11,13 @@ from lockstep.report.console import Console
 from lockstep.report.incidents import in_words, incidents_of
 from lockstep.report.sinks import Sink, Sinks, open_sinks
 from lockstep.report.summary import versions, write_summary
+from lockstep.run.awaited import awaited
 from lockstep.run.stages import Stages
 from lockstep.run.stalls import Stalls
 from lockstep.watch import beacon
+
+STARTING = ("start", "recovery")
+"""Stages in which processes start, and whoever is awaited is told at once."""
 
 
 class Monitor:
@@ -30,6 +34,8 @@ class Monitor:
             activity=lambda: beacon_activity(run_id),
         )
         self.stalls = Stalls(self.console, ledger)
+        self.doing: Callable[[str], str] = lambda name: ""
+        """What a worker of that name does."""
         self._sinks: Sinks | None = None
         self._reason = "failed"
         self._tokens = 0.0
@@ -55,7 +61,8 @@ class Monitor:
         with self.stages(name):
             self.console.stage(name)
             try:
-                yield
+                with awaited(self.console.awaits, self.doing) if name in STARTING else nullcontext():
+                    yield
             finally:
                 self.console.stage("")
         self.stalls.flush()

@@ -119,6 +119,7 @@ def _running(
     place = name, prepared.folder, ledger.generation
     with monitor.stage("start"):
         cluster = open_cluster(config.cluster, *place, heritage, wanted, config.placement)
+    monitor.doing = cluster.doing
     with ExitStack() as closing:
         closing.callback(cluster.close)
         recovery = Recovery(prepared.config.recovery, ledger)

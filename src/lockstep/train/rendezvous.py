@@ -2,6 +2,7 @@
 
 A communicator's own rendezvous says only that somebody did not come. Here rank 0 looks at one key for each rank in the
 store, tells every second whose are not there, and writes one word for all: that they are complete, or who is missing.
+Its wait names them as well, which the controller, who waits for it, shows to people.
 """
 
 import json
@@ -21,6 +22,8 @@ LOOK_EVERY_S = 0.05
 WORD_S = 10.0
 """So much later than rank 0, the others stop waiting for its word."""
 _SHOWN = 8
+_FEW = 4
+"""So many names fit a beacon."""
 
 
 class RanksMissing(RuntimeError):
@@ -50,8 +53,9 @@ def meet(store: Store, rank: int, world: int, names: Sequence[str], bound_s: flo
         return
     try:
         word = waits.store_get(
-            store, "over", whom=names[0], why="all ranks are there", every_s=LOOK_EVERY_S, timeout_s=bound_s + WORD_S
-        )
+            store, "over", whom=_short(names[:1]), why="all ranks are there", every_s=LOOK_EVERY_S,
+            timeout_s=bound_s + WORD_S,
+        )  # fmt: skip
         missing = json.loads(word)
     except waits.WaitTimeout:
         missing = _absent(store, range(world))  # rank 0 is one of them, or has ended
@@ -66,6 +70,7 @@ def _gather(store: Store, world: int, names: Sequence[str], bound_s: float) -> N
     def complete() -> bool | None:
         nonlocal missing, told
         missing = [] if store.check([f"joined/{each}" for each in missing]) else _absent(store, missing)
+        waits.still_for(_short(_of(names, missing)))
         if missing and time.monotonic() - told >= TELL_EVERY_S:
             told = time.monotonic()
             log.warning(
@@ -75,7 +80,7 @@ def _gather(store: Store, world: int, names: Sequence[str], bound_s: float) -> N
 
     try:
         waits.poll(
-            complete, kind="rendezvous", whom=f"{world} ranks", why="all ranks are there", every_s=LOOK_EVERY_S,
+            complete, kind="rendezvous", whom=_short(names), why="all ranks are there", every_s=LOOK_EVERY_S,
             timeout_s=bound_s,
         )  # fmt: skip
     except waits.WaitTimeout as error:
@@ -90,6 +95,12 @@ def _absent(store: Store, ranks: Sequence[int]) -> list[int]:
 
 def _of(names: Sequence[str], ranks: Sequence[int]) -> list[str]:
     return [names[each] for each in ranks]
+
+
+def _short(names: Sequence[str]) -> str:
+    """As waits name processes: without their nodes, by which who watches knows them."""
+    few = ", ".join(name.partition(" on ")[0] for name in names[:_FEW])
+    return few + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
 
 
 def _some(names: Sequence[str]) -> str:

@@ -161,6 +161,13 @@ def waiting(
         _show(_stack)
 
 
+def still_for(whom: str) -> None:
+    """This thread's innermost wait goes on, for these only: the others have come. Does nothing where it is in none."""
+    if _stack.waits and _stack.waits[-1].whom != whom:
+        _stack.waits[-1].whom = whom
+        _show(_stack)
+
+
 class Nothing:
     """The answer of an attempt that has to go on waiting."""
 

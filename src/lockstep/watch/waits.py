@@ -32,6 +32,7 @@ from lockstep.watch.waiting import (
     WaitState,
     WaitTimeout,
     log_notice,
+    still_for,
     wait_for,
     waiting,
 )
@@ -39,7 +40,7 @@ from lockstep.watch.waiting import (
 __all__ = [
     "Bounds", "OnNotice", "Stalled", "Wait", "WaitState", "WaitTimeout", "condition", "coroutine", "event", "file",
     "future", "join", "log_notice", "poll", "process", "queue_get", "queue_put", "readable", "run", "sleep",
-    "store_get", "waiting", "work", "writable",
+    "still_for", "store_get", "waiting", "work", "writable",
 ]  # fmt: skip
 
 T = TypeVar("T")

@@ -72,6 +72,38 @@ def test_the_live_block():
     assert "rollout" in text and "128/512 tokens" in text and "waits: reward-0 (queue) for 12s" in text
 
 
+def test_who_is_awaited_is_told_seldom_where_lines_stay(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("lockstep.report.console.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    console = Console("sort", Path("runs/sort"), 20, stream=stream, terminal=False)
+    console.stage("start")
+    for tick in range(40):
+        now[0] = tick / 2
+        console.awaits(f"engine-0 (start) for {tick / 2:g}s")
+    console.awaits("")
+    console.stage("")
+    assert [line.rpartition(" ")[2] for line in stream.getvalue().splitlines()] == ["2s", "4s", "8s", "16s"]
+    assert stream.getvalue().startswith("start waits for engine-0 (start) for 2s")
+
+
+def test_who_is_awaited_before_the_first_step():
+    console = Console("sort", Path("runs/sort"), 20, terminal=True, stream=io.StringIO())
+    console.stage("start")
+    console.awaits("policy-0 (load the model) for 3s: policy-0 is in stage setup")
+    text = shown(console.render())
+    assert "start" in text and "waits: policy-0 (load the model) for 3s: policy-0 is in stage setup" in text
+    assert "step" not in text
+    console.start()
+    assert "step 0/20" in shown(console.render())
+    console.close()
+    quiet = io.StringIO()
+    console = Console("sort", Path("runs/sort"), 20, terminal=True, stream=quiet, quiet=True)
+    console.awaits("policy-0 (load the model) for 3s")
+    console.close()
+    assert quiet.getvalue() == ""
+
+
 def test_the_terminal_is_given_back():
     stream = io.StringIO()
     with Console("sort", Path("runs/sort"), 20, terminal=True, stream=stream) as console:
