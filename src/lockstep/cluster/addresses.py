@@ -5,12 +5,14 @@ A name that resolves, or what somebody bound to, says little: the kernel's route
 
 import ipaddress
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from lockstep.watch.errors import Carried
 
 _CONTAINERS = (
     "docker",
@@ -40,7 +42,7 @@ class Interface:
     up: bool = True
 
 
-class UnreachableAddress(ValueError):
+class UnreachableAddress(Carried, ValueError):
     """An address by which other nodes do not reach the host; names host, interface and remedy."""
 
     def __init__(self, host: str, interface: str | None, address: str, why: str, remedy: str) -> None:
@@ -160,21 +162,25 @@ _NODE_IP = (
 _SET = "set cluster.interface to the interface that other nodes reach it by, or restart its Ray with that address"
 
 
-def check_cluster(addresses: Mapping[str, str]) -> None:
-    """Refuses addresses of nodes (by their names) that cannot be right, before anything is started on them.
+def check_nodes(used: Iterable[tuple[str, str]], every: Sequence[tuple[str, str]]) -> None:
+    """Refuses addresses of nodes that cannot be right, before anything is started on them.
+
+    Args:
+        used: name and address of those that a run would be on.
+        every: of all nodes of the cluster: what is reserved goes by the address.
 
     Raises:
-        UnreachableAddress: one is unspecified, or loopback or link-local beside others, or two nodes have the same.
+        UnreachableAddress: one is unspecified, or loopback or link-local beside others, or another has the same.
     """
-    several = len(addresses) > 1
-    owners: dict[str, str] = {}
-    for host, address in addresses.items():
-        check(host, Interface("", address), several)
-        if address in owners:
+    for host, address in used:
+        check(host, Interface("", address), len(every) > 1)
+        same = [other for other, its in every if its == address]
+        if len(same) > 1:
+            whose = next((other for other in same if other != host), "another Ray of that host")
             raise UnreachableAddress(
-                host, None, address, f"and so is {owners[address]}", "restart one of them with an address of its own"
-            )
-        owners[address] = host
+                host, None, address, f"and so is {whose}",
+                "restart one of them with an address of its own, or stop it: a host has one Ray",
+            )  # fmt: skip
 
 
 def _version(address: str) -> int:

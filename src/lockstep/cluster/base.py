@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -30,6 +29,7 @@ from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit
 from lockstep.watch.assemble import Alias
 from lockstep.watch.leader import superseded
+from lockstep.watch.ports import listen
 from lockstep.watch.settings import Settings
 from lockstep.watch.supervisor_client import Said, Supervision
 from lockstep.watch.verdict import Patience
@@ -71,6 +71,7 @@ class AgentCluster(ABC):
         self._limits, self._run, self._folder, self._generation = config, run, folder.absolute(), generation
         self._token, self._host = token, host
         self._store: TCPStore | None = None
+        self._store_lock = threading.Lock()
         self._affairs = self._folder / "cluster"
         self._nodes: list[Node] = []
         self._heirs = Heirs(self._handle, self._dismiss)
@@ -206,16 +207,17 @@ class AgentCluster(ABC):
     def store(self) -> tuple[str, int]:
         """Host and port of a rendezvous store (torch TCPStore) that this process serves, where the nodes reach it and
         nowhere else."""
-        if self._store is None:
-            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        with self._store_lock:
+            if self._store is None:
+                from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-            listening = socket.create_server((self._host, 0), backlog=4096)
-            port = listening.getsockname()[1]
-            self._store = TCPStore(
-                self._host, port, None, True, timedelta(seconds=60), wait_for_workers=False,
-                master_listen_fd=listening.detach(),
-            )  # fmt: skip
-        return self._host, self._store.port
+                listening = listen(self._host, backlog=4096)
+                port = listening.getsockname()[1]
+                self._store = TCPStore(
+                    self._host, port, None, True, timedelta(seconds=60), wait_for_workers=False,
+                    master_listen_fd=listening.detach(),
+                )  # fmt: skip
+            return self._host, self._store.port
 
     def close(self) -> None:
         """Ends all workers and the agents. Idempotent; leaves no orphan, not even when it is interrupted."""

@@ -98,6 +98,11 @@ def bundles_of(wanted: Sequence[Wanted], placement: Placement) -> list[Bundle]:
     return found + [_single(each) for each in others]
 
 
+def gpus_of(wanted: Sequence[Wanted], placement: Placement) -> int:
+    """Of all together, those that are shared once. Raises PlacementError."""
+    return sum(bundle.gpus for bundle in bundles_of(wanted, placement))
+
+
 def _apart(processes: Sequence[Wanted], role: RolePlacement) -> list[Bundle]:
     if not processes:
         return []

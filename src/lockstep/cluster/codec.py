@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from lockstep.cluster.protocol import Later
+from lockstep.watch.errors import Carried
 from lockstep.watch.frames import MAX_FRAME
 
 INLINE = 16 << 10
@@ -42,7 +43,7 @@ _PLAIN = {str, int, bool, type(None)}
 Payload = bytes | memoryview
 
 
-class CodecError(TypeError):
+class CodecError(Carried, TypeError):
     """A value that cannot travel, or is not what the method says: names method, argument and problem."""
 
     def __init__(self, method: str, argument: str, problem: str) -> None:

@@ -10,30 +10,28 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lockstep.config.cluster import NOT_DECLARED
 from lockstep.watch.secrets import HIDDEN, is_secret_name, kind_of, redact_text, secret_values
 
-_GPUS = "it numbers the GPUs of the host that starts the run, and every worker gets its own node's"
+_INTERNAL = NOT_DECLARED["LOCKSTEP_TOKEN"]
 _INTERFACE = "interfaces have other names on other nodes, where it is found by the route: cluster.interface says which"
 _ADDRESS = "it is an address or port of the host that starts the run"
 _RANK = "each worker has its own"
-_INTERNAL = "it is of one process of one run"
 _HOST = "it is of one host or session"
 
 OF_ONE_HOST = {
-    "CUDA_VISIBLE_DEVICES": _GPUS, "NVIDIA_VISIBLE_DEVICES": _GPUS, "HIP_VISIBLE_DEVICES": _GPUS,
-    "ROCR_VISIBLE_DEVICES": _GPUS, "ASCEND_RT_VISIBLE_DEVICES": _GPUS, "CUDA_MPS_*": _HOST,
+    **NOT_DECLARED, "LOCKSTEP_BEACONS": _HOST, "CUDA_MPS_*": _HOST,
     "GLOO_SOCKET_IFNAME": _INTERFACE, "TP_SOCKET_IFNAME": _INTERFACE,
     "VLLM_HOST_IP": _ADDRESS, "VLLM_PORT": _ADDRESS, "VLLM_DP_MASTER_*": _ADDRESS, "HOST_IP": _ADDRESS,
     "MASTER_ADDR": _ADDRESS, "MASTER_PORT": _ADDRESS,
     "RANK": _RANK, "LOCAL_RANK": _RANK, "GROUP_RANK": _RANK, "WORLD_SIZE": _RANK, "LOCAL_WORLD_SIZE": _RANK,
     "TORCHELASTIC_*": _RANK,
-    "LOCKSTEP_TOKEN": _INTERNAL, "LOCKSTEP_WORKER": _INTERNAL, "LOCKSTEP_WATCH*": _INTERNAL,
     "HOME": _HOST, "HOSTNAME": _HOST, "PATH": _HOST, "PWD": _HOST, "OLDPWD": _HOST, "USER": _HOST, "LOGNAME": _HOST,
     "SHELL": _HOST, "SHLVL": _HOST, "TERM": _HOST, "TMPDIR": _HOST, "DISPLAY": _HOST, "_": _HOST,
     "SSH_*": _HOST, "XDG_*": _HOST, "DBUS_*": _HOST, "RAY_*": _HOST, "SLURM_*": _HOST, "KUBERNETES_*": _HOST,
 }  # fmt: skip
-"""By name, or its beginning and `*`: why it is not passed on. `cluster.env` may set it all the same, but for the
-internal ones and those of GPUs."""
+"""By name, or its beginning and `*`: why it is not passed on. `cluster.env` may set it all the same, but for those of
+`NOT_DECLARED`."""
 
 _LOOPBACK_ONLY = re.compile(r"=?lo\d*")
 _MATTERS = re.compile(
@@ -82,12 +80,7 @@ def forwarded(
             values[name] = shell[name]
         elif reason != _HOST or name in patterns:  # nobody means those by `*`
             kept[name] = reason
-    for name, value in declared.items():
-        reason = _reason(name)
-        if reason in (_INTERNAL, _GPUS):
-            kept[name] = reason
-        else:
-            values[name] = value
+    values |= declared
     if interface is not None:
         values.setdefault("NCCL_SOCKET_IFNAME", interface)
     return Forwarded(values, kept)
@@ -107,12 +100,12 @@ def _reason(name: str) -> str | None:
 def worker_environment(
     node: Mapping[str, str], given: Forwarded, of_role: Mapping[str, str], of_node: Mapping[str, str]
 ) -> dict[str, str]:
-    """What a worker finds: what its node has, then the interface by which others reach the node, then what was passed
-    on, then what its role needs, then what only its node knows (its GPUs)."""
+    """What a worker finds: what its node has, then the address and the interface by which others reach the node, then
+    what was passed on, then what its role needs, then what only its node knows (its GPUs)."""
     own = {name: value for name, value in node.items() if _reason(name) != _INTERNAL}
-    interface = {name: value for name, value in of_node.items() if _reason(name) == _INTERFACE}
-    rest = {name: value for name, value in of_node.items() if name not in interface}
-    return {**own, **interface, **given.values, **of_role, **rest}
+    reached = {name: value for name, value in of_node.items() if _reason(name) in (_INTERFACE, _ADDRESS)}
+    rest = {name: value for name, value in of_node.items() if name not in reached}
+    return {**own, **reached, **given.values, **of_role, **rest}
 
 
 def differences(shell: Mapping[str, str], worker: Mapping[str, str]) -> list[Difference]:

@@ -9,6 +9,7 @@ from lockstep.cluster.bundles import Bundle, NodeFacts, PlacementError, Wanted, 
 from lockstep.cluster.fitting import Kind, Size, fit, largest_first
 from lockstep.config.cluster import RayCluster
 from lockstep.config.placement import Placement
+from lockstep.watch.errors import Carried
 
 __all__ = [
     "Assignment", "Bundle", "Busy", "DoesNotFit", "LookAtNodes", "NodeFacts", "PlacementError", "Wanted", "alike",
@@ -26,7 +27,7 @@ _TRIAL = 1_000
 """Patterns tried for one alternative."""
 
 
-class DoesNotFit(PlacementError):
+class DoesNotFit(Carried, PlacementError):
     """The nodes cannot hold the run, also when nobody else uses them.
 
     Args:
@@ -42,7 +43,7 @@ class DoesNotFit(PlacementError):
         self.bundle, self.why, self.largest, self.alternatives = bundle, why, largest, tuple(alternatives)
 
 
-class Busy(PlacementError):
+class Busy(Carried, PlacementError):
     """The nodes could hold the run, but others use them now.
 
     Args:

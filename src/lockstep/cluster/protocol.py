@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from lockstep.watch.errors import Carried
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -60,7 +62,7 @@ def successor(name: str) -> str:
     return f"{place}.{int(life) + 1}" if dot and life.isdigit() else f"{name}.1"
 
 
-class RemoteError(RuntimeError):
+class RemoteError(Carried, RuntimeError):
     """An exception that was raised in a worker: its type, message, worker and remote traceback."""
 
     def __init__(self, worker: str, rank: int, kind: str, message: str, traceback: str) -> None:
@@ -68,7 +70,7 @@ class RemoteError(RuntimeError):
         self.worker, self.rank, self.kind, self.message, self.traceback = worker, rank, kind, message, traceback
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(Carried, RuntimeError):
     """A worker ended while it was needed: exit code or signal, and the last lines of its log; or its node is `lost`,
     which says which and why."""
 

@@ -17,10 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep.watch.errors import Carried
+
 PACKAGE = str(Path(__file__).parents[1])
 
 
-class UserCodeError(ValueError):
+class UserCodeError(Carried, ValueError):
     """Something of the user's that cannot be used: which, what is wrong, what would help."""
 
     noun = "user code"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.cluster.protocol import Pending, RemoteError, WorkerDied
+from lockstep.watch.errors import Carried
 from lockstep.watch.waits import Stalled, WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ LAST_WORDS_S = 5.0
 """Within this time the cluster knows that a killed process is dead."""
 
 
-class NotLoaded(Exception):
+class NotLoaded(Carried):
     """The process ended, or had to be ended, while it loaded users' code."""
 
     def __init__(self, problem: str, log_tail: str) -> None:

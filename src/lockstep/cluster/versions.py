@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import lockstep
+from lockstep.watch.errors import Carried
 
 Facts = Mapping[str, str | None]
 """By name, the version on one node; None where it is not there. JSON."""
@@ -74,7 +75,7 @@ class Finding:
     text: str
 
 
-class VersionError(RuntimeError):
+class VersionError(Carried, RuntimeError):
     """Nodes cannot work together, or a version is not supported: every finding, with the nodes and the remedy."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:

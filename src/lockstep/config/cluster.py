@@ -1,10 +1,21 @@
 """Who runs where."""
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from lockstep.config.base import Section, usual_kind
+
+_GPUS = "it numbers GPUs, and every worker gets those of its own node that were reserved for it"
+_INTERNAL = "it is of one process of one run"
+NOT_DECLARED = {
+    "CUDA_VISIBLE_DEVICES": _GPUS, "NVIDIA_VISIBLE_DEVICES": _GPUS, "HIP_VISIBLE_DEVICES": _GPUS,
+    "ROCR_VISIBLE_DEVICES": _GPUS, "ASCEND_RT_VISIBLE_DEVICES": _GPUS,
+    "LOCKSTEP_TOKEN": _INTERNAL, "LOCKSTEP_WORKER": _INTERNAL, "LOCKSTEP_WATCH*": _INTERNAL,
+    "LOCKSTEP_BEACONS": "it is of one node: set it where that node's Ray is started",
+}  # fmt: skip
+"""Variables, by name or its beginning and `*`, that no config sets for all workers: why."""
 
 
 class LocalCluster(Section):
@@ -31,7 +42,7 @@ class RayCluster(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes GPUs where the cluster has some."""
     env: dict[str, str] = {}
-    """Variables that every worker on every node gets."""
+    """Variables that every worker on every node gets; none that number GPUs."""
     forward_env: tuple[str, ...] = (
         "NCCL_*", "TORCH_*", "GLOO_*", "CUDA_*", "UCX_*", "FI_*", "VLLM_*", "HF_*", "OMP_*", "TOKENIZERS_*",
         "LOCKSTEP_*", "WANDB_*", "PYTHONPATH",
@@ -52,6 +63,14 @@ class RayCluster(Section):
     one that runs already has its own setting (`RAY_health_check_*`)."""
     busy_limit_s: float | None = Field(None, gt=0)
     """How long to wait for resources that others use at the moment; as long as it takes when absent, visibly."""
+
+    @field_validator("env")
+    @classmethod
+    def _may_be_declared(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if why := next((why for pattern, why in NOT_DECLARED.items() if fnmatchcase(name, pattern)), None):
+                raise ValueError(f"cannot set {name} for all workers: {why}")
+        return env
 
 
 Cluster = Annotated[LocalCluster | RayCluster, Field(discriminator="kind"), usual_kind("local")]

@@ -1,7 +1,9 @@
 """What can be wrong with a model, as errors with fields."""
 
+from lockstep.watch.errors import Carried
 
-class ModelError(ValueError):
+
+class ModelError(Carried, ValueError):
     """A model, tokenizer or checkpoint that cannot be used as asked.
 
     Attributes:
@@ -14,9 +16,6 @@ class ModelError(ValueError):
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
         super().__init__(f"{field} = {value!r}: {problem}; {remedy}")
         self.field, self.value, self.problem, self.remedy = field, value, problem, remedy
-
-    def __reduce__(self) -> tuple[type["ModelError"], tuple[str, object, str, str]]:
-        return type(self), (self.field, self.value, self.problem, self.remedy)
 
 
 class HubUnreachable(ModelError):

@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 
+from lockstep.watch.errors import Carried
 
-class BadRequest(ValueError):
+
+class BadRequest(Carried, ValueError):
     """A request that cannot be served: `request` is its id, `problem` says why."""
 
     def __init__(self, request: str, problem: str) -> None:
         super().__init__(f"request {request!r} {problem}")
         self.request, self.problem = request, problem
 
-    def __reduce__(self) -> tuple[type["BadRequest"], tuple[str, str]]:
-        return type(self), (self.request, self.problem)
 
-
-class BadLogits(ArithmeticError):
+class BadLogits(Carried, ArithmeticError):
     """A distribution that cannot be drawn from: NaN, infinite, or nothing left in it."""
 
     def __init__(self, request: str, index: int, value: float, version: int) -> None:
@@ -24,11 +23,8 @@ class BadLogits(ArithmeticError):
         )
         self.request, self.index, self.value, self.version = request, index, value, version
 
-    def __reduce__(self) -> tuple[type["BadLogits"], tuple[str, int, float, int]]:
-        return type(self), (self.request, self.index, self.value, self.version)
 
-
-class WeightsMismatch(ValueError):
+class WeightsMismatch(Carried, ValueError):
     """Published weights that are not the engine's: names it does not have, names it misses."""
 
     def __init__(self, unknown: Sequence[str], missing: Sequence[str]) -> None:
@@ -40,33 +36,24 @@ class WeightsMismatch(ValueError):
         super().__init__(f"the published weights do not fit the engine's model: {'; '.join(parts)}")
         self.unknown, self.missing = tuple(unknown), tuple(missing)
 
-    def __reduce__(self) -> tuple[type["WeightsMismatch"], tuple[tuple[str, ...], tuple[str, ...]]]:
-        return type(self), (self.unknown, self.missing)
 
-
-class InterruptedUpdate(RuntimeError):
+class InterruptedUpdate(Carried, RuntimeError):
     """Weights of `version` stopped coming, as `problem` says. The engine serves nobody until it has some whole."""
 
     def __init__(self, version: int, problem: str) -> None:
         super().__init__(f"weights version {version} did not come whole: {problem}")
         self.version, self.problem = version, problem
 
-    def __reduce__(self) -> tuple[type["InterruptedUpdate"], tuple[int, str]]:
-        return type(self), (self.version, self.problem)
 
-
-class TornEngine(RuntimeError):
+class TornEngine(Carried, RuntimeError):
     """An engine that failed in the middle of taking `version`: some of its weights are new and others are not."""
 
     def __init__(self, version: int) -> None:
         super().__init__(f"the engine failed in the middle of taking weights version {version}: it must be replaced")
         self.version = version
 
-    def __reduce__(self) -> tuple[type["TornEngine"], tuple[int]]:
-        return type(self), (self.version,)
 
-
-class NoWeights(RuntimeError):
+class NoWeights(Carried, RuntimeError):
     """An engine that has forgotten its weights (`sleep` at level 2) and was given no others."""
 
     def __init__(self) -> None:

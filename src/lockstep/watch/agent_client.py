@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.watch import procs, waits, wire
+from lockstep.watch.errors import Carried
 from lockstep.watch.folders import write_whole
 from lockstep.watch.leader import Leader
 from lockstep.watch.silence import Silence
@@ -25,7 +26,7 @@ from lockstep.watch.silence import Silence
 log = logging.getLogger(__name__)
 
 
-class AgentError(RuntimeError):
+class AgentError(Carried, RuntimeError):
     """The agent refused a request (`why`), or ended."""
 
     def __init__(self, operation: str, why: str) -> None:

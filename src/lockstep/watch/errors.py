@@ -1,9 +1,25 @@
-"""What a rank is told instead of the backend's "Connection closed by peer"."""
+"""Errors that processes tell each other: how they travel, and what a rank is told instead of the backend's "Connection
+closed by peer"."""
 
 from typing import Any
 
 
-class CollectiveRefused(RuntimeError):
+class Carried(Exception):
+    """Beside another base: an error whose constructor takes more than a message. Copies and pickles have its fields;
+    they are made without the constructor."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[Carried], args: tuple[Any, ...], fields: dict[str, Any]) -> Carried:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class CollectiveRefused(Carried, RuntimeError):
     """A collective did not fit what a peer on this host had already entered, and was not begun.
 
     The backend has not seen it, so nothing was paired wrongly and the peer still waits for the right call."""
@@ -16,11 +32,8 @@ class CollectiveRefused(RuntimeError):
             f"but rank {peer} has entered {theirs}. The call was refused before it reached the backend."
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.communicator, self.number, self.mine, self.theirs, self.rank, self.peer)
 
-
-class CollectiveStalled(RuntimeError):
+class CollectiveStalled(Carried, RuntimeError):
     """A collective ended because the observer of the job gave a verdict and freed those who waited.
 
     `verdict` is its JSON form (see `watch.verdict`), empty when only a text was given; `was` what the backend said."""
@@ -28,6 +41,3 @@ class CollectiveStalled(RuntimeError):
     def __init__(self, text: str, verdict: dict[str, Any] | None = None, was: str = "") -> None:
         self.text, self.verdict, self.was = text, verdict or {}, was
         super().__init__(text)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.text, self.verdict, self.was)

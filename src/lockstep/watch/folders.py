@@ -81,8 +81,18 @@ def make_run_dir(run: str) -> Path:
         base.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):
             base.chmod(0o1777)  # like /tmp: several users share a host
-    folder.mkdir(mode=0o700, exist_ok=True)
+    return make_own_dir(folder, "choose another run id")
+
+
+def make_own_dir(folder: Path, remedy: str) -> Path:
+    """Creates it, in one that others may write to, for this user alone (mode 0700). Raises PermissionError where
+    somebody else has put something there."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else (uid {facts.st_uid}); choose another run id")
+        kind = "" if stat.S_ISDIR(facts.st_mode) else " is no folder and"
+        raise PermissionError(f"{folder}{kind} belongs to uid {facts.st_uid}, not to {os.getuid()}: {remedy}")
+    if facts.st_mode & 0o077:
+        folder.chmod(0o700)
     return folder

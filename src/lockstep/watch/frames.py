@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
+from lockstep.watch.errors import Carried
+
 MAX_FRAME = 4 << 30
 """Bytes of a frame, at most, unless told otherwise."""
 BULK = 64 << 10
@@ -22,7 +24,7 @@ Buffer = bytes | bytearray | memoryview
 Code = Literal["token", "run", "generation", "protocol"]
 
 
-class WireError(ConnectionError):
+class WireError(Carried, ConnectionError):
     """A connection that cannot be used (any more): who is at its other end, and why."""
 
     def __init__(self, peer: str, why: str) -> None:

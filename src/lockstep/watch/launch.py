@@ -24,6 +24,7 @@ import psutil
 
 from lockstep.watch import waits
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, start_agent
+from lockstep.watch.errors import Carried
 from lockstep.watch.folders import make_run_dir, new_run_id, run_dir
 from lockstep.watch.nodes import GENERATION, TOKEN, Joined, Meeting
 from lockstep.watch.settings import Settings
@@ -60,7 +61,7 @@ class Watch:
     """Where the agents of several nodes meet; None: this node is all."""
 
 
-class CannotStart(OSError):
+class CannotStart(Carried, OSError):
     """The command cannot be started; `code` is what a shell would end with."""
 
     def __init__(self, command: str, why: str, code: int) -> None:

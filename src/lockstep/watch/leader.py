@@ -9,20 +9,18 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lockstep.watch.errors import Carried
 from lockstep.watch.folders import locked, make_run_dir, run_dir, write_whole
 
 FILE = "leader.json"
 
 
-class Superseded(RuntimeError):
+class Superseded(Carried, RuntimeError):
     """A later generation has the run."""
 
     def __init__(self, run: str, generation: int, current: int) -> None:
         super().__init__(f"generation {generation} of {run} is superseded: generation {current} has taken it over")
         self.run, self.generation, self.current = run, generation, current
-
-    def __reduce__(self) -> tuple[type["Superseded"], tuple[str, int, int]]:
-        return type(self), (self.run, self.generation, self.current)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,9 @@ class Supervisor:
     def __init__(self, settings: Settings, token: str) -> None:
         self.settings, self._token = settings, token
         self._selector = selectors.DefaultSelector()
+        ports = (settings.port, settings.port) if settings.port else None
         self._listener = Listener(
-            token, settings.run, settings.generation, "supervisor", settings.host, settings.port, max_frame=64 << 20
+            token, settings.run, settings.generation, "supervisor", settings.host, ports, max_frame=64 << 20
         )
         self._selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept())
         self._wake_in, self._wake_out = socket.socketpair()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypedDict, TypeVar
 
 from lockstep.watch import beacon
+from lockstep.watch.errors import Carried
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ _SLICE_S = 0.25
 """A blocking call is made in slices of this length where somebody must look at progress or notices meanwhile."""
 
 
-class WaitTimeout(TimeoutError):
+class WaitTimeout(Carried, TimeoutError):
     """A wait reached its bound. Fields: kind, whom, why, waited_s."""
 
     def __init__(self, kind: str, whom: str, why: str, waited_s: float) -> None:

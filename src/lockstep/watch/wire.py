@@ -32,6 +32,7 @@ from lockstep.watch.frames import (
     WireError,
     reason,
 )
+from lockstep.watch.ports import Ports, listen
 
 __all__ = [
     "HANDSHAKE_S",
@@ -81,12 +82,11 @@ class Listener:
         generation: int,
         name: str = "listener",
         host: str = "127.0.0.1",
-        port: int = 0,
+        ports: Ports | None = None,
         max_frame: int = MAX_FRAME,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        self._socket = listen(host, ports)
         self._socket.setblocking(False)
         self._me = Hello(run, generation, name)
         self._token = token.encode()

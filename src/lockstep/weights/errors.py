@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep.watch.errors import Carried
 
-class WeightsError(RuntimeError):
+
+class WeightsError(Carried, RuntimeError):
     """Weights that cannot be written, committed or read."""
 
 
@@ -19,9 +21,6 @@ class PlanMismatch(WeightsError):
         )
         self.difference, self.expected, self.found = difference, expected, found
 
-    def __reduce__(self) -> tuple[type["PlanMismatch"], tuple[str, str | None, str | None]]:
-        return type(self), (self.difference, self.expected, self.found)
-
 
 class IncompleteWeights(WeightsError):
     """A version that cannot be committed: `problems` by rank or tensor."""
@@ -31,9 +30,6 @@ class IncompleteWeights(WeightsError):
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         super().__init__(f"version {version} of the weights is not complete: {listed}{more}")
         self.version, self.problems = version, dict(problems)
-
-    def __reduce__(self) -> tuple[type["IncompleteWeights"], tuple[int, dict[str, str]]]:
-        return type(self), (self.version, self.problems)
 
 
 class TornWeights(WeightsError):
@@ -46,9 +42,6 @@ class TornWeights(WeightsError):
         )
         self.version, self.tensor, self.start, self.length = version, tensor, start, length
 
-    def __reduce__(self) -> tuple[type["TornWeights"], tuple[int, str, int, int]]:
-        return type(self), (self.version, self.tensor, self.start, self.length)
-
 
 class StaleVersion(WeightsError):
     """Another version than the one that was asked for (any: None); `found` is None where nothing was published."""
@@ -59,9 +52,6 @@ class StaleVersion(WeightsError):
         super().__init__(f"{which} of the weights was wanted, {have}")
         self.wanted, self.found = wanted, found
 
-    def __reduce__(self) -> tuple[type["StaleVersion"], tuple[int | None, int | None]]:
-        return type(self), (self.wanted, self.found)
-
 
 class StaleGeneration(WeightsError):
     """A write or commit by a process of an older generation of the run."""
@@ -69,9 +59,6 @@ class StaleGeneration(WeightsError):
     def __init__(self, mine: int, current: int) -> None:
         super().__init__(f"generation {mine} of the run tried to write weights, generation {current} is in charge")
         self.mine, self.current = mine, current
-
-    def __reduce__(self) -> tuple[type["StaleGeneration"], tuple[int, int]]:
-        return type(self), (self.mine, self.current)
 
 
 class NoRoom(WeightsError):
@@ -84,9 +71,6 @@ class NoRoom(WeightsError):
         )
         self.folder, self.needed, self.available = folder, needed, available
 
-    def __reduce__(self) -> tuple[type["NoRoom"], tuple[Path, int, int]]:
-        return type(self), (self.folder, self.needed, self.available)
-
 
 class NoStore(WeightsError):
     """A folder that holds no store of weights, or one that cannot be read: `problem` says which."""
@@ -95,9 +79,6 @@ class NoStore(WeightsError):
         super().__init__(f"{folder}: {problem}")
         self.folder, self.problem = folder, problem
 
-    def __reduce__(self) -> tuple[type["NoStore"], tuple[Path, str]]:
-        return type(self), (self.folder, self.problem)
-
 
 class LinkFailed(WeightsError):
     """Weights that did not get from one node to another: over which `link`, and which `peer` was waited for."""
@@ -105,6 +86,3 @@ class LinkFailed(WeightsError):
     def __init__(self, link: str, peer: str, problem: str) -> None:
         super().__init__(f"{link}: nothing more to or from {peer}: {problem}")
         self.link, self.peer, self.problem = link, peer, problem
-
-    def __reduce__(self) -> tuple[type["LinkFailed"], tuple[str, str, str]]:
-        return type(self), (self.link, self.peer, self.problem)

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +17,14 @@ from lockstep.cluster.addresses import (
     Interface,
     UnreachableAddress,
     check,
-    check_cluster,
+    check_nodes,
     interfaces,
     own_address,
     route_to,
 )
+from lockstep.cluster.local import LocalCluster
+from lockstep.config.cluster import LocalCluster as Config
+from lockstep.watch.folders import new_run_id
 
 LO = Interface("lo", "127.0.0.1")
 ETH = Interface("eth0", "10.1.0.4")
@@ -72,14 +77,19 @@ def test_an_interface_by_the_beginning_of_its_name() -> None:
 
 
 def test_nodes_of_a_cluster() -> None:
-    check_cluster({"a": "127.0.0.1"})
-    check_cluster({"a": "10.1.0.1", "b": "10.1.0.2"})
+    a, b, bad, c = ("a", "10.1.0.1"), ("b", "10.1.0.2"), ("a", "127.0.0.1"), ("c", "10.1.0.2")
+    check_nodes([bad], [bad])
+    check_nodes([a, b], [a, b])
+    check_nodes([b], [bad, b])  # the run is not on the other
+    check_nodes([a], [a, b, c])
     with pytest.raises(UnreachableAddress, match=r"a is known as 0\.0\.0\.0"):
-        check_cluster({"a": "0.0.0.0"})
+        check_nodes([("a", "0.0.0.0")], [("a", "0.0.0.0")])
     with pytest.raises(UnreachableAddress, match=r"a is known as 127\.0\.0\.1"):
-        check_cluster({"a": "127.0.0.1", "b": "10.1.0.2"})
-    with pytest.raises(UnreachableAddress, match=r"b is known as 10\.1\.0\.1, and so is a"):
-        check_cluster({"a": "10.1.0.1", "b": "10.1.0.1"})
+        check_nodes([b, bad], [bad, b])
+    with pytest.raises(UnreachableAddress, match=r"b is known as 10\.1\.0\.2, and so is c"):
+        check_nodes([a, b], [a, b, c])
+    with pytest.raises(UnreachableAddress, match=r"and so is another Ray of that host: .* has one Ray"):
+        check_nodes([b], [a, b, b])
 
 
 def test_this_host() -> None:
@@ -153,3 +163,15 @@ def test_what_reaches_nobody_is_refused(host: str) -> None:
     assert "interface pod0), a bridge" in seen(host, "10.88.0.7")["refused"]
     assert "other hosts do not reach" in seen(host, "127.0.0.1")["refused"]
     assert "the way there is not known" in seen(host, "10.55.0.1")["refused"]
+
+
+def test_the_store_of_a_host_that_has_ipv6_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("lockstep.cluster.local.HOST", "::1")
+    with LocalCluster(Config(device="cpu"), new_run_id("six"), tmp_path, generation=1) as cluster:
+        host, port = cluster.store()
+        assert (host, port) == cluster.store() and host == "::1"
+        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20)).set("said", "over IPv6")
+        heard = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=20)).get("said")
+        assert heard == b"over IPv6"

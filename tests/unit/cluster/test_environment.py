@@ -18,6 +18,7 @@ from lockstep.cluster.environment import (
     worker_environment,
 )
 from lockstep.config.cluster import RayCluster
+from lockstep.config.load import check_config
 from lockstep.watch.secrets import HIDDEN
 
 PATTERNS = RayCluster().forward_env
@@ -36,7 +37,7 @@ def test_what_matches_is_passed_on_and_what_is_declared_wins() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        pytest.param("CUDA_VISIBLE_DEVICES", "0,1", "GPUs of the host", id="gpus"),
+        pytest.param("CUDA_VISIBLE_DEVICES", "0,1", "it numbers GPUs", id="gpus"),
         pytest.param("GLOO_SOCKET_IFNAME", "eth7", "cluster.interface", id="interface"),
         pytest.param("NCCL_SOCKET_IFNAME", "lo", "loopback", id="loopback"),
         pytest.param("VLLM_HOST_IP", "127.0.0.1", "address or port", id="address"),
@@ -53,9 +54,15 @@ def test_an_interface_that_is_meant_for_all_nodes_is_passed_on() -> None:
     assert forwarded({"NCCL_SOCKET_IFNAME": "eth"}, PATTERNS, {}).values == {"NCCL_SOCKET_IFNAME": "eth"}
 
 
-def test_what_a_config_says_itself_is_done_but_for_the_runs_own() -> None:
-    found = forwarded({}, PATTERNS, {"GLOO_SOCKET_IFNAME": "eth0", "LOCKSTEP_TOKEN": "mine"})
-    assert found.values == {"GLOO_SOCKET_IFNAME": "eth0"} and list(found.kept_back) == ["LOCKSTEP_TOKEN"]
+def test_what_a_config_says_itself_is_done() -> None:
+    found = forwarded({}, PATTERNS, {"GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.1.0.2"})
+    assert found == Forwarded({"GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.1.0.2"}, {})
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "LOCKSTEP_BEACONS", "LOCKSTEP_TOKEN", "LOCKSTEP_WATCH_RANK"])
+def test_what_a_config_cannot_say_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"cluster\.env: cannot set {name} for all workers: it "):
+        check_config({"recipe": "sft", "cluster": {"kind": "ray", "env": {"HF_HOME": "/m", name: "1"}}}, "run.yaml")
 
 
 def test_a_star_does_not_take_the_session_along() -> None:
@@ -130,16 +137,14 @@ def test_nothing_of_one_host_goes_anywhere_by_a_star(shell: dict[str, str]) -> N
     assert TOKEN not in json.dumps(report(public(found), {"n": differences(shell, {})}))
 
 
-def test_an_interface_that_is_declared_wins_and_gpus_cannot_be_declared() -> None:
-    declared = {"GLOO_SOCKET_IFNAME": "ib1", "CUDA_VISIBLE_DEVICES": "3"}
-    given = forwarded({}, (), declared, "ib")
-    assert given.values == {"GLOO_SOCKET_IFNAME": "ib1", "NCCL_SOCKET_IFNAME": "ib"}
-    assert "every worker gets its own node's" in given.kept_back["CUDA_VISIBLE_DEVICES"]
-    of_node = {"GLOO_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "0,1"}
-    found = worker_environment({"GLOO_SOCKET_IFNAME": "old"}, given, {}, of_node)
-    assert (found["GLOO_SOCKET_IFNAME"], found["CUDA_VISIBLE_DEVICES"]) == ("ib1", "0,1")
-    undeclared = worker_environment({"GLOO_SOCKET_IFNAME": "old"}, forwarded({}, (), {}), {}, of_node)
-    assert undeclared["GLOO_SOCKET_IFNAME"] == "eth0"
+def test_how_a_node_is_reached_is_found_or_declared() -> None:
+    declared = {"GLOO_SOCKET_IFNAME": "ib1", "VLLM_HOST_IP": "10.2.0.4"}
+    given = forwarded({"LOCKSTEP_BEACONS": "/mine"}, PATTERNS, declared, "ib")
+    assert given == Forwarded(declared | {"NCCL_SOCKET_IFNAME": "ib"}, {})
+    of_node = {"GLOO_SOCKET_IFNAME": "eth0", "VLLM_HOST_IP": "10.1.0.4", "CUDA_VISIBLE_DEVICES": "0,1"}
+    own = {"GLOO_SOCKET_IFNAME": "old", "VLLM_HOST_IP": "old", "CUDA_VISIBLE_DEVICES": "7"}
+    assert worker_environment(own, given, {}, of_node) == of_node | given.values
+    assert worker_environment(own, forwarded({}, (), {}), {}, of_node) == of_node
 
 
 def test_the_interface_of_nccl_is_the_users_where_they_name_one() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.cluster.bundles import gpus_of
 from lockstep.cluster.placement import Assignment, Busy, DoesNotFit, NodeFacts, PlacementError, Wanted, assign, reassign
 from lockstep.config.placement import Placement
 
@@ -288,3 +289,10 @@ def test_thousands_of_processes_are_quick(strategy: Any) -> None:
     refused = time.process_time() - began
     print(f"placed {placed:.3f} s, refused {refused:.3f} s")
     assert placed < 1 and refused < 2
+
+
+def test_gpus_of_a_ray_for_one_host_are_counted_once_where_they_are_shared() -> None:
+    wanted = run(8, 4, width=2)
+    assert gpus_of(wanted, Placement(colocate=("policy", "rollout"))) == 8
+    assert gpus_of(wanted, Placement()) == 16
+    assert gpus_of(run(4, 2, gpus=False), Placement()) == 0

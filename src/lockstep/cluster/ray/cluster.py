@@ -13,9 +13,9 @@ from pathlib import Path
 
 import ray
 
-from lockstep.cluster.addresses import UnreachableAddress, check_cluster
+from lockstep.cluster.addresses import UnreachableAddress, check_nodes
 from lockstep.cluster.base import AgentCluster
-from lockstep.cluster.bundles import NodeFacts, PlacementError, Wanted
+from lockstep.cluster.bundles import NodeFacts, PlacementError, Wanted, gpus_of
 from lockstep.cluster.environment import forwarded
 from lockstep.cluster.node import Node, NodeRefused
 from lockstep.cluster.placement import assign
@@ -90,9 +90,8 @@ class RayCluster(AgentCluster):
         """Ids of nodes that were found to be unable to take part."""
         self._places: dict[str, Place] = {}
         self._open = False
-        session.open_session(
-            config, max(sum(each.cpus for each in wanted), os.cpu_count() or 1), sum(each.gpus for each in wanted)
-        )
+        cpus = max(sum(each.cpus for each in wanted), os.cpu_count() or 1)
+        session.open_session(config, cpus, gpus_of(wanted, self._placement))
         self._open = True
         if heritage is not None:
             session.close_session()  # its own; this one is the same
@@ -106,7 +105,7 @@ class RayCluster(AgentCluster):
             session.close_session()
             raise
         try:
-            self._given = own_environment() if session.has_own() else forwarded(
+            self._given = own_environment(config.env) if session.has_own() else forwarded(
                 os.environ, config.forward_env, config.env, config.interface
             )  # fmt: skip
             self._site = self._make_site(facts)
@@ -134,7 +133,6 @@ class RayCluster(AgentCluster):
 
     def _begin(self, facts: list[NodeFacts]) -> None:
         """With nothing left of an earlier generation: the controller's node first, as its actor reserves the rest."""
-        check_cluster({each.name: each.address for each in facts})
         assignment = None
         if self._wanted:
             limits = self._config.busy_limit_s, self._config.notice_after_s
@@ -143,7 +141,7 @@ class RayCluster(AgentCluster):
         chosen = [facts[0], *(node for node in used if node.id != facts[0].id)]
         self._lead()
         self._record()
-        self._nodes += self._employ(chosen)
+        self._nodes += self._employ(chosen, facts)
         if assignment is not None:
             name, self._places = reserve(self._holder.keeper, self._generation, assignment, *limits)
             self._groups.append(name)
@@ -182,8 +180,9 @@ class RayCluster(AgentCluster):
             raise AgentGone("start", "the cluster is closed")
         return node_facts()
 
-    def _employ(self, facts: Sequence[NodeFacts]) -> list[RayNode]:
-        """Actors on these nodes, which have no agent yet; nothing is left of them where one is refused."""
+    def _employ(self, facts: Sequence[NodeFacts], every: Sequence[NodeFacts]) -> list[RayNode]:
+        """Actors on these nodes of all, which have no agent yet; nothing is left of them where one is refused."""
+        check_nodes(*([(each.name, each.address) for each in nodes] for nodes in (facts, every)))
         have = {node.info.name for node in self._nodes if isinstance(node, RayNode) and node.has_gpus}
         found, self._versions = employ_fit(facts, self._site, self._versions, have)
         return [self._node(each, of) for each, of in zip(facts, found, strict=True)]
@@ -323,7 +322,7 @@ class RayCluster(AgentCluster):
         try:
             fit = [each for each in node_facts() if each.id not in dead | self._unfit]
             assignment = assign(homeless, loose, fit)
-            self._add([share.node for share in assignment.shares])
+            self._add([share.node for share in assignment.shares], fit)
             limits = TAKEN_S, self._config.notice_after_s
             name, places = reserve(self._holder.keeper, self._generation, assignment, *limits)
         except MOVE_ERRORS as error:
@@ -339,12 +338,12 @@ class RayCluster(AgentCluster):
         self._keep()
         return self._living(self._places[_post(spec)].node)
 
-    def _add(self, facts: Sequence[NodeFacts]) -> None:
+    def _add(self, facts: Sequence[NodeFacts], every: Sequence[NodeFacts]) -> None:
         """Those of them that the run is not on yet."""
         known = {node.id for node in self._nodes if isinstance(node, RayNode)}
         unknown = [each for each in facts if each.id not in known]
         try:
-            new = self._employ(unknown)
+            new = self._employ(unknown, every)
         except (NodeRefused, VersionError, UnreachableAddress):
             self._unfit |= {each.id for each in unknown}
             raise

@@ -26,7 +26,7 @@ from lockstep.cluster import versions
 from lockstep.cluster.addresses import interfaces, own_address
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, start_agent
-from lockstep.watch.folders import base_dir, run_dir
+from lockstep.watch.folders import base_dir, make_own_dir, run_dir
 from lockstep.watch.leader import Leader, Superseded
 
 LINGER_S = 600.0
@@ -50,6 +50,7 @@ class Keeper:
 
     Raises:
         UnreachableAddress: others do not reach this node.
+        PermissionError: somebody else has the folder for what is kept here.
     """
 
     def __init__(
@@ -149,7 +150,8 @@ class Keeper:
         with contextlib.suppress(OSError):
             if (folder / "cluster" / MARK).read_text() == mark:
                 return folder
-        return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}" / self._run
+        own = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"  # a name that anybody could take first
+        return make_own_dir(own, "remove it, or set TMPDIR where Ray is started") / self._run
 
     def _watch(self) -> None:
         """Ends the actor when nobody can want it any more."""

@@ -44,7 +44,10 @@ class RayNode(Node):
         return f"its node {self.info.name} is lost: {why}"
 
     def environment_of(self, spec: WorkerSpec) -> dict[str, str]:
-        of_node = {"GLOO_SOCKET_IFNAME": self.found["interface"], "LOCKSTEP_BEACONS": self.found["beacons"]}
+        of_node = {
+            "GLOO_SOCKET_IFNAME": self.found["interface"], "VLLM_HOST_IP": self.found["address"],
+            "LOCKSTEP_BEACONS": self.found["beacons"],
+        }  # fmt: skip
         if self.has_gpus:
             of_node["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus(spec))
         return worker_environment(self.found["environment"], self.given, spec.environment, of_node)
@@ -61,6 +64,6 @@ class RayNode(Node):
         return device != "cpu" and bool(environment.get("CUDA_VISIBLE_DEVICES", "" if self.has_gpus else None))
 
 
-def own_environment() -> Forwarded:
-    """Of a Ray that runs on this host alone: workers have this process's variables, as without Ray."""
-    return Forwarded(dict(os.environ), {})
+def own_environment(declared: Mapping[str, str]) -> Forwarded:
+    """Of a Ray of this host alone: workers have this process's variables, as without Ray, and `cluster.env`."""
+    return Forwarded({**os.environ, **declared}, {})

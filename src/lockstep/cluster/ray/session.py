@@ -1,7 +1,6 @@
 """This process's connection with a Ray cluster, or with a Ray of this host that is started for the run."""
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
@@ -20,6 +19,7 @@ from ray import _raylet
 
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.watch import procs, waits
+from lockstep.watch.ports import dial
 
 log = logging.getLogger(__name__)
 
@@ -161,36 +161,12 @@ def _must_listen(address: str) -> None:
     if not host or not port.isdecimal():
         raise RayUnavailable(f"cluster.address {address}: expected HOST:PORT of the head of a Ray cluster, or auto")
     try:
-        _dial(host, int(port))
-    except (OSError, waits.WaitTimeout) as error:
+        dial(host, int(port), "whether Ray listens there", DIAL_S)
+    except OSError as error:
         raise RayUnavailable(
             f"no Ray at {address} ({_first_line(error)}). On the head, `ray status` says whether it runs; "
             f"`ray start --head --port={port}` starts it"
         ) from error
-
-
-def _dial(host: str, port: int) -> None:
-    """Raises OSError, WaitTimeout."""
-    refused: Exception | None = None
-    for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        try:
-            _connect(socket.socket(family, kind, protocol), target, f"{host}:{port}")
-            return
-        except (OSError, waits.WaitTimeout) as error:
-            refused = refused or error
-    assert refused is not None  # a name without addresses is an OSError
-    raise refused
-
-
-def _connect(trial: socket.socket, target: Any, whom: str) -> None:
-    with trial:
-        trial.setblocking(False)
-        code = trial.connect_ex(target)
-        if code in (0, errno.EINPROGRESS):
-            waits.writable(trial, whom=whom, why="whether Ray listens there", timeout_s=DIAL_S)
-            code = trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code))
 
 
 def _why_not(address: str, error: BaseException) -> str:

@@ -14,9 +14,6 @@ from lockstep.watch.folders import write_whole
 
 log = logging.getLogger(__name__)
 
-OF_NODES = ("LOCKSTEP_BEACONS",)
-"""Every node has its own."""
-
 
 def tell(config: Config, given: Forwarded, nodes: Sequence[Node], file: Path) -> None:
     """Warnings for people, and all of it for the run's folder."""
@@ -24,8 +21,7 @@ def tell(config: Config, given: Forwarded, nodes: Sequence[Node], file: Path) ->
     asker = WorkerSpec("any", "", 0, "")
     by_node = {node.info.name: differences(shell, node.environment_of(asker)) for node in nodes}
     for name, why in given.kept_back.items():
-        if name not in OF_NODES:
-            log.warning("%s of this shell does not reach workers: %s", name, why)
-    for line in told(by_node, {*config.env, *OF_NODES}):
+        log.warning("%s of this shell does not reach workers: %s", name, why)
+    for line in told(by_node, config.env):
         log.warning("%s", line)
     write_whole(file, json.dumps(report(given, by_node), indent=2).encode())

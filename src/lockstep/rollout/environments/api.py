@@ -7,6 +7,7 @@ from lockstep.cluster.protocol import concurrent
 from lockstep.cluster.user_code import UserCodeError
 from lockstep.data.samples import Prompt
 from lockstep.rollout.environments.protocol import Observation
+from lockstep.watch.errors import Carried
 
 SERVICE = "lockstep.rollout.environments.service:EnvironmentService"
 
@@ -106,7 +107,7 @@ class EnvironmentCodeError(UserCodeError):
     wanted = "class or function"
 
 
-class EnvironmentFailed(RuntimeError):
+class EnvironmentFailed(Carried, RuntimeError):
     """An environment or tool did not answer, and the config says that this ends the run."""
 
     def __init__(self, path: str, problem: str, sample: str = "", turn: int = 0, traceback: str | None = None) -> None:

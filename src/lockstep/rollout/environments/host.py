@@ -15,12 +15,13 @@ from lockstep.rollout.environments.api import (
     Prepared,
     Task,
 )
+from lockstep.watch.errors import Carried
 
 GRACE_S = 1.0
 """Async methods are cancelled at the limit; a process that has not come back this much later is ended."""
 
 
-class Lost(Exception):
+class Lost(Carried):
     """The process ended, or had to be ended."""
 
     def __init__(self, failure: Failure, culprit: int | None) -> None:

@@ -8,6 +8,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from lockstep.cluster.versions import SUPPORTED, numbers
+from lockstep.watch.errors import Carried
 
 ACCEPTED = SUPPORTED["vllm"]
 
@@ -27,15 +28,12 @@ _CALLED = {"init_transfer_engine", "start_weight_update", "receive_weights", "fi
 """Of vLLM's `WeightTransferEngine`: what it is made of, and what of it is abstract."""
 
 
-class VllmUnsupported(ValueError):
+class VllmUnsupported(Carried, ValueError):
     """vLLM is missing on `host`, or one that this cannot work with."""
 
     def __init__(self, host: str, problem: str, remedy: str) -> None:
         super().__init__(f"rollout.engine.kind = 'vllm': on host {host}, {problem}; {remedy}")
         self.host, self.problem, self.remedy = host, problem, remedy
-
-    def __reduce__(self) -> tuple[type["VllmUnsupported"], tuple[str, str, str]]:
-        return type(self), (self.host, self.problem, self.remedy)
 
 
 def check_installed() -> str:
