@@ -299,6 +299,24 @@ def test_weights_of_another_shape_leave_it_as_it_was(start, folder, tmp_path):
     assert all(again[name].tokens.tolist() == each.tokens.tolist() for name, each in before.items())
 
 
+def test_what_waits_for_room_in_the_cache_does_not_count_as_running(start, folder):
+    """Engines are compared by how fast they make tokens of so many sequences: these make none."""
+    engine = start(folder, extra={"num_gpu_blocks_override": CONTEXT // 32 + 2})
+    requests = [each for k in range(4) for each in ask(count=1, tokens=60, name=f"g{k}-")]
+    for k, request in enumerate(requests):
+        request.prompt = (request.prompt + k) % 50 + 4  # or they share their blocks
+    engine.submit(requests)
+    seen, finished = [], 0
+    for _ in range(2000):
+        finished += len(engine.step())
+        now = engine.progress()
+        seen.append(now.running)
+        assert now.running + now.waiting + now.finished == 4
+        if finished == 4:
+            break
+    assert 1 <= max(seen) <= 2 and now.running == 0
+
+
 def test_a_sleeping_engine_wakes_when_something_is_wanted(start, folder):
     engine = start(folder)
     requests = ask()

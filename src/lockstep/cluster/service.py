@@ -212,6 +212,8 @@ class Service:
         return Result(call.id), signature.encode_result(value)
 
     def _late(self, call: Call, signature: Signature, later: Later[Any], value: Any, error: Exception | None) -> None:
+        if later not in self._owed:  # whom it was for has gone
+            return
         self._owed.discard(later)
         if error is None:
             try:

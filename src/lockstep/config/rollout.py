@@ -1,8 +1,8 @@
 """How completions are generated."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lockstep.config.base import Section, usual_kind
 from lockstep.config.environment import Environment
@@ -70,6 +70,38 @@ class VllmEngine(Section):
     extra: dict[str, Any] = {}
     """Further arguments of vLLM's `EngineArgs`, as they are."""
 
+    @model_validator(mode="after")
+    def _extra_is_further(self) -> Self:
+        for name, value in self.extra.items():
+            field = _OF_MODEL.get(name) or (f"rollout.engine.{name}" if name in type(self).model_fields else "")
+            if field:
+                raise ValueError(f"extra has {name}, which has a field of its own: set {field}")
+            if name in _OURS:
+                raise ValueError(f"extra has {name}, which is set as {_OURS[name]}: leave it out")
+            if name in _BATCHES and value not in (None, _BATCHES[name]):
+                raise ValueError(
+                    f"extra has {name} {value!r}: with several batches under way, or several engines in one, nobody "
+                    "could say which weights made a token; leave it out (rollout.engine.count has several engines)"
+                )
+        return self
+
+
+_OF_MODEL = {
+    "model": "model.path", "revision": "model.revision", "max_model_len": "model.max_length",
+    "trust_remote_code": "model.trust_remote_code",
+}  # fmt: skip
+_OURS = {
+    "logprobs_mode": "training needs it (the log-probabilities that were sampled from)",
+    "skip_tokenizer_init": "the engine has a tokenizer of its own",
+    "weight_transfer_config": "weights come from the trainer",
+    "worker_extension_cls": "weights come from the trainer",
+    "enable_sleep_mode": "placement.colocate says",
+}
+_BATCHES = {"async_scheduling": False, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+"""What may be said of them."""
+VLLM_HOTTEST = 2.0
+"""The highest temperature that vLLM takes."""
+
 
 Engine = Annotated[BuiltinEngine | VllmEngine, Field(discriminator="kind"), usual_kind("builtin")]
 
@@ -95,3 +127,11 @@ class Rollout(Section):
     reissue: Reissue = Reissue()
     environment: Environment | None = None
     """Conversations with an environment or tools; plain completions when absent."""
+
+    def check(self, sampling: Sampling, field: str) -> None:
+        """Raises ValueError for sampling that the engine refuses."""
+        if self.engine.kind == "vllm" and sampling.temperature > VLLM_HOTTEST:
+            raise ValueError(
+                f"{field}.temperature {sampling.temperature:g} is refused by vLLM: set it to {VLLM_HOTTEST:g} at most, "
+                "or rollout.engine.kind=builtin"
+            )

@@ -108,6 +108,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _engines_sample_so(self) -> Self:
+        self.rollout.check(self.rollout.sampling, "rollout.sampling")
+        if self.evaluation is not None and self.evaluation.sampling is not None:
+            self.rollout.check(self.evaluation.sampling, "evaluation.sampling")
+        return self
+
+    @model_validator(mode="after")
     def _fewer_ranks_compute_the_same(self) -> Self:
         if self.recovery.fewer_ranks and self.model.adapter is not None and self.model.adapter.lora_dropout:
             raise ValueError(

@@ -120,11 +120,14 @@ class EngineService:
         return not now.paused and now.running + now.waiting > 0
 
     def renew(self) -> None:
-        """Forgets all requests, finished ones included, for the run's next controller; the model stays loaded."""
+        """Forgets all requests, finished ones included, for the run's next controller or for another beginning with
+        this one; the model stays loaded. Whoever has asked for completions hears that there are none."""
         self._engine.abort()
         self._engine.resume()
         self._outbox, self._failure = Outbox(), None
-        self._asked.clear()
+        asked, self._asked = self._asked, []
+        for _, later in asked:
+            later.settle(Collected(0, []))
 
     def close(self) -> None:
         self._engine.close()

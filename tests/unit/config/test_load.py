@@ -129,6 +129,38 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], 
         assert word in text
 
 
+@pytest.mark.parametrize(
+    ("sampling", "extra", "words"),
+    [
+        ({"temperature": 2.5}, {}, ["rollout.sampling.temperature 2.5 is refused by vLLM", "set it to 2 at most"]),
+        ({"temperature": float("inf")}, {}, ["temperature inf", "rollout.engine.kind=builtin"]),
+        ({}, {"tensor_parallel_size": 2}, ["a field of its own: set rollout.engine.tensor_parallel_size"]),
+        ({}, {"max_model_len": 64}, ["set model.max_length"]),
+        ({}, {"logprobs_mode": "raw_logprobs"}, ["training needs it", "leave it out"]),
+        ({}, {"async_scheduling": True}, ["async_scheduling True", "which weights made a token"]),
+        ({}, {"pipeline_parallel_size": 2}, ["pipeline_parallel_size 2", "rollout.engine.count"]),
+    ],
+)
+def test_what_vllm_would_refuse_is_refused_at_once(
+    sampling: dict[str, Any], extra: dict[str, Any], words: list[str]
+) -> None:
+    asked = {"engine": {"kind": "vllm", "extra": extra}, "sampling": sampling}
+    text = " ".join(problems(grpo(rollout=asked)).values())
+    for word in words:
+        assert word in text
+    if sampling:
+        evaluated = {"data": {"path": "e"}, "sampling": sampling}
+        text = " ".join(problems(grpo(rollout={"engine": {"kind": "vllm"}}, evaluation=evaluated)).values())
+        assert "evaluation.sampling.temperature" in text
+
+
+def test_what_vllm_takes_is_left_to_it() -> None:
+    extra = {"block_size": 64, "async_scheduling": False, "pipeline_parallel_size": 1, "quantization": "fp8"}
+    engine = {"kind": "vllm", "extra": extra}
+    assert check_config(grpo(rollout={"engine": engine, "sampling": {"temperature": 2.0}}), "test")
+    assert check_config(grpo(rollout={"sampling": {"temperature": 2.5}}), "test"), "the builtin engine takes it"
+
+
 def test_a_policy_loss_is_ppos_where_no_kind_is_given() -> None:
     found = check_config(grpo(loss={"clip_high": 0.28}), "test").loss
     assert (found.kind, found.clip_high) == ("ppo_clip", 0.28)

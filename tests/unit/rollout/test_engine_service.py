@@ -171,3 +171,16 @@ def test_a_failure_reaches_who_collects(model):
             taken(engine)
     engine.abort()
     assert {each.request for each in taken(engine).completions} == {"r0", "r1"}
+
+
+def test_a_renewed_engine_answers_who_has_asked(model):
+    engine, told = service(model), []
+    engine.submit(ask(2))
+    engine.collect().when_over(lambda value, error: told.append((value, error)))
+    engine.background()
+    engine.renew()
+    assert told == [(Collected(0, []), None)], "the question is not open for good"
+    engine.submit(ask(2))  # the same ids: the engine knows of none any more
+    while engine.background():
+        pass
+    assert taken(engine).sequence == 2 and len(told) == 1

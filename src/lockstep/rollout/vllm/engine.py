@@ -13,7 +13,7 @@ from lockstep.data.samples import Completion, FinishReason
 from lockstep.models.errors import first_line
 from lockstep.models.load import context_length, load_policy, load_tokenizer
 from lockstep.models.weights import resolve_folder
-from lockstep.rollout.errors import BadLogits, BadRequest, InterruptedUpdate, NoWeights, TornEngine
+from lockstep.rollout.errors import BadLogits, InterruptedUpdate, NoWeights, TornEngine
 from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.requests import check_request, nothing
 from lockstep.rollout.stops import eos_tokens, reach, written
@@ -23,8 +23,9 @@ from lockstep.rollout.taking import (
     WeightReceiver,
     open_receiver,
 )
+from lockstep.rollout.vllm.asking import check_sampling, core_request, reason_of
 from lockstep.rollout.vllm.rows import Row, Waiting
-from lockstep.rollout.vllm.settings import engine_arguments, engine_dtype, slower, start_core, try_core, vllm_error
+from lockstep.rollout.vllm.settings import engine_arguments, engine_dtype, slower, start_core, try_core
 from lockstep.rollout.vllm.support import check_usable, prepare
 
 _MEMORY = ("weights", "kv_cache")
@@ -92,6 +93,8 @@ class VllmEngine:
         """Whether it has no weights until it is given some."""
         self._tokens, self._finished, self._paused = 0, 0, False
         self._queries, self._hits = 0, 0
+        self._decoding = 0
+        """Of those within vLLM, how many it decoded in the last step: for the others its K/V cache has no room."""
 
     @classmethod
     def from_config(
@@ -249,10 +252,11 @@ class VllmEngine:
                 self._asleep -= {part}
 
     def progress(self) -> EngineProgress:
+        running = min(self._decoding, len(self._running))
         return EngineProgress(
             tokens=self._tokens,
-            waiting=len(self._waiting),
-            running=len(self._running),
+            waiting=len(self._waiting) + len(self._running) - running,
+            running=running,
             finished=self._finished,
             version=self.version,
             paused=self._paused or self._fenced,
@@ -283,7 +287,7 @@ class VllmEngine:
                 if row.request.stop:
                     watched.append(output.request_id)
             if output.finish_reason is not None:
-                ended[output.request_id] = _reason(output)
+                ended[output.request_id] = reason_of(output)
         for name in self._written(watched):
             if name not in ended:
                 self.core.abort_requests([name])
@@ -326,67 +330,13 @@ class VllmEngine:
             self._waiting.put_back(self._running.pop(name))
 
     def _count(self, stats: Any) -> None:
-        found = None if stats is None else stats.prefix_cache_stats
+        if stats is None:
+            return
+        self._decoding = stats.num_running_reqs
+        found = stats.prefix_cache_stats
         if found is not None:
             self._queries += found.queries
             self._hits += found.hits
-
-
-def core_request(name: str, request: Request, eos: frozenset[int], salt: str) -> Any:
-    """A request as vLLM's core takes it.
-
-    Args:
-        name: its id within vLLM, never used before.
-        eos: tokens that end it, unless it ignores them.
-        salt: what the blocks of its prompt in the prefix cache are found by, beside their tokens.
-    """
-    from vllm.v1.engine import EngineCoreRequest
-
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=request.prompt.tolist(),
-        mm_features=None,
-        sampling_params=sampling_params(request, eos),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=salt,
-        data_parallel_rank=None,
-    )
-
-
-def sampling_params(request: Request, eos: frozenset[int]) -> Any:
-    """vLLM's settings of a request; its own errors where it has no such."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        max_tokens=request.max_tokens,
-        ignore_eos=request.ignore_eos,
-        stop_token_ids=[] if request.ignore_eos else sorted(eos),
-        logprobs=0,
-        detokenize=False,
-    )
-
-
-def check_sampling(request: Request, eos: frozenset[int]) -> None:
-    """Raises BadRequest for settings that vLLM refuses."""
-    try:
-        sampling_params(request, eos)
-    except (ValueError, TypeError, vllm_error()) as error:
-        raise BadRequest(request.id, f"is refused by vLLM: {first_line(error)}") from error
-
-
-def _reason(output: Any) -> FinishReason:
-    """Raises RuntimeError for a request that vLLM could not go on with."""
-    name = str(output.finish_reason)
-    if name not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended request {output.request_id} with {name!r} ({output.stop_reason})")
-    return "stop" if name == "stop" else "length"
 
 
 def _generation(model: Model, config: Any) -> GenerationConfig:
