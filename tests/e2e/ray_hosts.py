@@ -1,7 +1,6 @@
 """Two hosts of a Ray cluster on one machine: this network and a network namespace, with a cable that can be cut."""
 
 import os
-import secrets
 import shutil
 import socket
 import subprocess
@@ -12,18 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
+from namespaces import Cable
 
 BOUND_S = 120.0
 RAY = str(Path(sys.executable).with_name("ray"))
-
-needs_namespaces = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
-)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
 
 
 def until(check: Callable[[], object], seconds: float, what: str) -> float:
@@ -40,7 +31,7 @@ class Hosts:
     memory of runs."""
 
     def __init__(self, folder: Path) -> None:
-        self.name, self.number = f"lr{secrets.token_hex(3)}", secrets.randbelow(250) + 1
+        self.cable = Cable.any("lr", "10.79")
         self.folder = folder
         self.temporary = Path(tempfile.mkdtemp(prefix="lsr"))
         self.port = _free_port()
@@ -53,12 +44,12 @@ class Hosts:
 
     @property
     def address(self) -> str:
-        return f"10.79.{self.number}.1:{self.port}"
+        return f"{self.cable.here}:{self.port}"
 
     @property
     def other(self) -> str:
         """Address of host b."""
-        return f"10.79.{self.number}.2"
+        return self.cable.there
 
     def shared(self, host: str) -> Path:
         """Of the runs on that host."""
@@ -66,28 +57,19 @@ class Hosts:
 
     def connect(self) -> None:
         """Makes the second host and the cable."""
-        try:
-            ip("netns", "add", self.name)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
-        ip("link", "add", f"{self.name}a", "type", "veth", "peer", "name", f"{self.name}b", "netns", self.name)
-        ip("addr", "add", f"10.79.{self.number}.1/24", "dev", f"{self.name}a")
-        ip("link", "set", f"{self.name}a", "up")
-        ip("-n", self.name, "addr", "add", f"10.79.{self.number}.2/24", "dev", f"{self.name}b")
-        ip("-n", self.name, "link", "set", f"{self.name}b", "up")
-        ip("-n", self.name, "link", "set", "lo", "up")
+        self.cable.lay()
 
     def cut(self) -> None:
-        ip("link", "set", f"{self.name}a", "down")
+        self.cable.cut()
 
     def mend(self) -> None:
-        ip("link", "set", f"{self.name}a", "up")
+        self.cable.mend()
 
     def start_ray(self, cpus: int = 4) -> None:
         """On both; returns when the head listens."""
         own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--block", "--disable-usage-stats"]
         head = ["--head", "--port", str(self.port), "--include-dashboard=false", "--temp-dir", str(self.temporary)]
-        self._start("a", [RAY, "start", *head, "--node-ip-address", f"10.79.{self.number}.1", *own])
+        self._start("a", [RAY, "start", *head, "--node-ip-address", self.cable.here, *own])
         until(self._listens, BOUND_S, "the head listens")
         self.join_b(cpus)
 
@@ -101,8 +83,8 @@ class Hosts:
 
     def join_b(self, cpus: int = 4) -> None:
         own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--block", "--disable-usage-stats"]
-        words = [RAY, "start", "--address", self.address, "--node-ip-address", f"10.79.{self.number}.2", *own]
-        self._start("b", ["ip", "netns", "exec", self.name, *words])
+        words = [RAY, "start", "--address", self.address, "--node-ip-address", self.cable.there, *own]
+        self._start("b", [*self.cable.inside, *words])
 
     def _start(self, host: str, words: list[str]) -> None:
         with (self.folder / f"ray-{host}.log").open("ab") as output:
@@ -115,7 +97,7 @@ class Hosts:
 
     def _listens(self) -> bool:
         with socket.socket() as trial:
-            return trial.connect_ex((f"10.79.{self.number}.1", self.port)) == 0
+            return trial.connect_ex((self.cable.here, self.port)) == 0
 
     def close(self) -> None:
         """Ends everything that was started here, by its pid."""
@@ -127,8 +109,7 @@ class Hosts:
             except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(ours, timeout=20)
-        subprocess.run(["ip", "link", "del", f"{self.name}a"], capture_output=True, timeout=10, check=False)
-        subprocess.run(["ip", "netns", "del", self.name], capture_output=True, timeout=10, check=False)
+        self.cable.remove()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from forked import ENVIRONMENT
 from harness import Launched, config, task, write
-from ray_hosts import Hosts, needs_namespaces, until
+from namespaces import needs_namespaces
+from ray_hosts import Hosts, until
 
 pytestmark = [
     pytest.mark.ray,

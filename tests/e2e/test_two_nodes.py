@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from harness import LOCKSTEP
-from ray_hosts import Hosts, needs_namespaces
+from namespaces import needs_namespaces
+from ray_hosts import Hosts
 
 from lockstep.watch.beacon import read_beacon
 

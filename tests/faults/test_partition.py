@@ -1,18 +1,17 @@
 """Two hosts, made of network namespaces, between which the link goes down and comes up again."""
 
 import os
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from namespaces import Cable, needs_namespaces
 
 from lockstep.watch import beacon
 from lockstep.watch.agent_client import Address, AgentClient
@@ -20,9 +19,7 @@ from lockstep.watch.settings import Settings
 from lockstep.watch.supervisor_client import Said, Supervision
 from lockstep.watch.verdict import Patience
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
-)
+pytestmark = needs_namespaces
 
 TOKEN = "the-run's-token"
 PATIENCE = Patience(notice_s=1.0, still_s=60.0, host_s=2.0)
@@ -49,43 +46,10 @@ while True:
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
-
-
-@dataclass(frozen=True)
-class Link:
-    """A namespace and the cable to it."""
-
-    name: str
-    number: int
-
-    @property
-    def address(self) -> str:
-        return f"10.77.{self.number}.2"
-
-    def plug(self, up: bool) -> None:
-        ip("link", "set", f"{self.name}a", "up" if up else "down")
-
-
 @pytest.fixture
-def link() -> Iterator[Link]:
-    made = Link(f"lk{secrets.token_hex(3)}", secrets.randbelow(250) + 1)
-    try:
-        ip("netns", "add", made.name)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
-    try:
-        ip("link", "add", f"{made.name}a", "type", "veth", "peer", "name", f"{made.name}b", "netns", made.name)
-        ip("addr", "add", f"10.77.{made.number}.1/24", "dev", f"{made.name}a")
-        ip("-n", made.name, "addr", "add", f"{made.address}/24", "dev", f"{made.name}b")
-        ip("-n", made.name, "link", "set", f"{made.name}b", "up")
-        ip("-n", made.name, "link", "set", "lo", "up")
-        made.plug(up=True)
+def link() -> Iterator[Cable]:
+    with Cable.any("lk", "10.77") as made:
         yield made
-    finally:
-        subprocess.run(["ip", "link", "del", f"{made.name}a"], capture_output=True, timeout=10, check=False)
-        ip("netns", "del", made.name)
 
 
 def until(check: Callable[[], object], seconds: float, what: str) -> None:
@@ -109,10 +73,10 @@ def start(run: str, folder: Path, node: str, namespace: str | None, host: str) -
 
 
 @contextmanager
-def two_hosts(folder: Path, link: Link, patience: Patience) -> Iterator[list[Said]]:
+def two_hosts(folder: Path, link: Cable, patience: Patience) -> Iterator[list[Said]]:
     """A worker on each, which waits for the other's in every step, until the link goes down; what is said of them."""
     run, said = beacon.new_run_id("cut"), list[Said]()
-    agents = [start(run, folder / "a", "a", None, "127.0.0.1"), start(run, folder / "b", "b", link.name, link.address)]
+    agents = [start(run, folder / "a", "a", None, "127.0.0.1"), start(run, folder / "b", "b", link.name, link.there)]
     addresses = [Address.read(folder / node) for node in ("a", "b")]
     clients = [AgentClient(each, TOKEN) for each in addresses]
     (folder / "worker.py").write_text(WORKER)
@@ -127,11 +91,11 @@ def two_hosts(folder: Path, link: Link, patience: Patience) -> Iterator[list[Sai
         until(lambda: (folder / "policy-1.5").exists() and supervision.up.is_set(), 30, "both work")
         time.sleep(1.5)
         assert [each.headline for each in said if each.level != "notice"] == []
-        link.plug(up=False)
+        link.cut()
         (folder / "hold").touch()  # over a network, the other would not hear of it either
         yield said
     finally:
-        link.plug(up=True)
+        link.mend()
         supervision.close()
         for client, agent in zip(clients, agents, strict=True):
             client.leave(0.2)
@@ -139,18 +103,18 @@ def two_hosts(folder: Path, link: Link, patience: Patience) -> Iterator[list[Sai
             agent.wait(10)
 
 
-def test_a_host_that_is_cut_off_is_told_and_taken_back_when_the_link_heals(tmp_path: Path, link: Link) -> None:
+def test_a_host_that_is_cut_off_is_told_and_taken_back_when_the_link_heals(tmp_path: Path, link: Cable) -> None:
     with two_hosts(tmp_path, link, PATIENCE) as said:
         until(lambda: any("b" in _hosts(each) for each in said), 15, f"host b is told of; said {said}")
         told = next(each for each in said if "b" in _hosts(each))
         assert [each["rank"] for each in told.verdict["culprits"]] == [1]
-        link.plug(up=True)
+        link.mend()
         (tmp_path / "hold").unlink()
         until(lambda: any(each.change == "withdrawn" for each in said), 30, "it is taken back")
         assert not any("a" in _hosts(each) and each.level != "notice" for each in said), "the other is no culprit"
 
 
-def test_a_host_that_stays_cut_off_is_confirmed(tmp_path: Path, link: Link) -> None:
+def test_a_host_that_stays_cut_off_is_confirmed(tmp_path: Path, link: Cable) -> None:
     """It may have lost its power or its cable: both are said, and the host that is left is not blamed."""
     with two_hosts(tmp_path, link, replace(PATIENCE, still_s=4.0)) as said:
         until(lambda: any(each.level == "confirmed" for each in said), 40, f"it is confirmed; said {said}")

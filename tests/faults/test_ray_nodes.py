@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import ray_hosts
+from namespaces import needs_namespaces
 from ray_hosts import Hosts, until
 
 import lockstep
@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(400),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
-    pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root"),
+    needs_namespaces,
 ]
 SPREAD = Placement(strategy="spread")
 WANTED = [Wanted(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(2)]
@@ -95,7 +95,7 @@ def test_a_host_that_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
         workers = cluster.start([engine(0), engine(1)])
         assert sorted(cluster.node_of(worker).name for worker in workers) == sorted(n.name for n in cluster.nodes())
         far = there(workers)
-        assert far.call(Plain.environment, "GLOO_SOCKET_IFNAME") == f"{hosts.name}b"
+        assert far.call(Plain.environment, "GLOO_SOCKET_IFNAME") == hosts.cable.far
         assert far.call(Plain.environment, "LOCKSTEP_BEACONS") == str(hosts.shared("b"))
         pending, died = far.submit(Plain.sleep, 300.0), threading.Event()
         far.on_death(lambda error: died.set())

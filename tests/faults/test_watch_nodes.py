@@ -2,8 +2,6 @@
 
 import json
 import os
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,47 +10,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from namespaces import Cable, needs_namespaces
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 JOB = str(Path(__file__).with_name("watched") / "job.py")
 TOKEN = "a-secret-of-the-two-nodes"
 BOUND_S = 180.0
 
-needs_namespaces = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
-)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
-
 
 @pytest.fixture
-def namespace() -> Iterator[tuple[str, int]]:
-    """A namespace, and the number of the network between it (10.78.N.2) and this one (10.78.N.1)."""
-    name, number = f"lw{secrets.token_hex(3)}", secrets.randbelow(250) + 1
-    try:
-        ip("netns", "add", name)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
-    try:
-        ip("link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
-        ip("addr", "add", f"10.78.{number}.1/24", "dev", f"{name}a")
-        ip("link", "set", f"{name}a", "up")
-        ip("-n", name, "addr", "add", f"10.78.{number}.2/24", "dev", f"{name}b")
-        ip("-n", name, "link", "set", f"{name}b", "up")
-        ip("-n", name, "link", "set", "lo", "up")
-        yield name, number
-    finally:
-        subprocess.run(["ip", "link", "del", f"{name}a"], capture_output=True, timeout=10, check=False)
-        ip("netns", "del", name)
+def cable() -> Iterator[Cable]:
+    with Cable.any("lw", "10.78") as made:
+        yield made
 
 
-def start(folder: Path, place: tuple[str, int], node: int, *words: str) -> "subprocess.Popen[str]":
+def start(folder: Path, cable: Cable, node: int, *words: str) -> "subprocess.Popen[str]":
     """`lockstep watch -- torchrun` on node 0 (here) or 1 (in the namespace)."""
-    name, number = place
-    inside = ["ip", "netns", "exec", name] if node else []
-    host = f"10.78.{number}.1"
+    inside = cable.inside if node else []
+    host = cable.here
     watch = [
         LOCKSTEP,
         "watch",
@@ -73,8 +48,8 @@ def start(folder: Path, place: tuple[str, int], node: int, *words: str) -> "subp
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
                 "--master-addr", host, "--master-port", "29478", "--nproc-per-node", "1", JOB, *words]  # fmt: skip
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TOKEN": TOKEN, "GLOO_SOCKET_IFNAME": f"{name}{'ab'[node]}",
-        "LOCKSTEP_BEACONS": str(folder / f"shm-{node}"),
+        **os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TOKEN": TOKEN, "LOCKSTEP_BEACONS": str(folder / f"shm-{node}"),
+        "GLOO_SOCKET_IFNAME": cable.far if node else cable.near,
     }  # fmt: skip
     return subprocess.Popen(
         [*inside, *watch, *torchrun], env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
@@ -86,9 +61,9 @@ def start(folder: Path, place: tuple[str, int], node: int, *words: str) -> "subp
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", ["stuck", "late"])
-def test_a_rank_of_the_other_node_that_blocks_is_named(tmp_path: Path, namespace: tuple[str, int], fault: str) -> None:
+def test_a_rank_of_the_other_node_that_blocks_is_named(tmp_path: Path, cable: Cable, fault: str) -> None:
     """With its host and line, on both consoles; and the command is ended on both nodes."""
-    nodes = [start(tmp_path, namespace, node, f"--{fault}", "1") for node in range(2)]
+    nodes = [start(tmp_path, cable, node, f"--{fault}", "1") for node in range(2)]
     bound = threading.Timer(BOUND_S, lambda: [os.killpg(each.pid, signal.SIGKILL) for each in nodes])
     bound.start()
     said = [each.communicate()[1] for each in nodes]

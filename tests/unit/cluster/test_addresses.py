@@ -3,7 +3,6 @@ links."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespaces import add_namespace, ip, needs_namespaces
 
 from lockstep.cluster.addresses import (
     Interface,
@@ -114,22 +114,13 @@ except ValueError as error:
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-
 @pytest.fixture(scope="module")
 def host() -> Iterator[str]:
     """A namespace with two links to others (`fast` and `slow`), and a bridge that answers for everything else."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("needs root and iproute2 to make network namespaces")
     mine, peer = f"la{os.getpid()}", f"lb{os.getpid()}"
+    add_namespace(mine)
     try:
-        ip("netns", "add", mine)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
-    try:
-        ip("netns", "add", peer)
+        add_namespace(peer)
         for number, name in enumerate(("fast0", "slow0")):
             ip("-n", mine, "link", "add", name, "type", "veth", "peer", "name", name, "netns", peer)
             for namespace, last in ((mine, 1), (peer, 2)):
@@ -152,6 +143,7 @@ def seen(host: str, peer: str = "-", prefix: str = "-") -> Any:
     return json.loads(done.stdout)
 
 
+@needs_namespaces
 def test_the_route_to_the_peer_decides(host: str) -> None:
     assert seen(host, "10.77.0.2") == {"name": "fast0", "address": "10.77.0.1", "bridge": False, "up": True}
     assert seen(host, "10.77.1.2")["name"] == "slow0"
@@ -159,6 +151,7 @@ def test_the_route_to_the_peer_decides(host: str) -> None:
     assert seen(host, "10.77.0.2", "slow")["address"] == "10.77.1.1", "whoever names it means it"
 
 
+@needs_namespaces
 def test_what_reaches_nobody_is_refused(host: str) -> None:
     assert "interface pod0), a bridge" in seen(host, "10.88.0.7")["refused"]
     assert "other hosts do not reach" in seen(host, "127.0.0.1")["refused"]

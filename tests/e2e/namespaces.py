@@ -1,0 +1,81 @@
+"""Network namespaces as hosts, with a cable to each that can be cut. They need root and iproute2."""
+
+import os
+import secrets
+import shutil
+import subprocess
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2"
+)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+def add_namespace(name: str) -> None:
+    """Skips the test where none can be made."""
+    try:
+        ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+
+
+class Cable:
+    """From this network, where it is the interface `near`, to a namespace of its own, where it is `far`.
+
+    Args:
+        name: of the namespace, at most 14 letters.
+        here, there: addresses of the two ends, in one /24.
+    """
+
+    def __init__(self, name: str, here: str, there: str) -> None:
+        self.name, self.here, self.there = name, here, there
+        self.near, self.far = f"{name}a", f"{name}b"
+        self.inside = ["ip", "netns", "exec", name]
+        """Beginning of a command that is to run there."""
+
+    @classmethod
+    def any(cls, prefix: str, network: str) -> Self:
+        """One that no other test has at the same time, in a subnet of `network` (`10.77`)."""
+        subnet = f"{network}.{secrets.randbelow(250) + 1}"
+        return cls(f"{prefix}{secrets.token_hex(3)}", f"{subnet}.1", f"{subnet}.2")
+
+    def lay(self) -> None:
+        """Makes the namespace, with the cable plugged in."""
+        add_namespace(self.name)
+        ip("link", "add", self.near, "type", "veth", "peer", "name", self.far, "netns", self.name)
+        ip("addr", "add", f"{self.here}/24", "dev", self.near)
+        ip("-n", self.name, "addr", "add", f"{self.there}/24", "dev", self.far)
+        for device in (self.far, "lo"):
+            ip("-n", self.name, "link", "set", device, "up")
+        self.mend()
+
+    def cut(self) -> None:
+        ip("link", "set", self.near, "down")
+
+    def mend(self) -> None:
+        ip("link", "set", self.near, "up")
+
+    def remove(self) -> None:
+        """What there is of it."""
+        for words in (["link", "del", self.near], ["netns", "del", self.name]):
+            subprocess.run(["ip", *words], capture_output=True, timeout=20, check=False)
+
+    def __enter__(self) -> Self:
+        try:
+            self.lay()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.remove()
