@@ -29,6 +29,7 @@ JOB = {
     "ttlSecondsAfterFinished",
 }  # fmt: skip
 """Fields of a RayJobSpec of `ray.io/v1`, by KubeRay's API reference."""
+CLUSTER = {"authOptions", "headGroupSpec", "rayVersion", "workerGroupSpecs"}
 WORKERS = {
     "groupName", "idleTimeoutSeconds", "maxReplicas", "minReplicas", "numOfHosts", "rayStartParams", "replicas",
     "resources", "labels", "scaleStrategy", "suspend", "template",
@@ -39,8 +40,9 @@ def test_the_manifest_is_a_ray_job() -> None:
     job = yaml.safe_load(KUBERAY.read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec: dict[str, Any] = job["spec"]
-    assert set(spec) <= JOB and set(spec["rayClusterSpec"]) == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+    assert set(spec) <= JOB and set(spec["rayClusterSpec"]) == CLUSTER
     cluster = spec["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
     assert numbers(cluster["rayVersion"]) >= numbers(SUPPORTED["ray"].least)
     (workers,) = cluster["workerGroupSpecs"]
     assert set(workers) <= WORKERS and workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lockstep.cli.errors import FAILED, INTERRUPTED, REFUSED, show_note, show_refusal
@@ -23,8 +23,13 @@ def submit_run(
     address: str, config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str]
 ) -> int:
     """Hands the run over and follows it; the exit code is the run's own. Ctrl-C detaches, as from `ray job submit`."""
+    asked: list[Job] = []
     try:
-        job = _hand_over(address, config, resume, overrides)
+        job = _hand_over(address, config, resume, overrides, asked.append)
+    except KeyboardInterrupt:
+        for job in asked[-1:]:
+            show_note(f"job {job.id} may have been taken. Follow it: {job.follow_again()}; stop it: {job.stop()}")
+        return INTERRUPTED
     except (Refused, SubmissionError, OSError) as error:
         show_refusal(error)
         return REFUSED
@@ -40,7 +45,11 @@ def submit_run(
 
 
 def _hand_over(
-    address: str, config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str]
+    address: str,
+    config: SFTConfig | GRPOConfig | None,
+    resume: Path | None,
+    overrides: Sequence[str],
+    asked: Callable[[Job], None],
 ) -> Job:
     if resume is not None and not resume.is_absolute():
         raise Refused(f"--resume {resume} is looked for on the cluster: name it by its absolute path there")
@@ -49,7 +58,7 @@ def _hand_over(
             raise Refused("name a file to train from, or a run with --resume")
         _must_be_public(overrides)
         words = ["python", "-m", "lockstep", "train", "--resume", str(resume), *overrides]
-        return submit(address, resume.name, shlex.join(words), None, {})
+        return submit(address, resume.name, shlex.join(words), None, {}, asked)
     config = _on_ray(config)
     assert isinstance(config.cluster, RayCluster)
     given = _environment(config.cluster)
@@ -59,7 +68,7 @@ def _hand_over(
         if staged.elsewhere:
             show_note(f"not sent, to be there on the cluster: {', '.join(staged.elsewhere)}")
         words = ["python", "-m", "lockstep", "train", FILE, *(["--resume", str(resume)] if resume is not None else [])]
-        return submit(address, config.name, shlex.join(words), staged.folder, given.values)
+        return submit(address, config.name, shlex.join(words), staged.folder, given.values, asked)
 
 
 def _must_be_public(overrides: Sequence[str]) -> None:

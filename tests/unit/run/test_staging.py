@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lockstep.cli.submission import submit_run
-from lockstep.cluster.ray.jobs import SubmissionError, dashboard
+from lockstep.cluster.ray.jobs import Job, SubmissionError, dashboard
 from lockstep.config.load import check_config, load_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.run import staging
@@ -95,3 +95,20 @@ def test_no_secret_becomes_part_of_a_command(capsys: pytest.CaptureFixture[str])
 def test_a_run_to_go_on_with_is_named_by_its_path_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit_run("127.0.0.1:1", config(), Path("runs/x"), []) == 2
     assert "absolute path" in " ".join(capsys.readouterr().err.split())
+
+
+def test_ctrl_c_while_a_run_is_handed_over_names_the_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dashboard may have it, or not."""
+
+    def interrupted(address: str, *what: object) -> Job:
+        asked: Any = what[-1]
+        for name in ("x-1", "x-2"):  # the first was sent away
+            asked(Job(address, name))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lockstep.cli.submission.submit", interrupted)
+    assert submit_run("http://127.0.0.1:1", None, Path("/runs/x"), []) == 130
+    said = " ".join(capsys.readouterr().err.split())
+    assert "job x-2 may have been taken" in said and "ray job stop --address http://127.0.0.1:1 x-2" in said

@@ -91,7 +91,7 @@ class RayCluster(AgentCluster):
         self._places: dict[str, Place] = {}
         self._open = False
         cpus = max(sum(each.cpus for each in wanted), os.cpu_count() or 1)
-        session.open_session(config, cpus, gpus_of(wanted, self._placement))
+        session.open_session(config, cpus, gpus_of(wanted, placement or Placement()))
         self._open = True
         if heritage is not None:
             session.close_session()  # its own; this one is the same

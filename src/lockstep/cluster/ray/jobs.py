@@ -83,7 +83,14 @@ def dashboard(address: str) -> str:
 _WHICH = "name that of the dashboard, such as http://127.0.0.1:8265 (port 8265 of the head)"
 
 
-def submit(address: str, name: str, entrypoint: str, folder: Path | None, env: Mapping[str, str]) -> Job:
+def submit(
+    address: str,
+    name: str,
+    entrypoint: str,
+    folder: Path | None,
+    env: Mapping[str, str],
+    asked: Callable[[Job], None] = lambda job: None,
+) -> Job:
     """Hands a run over.
 
     Args:
@@ -91,6 +98,7 @@ def submit(address: str, name: str, entrypoint: str, folder: Path | None, env: M
         name: of the run; the job's id begins with it.
         folder: becomes the job's working directory.
         env: of the job's driver; shown to everybody who sees the dashboard.
+        asked: hears of the job before the dashboard does, again for each attempt.
 
     Raises:
         SubmissionError: nobody answers there, or the job is not taken.
@@ -101,13 +109,16 @@ def submit(address: str, name: str, entrypoint: str, folder: Path | None, env: M
     if folder is not None:
         runtime["working_dir"] = str(folder)
 
-    def hand_over() -> str | None:
+    def hand_over() -> Job | None:
+        job = Job(address, _job_id(name))
         call = partial(
-            client.submit_job, entrypoint=entrypoint, runtime_env=runtime, submission_id=_job_id(name),
+            client.submit_job, entrypoint=entrypoint, runtime_env=runtime, submission_id=job.id,
             metadata={"lockstep_run": name},
         )  # fmt: skip
+        asked(job)
         try:
-            return str(_bounded(call, address, "hand the run over", UPLOAD_S))
+            _bounded(call, address, "hand the run over", UPLOAD_S)
+            return job
         except SubmissionError as error:
             if _LATER not in str(error):
                 raise
@@ -116,10 +127,9 @@ def submit(address: str, name: str, entrypoint: str, folder: Path | None, env: M
 
     try:
         why = "it takes the run: it has said 'try again later'"
-        taken = waits.poll(hand_over, kind="http", whom=address, why=why, every_s=LOOK_S, timeout_s=READY_S)
+        return waits.poll(hand_over, kind="http", whom=address, why=why, every_s=LOOK_S, timeout_s=READY_S)
     except WaitTimeout as error:
         raise SubmissionError(f"cannot hand the run over: {error}") from error
-    return Job(address, taken)
 
 
 def follow(job: Job, emit: Callable[[str], None]) -> Ended:
