@@ -53,7 +53,7 @@ def test_two_that_come_in_place_of_others_share_one_new_agent(own: Config, tmp_p
         workers = cluster.start([engine(0), engine(1)])
         kept = run_dir(cluster._run) / "weights"
         kept.write_text("version 7")
-        os.kill(cluster._holder.agent.address.pid, signal.SIGKILL)
+        os.kill(cluster._nodes[0].agent.address.pid, signal.SIGKILL)
         until(lambda: all(worker.dead for worker in workers), 60, "the agent's workers ended with it")
         successors: list[Any] = []
         starting = [
@@ -75,13 +75,13 @@ def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> Non
     from lockstep.cluster.ray.session import answer
 
     with opened(own, tmp_path) as cluster:
-        holder = cluster._holder
+        holder = cluster._nodes[0]
         past = asdict(replace(cluster._leader(True), generation=1))
         answer(holder.keeper.heritage.remote(2), "the actor", "generation 2 takes over")
         for asked in (
             holder.keeper.start_agent.remote(past, 0.0),
-            holder.keeper.reserve.remote(1, [{"CPU": 1.0}]),
-            holder.keeper.keep_places.remote(1, {}),
+            holder.keeper.reserve.remote(1, {"CPU": 1.0}),
+            holder.keeper.keep.remote(1, []),
             holder.keeper.watch_controller.remote(1, os.getpid(), None, 0.0),
         ):
             with pytest.raises(Superseded, match=r"generation 1 of .* generation 2 has taken it over"):

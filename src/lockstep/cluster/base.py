@@ -84,8 +84,8 @@ class AgentCluster(ABC):
         atexit.register(self.close)
 
     @abstractmethod
-    def _prepare(self) -> None:
-        """Before workers are started: agents that can be replaced are. Raises AgentGone where none can be."""
+    def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
+        """Before these workers are started: agents that can be replaced are. Raises AgentGone where none can be."""
 
     @abstractmethod
     def _place(self, spec: WorkerSpec) -> Node:
@@ -115,7 +115,7 @@ class AgentCluster(ABC):
             ValueError: a name is taken.
         When one fails, the others of this call are ended as well.
         """
-        self._prepare()
+        self._prepare(specs)
         claimed = self._heirs.claim(specs, self._fitness)
         workers = dict(claimed)
         others = [number for number in range(len(specs)) if number not in claimed]

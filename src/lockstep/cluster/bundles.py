@@ -16,7 +16,7 @@ COUNT_FIELD = {
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """A node as its cluster knows it."""
+    """A living node as its cluster knows it."""
 
     id: str
     name: str
@@ -28,10 +28,7 @@ class NodeFacts:
     free_gpus: float
     memory: int = 0
     """Bytes; 0 where it is not known."""
-    alive: bool = True
     head: bool = False
-    used_by: str = ""
-    """Who has what is not free, where the cluster says so."""
 
 
 @dataclass(frozen=True, slots=True)

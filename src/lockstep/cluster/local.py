@@ -7,6 +7,7 @@ import secrets
 import shutil
 import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cluster.base import CLOSE_GRACE_S, AgentCluster
@@ -94,7 +95,7 @@ class LocalCluster(AgentCluster):
             raise ValueError(f"{spec.name} is to be on {spec.node}, and this run has only {self._node.info.name}")
         return self._node
 
-    def _prepare(self) -> None:
+    def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
         """Starts another agent where it was killed. Its workers went with it (the kernel sees to that, so that none is
         ever orphaned): whoever needs them starts them again. Raises AgentGone."""
         with self._lock:

@@ -28,6 +28,8 @@ class Node:
     here = True
     """Whether pids, files and shared memory of the host are ours to see."""
     why_lost = ""
+    id = ""
+    """By which its cluster knows it, where that has several."""
 
     def __init__(self, info: NodeInfo, affairs: Path, logs: Path) -> None:
         self.info, self.affairs, self.logs = info, affairs, logs

@@ -1,19 +1,19 @@
 """Who runs where: a place for each process of a run on the nodes of a cluster, before anything starts."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from lockstep.cluster.alternatives import would_fit
 from lockstep.cluster.bundles import Bundle, NodeFacts, PlacementError, Wanted, bundles_of, in_bytes, on, shortened
 from lockstep.cluster.fitting import Kind, Size, fit, largest_first
 from lockstep.config.cluster import RayCluster
-from lockstep.config.placement import Placement
+from lockstep.config.placement import Placement, RolePlacement
 from lockstep.watch.errors import Carried
 
 __all__ = [
     "Assignment", "Bundle", "Busy", "DoesNotFit", "LookAtNodes", "NodeFacts", "PlacementError", "Wanted", "alike",
-    "assign", "bundles_of", "reassign",
+    "assign", "bundles_of", "loosened",
 ]  # fmt: skip
 
 LookAtNodes = Callable[[RayCluster], list[NodeFacts]]
@@ -48,7 +48,7 @@ class Busy(Carried, PlacementError):
 
     Args:
         waiting: bundles that have no place now.
-        users: nodes that others use, each with how much and, where that is known, with who does.
+        users: nodes that others use, each with how much.
     """
 
     def __init__(self, waiting: Sequence[Bundle], users: Sequence[str]) -> None:
@@ -138,32 +138,9 @@ def assign(wanted: Sequence[Wanted], placement: Placement, nodes: Sequence[NodeF
     return _placed(bundles_of(wanted, placement), placement, nodes, lambda: _alternatives(wanted, placement, nodes))
 
 
-def reassign(
-    assignment: Assignment, placement: Placement, lost: Collection[str], nodes: Sequence[NodeFacts]
-) -> Assignment:
-    """A place for the bundles of nodes that are lost; all others stay where they are.
-
-    Args:
-        lost: ids of nodes.
-        nodes: the cluster's now; what the run has on them is not free.
-
-    Raises:
-        DoesNotFit, Busy: as of `assign`; a role that was to have so many nodes takes what there is.
-    """
-    homeless = [on(bundle, None) for share in assignment.shares if share.node.id in lost for bundle in share.bundles]
-    if not homeless:
-        return assignment
-    stays = [share for share in assignment.shares if share.node.id not in lost]
-    known = {node.id: number for number, node in enumerate(nodes)}
-    merged = [*nodes, *(share.node for share in stays if share.node.id not in known)]
-    place = {node.id: number for number, node in enumerate(merged)}
-    kept = [on(bundle, place[share.node.id]) for share in stays for bundle in share.bundles]
-    moved = _placed([_free(bundle) for bundle in homeless], placement, nodes, tuple)
-    return Assignment(tuple(merged), (*kept, *moved.bundles))
-
-
-def _free(bundle: Bundle) -> Bundle:
-    return replace(bundle, alone=False)
+def loosened(placement: Placement) -> Placement:
+    """For those who have lost their place: on however many nodes there are."""
+    return placement.model_copy(update={"policy": RolePlacement(), "rollout": RolePlacement()})
 
 
 def _placed(
@@ -173,28 +150,29 @@ def _placed(
     alternatives: Callable[[], Sequence[str]],
 ) -> Assignment:
     spread = placement.strategy == "spread"
-    living = [number for number, node in enumerate(nodes) if node.alive]
-    living.sort(key=lambda number: (-nodes[number].free_gpus, -nodes[number].free_cpus, not nodes[number].head, number))
+    order = sorted(
+        range(len(nodes)),
+        key=lambda number: (-nodes[number].free_gpus, -nodes[number].free_cpus, not nodes[number].head, number),
+    )
     groups = alike(bundles)
     kinds = [_kind(group) for group in groups]
-    free = [_room(nodes[number], now=True) for number in living]
+    free = [_room(nodes[number], now=True) for number in order]
     counts = fit(kinds, free, spread)
     if counts is None:
-        total = [_room(nodes[number], now=False) for number in living]
+        total = [_room(nodes[number], now=False) for number in order]
         if free == total or fit(kinds, total, spread) is None:
-            raise _does_not_fit(groups, kinds, [nodes[number] for number in living], total, alternatives())
-        raise Busy(_homeless(groups, kinds, free, spread), _users([nodes[number] for number in living]))
+            raise _does_not_fit(groups, kinds, [nodes[number] for number in order], total, alternatives())
+        raise Busy(_homeless(groups, kinds, free, spread), _users([nodes[number] for number in order]))
     placed: list[Bundle] = []
     for k, group in enumerate(groups):
         rest = iter(group)
-        for number, row in sorted(zip(living, counts, strict=True), key=lambda pair: pair[0] if spread else 0):
+        for number, row in sorted(zip(order, counts, strict=True), key=lambda pair: pair[0] if spread else 0):
             placed += [on(next(rest), number) for _ in range(row[k])]
     return Assignment(tuple(nodes), tuple(placed))
 
 
 def _alternatives(wanted: Sequence[Wanted], placement: Placement, nodes: Sequence[NodeFacts]) -> list[str]:
-    rooms = [_room(node, now=False) for node in nodes if node.alive]
-    rooms.sort(reverse=True)
+    rooms = sorted((_room(node, now=False) for node in nodes), reverse=True)
 
     def fits(wanted: Sequence[Wanted], placement: Placement) -> bool:
         try:
@@ -280,6 +258,5 @@ def _users(nodes: Sequence[NodeFacts]) -> list[str]:
         gpus, cpus = node.gpus - node.free_gpus, node.cpus - node.free_cpus
         if gpus > 0 or cpus > 0:
             parts = [f"{gpus:g} of {node.gpus:g} GPUs"] * (gpus > 0) + [f"{cpus:g} of {node.cpus:g} CPUs"] * (cpus > 0)
-            by = f" by {node.used_by}" if node.used_by else ""
-            found.append(f"{node.name} has {' and '.join(parts)} in use{by}")
+            found.append(f"{node.name} has {' and '.join(parts)} in use")
     return found

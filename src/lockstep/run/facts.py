@@ -76,7 +76,7 @@ def host_facts(cfg: LocalCluster | RayCluster, nodes: Sequence[NodeFacts] | None
     are known."""
     gpus = 0
     if cfg.device != "cpu":
-        gpus = torch.cuda.device_count() if nodes is None else int(sum(node.gpus for node in nodes if node.alive))
+        gpus = torch.cuda.device_count() if nodes is None else int(sum(node.gpus for node in nodes))
     return HostFacts(
         cores=len(os.sched_getaffinity(0)),
         memory=min(psutil.virtual_memory().available, _cgroup_memory()),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.cluster.bundles import gpus_of
-from lockstep.cluster.placement import Assignment, Busy, DoesNotFit, NodeFacts, PlacementError, Wanted, assign, reassign
+from lockstep.cluster.placement import Assignment, Busy, DoesNotFit, NodeFacts, PlacementError, Wanted, assign
 from lockstep.config.placement import Placement
 
 
@@ -35,7 +35,6 @@ def check(assignment: Assignment, wanted: list[Wanted], nodes: list[NodeFacts]) 
     assert Counter(names) == Counter(each.name for each in wanted)
     of = {each.name: each for each in wanted}
     for share in assignment.shares:
-        assert share.node.alive
         assert share.cpus <= share.node.free_cpus + 1e-6 and share.gpus <= share.node.free_gpus
         assert share.cpus == pytest.approx(sum(of[name].cpus for name in share.processes))
         if share.node.memory:
@@ -243,8 +242,8 @@ def test_where_there_are_no_gpus_nobody_speaks_of_them() -> None:
 
 
 def test_busy_is_not_infeasible() -> None:
-    nodes = [node(0, free_gpus=3, used_by="placement group of run sort"), node(1, gpus=2)]
-    with pytest.raises(Busy, match=r"policy-1\.\.3 wait for 3 GPUs .*node-0 has 5 of 8 GPUs in use by placement group"):
+    nodes = [node(0, free_gpus=3), node(1, gpus=2)]
+    with pytest.raises(Busy, match=r"policy-1\.\.3 wait for 3 GPUs .*node-0 has 5 of 8 GPUs in use"):
         assign(run(4, 2, 2), Placement(), nodes)
     with pytest.raises(DoesNotFit):
         assign(run(7, 2, 2), Placement(), nodes)
@@ -252,27 +251,7 @@ def test_busy_is_not_infeasible() -> None:
 
 def test_without_a_node_that_lives_nothing_fits() -> None:
     with pytest.raises(DoesNotFit, match="no node is alive"):
-        assign(run(1), Placement(), [node(0, alive=False)])
-
-
-def test_bundles_of_a_lost_node_move_and_all_others_stay() -> None:
-    nodes = [node(n, gpus=4) for n in range(3)]
-    placement = Placement(policy={"nodes": 2, "gpus_per_node": 4})
-    before = assign(run(8, 2), placement, nodes)
-    lost = before.node_of["policy-4"]
-    rest = [n for n in nodes if n is not lost]
-    now = [node(9, gpus=4), *(node(int(n.name[-1]), gpus=4, free_gpus=4 - _used(before, n)) for n in rest)]
-    after = reassign(before, placement, {lost.id}, now)
-    moved = {name for name, place in after.node_of.items() if place.id != before.node_of[name].id}
-    assert moved == {name for name, place in before.node_of.items() if place is lost}
-    assert {after.node_of[name].id for name in moved} == {"id-9"}
-    stayed = set(before.slots) - moved
-    assert {name: after.slots[name] for name in stayed} == {name: before.slots[name] for name in stayed}
-    assert reassign(before, placement, {"nobody"}, now) is before
-
-
-def _used(assignment: Assignment, of: NodeFacts) -> int:
-    return sum(share.gpus for share in assignment.shares if share.node is of)
+        assign(run(1), Placement(), [])
 
 
 @pytest.mark.parametrize("strategy", ["pack", "spread"])

@@ -60,9 +60,9 @@ def test_a_place_for_all_or_what_would_fit() -> None:
     with pytest.raises(DoesNotFit, match=r"Would fit: placement.colocate=all"):
         placed(plan, config().placement, [node(0)])
     assert placed(plan, config().placement, None) is plan
-    used = NodeFacts("b", "b", "address", 32, 8, 32, 0, used_by="another run")
+    used = NodeFacts("b", "b", "address", 32, 8, 32, 0)
     waiting = placed(plan, config().placement, [node(0), used])
-    assert waiting.assignment is None and "b has 8 of 8 GPUs in use by another run" in waiting.busy
+    assert waiting.assignment is None and "b has 8 of 8 GPUs in use" in waiting.busy
 
 
 def test_ranks_are_checked_against_the_placement() -> None:

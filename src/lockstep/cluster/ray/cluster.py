@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,12 +13,12 @@ from pathlib import Path
 import ray
 
 from lockstep.cluster.addresses import UnreachableAddress, check_nodes
-from lockstep.cluster.base import AgentCluster
 from lockstep.cluster.bundles import NodeFacts, PlacementError, Wanted, gpus_of
 from lockstep.cluster.environment import forwarded
 from lockstep.cluster.node import Node, NodeRefused
-from lockstep.cluster.placement import assign
-from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.placement import Assignment
+from lockstep.cluster.places import Held
+from lockstep.cluster.placing import PlacingCluster
 from lockstep.cluster.ray import session
 from lockstep.cluster.ray.employing import Employed, Site, dismiss, employ_fit
 from lockstep.cluster.ray.inheriting import RECORD, RayHeritage
@@ -27,12 +26,12 @@ from lockstep.cluster.ray.keeper import MARK
 from lockstep.cluster.ray.leaving import leave
 from lockstep.cluster.ray.node import RayNode, own_environment
 from lockstep.cluster.ray.nodes import address_of_this_process, is_alive, node_facts
-from lockstep.cluster.ray.reserving import AS_LONG_AS_IT_TAKES, LOOK_S, Place, free, reserve, when_free
+from lockstep.cluster.ray.reserving import free, reserve
 from lockstep.cluster.ray.telling import tell
 from lockstep.cluster.versions import Facts, VersionError
 from lockstep.config.cluster import RayCluster as Config
-from lockstep.config.placement import Placement, RolePlacement
-from lockstep.watch import procs, waits
+from lockstep.config.placement import Placement
+from lockstep.watch import procs
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone
 from lockstep.watch.folders import run_dir, write_whole
 from lockstep.watch.leader import Leader, Superseded
@@ -42,15 +41,13 @@ from lockstep.watch.wire import WireError
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-TAKEN_S = 20.0
-"""What was free a moment ago is reserved within this, or somebody else has it."""
-MOVE_ERRORS = (
+REFUSALS = (
     PlacementError, NodeRefused, VersionError, UnreachableAddress, AgentError, Superseded, WaitTimeout, WireError,
     ray.exceptions.RayError,
 )  # fmt: skip
 
 
-class RayCluster(AgentCluster):
+class RayCluster(PlacingCluster):
     """The processes of one run on the nodes of a Ray cluster.
 
     Ray says which nodes there are, reserves what `wanted` says, and starts an actor on each node; that one starts the
@@ -68,6 +65,8 @@ class RayCluster(AgentCluster):
         AgentError, Superseded: as of a LocalCluster.
     """
 
+    refusals = REFUSALS
+
     def __init__(
         self,
         config: Config,
@@ -79,19 +78,12 @@ class RayCluster(AgentCluster):
         wanted: Sequence[Wanted] = (),
         placement: Placement | None = None,
     ) -> None:
-        self._config, self._wanted = config, {each.name: each for each in wanted}
-        self._placement = placement or Placement()
-        self._groups: list[str] = []
-        self._told = ""
-        """Why who lost a place has none yet."""
+        self._config, placement = config, placement or Placement()
         self._versions: dict[str, Facts] = {}
         """By name of the node; of those that the run is on."""
-        self._unfit: set[str] = set()
-        """Ids of nodes that were found to be unable to take part."""
-        self._places: dict[str, Place] = {}
         self._open = False
         cpus = max(sum(each.cpus for each in wanted), os.cpu_count() or 1)
-        session.open_session(config, cpus, gpus_of(wanted, placement or Placement()))
+        session.open_session(config, cpus, gpus_of(wanted, placement))
         self._open = True
         if heritage is not None:
             session.close_session()  # its own; this one is the same
@@ -100,7 +92,8 @@ class RayCluster(AgentCluster):
             facts = node_facts()
             host = LOOPBACK if session.has_own() else address_of_this_process(facts, config)
             token = token or (secrets.token_hex(32) if heritage is None else heritage.token)
-            super().__init__(config, run, folder, generation, token, host)
+            held = [] if heritage is None else heritage.held
+            super().__init__(config, run, folder, generation, token, host, wanted, placement, held)
         except BaseException:
             session.close_session()
             raise
@@ -110,7 +103,7 @@ class RayCluster(AgentCluster):
             )  # fmt: skip
             self._site = self._make_site(facts)
             if heritage is None:
-                self._begin(facts)
+                self._begin()
             else:
                 self._inherit(heritage, facts)
             if not session.has_own():
@@ -131,26 +124,14 @@ class RayCluster(AgentCluster):
             self._run, self._token, str(self._folder), str(Path.cwd()), mark, peer, self._config.interface, several
         )
 
-    def _begin(self, facts: list[NodeFacts]) -> None:
-        """With nothing left of an earlier generation: the controller's node first, as its actor reserves the rest."""
-        assignment = None
-        if self._wanted:
-            limits = self._config.busy_limit_s, self._config.notice_after_s
-            assignment = when_free(list(self._wanted.values()), self._placement, self._look, *limits)
-        used = [] if assignment is None else [share.node for share in assignment.shares]
-        chosen = [facts[0], *(node for node in used if node.id != facts[0].id)]
+    def _begin(self) -> None:
+        """With nothing left of an earlier generation."""
         self._lead()
         self._record()
-        self._nodes += self._employ(chosen, facts)
-        if assignment is not None:
-            name, self._places = reserve(self._holder.keeper, self._generation, assignment, *limits)
-            self._groups.append(name)
-        self._start_agents(self._nodes)
-        self._keep()
+        self._settle_down()
 
     def _inherit(self, heritage: RayHeritage, facts: Sequence[NodeFacts]) -> None:
         known = {each.id: each for each in facts}
-        self._places, self._groups = dict(heritage.places), list(heritage.groups)
         for left in heritage.left:  # the controller's own comes first
             heir = self._node(known[left.node], Employed(left.keeper, left.found))
             heir.agent = left.agent
@@ -168,16 +149,8 @@ class RayCluster(AgentCluster):
 
     # --- nodes
 
-    @property
-    def _holder(self) -> RayNode:
-        """The controller's own node, whose actor holds what is reserved."""
-        node = self._nodes[0]
-        assert isinstance(node, RayNode)
-        return node
-
     def _look(self) -> list[NodeFacts]:
-        if self._closing:
-            raise AgentGone("start", "the cluster is closed")
+        self._must_be_open()
         return node_facts()
 
     def _employ(self, facts: Sequence[NodeFacts], every: Sequence[NodeFacts]) -> list[RayNode]:
@@ -225,8 +198,10 @@ class RayCluster(AgentCluster):
 
     def _keep(self) -> None:
         """For a later controller."""
-        places = {name: asdict(place) for name, place in self._places.items()}
-        self._holder.keeper.keep_places.remote(self._generation, {"places": places, "groups": self._groups})
+        for node in self._nodes:
+            if isinstance(node, RayNode):
+                held = [asdict(each) for each in self._places.held if each.node == node.id]
+                node.keeper.keep.remote(self._generation, held)
         self._record()
 
     def _record(self) -> None:
@@ -234,61 +209,8 @@ class RayCluster(AgentCluster):
         if not session.has_own():
             write_whole(self._affairs / RECORD, json.dumps({"run": self._run}).encode())
 
-    # --- places
-
-    def _gpus(self, spec: WorkerSpec) -> tuple[str, ...]:
-        place = self._places.get(_post(spec))
-        return () if place is None else place.gpus
-
-    def _prepare(self) -> None:
-        if self._closing or not self._nodes:
-            raise AgentGone("start", "the cluster is closed")
-        if self._superseded:
-            raise AgentGone("start", f"a later generation of {self._run} has the run")
-
-    def _place(self, spec: WorkerSpec) -> Node:
-        """Waits, visibly, where a GPU is needed that only others have."""
-        return waits.poll(
-            lambda: self._try_to_place(spec), kind="placement", whom="nodes of the Ray cluster",
-            why=f"a place for {spec.name}", every_s=LOOK_S, notice_after_s=self._config.notice_after_s,
-            timeout_s=self._config.busy_limit_s or AS_LONG_AS_IT_TAKES,
-        )  # fmt: skip
-
-    def _try_to_place(self, spec: WorkerSpec) -> Node | None:
-        with self._lock:
-            if self._closing:
-                raise AgentGone("start", "the cluster is closed")
-            if spec.node is not None:
-                return self._named(spec)
-            place = self._places.get(_post(spec))
-            if place is None:
-                return self._emptiest()
-            return self._living(place.node) or self._move(spec)
-
-    def _named(self, spec: WorkerSpec) -> Node:
-        named = [each for each in self._nodes if isinstance(each, RayNode) and each.info.name == spec.node]
-        node = next((each for each in named if self._living(each.id)), None)
-        if node is None:
-            names = ", ".join(each.name for each in self.nodes())
-            raise ValueError(f"{spec.name} is to be on {spec.node}, and the run has {names}")
-        return node
-
-    def _emptiest(self) -> Node:
-        """For a process that has nothing reserved, or nothing that is still there."""
-        many = Counter(id(worker.node) for worker in self._hub.workers if not worker.dead)
-        living = [node for node in self._nodes if node.alive]
-        if not living:  # all agents were killed, and hosts are there
-            living = [node for node in self._nodes if isinstance(node, RayNode) and self._living(node.id)]
-        if not living:
-            raise AgentGone("start", "all nodes of the run are lost")
-        return min(living, key=lambda node: many[id(node)])
-
-    def _living(self, node_id: str) -> Node | None:
-        """The node, where it is still there or there again; None where it is lost."""
-        node = next((each for each in reversed(self._nodes) if isinstance(each, RayNode) and each.id == node_id), None)
-        if node is None or node.alive:
-            return node
-        return node if is_alive(node_id) and self._revive(node) else None
+    def _living(self, node: Node) -> bool:
+        return node.alive or (isinstance(node, RayNode) and is_alive(node.id) and self._revive(node))
 
     def _revive(self, node: RayNode) -> bool:
         """Another agent on a node that Ray still has; whether it came. Whoever was there has been given up."""
@@ -312,49 +234,38 @@ class RayCluster(AgentCluster):
             self._supervision.watch(self._agents())
         return True
 
-    def _move(self, spec: WorkerSpec) -> Node | None:
-        """Another place for all that was on a lost node: what others have left free, or, for processes without GPUs, a
-        node of the run although nothing is reserved there. None where they need GPUs, and there are none now."""
-        lost = self._places[_post(spec)].node
-        homeless = [self._wanted[name] for name, place in self._places.items() if place.node == lost]
-        loose = self._placement.model_copy(update={"policy": RolePlacement(), "rollout": RolePlacement()})
-        dead = {node.id for node in self._nodes if isinstance(node, RayNode) and not node.alive}
-        try:
-            fit = [each for each in node_facts() if each.id not in dead | self._unfit]
-            assignment = assign(homeless, loose, fit)
-            self._add([share.node for share in assignment.shares], fit)
-            limits = TAKEN_S, self._config.notice_after_s
-            name, places = reserve(self._holder.keeper, self._generation, assignment, *limits)
-        except MOVE_ERRORS as error:
-            gpus = any(each.gpus for each in homeless)
-            node = None if gpus else self._emptiest()
-            then = "waits" if node is None else f"goes to {node.info.name}, where nothing is reserved for it"
-            if str(error) != self._told:
-                log.warning("%s %s: %s", spec.name, then, str(error).strip().splitlines()[-1])
-            self._told = str(error)
-            return node
-        self._groups.append(name)
-        self._places |= places
-        self._keep()
-        return self._living(self._places[_post(spec)].node)
+    # --- places
 
-    def _add(self, facts: Sequence[NodeFacts], every: Sequence[NodeFacts]) -> None:
-        """Those of them that the run is not on yet."""
-        known = {node.id for node in self._nodes if isinstance(node, RayNode)}
-        unknown = [each for each in facts if each.id not in known]
+    def _reserve(self, assignment: Assignment) -> list[Held]:
+        """The first time also with an actor and an agent on the controller's node, whoever is to be there."""
+        nodes = [share.node for share in assignment.shares]
+        if not self._nodes:
+            nodes = [assignment.nodes[0], *(node for node in nodes if node.id != assignment.nodes[0].id)]
+        unknown = [each for each in nodes if self._node_of(each.id) is None]
         try:
-            new = self._employ(unknown, every)
+            new = self._employ(unknown, assignment.nodes)
         except (NodeRefused, VersionError, UnreachableAddress):
             self._unfit |= {each.id for each in unknown}
             raise
+        held: list[Held] = []
         try:
+            keepers = {node.id: node.keeper for node in (*self._nodes, *new) if isinstance(node, RayNode)}
+            held = reserve(keepers, self._generation, assignment, self._config.notice_after_s)
             self._start_agents(new)
+            with self._lock:
+                self._must_be_open()
+                self._nodes = [*self._nodes, *new]
         except BaseException:
-            dismiss(node.keeper for node in new)  # and its agent goes with it
+            for each in held:
+                self._free(each.group)
+            dismiss(node.keeper for node in new)  # and their agents go with them
             raise
-        self._nodes += new
         if new and self._supervision is not None:
             self._supervision.watch(self._agents())
+        return held
+
+    def _free(self, group: str) -> None:
+        free(group)
 
     # --- ends
 
@@ -369,8 +280,8 @@ class RayCluster(AgentCluster):
     def _dissolve(self) -> None:
         """Actors and what is reserved; an agent that is left is killed by its actor's end."""
         with contextlib.suppress(ray.exceptions.RayError):
-            for group in self._groups:
-                free(group)
+            for held in self._places.held:
+                self._free(held.group)
             for node in self._nodes:
                 if isinstance(node, RayNode):
                     ray.kill(node.keeper)
@@ -389,8 +300,3 @@ class RayCluster(AgentCluster):
             if self._closed and self._open and os.getpid() == self._pid:
                 self._open = False
                 session.close_session()
-
-
-def _post(spec: WorkerSpec) -> str:
-    """The planned name of whoever comes in the place of another: `engine-0` of `engine-0.2`."""
-    return spec.name.partition(".")[0]

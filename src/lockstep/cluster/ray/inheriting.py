@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
+from lockstep.cluster.places import Held
 from lockstep.cluster.ray import session
-from lockstep.cluster.ray.reserving import Place
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.watch.agent_client import Address, AgentClient, AgentError
 from lockstep.watch.waits import WaitTimeout
@@ -41,8 +41,7 @@ class RayHeritage:
     run: str
     token: str
     left: list[Left] = field(default_factory=list)
-    places: dict[str, Place] = field(default_factory=dict)
-    groups: list[str] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
 
 
 def take_over(config: Config, affairs: Path, generation: int) -> RayHeritage | None:
@@ -79,13 +78,12 @@ def _found(config: Config, run: str, generation: int) -> RayHeritage | None:
             log.info("%s has nothing that is left: %s", node, error)
             continue
         if heritage is None and node == here:
-            kept = said["places"] or {"places": {}, "groups": []}
-            places = {name: Place(each["node"], tuple(each["gpus"])) for name, each in kept["places"].items()}
-            heritage = RayHeritage(run, said["token"], [], places, kept["groups"])
+            heritage = RayHeritage(run, said["token"])
         client = None if heritage is None or said["agent"] is None else _client(config, said, generation, node == here)
         if heritage is None or client is None:
-            ray.kill(keeper)  # and its agent goes with it
+            ray.kill(keeper)  # its agent goes with it, and what it has reserved
         else:
+            heritage.held += [Held.from_json(each) for each in said["held"]]
             heritage.left.append(Left(node, keeper, found, client))
     return heritage if heritage is not None and heritage.left else None
 

@@ -1,8 +1,8 @@
 """What a run has on each node of a Ray cluster: an actor that starts the node agent, and holds it.
 
-The actor is detached and named, so that a later controller finds it. That of the controller's own node holds what the
-run has reserved as well: placement groups end with the actor that made them. It goes when the controller is gone for
-longer than the grace, the others when their agent has left.
+The actor is detached and named, so that a later controller finds it. It holds what the run has reserved on its node as
+well: placement groups end with the actor that made them. That of the controller's own node goes when the controller is
+gone for longer than the grace, the others when their agent has left.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Keeper:
         self._controller: tuple[int, int | None] | None = None
         self._grace_s, self._gone_since = 0.0, time.monotonic()
         self._groups: list[Any] = []
-        self._places: dict[str, Any] = {}
+        self._held: list[dict[str, Any]] = []
         threading.Thread(target=self._watch, name="keeper", daemon=True).start()
 
     def facts(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Keeper:
         agent = self._agent
         lives = agent is not None and procs.alive(agent.pid, agent.start_ticks)
         return {
-            "token": self._token, "places": self._places,
+            "token": self._token, "held": self._held,
             "agent": asdict(agent) if agent is not None and lives else None,
         }  # fmt: skip
 
@@ -133,18 +133,17 @@ class Keeper:
         self._controller = None if pid is None else (pid, start_ticks)
         self._grace_s, self._gone_since = grace_s, time.monotonic()
 
-    def reserve(self, generation: int, bundles: list[dict[str, float]]) -> str:
-        """Makes a placement group of this actor's, each bundle on the node that its resources name; its id. Raises
-        Superseded."""
+    def reserve(self, generation: int, bundle: dict[str, float]) -> str:
+        """Makes a placement group of this actor's, on the node that its resources name; its id. Raises Superseded."""
         self._admit(generation)
-        group = ray.util.placement_group(bundles, strategy="PACK")
+        group = ray.util.placement_group([bundle], strategy="PACK")
         self._groups.append(group)
         return str(group.id.hex())
 
-    def keep_places(self, generation: int, places: dict[str, Any]) -> None:
-        """For a later controller. Raises Superseded."""
+    def keep(self, generation: int, held: list[dict[str, Any]]) -> None:
+        """For a later controller: who has what of it (see `cluster.places.Held`). Raises Superseded."""
         self._admit(generation)
-        self._places = places
+        self._held = held
 
     def _find_folder(self, folder: Path, mark: str) -> Path:
         with contextlib.suppress(OSError):

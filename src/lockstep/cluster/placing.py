@@ -1,0 +1,178 @@
+"""Workers on nodes where a place is reserved for them, and another one where their node is lost."""
+
+import threading
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.cluster.base import AgentCluster, Limits
+from lockstep.cluster.bundles import NodeFacts, PlacementError, Wanted
+from lockstep.cluster.node import Node
+from lockstep.cluster.placement import Assignment
+from lockstep.cluster.places import AS_LONG_AS_IT_TAKES, LOOK_S, Held, Places
+from lockstep.cluster.protocol import WorkerSpec
+from lockstep.config.placement import Placement
+from lockstep.watch import waits
+from lockstep.watch.agent_client import AgentGone
+
+
+class PlacingLimits(Limits, Protocol):
+    """What the config of such a cluster says."""
+
+    @property
+    def busy_limit_s(self) -> float | None: ...
+
+
+class PlacingCluster(AgentCluster):
+    """A cluster of which a run has a part.
+
+    Args:
+        wanted: the run's processes and what they need; others go where there are fewest, and reserve nothing.
+        held: what an earlier controller of the run has reserved.
+    """
+
+    refusals: tuple[type[Exception], ...] = (PlacementError,)
+    """With which `_reserve`, `_look` and `_free` say that it cannot be now."""
+
+    def __init__(
+        self, config: PlacingLimits, run: str, folder: Path, generation: int, token: str, host: str,
+        wanted: Sequence[Wanted], placement: Placement, held: Sequence[Held],
+    ) -> None:  # fmt: skip
+        self._places = Places(wanted, placement, held)
+        self._unfit: set[str] = set()
+        """Ids of nodes that were found to be unable to take part."""
+        self._mending = threading.Lock()
+        """Of who has another agent started or looks for another place: it takes long, and who has a place does not wait
+        for it."""
+        self._busy_limit_s = config.busy_limit_s
+        super().__init__(config, run, folder, generation, token, host)
+
+    @abstractmethod
+    def _look(self) -> list[NodeFacts]:
+        """The nodes that are there now, the controller's first."""
+
+    @abstractmethod
+    def _reserve(self, assignment: Assignment) -> list[Held]:
+        """Reserves it, with agents on nodes that the run is not on yet, or nothing of it."""
+
+    @abstractmethod
+    def _free(self, group: str) -> None:
+        """Gives back what is reserved. Idempotent."""
+
+    @abstractmethod
+    def _living(self, node: Node) -> bool:
+        """Whether the node is still there, or there again; with another agent, where that was killed."""
+
+    @abstractmethod
+    def _keep(self) -> None:
+        """Notes what is reserved for a later controller."""
+
+    def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
+        self._must_be_open()
+        if self._superseded:
+            raise AgentGone("start", f"a later generation of {self._run} has the run")
+        ranks = [_post(spec) for spec in specs if spec.role == "policy"]
+        if ranks:
+            self._places.muster(ranks, {node.id for node in self._nodes if node.alive})
+
+    def _must_be_open(self) -> None:
+        if self._closing:
+            raise AgentGone("start", "the cluster is closed")
+
+    def _gpus(self, spec: WorkerSpec) -> tuple[str, ...]:
+        place = self._places.of(_post(spec))
+        return () if place is None else place.gpus
+
+    def _node_of(self, node_id: str) -> Node | None:
+        """By its id."""
+        return next((each for each in self._nodes if each.id == node_id), None)
+
+    def _settle_down(self) -> None:
+        """A place for everybody, as soon as others have left enough."""
+        self._places.settle(self._look, self._reserve, self._busy_limit_s, self._limits.notice_after_s)
+        self._keep()
+
+    def _place(self, spec: WorkerSpec) -> Node:
+        """Waits, visibly, where a GPU is needed that only others have."""
+        return waits.poll(
+            lambda: self._try_to_place(spec), kind="placement", whom="nodes of the cluster",
+            why=f"a place for {spec.name}", every_s=LOOK_S, notice_after_s=self._limits.notice_after_s,
+            timeout_s=self._busy_limit_s or AS_LONG_AS_IT_TAKES,
+        )  # fmt: skip
+
+    def _try_to_place(self, spec: WorkerSpec) -> Node | None:
+        self._must_be_open()
+        node = self._place_at_once(spec)
+        if node is not None or not self._mending.acquire(blocking=False):
+            return node
+        try:
+            return self._place_again(spec)
+        finally:
+            self._mending.release()
+
+    def _place_at_once(self, spec: WorkerSpec) -> Node | None:
+        """Where nobody has to be asked for it."""
+        if spec.node is not None:
+            return next((each for each in self._nodes if each.alive and each.info.name == spec.node), None)
+        if _post(spec) not in self._places:
+            return self._emptiest()
+        place = self._places.of(_post(spec))
+        node = None if place is None else self._node_of(place.node)
+        return node if node is not None and node.alive else None
+
+    def _place_again(self, spec: WorkerSpec) -> Node | None:
+        """Where the node has no agent any more."""
+        if spec.node is not None:
+            node = next((each for each in self._nodes if each.info.name == spec.node and self._living(each)), None)
+            if node is None:
+                names = ", ".join(each.name for each in self.nodes())
+                raise ValueError(f"{spec.name} is to be on {spec.node}, and the run has {names}")
+            return node
+        if _post(spec) not in self._places:
+            return self._anywhere()
+        place = self._places.of(_post(spec))
+        node = None if place is None else self._node_of(place.node)
+        return node if node is not None and self._living(node) else self._move(spec)
+
+    def _emptiest(self) -> Node | None:
+        """Of the nodes that live, for a process that has nothing reserved."""
+        many = Counter(id(worker.node) for worker in self._hub.workers if not worker.dead)
+        return min((node for node in self._nodes if node.alive), key=lambda node: many[id(node)], default=None)
+
+    def _anywhere(self) -> Node:
+        """Also on a node whose agent was killed."""
+        node = self._emptiest() or next((each for each in self._nodes if self._living(each)), None)
+        if node is None:
+            raise AgentGone("start", "all nodes of the run are lost")
+        return node
+
+    def _move(self, spec: WorkerSpec) -> Node | None:
+        """Another place for whoever has none any more: what others have left free, or, for a process without GPUs, a
+        node of the run although nothing is reserved there. None where it needs GPUs, and there are none now."""
+        post = _post(spec)
+        place = self._places.of(post)
+        try:
+            for group in [] if place is None else self._places.lose(place.node):
+                self._free(group)  # for others, or for this run once the host is there again
+            self._places.move(post, [each for each in self._look() if self._is_fit(each)], self._reserve)
+        except self.refusals as error:
+            self._must_be_open()
+            node = None if self._places.needs_gpus(post) else self._anywhere()
+            then = "waits" if node is None else f"goes to {node.info.name}, where nothing is reserved for it"
+            self._places.tell(f"{spec.name} {then}: {str(error).strip().splitlines()[-1]}")
+            return node
+        self._keep()
+        place = self._places.of(post)
+        return None if place is None else self._node_of(place.node)
+
+    def _is_fit(self, facts: NodeFacts) -> bool:
+        """Whether the run can use a node that is there."""
+        node = self._node_of(facts.id)
+        return facts.id not in self._unfit and (node is None or self._living(node))
+
+
+def _post(spec: WorkerSpec) -> str:
+    """The planned name of whoever comes in the place of another: `engine-0` of `engine-0.2`."""
+    return spec.name.partition(".")[0]
