@@ -28,8 +28,8 @@ from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.config.algorithm import PolicyLoss
 from lockstep.config.rollout import Sampling
 from lockstep.data.packing import pack
+from lockstep.data.planted import trees_of_rollouts
 from lockstep.data.samples import Prompt, Rollouts
-from lockstep.data.trees import trees_of_rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.buffer import RolloutBuffer
 from lockstep.run.engines import Engines

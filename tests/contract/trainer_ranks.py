@@ -424,7 +424,7 @@ def service(folder: Path, ranks: Ranks, port: int) -> Result:
     info = served.setup()
     batch = batch_of(cfg, ranks.world)
     minibatch = minibatch_of(served.trainer, batch)
-    mine = minibatch.ranks[ranks.rank]
+    mine = list(minibatch.rows.hands())[ranks.rank]
     result.metrics = [served.step(mine, cfg.loss.model_dump(mode="json")).values]
     served.offload()
     served.onload()

@@ -9,17 +9,20 @@ does not depend on how the batch was packed. In all modes the same targets with 
 differs is how many tokens are computed for them.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from lockstep.algos.aggregation import sequence_weights
 from lockstep.config.algorithm import Aggregation, CrossEntropy, PolicyLoss
-from lockstep.data.balance import OverBudget, Packing, Piece, check_budget, schedule
-from lockstep.data.batch import Minibatch, Packed
+from lockstep.data.balance import OverBudget, Packing, check_budget, schedule
+from lockstep.data.batch import Minibatch
+from lockstep.data.forest import Forest, spans
+from lockstep.data.laying import lay_out
 from lockstep.data.order import permutation
-from lockstep.data.trees import Segment, Tree, trees_of_documents, trees_of_rollouts
+from lockstep.data.planted import trees_of_documents, trees_of_rollouts
+from lockstep.data.trees import Segment, Tree
 
 __all__ = [
     "Batch",
@@ -37,49 +40,22 @@ class Batch:
     """The trees of a step, ready to be dealt to ranks as often as epochs, mini-batches and evaluations need.
 
     Attributes:
-        trees: in the order given.
+        forest: the trees, in the order given.
         fields: float32 `[targets]` each, by name; without `weight`, which belongs to a mini-batch.
         sequences: int32 `[targets]`: the sequence of each target.
     """
 
-    def __init__(self, trees: Sequence[Tree], ranks: int, token_budget: int, mode: Packing) -> None:
+    def __init__(self, trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: Packing) -> None:
         if ranks < 1 or token_budget < 1:
             raise ValueError(f"ranks is {ranks} and token_budget {token_budget}, expected at least 1 of both")
         if mode not in ("forest", "block", "single"):
             raise ValueError(f"packing mode is {mode!r}, expected forest, block or single")
-        self.trees = list(trees)
+        self.forest = trees if isinstance(trees, Forest) else Forest.of(trees)
         self.ranks, self.token_budget, self.mode = ranks, token_budget, mode
-        self._first: list[list[int]] = []
-        _check_trees(self.trees)
-        check_budget(self.trees, token_budget)
-        self._number()
+        self.forest.check()
+        check_budget(self.forest, token_budget)
+        self.sequences, self.fields = self.forest.sequences, dict(self.forest.fields)
         self._set: dict[str, np.ndarray] = {}
-
-    def _number(self) -> None:
-        """Numbers the targets: by tree, segment, term, token."""
-        count, sequences = 0, []
-        names = sorted({name for tree in self.trees for segment in tree.segments for name in segment.fields})
-        values: dict[str, list[np.ndarray]] = {name: [] for name in names}
-        bounds = [0]
-        for tree in self.trees:
-            self._first.append([])
-            for segment in tree.segments:
-                wanted, own = segment.wanted, segment.sequences
-                self._first[-1].append(count)
-                count += wanted.size * len(own)
-                if wanted.size:
-                    sequences.append(np.repeat(np.asarray(own, np.int32), wanted.size))
-                    for name in names:
-                        if name not in segment.fields:
-                            raise ValueError(f"sample {tree.name!r} has no field {name!r}, which others have")
-                        values[name].append(np.atleast_2d(segment.fields[name])[:, wanted].ravel())
-            bounds.append(count)
-        self._bounds = np.asarray(bounds)
-        self.sequences = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
-        self.fields = {
-            name: np.concatenate(parts).astype(np.float32) if parts else np.empty(0, np.float32)
-            for name, parts in values.items()
-        }
 
     @property
     def targets(self) -> int:
@@ -111,25 +87,27 @@ class Batch:
         """
         aggregation: Aggregation = loss.aggregation if loss else "token-mean"
         norm_length = (loss.norm_length if loss else None) or max_tokens
-        idle = self._idle() if loss is not None and learns_from_advantages_alone(loss) else frozenset()
-        parts = self._split(np.arange(len(self.trees)), minibatch_size)
+        skips = loss is not None and learns_from_advantages_alone(loss)
+        idle = self._idle() if skips else np.zeros(len(self.forest), np.bool_)
+        parts = self._split(np.arange(len(self.forest)), minibatch_size)
         for epoch in range(epochs):
             if len(parts) > 1:
-                order = permutation(len(self.trees), seed, epoch)
+                order = permutation(len(self.forest), seed, epoch)
                 parts = self._split(order, minibatch_size)
             for part in parts:
                 yield self._deal(part, aggregation, norm_length, idle)
 
-    def _idle(self) -> frozenset[int]:
-        """Trees in which every advantage is zero."""
+    def _idle(self) -> np.ndarray:
+        """bool `[trees]`: whether every advantage in it is zero."""
         if "advantage" not in self.fields:
-            return frozenset()
+            return np.zeros(len(self.forest), np.bool_)
         some = np.concatenate([[0], np.cumsum(self.fields["advantage"] != 0)])
-        return frozenset(np.flatnonzero(some[self._bounds[1:]] == some[self._bounds[:-1]]).tolist())
+        bounds = self.forest.tree_bounds
+        return np.asarray(some[bounds[1:]] == some[bounds[:-1]])
 
     def everything(self) -> Minibatch:
         """All trees as one mini-batch, for `evaluate`."""
-        return self._deal(np.arange(len(self.trees)), "token-mean", None, frozenset())
+        return self._deal(np.arange(len(self.forest)), "token-mean", None, np.zeros(len(self.forest), np.bool_))
 
     def set_field(self, name: str, minibatch: Minibatch, values: Sequence[Sequence[np.ndarray]]) -> None:
         """Puts per-target values that the ranks computed for `minibatch` back onto the targets.
@@ -147,20 +125,23 @@ class Batch:
             raise ValueError("the weights of targets follow from the aggregation and cannot be set")
         field = self.fields.setdefault(name, np.zeros(self.targets, np.float32))
         have = self._set.setdefault(name, np.zeros(self.targets, np.bool_))
-        if len(values) != len(minibatch.ranks):
-            raise ValueError(f"{name!r} has values of {len(values)} ranks, expected {len(minibatch.ranks)}")
-        for rank, (rows, arrays) in enumerate(zip(minibatch.ranks, values, strict=True)):
-            if len(rows) != len(arrays):
-                raise ValueError(f"{name!r} has {len(arrays)} micro-batches of rank {rank}, expected {len(rows)}")
-            for number, (row, array) in enumerate(zip(rows, arrays, strict=True)):
-                if array.shape != row.index.shape:
+        rows = minibatch.rows
+        if len(values) != rows.ranks:
+            raise ValueError(f"{name!r} has values of {len(values)} ranks, expected {rows.ranks}")
+        sizes = iter(np.diff(rows.target_bounds).tolist())
+        for rank, arrays in enumerate(values):
+            if len(arrays) != rows.microbatches:
+                raise ValueError(
+                    f"{name!r} has {len(arrays)} micro-batches of rank {rank}, expected {rows.microbatches}"
+                )
+            for number, (array, size) in enumerate(zip(arrays, sizes, strict=False)):
+                if array.shape != (size,):
                     raise ValueError(
-                        f"{name!r} of rank {rank}, micro-batch {number} has shape {array.shape}, "
-                        f"expected {row.index.shape}"
+                        f"{name!r} of rank {rank}, micro-batch {number} has shape {array.shape}, expected {(size,)}"
                     )
-                real = row.index >= 0
-                field[row.index[real]] = array[real]
-                have[row.index[real]] = True
+        real = rows.index >= 0
+        field[rows.index[real]] = np.concatenate([array for arrays in values for array in arrays])[real]
+        have[rows.index[real]] = True
 
     def set_per_target(self, name: str, values: np.ndarray) -> None:
         """Gives every target its own value.
@@ -188,7 +169,7 @@ class Batch:
             return [order]
         parts: list[list[int]] = [[]]
         held = 0
-        sizes = [tree.samples for tree in self.trees]
+        sizes = self.forest.samples.tolist()
         if sizes and (max(sizes) > size or (min(sizes) == max(sizes) > 0 and size % max(sizes))):
             raise ValueError(
                 f"minibatch_size is {size}, but groups have up to {max(sizes)} completions and are not cut: "
@@ -202,95 +183,30 @@ class Batch:
             held += sizes[tree]
         return [np.asarray(part) for part in parts]
 
-    def _deal(self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, idle: Set[int]) -> Minibatch:
+    def _deal(
+        self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, idle: np.ndarray
+    ) -> Minibatch:
         for name, have in self._set.items():
             if not have.all():
                 raise ValueError(f"field {name!r} is set for {int(have.sum())} of {self.targets} targets")
         # The order decides what shares an optimizer step, not where it lies in it.
-        part = np.sort(order).tolist()
-        busy = [(tree, self.trees[tree]) for tree in part if tree not in idle]
-        hands = schedule(busy, self.ranks, self.token_budget, self.mode)
-        ranks = [[self._row(pieces) for pieces in hand] for hand in hands]
+        part = np.sort(order)
+        plan = schedule(self.forest, part[~idle[part]], self.ranks, self.token_budget, self.mode)
         weights, targets, sequences = self._weights(part, aggregation, norm_length)
-        for row in (row for hand in ranks for row in hand):
-            if row.index[0] >= 0:
-                row.fields["weight"] = weights[row.index]
-        skipped = sum(len(self.trees[tree].sequences) for tree in part if tree in idle)
-        return Minibatch(ranks, targets, sequences, skipped)
+        rows = lay_out(plan, self.forest, {**self.fields, "weight": weights})
+        return Minibatch(rows, targets, sequences, int(self.forest.sequences_of_tree[part[idle[part]]].sum()))
 
     def _weights(
-        self, trees: Sequence[int], aggregation: Aggregation, norm_length: int | None
+        self, trees: np.ndarray, aggregation: Aggregation, norm_length: int | None
     ) -> tuple[np.ndarray, int, int]:
         """Weight of each target, float32 `[targets]`, 0 outside of `trees`; number of targets and sequences."""
-        inside = np.zeros(self.targets, np.bool_)
-        for tree in trees:
-            inside[self._bounds[tree] : self._bounds[tree + 1]] = True
+        bounds = self.forest.tree_bounds
+        inside = spans(bounds[trees], np.diff(bounds)[trees])
         numbers = self.sequences[inside]
         lengths = np.bincount(numbers)
         weights = np.zeros(self.targets, np.float32)
         weights[inside] = sequence_weights(torch.from_numpy(lengths), aggregation, norm_length).numpy()[numbers]
-        return weights, int(inside.sum()), int(np.count_nonzero(lengths))
-
-    def _row(self, pieces: Sequence[Piece]) -> Packed:
-        if not pieces:
-            return _empty_row([*self.fields, "weight"])
-        tokens: list[np.ndarray] = []
-        lengths: list[int] = []
-        parents: list[int] = []
-        sources, targets, index = [], [], []
-        end = 0
-        for piece in pieces:
-            segments = self.trees[piece.tree].segments
-            start: dict[int, int] = {}
-            place: dict[int, int] = {-1: -1}
-            if piece.path:
-                lengths.append(piece.tokens)
-                parents.append(-1)
-            for position in piece.segments:
-                segment = segments[position]
-                start[position] = end
-                end += segment.tokens.size
-                tokens.append(segment.tokens)
-                if not piece.path:
-                    place[position] = len(lengths)
-                    lengths.append(segment.tokens.size)
-                    parents.append(place[segment.parent])
-            for position, term in piece.terms:
-                segment = segments[position]
-                wanted = segment.wanted
-                before = -1  # never taken: the first token of a root is no target
-                if segment.parent >= 0:
-                    before = start[segment.parent] + segments[segment.parent].tokens.size - 1
-                sources.append(np.where(wanted == 0, before, start[position] + wanted - 1))
-                targets.append(segment.tokens[wanted])
-                first = self._first[piece.tree][position] + term * wanted.size
-                index.append(np.arange(first, first + wanted.size, dtype=np.int64))
-        where = np.concatenate(index)
-        return Packed(
-            tokens=np.concatenate(tokens).astype(np.int32),
-            lengths=np.asarray(lengths, np.int32),
-            parents=np.asarray(parents, np.int32),
-            sources=np.concatenate(sources).astype(np.int32),
-            targets=np.concatenate(targets).astype(np.int32),
-            index=where,
-            fields={name: values[where] for name, values in self.fields.items()},
-            sequences=self.sequences[where],
-        )
-
-
-def _empty_row(names: Sequence[str]) -> Packed:
-    """One token of weight zero: a rank without work enters the same collectives as the others."""
-    zero = np.zeros(1, np.int32)
-    return Packed(
-        tokens=zero,
-        lengths=np.ones(1, np.int32),
-        parents=np.full(1, -1, np.int32),
-        sources=zero.copy(),
-        targets=zero.copy(),
-        index=np.full(1, -1, np.int64),
-        fields={name: np.zeros(1, np.float32) for name in names},
-        sequences=np.full(1, -1, np.int32),
-    )
+        return weights, len(inside), int(np.count_nonzero(lengths))
 
 
 def learns_from_advantages_alone(loss: PolicyLoss | CrossEntropy) -> bool:
@@ -300,23 +216,7 @@ def learns_from_advantages_alone(loss: PolicyLoss | CrossEntropy) -> bool:
     return isinstance(loss, PolicyLoss) and not kl and not loss.entropy_coefficient
 
 
-def _check_trees(trees: Sequence[Tree]) -> None:
-    owner: dict[int, str] = {}
-    for tree in trees:
-        tree.check()
-        for sequence in tree.sequences:
-            if sequence in owner:
-                raise ValueError(f"samples {owner[sequence]!r} and {tree.name!r} both have sequence {sequence}")
-            owner[sequence] = tree.name
-        last: dict[int, int] = {}
-        for position, segment in enumerate(tree.segments):
-            for sequence in segment.sequences:
-                if sequence in last and last[sequence] not in tree.path(position):
-                    raise ValueError(f"sequence {sequence} of sample {tree.name!r} is not one path of its tree")
-                last[sequence] = position
-
-
-def pack(trees: Sequence[Tree], ranks: int, token_budget: int, mode: Packing = "forest") -> Batch:
+def pack(trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: Packing = "forest") -> Batch:
     """A batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
 
     Args:

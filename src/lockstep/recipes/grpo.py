@@ -2,7 +2,7 @@
 
 from lockstep.config.recipes import GRPOConfig
 from lockstep.data.packing import pack
-from lockstep.data.trees import trees_of_rollouts
+from lockstep.data.planted import trees_of_rollouts
 from lockstep.run.advantages import advantages
 from lockstep.run.run import Run
 

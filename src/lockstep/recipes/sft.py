@@ -2,7 +2,7 @@
 
 from lockstep.config.recipes import SFTConfig
 from lockstep.data.packing import pack
-from lockstep.data.trees import trees_of_documents
+from lockstep.data.planted import trees_of_documents
 from lockstep.run.run import Run
 
 

@@ -45,8 +45,8 @@ class Policy:
         self.onload()
         return gather(
             [
-                worker.submit(PolicyAPI.evaluate, rows, list(want))
-                for worker, rows in zip(self.workers, minibatch.ranks, strict=True)
+                worker.submit(PolicyAPI.evaluate, hand, list(want))
+                for worker, hand in zip(self.workers, minibatch.rows.hands(), strict=True)
             ],
             why=" and ".join(want),
         )
@@ -87,8 +87,8 @@ class Policy:
         settings = loss.model_dump(mode="json")
         stats = agreed(
             [
-                worker.submit(PolicyAPI.step, rows, settings)
-                for worker, rows in zip(self.workers, minibatch.ranks, strict=True)
+                worker.submit(PolicyAPI.step, hand, settings)
+                for worker, hand in zip(self.workers, minibatch.rows.hands(), strict=True)
             ],
             why="optimizer step",
         )

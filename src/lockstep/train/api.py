@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.data.batch import Packed
+from lockstep.data.batch import Hand
 from lockstep.train.protocol import StepStats, Want
 
 SERVICE = "lockstep.train.service:TrainerService"
@@ -65,11 +65,11 @@ class TrainerAPI(ABC):
         """The same again, without work."""
 
     @abstractmethod
-    def evaluate(self, microbatches: list[Packed], want: list[Want]) -> list[dict[str, np.ndarray]]:
+    def evaluate(self, hand: Hand, want: list[Want]) -> list[dict[str, np.ndarray]]:
         """Per micro-batch the wanted values, float32 `[targets]`, without gradients."""
 
     @abstractmethod
-    def step(self, microbatches: list[Packed], loss: dict[str, Any]) -> StepStats:
+    def step(self, hand: Hand, loss: dict[str, Any]) -> StepStats:
         """One optimizer step; `loss` is the config's, as `model_dump(mode="json")`. Raises NonFinite before weights
         are touched."""
 

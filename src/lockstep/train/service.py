@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from lockstep.cluster.malloc import tune_malloc
 from lockstep.config.algorithm import Loss
 from lockstep.config.recipes import Config
-from lockstep.data.batch import Packed
+from lockstep.data.batch import Hand
 from lockstep.models.load import context_length
 from lockstep.models.probe import probe_packing
 from lockstep.train.api import ParameterInfo, TrainerAPI, TrainerInfo
@@ -118,13 +118,13 @@ class TrainerService(TrainerAPI):
             raise RuntimeError("the trainer is not set up; call setup() first")
         return self._trainer
 
-    def evaluate(self, microbatches: list[Packed], want: list[Want]) -> list[dict[str, np.ndarray]]:
+    def evaluate(self, hand: Hand, want: list[Want]) -> list[dict[str, np.ndarray]]:
         beacon.current().stage("evaluate")
-        return self.trainer.evaluate(microbatches, want)
+        return self.trainer.evaluate(hand.rows(), want)
 
-    def step(self, microbatches: list[Packed], loss: dict[str, Any]) -> StepStats:
+    def step(self, hand: Hand, loss: dict[str, Any]) -> StepStats:
         beacon.current().stage("train")
-        return self.trainer.step(microbatches, _LOSS.validate_python(loss))
+        return self.trainer.step(hand.rows(), _LOSS.validate_python(loss))
 
     def save(self, folder: str) -> None:
         beacon.current().stage("save")

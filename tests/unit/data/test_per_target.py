@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from lockstep.data.packing import pack
+from lockstep.data.planted import trees_of_rollouts
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
-from lockstep.data.trees import trees_of_rollouts
 
 
 def rollouts(lengths: list[list[int]]) -> Rollouts:

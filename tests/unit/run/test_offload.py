@@ -63,7 +63,7 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
 
 
 def a_step(run: Run) -> None:
-    minibatch: Any = SimpleNamespace(ranks=[[]], skipped=0)
+    minibatch: Any = SimpleNamespace(rows=SimpleNamespace(hands=lambda: [None]), skipped=0)
     for name in ("rollout", "reward", "rollout"):
         with run.stage(name):
             pass
