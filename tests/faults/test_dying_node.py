@@ -18,9 +18,11 @@ from lockstep.cluster import base
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.cluster import LocalCluster as Config
+from lockstep.config.environment import Environment
 from lockstep.config.reward import Function, Reward
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.rewards.pool import ScorerPool
+from lockstep.rollout.environments.pool import TRIES, EnvironmentPool, Reply
 from lockstep.watch import beacon
 from lockstep.watch.agent_client import AgentClient
 
@@ -105,6 +107,32 @@ def test_a_sample_is_not_to_blame_for_the_end_of_a_node(cluster: LocalCluster, t
     thread.join(60)
     (found,) = done
     assert found.groups[0].rewards is not None and found.groups[0].rewards.tolist() == [1.0]
+    pool.close()
+
+
+def test_a_conversation_is_not_to_blame_for_the_ends_of_nodes(cluster: LocalCluster) -> None:
+    """More nodes than the processes that it may lose, were it under suspicion; alone in its process, it would be blamed
+    at once."""
+    pool = EnvironmentPool(cluster, Environment(path="environments.py:Slow", timeout_s=60.0), Path(__file__).parent)
+    pool.start()
+    pool.begin("a", Prompt("0:7", 7, np.arange(3, dtype=np.int32), "say ok: ", None, "ok"))
+    pool.step("a", "2.5")
+    found: list[Reply] = []
+
+    def asked() -> bool:
+        found.extend(pool.collect())
+        (host,) = pool._hosts
+        return bool(host.open) and host._calls == []
+
+    for _ in range(TRIES):
+        until(asked)
+        (host,) = pool._hosts
+        before = host._latest
+        os.kill(agent_of(cluster).address.pid, signal.SIGKILL)
+        until(lambda before=before: asked() and pool._hosts[0]._latest != before)  # type: ignore[misc]
+    until(lambda: bool(asked() or found) and bool(found))
+    assert [reply.failure for reply in found] == [None] and found[0].observation is not None
+    assert found[0].observation.text == "waited 2.5"
     pool.close()
 
 

@@ -16,6 +16,8 @@ LOADING_S = 300.0
 """Longest time without progress for importing the users' modules, which may import anything."""
 LAST_WORDS_S = 5.0
 """Within this time the cluster knows that a killed process is dead."""
+NODES_LOST = 4
+"""Nodes in a row that may go with the process of one call on them; that is nobody's fault who called."""
 
 
 class NotLoaded(Carried):

@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, WorkerDied, WorkerSpec, successor
-from lockstep.cluster.user_process import NotLoaded, last_words, loaded
+from lockstep.cluster.user_process import NODES_LOST, NotLoaded, last_words, loaded
 from lockstep.config.reward import Math, Reward
 from lockstep.rewards.api import Batch, Prepared, RewardError, ScorerAPI, Scores
 from lockstep.watch.waits import Stalled
 
 NEWS_S = 1.5
 """Progress is told about once a second: what happened within the limit may be heard of this much later."""
-
-
-NODES_LOST = 4
-"""Nodes in a row that may go with the process of one call on them."""
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,16 @@ GRACE_S = 1.0
 
 
 class Lost(Carried):
-    """The process ended, or had to be ended."""
+    """The process ended, or had to be ended.
 
-    def __init__(self, failure: Failure, culprit: int | None) -> None:
+    Attributes:
+        culprit: number of the task that is to blame, where that is known.
+        with_node: whether it only went with its node, or with its node's agent: then none of its tasks is.
+    """
+
+    def __init__(self, failure: Failure, culprit: int | None, with_node: bool = False) -> None:
         super().__init__(failure.problem)
-        self.failure, self.culprit = failure, culprit
-        """Number of the task that is to blame, where that is known."""
+        self.failure, self.culprit, self.with_node = failure, culprit, with_node
 
 
 class Host:
@@ -75,12 +79,20 @@ class Host:
         return worker.submit(EnvironmentAPI.prepare)
 
     def loaded(self, pending: Pending[Prepared]) -> Prepared:
-        """What was loaded. Raises EnvironmentFailed where it cannot be used."""
+        """What was loaded.
+
+        Raises:
+            EnvironmentFailed: it cannot be used.
+            WorkerDied: the process went with its node.
+        """
         path = self.config.path or ", ".join(self.config.tools)
         try:
             prepared = loaded(pending, path, f"environment-{self.rank}", self.stop)
         except NotLoaded as error:
             self._gone()
+            death = error.__cause__
+            if isinstance(death, WorkerDied) and death.exit_code is None:
+                raise death from None
             raise EnvironmentFailed(path, error.problem, traceback=error.log_tail) from error
         if prepared.failure is not None:
             raise EnvironmentFailed(path, prepared.failure.problem, traceback=prepared.failure.traceback)
@@ -120,6 +132,8 @@ class Host:
             news = pending.result(why="answers of environments")
         except WorkerDied as error:
             self.stop()
+            if error.exit_code is None:
+                raise Lost(Failure(f"its process {error.how}"), None, with_node=True) from None
             holding = self._holding if self._holding in self.open else None
             culprit = next(iter(self.open)) if holding is None and len(self.open) == 1 else holding
             raise Lost(Failure(f"its process {error.how}", error.last_words or None), culprit) from None

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.cluster.protocol import Cluster
+from lockstep.cluster.protocol import Cluster, WorkerDied
+from lockstep.cluster.user_process import NODES_LOST
 from lockstep.config.environment import Environment as Config
 from lockstep.data.samples import Prompt
 from lockstep.rollout.environments.api import Answer, Deed, Failure, Prepared, Task
@@ -42,6 +43,8 @@ class _Episode:
     """Of the task under way."""
     lost: int = 0
     """Processes that were lost under the task."""
+    nodes: int = 0
+    """Nodes that were, with their processes."""
 
 
 class EnvironmentPool:
@@ -120,6 +123,7 @@ class EnvironmentPool:
 
         Raises:
             EnvironmentFailed: the code cannot be loaded again.
+            WorkerDied: its process does not come up, or goes with its node again and again.
         """
         self._send()
         replies: list[Reply] = []
@@ -158,9 +162,16 @@ class EnvironmentPool:
             self._alive(self._hosts[rank]).send(batch)
 
     def _alive(self, host: Host) -> Host:
-        if host.missing:
-            (worker,) = self.cluster.start([host.spec()])
-            self._prepared = host.loaded(host.use(worker))
+        for attempt in range(NODES_LOST):
+            if not host.missing:
+                break
+            try:
+                (worker,) = self.cluster.start([host.spec()])
+                self._prepared = host.loaded(host.use(worker))
+            except WorkerDied as error:
+                if error.exit_code is not None or attempt + 1 == NODES_LOST:
+                    raise
+                log.warning("%s; another starts in its place", str(error).partition("\n")[0])
         return host
 
     def _answered(self, answer: Answer) -> list[Reply]:
@@ -173,7 +184,7 @@ class EnvironmentPool:
                 each.begun = answer.digest
             else:
                 each.history.append(Deed(each.action, answer.digest))
-        each.lost = 0
+        each.lost = each.nodes = 0
         return [Reply(episode, answer.observation, answer.failure)]
 
     def _recover(self, host: Host, lost: Lost) -> list[Reply]:
@@ -185,9 +196,10 @@ class EnvironmentPool:
             each = self._episodes.get(episode or "")
             if episode is None or each is None:
                 continue
-            each.lost += 1
-            if number == lost.culprit or each.lost >= TRIES:
-                each.lost = 0
+            each.lost += not lost.with_node
+            each.nodes += lost.with_node
+            if number == lost.culprit or each.lost >= TRIES or each.nodes >= NODES_LOST:
+                each.lost = each.nodes = 0
                 replies.append(Reply(episode, None, lost.failure))
             else:
                 self._outgoing[episode] = None
