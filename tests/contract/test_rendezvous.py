@@ -60,11 +60,10 @@ def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:
 
     def rank_0() -> None:
         seen.append(str(threading.get_native_id()))
-        meet(store, 0, 3, NAMES, BOUND_S)
+        meet(store, 0, 3, NAMES, 120.0)
 
     store = dist.HashStore()
     thread = threading.Thread(target=rank_0, daemon=True)
-    thread.start()
 
     def until(whom: str) -> None:
         deadline = time.monotonic() + 60
@@ -76,6 +75,7 @@ def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:
             time.sleep(0.01)
 
     beacon.open_beacon(beacon.new_run_id("meets"), "policy-0", "policy", 0)
+    thread.start()
     try:
         until("policy-1, policy-2")
         store.set("joined/1", "{}")

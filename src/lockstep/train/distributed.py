@@ -170,7 +170,6 @@ def join(
         return Ranks(device=device, timeout_s=timeout_s)
     if world > 1 and store is None:
         raise ValueError(f"{world} trainer ranks need a store to meet at; give store_host and store_port")
-    bound = timedelta(seconds=timeout_s)
     recorder.install(refuse=True, links=True, scope=prefix)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -180,21 +179,9 @@ def join(
         )
         names = names or [f"rank {each}" for each in range(world)]
         meet(PrefixStore(f"{prefix}/meeting", meeting), rank, world, names, RENDEZVOUS_S)
-        backend, slower = "gloo", ""
-        if device.type == "cuda":
-            table = PrefixStore(f"{prefix}/backend", meeting)
-            own: Store = table.clone()  # type: ignore[attr-defined]  # a trial that hangs holds its client's lock
-            found, slower = choose_backend(
-                table, rank, world, lambda: nccl_trial(own, rank, world, device), fallback
-            )  # fmt: skip
-            backend = "cpu:gloo,cuda:nccl" if found == "nccl" else "cpu:gloo,cuda:gloo"
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(prefix, meeting),
-            rank=rank,
-            world_size=world,
-            timeout=bound,
-        )
+        backend, slower = _backend(PrefixStore(f"{prefix}/backend", meeting), rank, world, device, fallback)
+        bound, own = timedelta(seconds=timeout_s), PrefixStore(prefix, meeting)
+        dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=bound)
         storage = dist.new_group(backend="gloo", timeout=bound, group_desc="checkpoint")
     ranks = Ranks(rank, world, device, timeout_s, dist.group.WORLD, storage, replicas)
     if slower:
@@ -203,11 +190,26 @@ def join(
             f"{slower}. The trainer's collectives run on gloo: {measure(ranks.group, world, device, timeout_s)}"
         )
     if replicas > 1:
-        places = torch.arange(world).view(replicas, ranks.shards)
-        ranks.copy = _mine(places.tolist(), rank, bound, "copy")
-        ranks.across = _mine(places.T.tolist(), rank, bound, "across copies")
-        ranks.copy_storage = _mine(places.tolist(), rank, bound, "checkpoint of a copy", "gloo")
+        _part(ranks, bound)
     return ranks
+
+
+def _backend(table: Store, rank: int, world: int, device: torch.device, fallback: Fallback) -> tuple[str, str]:
+    """Of the ranks' communicators, and why its collectives are slower than they should be, empty where they are not.
+    Every rank gets the same."""
+    if device.type != "cuda":
+        return "gloo", ""
+    own: Store = table.clone()  # type: ignore[attr-defined]  # a trial that hangs holds its client's lock
+    found, slower = choose_backend(table, rank, world, lambda: nccl_trial(own, rank, world, device), fallback)
+    return ("cpu:gloo,cuda:nccl" if found == "nccl" else "cpu:gloo,cuda:gloo"), slower
+
+
+def _part(ranks: Ranks, bound: timedelta) -> None:
+    """Makes the communicators within and across copies."""
+    places = torch.arange(ranks.world).view(ranks.replicas, ranks.shards)
+    ranks.copy = _mine(places.tolist(), ranks.rank, bound, "copy")
+    ranks.across = _mine(places.T.tolist(), ranks.rank, bound, "across copies")
+    ranks.copy_storage = _mine(places.tolist(), ranks.rank, bound, "checkpoint of a copy", "gloo")
 
 
 def _mine(

@@ -1,6 +1,5 @@
 """The FSDP2 trainer: one rank of a policy with its optimizer, and of the frozen reference where KL needs one."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -10,21 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.algorithm import CrossEntropy, PolicyLoss
-from lockstep.config.model import Adapter
 from lockstep.config.recipes import Config
 from lockstep.data.batch import Packed
-from lockstep.models.load import load_policy, load_quantized, resolve_dtype
-from lockstep.models.lora import (
-    add_adapter,
-    begins_elsewhere,
-    derived_seed,
-    fill_adapter,
-    with_dropout,
-    without_adapter,
-)
+from lockstep.models.load import resolve_dtype
+from lockstep.models.lora import begins_elsewhere, derived_seed, with_dropout, without_adapter
 from lockstep.models.policy import Policy
-from lockstep.models.probe import probe_layers
-from lockstep.models.weights import fill, folder_digest, resolve_folder
 from lockstep.train import checkpoint, losses
 from lockstep.train.beginning import Beginning
 from lockstep.train.checkpoint import Rows
@@ -32,17 +21,15 @@ from lockstep.train.copies import Copies
 from lockstep.train.distributed import Ranks
 from lockstep.train.export import export_adapter, export_model
 from lockstep.train.gathering import Pieces, Wanted, gathered
+from lockstep.train.loading import digests, kept_dtype, load
 from lockstep.train.merge import Outgoing
 from lockstep.train.optimizer import ShardedAdamW, norms_of, scale, square_norm
 from lockstep.train.protocol import StepStats, Want
 from lockstep.train.rows import Row
 from lockstep.train.schedule import learning_rate, optimizer_steps
-from lockstep.train.sharding import begin_microbatch, checkpoint_activations, free_gathered, local, shard
+from lockstep.train.sharding import begin_microbatch, free_gathered, local
 from lockstep.train.shards import Shard
-from lockstep.train.speed import compile_layers
 from lockstep.watch import beacon, recorder
-
-log = logging.getLogger(__name__)
 
 
 class NonFinite(ArithmeticError):
@@ -83,21 +70,21 @@ class FSDP2Trainer:
         self.compute = resolve_dtype(config.model.dtype, ranks.device)
         self.total_steps = optimizer_steps(config)
         self.adapter = config.model.adapter
-        self.policy = self._load(self._kept(), self.adapter)
+        self.policy = load(config, ranks, self.compute, kept_dtype(config.model, ranks, self.compute), self.adapter)
         # A gathered layer puts plain parameters in the module's place: these are the ones that stay.
         self.outgoing = Outgoing(self.policy, ranks)
         self.has_reference = isinstance(config.loss, PolicyLoss) and config.loss.kl.coefficient > 0
         self.reference: Policy | None = None
         """A model of its own; with an adapter the reference is the policy without it, or as it was at first."""
         if self.has_reference and self.adapter is None:
-            self.reference = self._load(self.compute).requires_grad_(False)
+            self.reference = load(config, ranks, self.compute, self.compute).requires_grad_(False)
         elsewhere = self.adapter is not None and begins_elsewhere(self.policy, self.adapter)
         self.beginning = Beginning(self._rows()) if self.has_reference and elsewhere else None
         norms = norms_of(self.policy)
         undecayed = [name for name, parameter in self.names.items() if id(parameter) in norms]
         self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer, undecayed)
         self.writer = checkpoint.Writer(ranks, generation)
-        self.base = self._digests()
+        self.base = digests(config.model)
         """What a checkpoint of an adapter stands on."""
         self.offloaded = False
 
@@ -252,54 +239,6 @@ class FSDP2Trainer:
             self.writer.finish()
         finally:
             self.ranks.leave()
-
-    def _load(self, dtype: torch.dtype, adapter: Adapter | None = None) -> Policy:
-        """A policy with its parameters in `dtype`, an adapter in float32, each rank reading its own rows."""
-        trainer, quantized = self.config.trainer, self.config.model.quantization is not None
-        if quantized:
-            policy = load_quantized(self.config.model, self.ranks.device, dtype)
-        else:
-            policy = load_policy(self.config.model, self.ranks.device, meta=True, dtype=dtype)
-        if adapter is not None:
-            add_adapter(policy, adapter)
-        apart = self._fuse_layers(policy)
-        if trainer.compile == "layers":
-            compile_layers(policy, self.ranks.device)
-        if trainer.activation_checkpointing:
-            checkpoint_activations(policy)
-        if not quantized:
-            shard(policy, self.ranks, trainer.reshard_after_forward, self.compute)
-            fill(policy, self._folder(), self.ranks.device)
-        if adapter is not None:
-            fill_adapter(policy, adapter, self.config.seed, self.ranks.device)
-        log.info("rank %d computes decoder layers by %s", self.ranks.rank, apart or probe_layers(policy))
-        free_gathered(policy)
-        return policy
-
-    def _fuse_layers(self, policy: Policy) -> str | None:
-        """Layers with fewer passes over memory, where that is what takes time; says why not."""
-        if self.ranks.device.type != "cpu" or self.compute != torch.float32:
-            return "the model's own forward: there is no other for this device and precision"
-        refusal = policy.fuse_layers()
-        return refusal and f"the model's own forward: {refusal}"
-
-    def _kept(self) -> torch.dtype:
-        """Of the parameters. What an adapter freezes needs no master weights; but a plain module, without FSDP2's mixed
-        precision, cannot mix it with weights that are trained whole."""
-        if self.adapter is None:
-            return torch.float32
-        mixes = bool(self.adapter.modules_to_save) and self.ranks.group is None
-        return torch.float32 if mixes and self.config.model.quantization is None else self.compute
-
-    def _digests(self) -> dict[str, str]:
-        if self.adapter is None:
-            return {}
-        begun = self.adapter.path
-        first = {} if begun is None else {"adapter": folder_digest(resolve_folder(begun, field="model.adapter.path"))}
-        return {"base": folder_digest(self._folder()), **first}
-
-    def _folder(self) -> Path:
-        return resolve_folder(self.config.model.path, self.config.model.revision)
 
     def _dropout(self) -> AbstractContextManager[None]:
         return with_dropout(self.policy) if self.adapter and self.adapter.lora_dropout else nullcontext()
