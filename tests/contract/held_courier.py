@@ -6,21 +6,31 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lockstep.weights.api import Link, Received
 from lockstep.weights.courier import Courier
 
 
 class HeldCourier(Courier):
-    """Stops after the first parcel while `<hold>/<node>` exists, and says so with `<hold>/<node>.<pid>`."""
+    """Stops after the first parcel while `<hold>/<node>` exists, and says so with `<hold>/<node>.<pid>`. Where the file
+    says `receive`, it stops in what it receives only."""
 
     def __init__(self, hold: str, space: str | None = None, **arguments: Any) -> None:
         if space is not None:
             enter(space)
         super().__init__(**arguments)
         self._hold = Path(hold) / self.node
+        self._receiving = False
+
+    def receive(self, version: int, ranks: list[int], link: Link) -> Received:
+        self._receiving = True
+        try:
+            return super().receive(version, ranks, link)
+        finally:
+            self._receiving = False
 
     def _count(self, count: int) -> None:
         super()._count(count)
-        if self._hold.exists():
+        if self._hold.exists() and (self._receiving or self._hold.read_text() != "receive"):
             self._hold.with_name(f"{self.node}.{os.getpid()}").touch()
             end = time.monotonic() + 60
             while self._hold.exists() and time.monotonic() < end:

@@ -1,11 +1,16 @@
 """What every transport of weights does. One suite, parametrised over the transports."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +22,10 @@ from weight_nodes import TRANSPORTS, House, new_cluster, plan_of, rows_of, tenso
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import RemoteError
 from lockstep.watch.waits import Stalled
-from lockstep.weights.api import CourierAPI
+from lockstep.weights.api import CourierAPI, Link
+from lockstep.weights.buckets import Mark
+from lockstep.weights.courier import Courier, Header
+from lockstep.weights.errors import BufferHeld, LinkFailed
 
 BETWEEN = [each for each in TRANSPORTS if each != "shared"]
 Build = Callable[..., House]
@@ -118,7 +126,7 @@ def test_a_receiver_that_is_stopped_holds_nobody(build: Build, times: int) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals) -> None:
-    house = build("gloo", ["a"], ["b", "c"], limit_s=2.0)
+    house = build("gloo", ["a"], ["b", "c"], limit_s=10.0)
     house.publish(0)
     # both receivers lose it at once: neither is to blame
     assert house.caught("a", 1, lambda pid: os.kill(pid, number)) == [True, True]
@@ -130,7 +138,7 @@ def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals) -
 @pytest.mark.parametrize("node", ["a", "b"], ids=["collects", "gives"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_trainer_node_that_fails_while_ranks_are_collected(build: Build, node: str, number: signal.Signals) -> None:
-    house = build("gloo", ["a", "b"], ["c"], limit_s=2.0)
+    house = build("gloo", ["a", "b"], ["c"], limit_s=10.0)
     house.publish(0)
     assert house.caught(node, 1, lambda pid: os.kill(pid, number)) == [True]
     house.check(1)
@@ -144,7 +152,7 @@ def test_a_version_that_cannot_be_collected_names_the_ranks_that_have_to_make_it
     for store, rank in zip(house.stores[:1], (0,), strict=True):
         store.write_shards(rank, 1, rows_of(house.make(1), rank, 2))
     with pytest.raises(Stalled, match=house.ranks[1].spec.name):
-        house.delivery.publish(1, house.engines)  # rank 1 has written nothing
+        house.delivery.publish(1, lambda: house.engines)  # rank 1 has written nothing
     house.check(0)
     house.lost = {"b"}
     os.kill(house.couriers["b"].pid, signal.SIGKILL)
@@ -198,3 +206,138 @@ def test_only_what_changed_travels(build: Build, transport: str) -> None:
     house.publish(2)
     assert house.delivery.received["b"].sent == whole.total
     house.check(2)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 64 KiB."""
+    made = tmp_path / "small"
+    made.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", made], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
+    yield made
+    subprocess.run(["umount", "--lazy", made], check=False, capture_output=True)
+
+
+def test_a_disk_that_is_full_is_told_and_blamed_on_nobody(
+    build: Build, small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    house = build("files", ["a"], ["b", "c"], exchange=small / "exchange")
+    couriers = dict(house.couriers)
+    began = time.monotonic()
+    assert house.publish(0) == [False, False]
+    assert time.monotonic() - began < 15, "the receivers heard of it"
+    assert re.search(r"small/exchange cannot be written: .*No space left.*weights\.folder", caplog.text)
+    with pytest.raises(Stalled, match="No space left"):
+        house.fetch(0, 0)
+    subprocess.run(["mount", "-o", "remount,size=64m", small], check=True, capture_output=True)
+    house.fetch(0, 0)
+    house.fetch(1, 0)
+    house.check(0)
+    assert {name: house.couriers[name] for name in couriers} == couriers, "none was replaced"
+    assert list((small / "exchange").iterdir()) == []
+
+
+def test_files_that_nobody_read_are_removed(build: Build, tmp_path: Path) -> None:
+    folder = tmp_path / "exchange"
+    folder.mkdir()
+    for name in ("weights-0-7-b", "weights-0-8-z.new", "notes-of-somebody-else"):
+        (folder / name).write_text("of an earlier life")
+    house = build("files", ["a"], ["b"], exchange=folder)
+    assert house.publish(0) == [True]
+    assert house.caught("b", 1, lambda pid: os.kill(pid, signal.SIGKILL)) == [False]
+    house.fetch(0, 1)
+    house.check(1)
+    assert [path.name for path in folder.iterdir()] == ["notes-of-somebody-else"]
+
+
+def test_another_version_than_was_asked_for_is_refused() -> None:
+    asked = SimpleNamespace(generation=2)
+    marks = [Mark(0, 5, 2, "", ())]
+    good = Header(5, 2, 1, [], [], marks)
+    assert Courier._expected(asked, good, 5, [0], Link(1, "a", "b")) is good  # type: ignore[arg-type]
+    others = [replace(good, version=4), replace(good, generation=1), replace(good, marks=[])]
+    for header in others:
+        with pytest.raises(LinkFailed, match="was asked for"):
+            Courier._expected(asked, header, 5, [0], Link(1, "a", "b"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_what_is_kept_is_held_against_what_the_sender_has(build: Build, transport: str) -> None:
+    house = build(transport, ["a"], ["b"], delta=True, bucket=20_000, check="sampled")
+    house.publish(0)
+    frozen = next(entry for entry in house.plan.entries if entry.name == "frozen")
+    with (house.memory / "b" / "weights" / "buffer-0").open("r+b") as file:
+        file.seek(frozen.offset + frozen.nbytes // 3)  # beside the samples
+        file.write(b"\xff")
+    assert house.publish(1) == [False]
+    house.fetch(0, 1)
+    assert house.delivery.received["b"].sent == house.delivery.received["b"].total
+    house.check(1)
+    assert house.publish(2) == [True]
+    assert house.delivery.received["b"].sent < house.delivery.received["b"].total
+
+
+def test_the_trainer_waits_for_no_older_version_on_its_way_to_its_own_nodes(build: Build) -> None:
+    house = build("gloo", ["a", "b"], ["b"], limit_s=30.0)
+    house.publish(0)
+    (house.hold / "b").write_text("receive")
+    thread, _ = house.begin(1)
+    until(lambda: (house.hold / f"b.{house.couriers['b'].pid}").exists(), "the version is on its way to b")
+    os.kill(house.couriers["b"].pid, signal.SIGKILL)
+    thread.join(60)
+    left = threading.Thread(target=house.fetch, args=(0, 1), daemon=True)
+    left.start()
+    until(lambda: (house.hold / f"b.{house.couriers['b'].pid}").exists(), "it is fetched, and held in the middle")
+    holding = house.couriers["b"].pid
+    thread, answer = house.begin(2)
+    until(lambda: house.couriers["b"].pid != holding, "whoever held what the rank wants is ended")
+    (house.hold / "b").unlink()
+    thread.join(60)
+    assert answer == [[True]]
+    house.check(2)
+    left.join(60)
+    assert not left.is_alive()
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_reader_that_hangs_with_what_the_next_version_needs_is_named(build: Build, transport: str) -> None:
+    house = build(transport, ["a"], ["a"], limit_s=1.0)
+    house.publish(0)
+    code = "import sys, time; from pathlib import Path; from lockstep.weights.shared import Reader\n"
+    code += "with Reader()(Path(sys.argv[1]), 0): print('reads', flush=True); time.sleep(120)"
+    folder = house.delivery.where(house.engines[0], 0)
+    reader = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True)
+    try:
+        assert reader.stdout.readline() == "reads\n"
+        assert house.publish(1) == [True]
+        with pytest.raises(BufferHeld, match=rf"pid {reader.pid} reads") as told:
+            house.publish(2)
+        house.check(1)
+        house.engines[0].pid = os.getpid()  # it reads by a process of its own
+        assert house.delivery.reads(house.engines[0], told.value)
+        house.engines[0].pid = 1 << 30
+        assert not house.delivery.reads(house.engines[0], told.value)
+    finally:
+        reader.kill()
+        reader.wait(30)
+    assert house.publish(2) == [True]
+    house.check(2)
+
+
+def test_as_many_ranks_as_before_last(build: Build) -> None:
+    house = build("gloo", ["a", "a", "a"], ["b"])
+    house.publish(0)
+    gone = [house.ranks.pop(), house.ranks.pop()]
+    house.lay_out()
+    house.ranks += gone
+    house.lay_out()  # nothing was published for one rank
+    house.check(0)
+    assert house.publish(1) == [True]
+    house.delivery.served()
+    house.check(1)
+    for node in "ab":
+        until(lambda node=node: len(house.buffers(node)) == 2, f"only one store is left on {node}")

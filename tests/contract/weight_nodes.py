@@ -34,6 +34,7 @@ class Somebody:
 
     spec: WorkerSpec
     node: str
+    pid: int = 0
 
 
 def tensors(version: int, rows: int = 600) -> dict[str, torch.Tensor]:
@@ -83,7 +84,7 @@ class House:
         self, folder: Path, transport: str, trainers: Sequence[str], engines: Sequence[str], limit_s: float = 20.0,
         make: Any = tensors, bucket: int = 100_000, addresses: Mapping[str, str] | None = None,
         spaces: Mapping[str, str] | None = None, store: tuple[str, int] | None = None,
-        cluster: LocalCluster | None = None, **courier: Any,
+        cluster: LocalCluster | None = None, exchange: Path | None = None, **courier: Any,
     ) -> None:  # fmt: skip
         """`addresses` and network namespaces (`spaces`) by node, and a store that all of them reach."""
         self.lost: set[str] = set()
@@ -98,14 +99,14 @@ class House:
         host, port = store or self.cluster.store()
         self.arguments = {
             "generation": self.generation, "way": transport, "store_host": host, "store_port": port, "limit_s": limit_s,
-            "bucket_bytes": bucket, "check": "complete", "folder": str(folder / "exchange"), **courier,
+            "bucket_bytes": bucket, "check": "complete", "folder": str(exchange or folder / "exchange"), **courier,
         }  # fmt: skip
         self.hold = folder / "hold"
         self.hold.mkdir(parents=True)
         self.couriers: dict[str, Worker] = {}
         self.plan = plan_of(make(0))
         self.delivery: Any = (
-            OneHost(self.memory / "one" / "weights", self.plan, self.generation)
+            OneHost(self.memory / "one" / "weights", self.plan, self.generation, limit_s)
             if transport == "shared"
             else Couriers(self, self, self.plan, limit_s)
         )
@@ -158,8 +159,12 @@ class House:
 
     def publish(self, version: int) -> list[bool]:
         """Which engines have it at once."""
-        self.write(version)
-        self.delivery.publish(version, self.engines)
+
+        def write() -> list[Any]:
+            self.write(version)
+            return self.engines
+
+        self.delivery.publish(version, write)
         return [self.delivery.where(engine, version) is not None for engine in self.engines]
 
     def check(self, version: int, *engines: int) -> None:
@@ -176,9 +181,7 @@ class House:
     def caught(self, node: str, version: int, act: Callable[[int], None]) -> list[bool]:
         """Publishes, and calls `act` with the pid of the node's courier while it is in the middle of a transfer."""
         (self.hold / node).touch()
-        answer: list[list[bool]] = []
-        thread = threading.Thread(target=lambda: answer.append(self.publish(version)), daemon=True)
-        thread.start()
+        thread, answer = self.begin(version)
         pid = self.couriers[node].pid
         until(lambda: (self.hold / f"{node}.{pid}").exists(), f"{node} is in mid-transfer")
         act(pid)
@@ -186,6 +189,17 @@ class House:
         thread.join(60)
         assert answer, "the publish did not end"
         return answer[0]
+
+    def begin(self, version: int) -> tuple[threading.Thread, list[list[bool]]]:
+        """Publishes in a thread; what it will have answered."""
+        answer: list[list[bool]] = []
+        thread = threading.Thread(target=lambda: answer.append(self.publish(version)), daemon=True)
+        thread.start()
+        return thread, answer
+
+    def buffers(self, node: str) -> list[Path]:
+        """Files of the node's memory that hold weights."""
+        return [path for path in (self.memory / node).glob("*/buffer-*") if "rank" not in path.name]
 
     def fetch(self, engine: int, version: int) -> None:
         """What a run does for an engine whose node was left behind."""

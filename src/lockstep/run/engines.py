@@ -167,6 +167,11 @@ class Engines:
         self._fleet.load_weights(source, version, having)
         self.version = version
 
+    def end(self, chosen: Callable[[Worker], bool], why: str) -> bool:
+        """Ends engines that are in everybody's way, those that are left out included; others come in their places.
+        Whether there was one."""
+        return self._fleet.end(chosen, why)
+
     def sleep(self) -> None:
         """Engines that have nothing to do leave shared devices to the trainer, until something is wanted of them."""
         self._fleet.sleep()

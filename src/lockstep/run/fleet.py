@@ -183,6 +183,10 @@ class Fleet:
             self._returning.lose(place, worker, error)
         return bool(owing) and self._returning.error is None
 
+    def end(self, chosen: Callable[[Worker], bool], why: str) -> bool:
+        """Ends engines, those that are left out included; whether there was one."""
+        return self._returning.end(self._places, chosen, why)
+
     def close(self) -> None:
         """Nobody is replaced any more."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from lockstep.cluster.calls import gather
 from lockstep.cluster.protocol import Cluster, Worker
@@ -15,7 +16,8 @@ from lockstep.run.services import PolicyAPI
 from lockstep.run.staff import Staff
 from lockstep.weights.choose import choose, choose_direct
 from lockstep.weights.couriers import Couriers
-from lockstep.weights.delivery import Delivery
+from lockstep.weights.delivery import Delivery, Write
+from lockstep.weights.errors import BufferHeld
 from lockstep.weights.one_host import OneHost
 from lockstep.weights.plan import Plan
 
@@ -46,15 +48,30 @@ class WeightSync:
         are trained again after a fault make the versions again that there were."""
         if self.published is not None and version <= self.published:
             return
-        self.policy.write_weights(version)
-        self.policy.offload()  # engines on the same devices wake for their weights
-        engines = self.engines.workers
-        having = [] if self.devices is None else self.devices.publish(version, engines)
-        self.delivery.publish(version, [engine for engine in engines if engine not in having])
+        having: list[Worker] = []
+
+        def write() -> list[Worker]:
+            self.policy.write_weights(version)
+            self.policy.offload()  # engines on the same devices wake for their weights
+            engines = self.engines.workers
+            having[:] = [] if self.devices is None else self.devices.publish(version, engines)
+            return [engine for engine in engines if engine not in having]
+
+        self._deliver(version, write)
         self.engines.load_weights(self.delivery, version, having)
         self.ledger.published(version)
         self.published = version
         self.delivery.served()
+
+    def _deliver(self, version: int, write: Write) -> None:
+        """Has the version written and brought to the engines' nodes; whoever is in the way of that is ended."""
+        while True:
+            try:
+                self.delivery.publish(version, write)
+                return
+            except BufferHeld as held:
+                if not self.engines.end(partial(self.delivery.reads, held=held), str(held)):
+                    raise
 
 
 def plan_of(prepared: Prepared, policy: Policy) -> Plan:
@@ -112,6 +129,6 @@ def delivery_of(
     if choice.transport == "shared":
         folder = nodes[0].shared / "weights"
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return OneHost(folder, plan, staff.generation)
+        return OneHost(folder, plan, staff.generation, config.weights.receiver_limit_s)
     staff.way = choice.transport
     return Couriers(cluster, staff, plan, config.weights.receiver_limit_s)

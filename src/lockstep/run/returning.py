@@ -57,6 +57,8 @@ class Returning:
         """Nobody is replaced any more."""
         self.changes = 0
         """Engines lost and come back: moves while nothing else does."""
+        self._out: dict[int, Worker] = {}
+        """Engines that are left out, by place, until they have answered."""
 
     def watch(self, place: Place, worker: Worker) -> None:
         """Hears of the end of an engine."""
@@ -86,8 +88,25 @@ class Returning:
         log.warning("%s is left out %s", worker.spec.name, until)
         self.changes += 1
         self._empty(place)
+        self._out[place.rank] = worker
         renewed = worker.submit(EngineAPI.renew)
         self._go(f"catches up {worker.spec.name}", lambda: self._return(place, worker, renewed))
+
+    def end(self, places: Sequence[Place], chosen: Callable[[Worker], bool], why: str) -> bool:
+        """Ends engines, those that are left out included; whether there was one. From the run's thread."""
+        if self._hires is None:
+            return False
+        with self._lock:
+            serving = [(place, place.worker) for place in places if place.worker is not None and chosen(place.worker)]
+            out = [rank for rank, worker in self._out.items() if chosen(worker)]
+            waiting = [self._out.pop(rank) for rank in out]
+        for worker in (*(worker for _, worker in serving), *waiting):
+            log.warning("%s is ended: %s", worker.spec.name, why)
+        for place, worker in serving:
+            self.lose(place, worker, WorkerDied(worker.spec.name, place.rank, None, "", why))
+        self._hires.dismiss([worker for _, worker in serving])
+        self._hires.dismiss(waiting)  # whoever waits for its answer has it replaced
+        return bool(serving or waiting)
 
     def listen(self, asked: Sequence[tuple[Place, Worker, Pending[Any]]]) -> None:
         """Requests that were handed over with nobody waiting for the answer: it matters where it is an error. Of a
@@ -162,7 +181,10 @@ class Returning:
         """An engine that was left out comes back, or another in its place."""
         began = time.monotonic()
         try:
-            renewed.result(why="forget requests")
+            try:
+                renewed.result(why="forget requests")
+            finally:
+                self._out.pop(place.rank, None)
             self._move_in(place, worker)
         except (RemoteError, WorkerDied, Stalled) as error:
             if not self._over():

@@ -1,6 +1,7 @@
 """Who is started for a run, as the plan says, and again in place of who was lost."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lockstep.cluster.protocol import Cluster, NodeInfo, Worker, WorkerSpec, successor
@@ -49,6 +50,7 @@ class Staff:
     def courier(self, node: NodeInfo) -> Worker:
         """What moves weights to and from a node, also in place of one that was."""
         weights, (host, port) = self.prepared.config.weights, self.cluster.store()
+        folder = self.prepared.folder.absolute()
         arguments = {
             "node": node.name,
             "address": node.address,
@@ -60,7 +62,7 @@ class Staff:
             "check": weights.check,
             "delta": weights.delta,
             "limit_s": weights.receiver_limit_s,
-            "folder": weights.folder or str(self.prepared.folder.absolute() / "weights"),
+            "folder": str(Path(weights.folder) / run_id(folder) if weights.folder else folder / "weights"),
         }
         rank = self._posts.setdefault(node.name, len(self._posts))
         process = PlannedProcess(f"courier-{rank}", "weights", rank, "cpu", 1, 0)

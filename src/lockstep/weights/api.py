@@ -37,6 +37,8 @@ class Sent:
     bytes: int = 0
     outcome: str | None = None
     """How it ended: empty where well; None while it is under way."""
+    summed: int = 0
+    """Bytes that were looked at to find out what has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ class CourierAPI(Protocol):
     def receive(self, version: int, ranks: list[int], link: Link) -> Received:
         """Takes what these ranks wrote of a version into the buffer that is not current. Where these are all ranks,
         the version is committed. Raises LinkFailed, PlanMismatch, TornWeights, StaleVersion."""
+
+    @concurrent
+    def readers(self) -> list[tuple[int, ...]]:
+        """Who reads the buffer that the next version goes to: pids, each with those of its parents."""
 
     @concurrent
     def sent(self, number: int) -> Sent:

@@ -4,11 +4,12 @@ Bytes go from one node's shared memory into that of another: into the buffer tha
 against the checksums of the ranks that wrote them, and only then become the current version.
 """
 
+import contextlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,18 +17,19 @@ from typing import Literal
 from torch._C._distributed_c10d import Store
 
 from lockstep.cluster.protocol import concurrent
-from lockstep.watch import beacon
+from lockstep.watch import beacon, waits
 from lockstep.weights import gloo_link, meeting
 from lockstep.weights.api import CourierAPI, Link, Received, Sent
 from lockstep.weights.buckets import Bucket, Check, Mark
-from lockstep.weights.errors import NoStore, StaleVersion
-from lockstep.weights.file_link import FileInlet, FileOutlet
+from lockstep.weights.errors import LinkFailed, NoStore, StaleVersion, TornWeights
+from lockstep.weights.fence import Lineage, readers
+from lockstep.weights.file_link import FileInlet, FileOutlet, tidy
 from lockstep.weights.gloo_link import GlooLink
 from lockstep.weights.interface import use_interface
 from lockstep.weights.layout import remove
 from lockstep.weights.links import Inlet, Outlet
 from lockstep.weights.meeting import Card
-from lockstep.weights.parcels import Parcel, changed, digests, parcels, size
+from lockstep.weights.parcels import Parcel, changed, digest, parcels, size
 from lockstep.weights.parts import Held
 from lockstep.weights.plan import Plan
 from lockstep.weights.shared import SharedWeights
@@ -53,6 +55,8 @@ class Header:
     """Bytes of a parcel, at most: receiver and sender cut alike."""
     which: list[int]
     """Positions of the parcels that follow; the receiver has the others."""
+    kept: list[str]
+    """Digests of the others, in their order."""
     marks: list[Mark]
 
     def encode(self) -> bytes:
@@ -104,7 +108,13 @@ class Courier(CourierAPI):
         self._opened: SharedWeights | None = None
         self._sent: dict[int, Sent] = {}
         self._digests: dict[tuple[int, int, tuple[int, ...]], list[bytes]] = {}
-        self._digesting = threading.Lock()
+        self._summing: set[tuple[int, int, tuple[int, ...]]] = set()
+        """Whose digests somebody is at."""
+        self._summed = 0
+        self._doubted = False
+        """Whether what this node has is not what the sender has, though it should be."""
+        self._lock = threading.Lock()
+        """Of digests; nothing is waited for with it."""
         self._moved = 0
         if way == "gloo":
             use_interface(address)
@@ -112,6 +122,8 @@ class Courier(CourierAPI):
 
     def create(self, folder: str, plan: str, writers: int) -> int | None:
         self.close()
+        if self._way == "files":
+            tidy(self._shared_folder, self.generation, self.node)
         self._opened = SharedWeights.create(Path(folder), Plan.from_json(plan), writers, self.generation)
         return self._opened.version()
 
@@ -129,28 +141,34 @@ class Courier(CourierAPI):
         threading.Thread(target=self._send, args=work, name=link.name, daemon=True).start()
 
     @concurrent
+    def readers(self) -> list[Lineage]:
+        return [] if self._opened is None else readers(self._opened)
+
+    @concurrent
     def sent(self, number: int) -> Sent:
         return self._sent.get(number, Sent())
 
     def receive(self, version: int, ranks: list[int], link: Link) -> Received:
-        beacon.current().stage("receive")
+        if beacon.current().stage_name != "receive":  # a stage that is told again would pass for progress
+            beacon.current().stage("receive")
         began, store = time.monotonic(), self._store
         whole = len(ranks) == store.control.writers
         newest = store.control.newest()
-        base = newest if self._delta and whole else None
+        base = newest if self._delta and whole and not self._doubted else None
         card = Card(store.plan.digest) if base is None else Card(store.plan.digest, base.generation, base.version)
         with store.filling(version, ranks) as filling:
-            meeting.meet_sender(self._meeting, link, store.plan, card, self._limit_s)
+            meeting.meet_sender(self._meeting, link, store.plan, card, self._limit_s / 2)
             inlet = self._inlet(link)
             try:
-                header = Header.decode(inlet.header())
+                header = self._expected(Header.decode(inlet.header()), version, ranks, link)
                 cut = parcels(store.plan, header.marks, header.limit)
                 wanted = [cut[position] for position in header.which]
-                self._keep(store, cut, set(header.which), filling.memory)
+                self._keep(store, cut, header, filling.memory)
                 inlet.receive(wanted, filling.memory, self._count)
             finally:
                 inlet.close()
             filling.keep(header.marks, self._check)
+        self._doubted = False
         meeting.forget(self._meeting, link)
         sent, total = sum(map(size, wanted)), sum(map(size, cut))
         return Received(sent, total, time.monotonic() - began, whole)
@@ -159,6 +177,10 @@ class Courier(CourierAPI):
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+            if self._way == "files":
+                tidy(self._shared_folder, self.generation, self.node)
+                with contextlib.suppress(OSError):  # others have files there
+                    self._shared_folder.rmdir()
 
     @property
     def _store(self) -> SharedWeights:
@@ -185,58 +207,108 @@ class Courier(CourierAPI):
         self._sent[link.number] = replace(self.sent(link.number), outcome=outcome)
 
     def _hand_over(self, store: SharedWeights, held: Held, version: int, ranks: Sequence[int], link: Link) -> None:
-        card = meeting.meet_receiver(self._meeting, link, store.plan, self._limit_s)
         cut = parcels(store.plan, held.marks, self._bucket_bytes)
-        which = self._changed(cut, held, version, tuple(ranks), card)
-        header = Header(version, self.generation, self._bucket_bytes, which, list(held.marks))
+
+        def look() -> None:
+            newest = store.control.newest()
+            if newest is not None and newest.generation == self.generation and newest.version > version:
+                raise StaleVersion(version, newest.version)  # the trainer wants this buffer
+
+        now = self._sum_up(cut, held, (self.generation, version, tuple(ranks)), link, look) if self._delta else []
+        card = meeting.meet_receiver(self._meeting, link, store.plan, self._limit_s)
+        before = self._digests.get((card.generation, -1 if card.version is None else card.version, tuple(ranks)))
+        which = changed(before, now) if self._delta else list(range(len(cut)))
+        kept = [each.hex() for position, each in enumerate(now) if position not in set(which)]
+        header = Header(version, self.generation, self._bucket_bytes, which, kept, list(held.marks))
         outlet = self._outlet(link)
 
         def moved(count: int) -> None:
             self._count(count)
-            self._sent[link.number] = Sent(self.sent(link.number).bytes + count)
-            newest = store.control.newest()
-            if newest is not None and newest.generation == self.generation and newest.version > version:
-                raise StaleVersion(version, newest.version)  # the trainer wants this buffer
+            sent = self.sent(link.number)
+            self._sent[link.number] = replace(sent, bytes=sent.bytes + count)
+            look()
 
         try:
             outlet.send(header.encode(), [cut[position] for position in which], held.memory, moved)
         finally:
             outlet.close()
 
-    def _changed(
-        self, cut: Sequence[Parcel], held: Held, version: int, ranks: tuple[int, ...], card: Card
-    ) -> list[int]:
-        """Positions of the parcels that the receiver does not have."""
-        if not self._delta:
-            return changed(None, [b""] * len(cut))
-        key = self.generation, version, ranks
-        with self._digesting:
-            if key not in self._digests:
-                self._digests[key] = digests(cut, held.memory)
-                while len(self._digests) > KEPT:
-                    del self._digests[next(iter(self._digests))]
-            before = None if card.version is None else self._digests.get((card.generation, card.version, ranks))
-            return changed(before, self._digests[key])
+    def _sum_up(
+        self, cut: Sequence[Parcel], held: Held, key: tuple[int, int, tuple[int, ...]], link: Link,
+        look: Callable[[], None],
+    ) -> list[bytes]:  # fmt: skip
+        """Digests of all parcels, made once for all receivers; they are told that it goes on."""
 
-    def _keep(self, store: SharedWeights, cut: Sequence[Parcel], coming: set[int], memory: memoryview) -> None:
-        """Copies from the current version what does not come."""
+        def going_on() -> object:
+            self._sent[link.number] = replace(self.sent(link.number), summed=self._summed)
+            meeting.busy(self._meeting, link, self._summed)
+            return self._summed
+
+        def made() -> bool | None:
+            with self._lock:
+                if key in self._digests or key not in self._summing:
+                    self._summing.add(key)
+                    return True
+                return None
+
+        waits.poll(
+            made, kind="event", whom=f"courier of {self.node}", why="digests of the version", stall_s=self._limit_s,
+            progress=going_on,
+        )  # fmt: skip
+        try:
+            found = list(self._digests.get(key, []))
+            for parcel in cut[len(found) :]:
+                found.append(digest(parcel, held.memory))
+                self._summed += size(parcel)
+                going_on()
+                look()
+        finally:
+            self._summing.discard(key)
+        with self._lock:
+            self._digests[key] = found
+            while len(self._digests) > KEPT:
+                del self._digests[next(iter(self._digests))]
+        return found
+
+    def _expected(self, header: Header, version: int, ranks: Sequence[int], link: Link) -> Header:
+        """Raises LinkFailed where something else comes than was asked for."""
+        wanted = version, self.generation, list(ranks)
+        found = header.version, header.generation, [mark.rank for mark in header.marks]
+        if found != wanted:
+            what = "version {} of generation {} by ranks {}"
+            problem = f"{what.format(*found)} comes, {what.format(*wanted)} was asked for"
+            raise LinkFailed(link.name, link.sender, problem)
+        return header
+
+    def _keep(self, store: SharedWeights, cut: Sequence[Parcel], header: Header, memory: memoryview) -> None:
+        """Copies from the current version what does not come. Raises TornWeights where that is not what the sender has:
+        then the next transfer brings everything."""
+        coming = set(header.which)
         kept = [parcel for position, parcel in enumerate(cut) if position not in coming]
-        if kept:
-            with store.current() as current:
-                for parcel in kept:
-                    for run in parcel:
-                        memory[run.start : run.end] = current[run.start : run.end]
-                        self._count(run.length)
+        if not kept:
+            return
+        with store.current() as current:
+            for parcel, expected in zip(kept, header.kept, strict=True):
+                for run in parcel:
+                    memory[run.start : run.end] = current[run.start : run.end]
+                    self._count(run.length)
+                if digest(parcel, memory).hex() != expected:
+                    self._doubted = True
+                    start, length = parcel[0].start, size(parcel)
+                    name = next(each.name for each in reversed(store.plan.entries) if each.offset <= start)
+                    raise TornWeights(header.version, f"{name}, which was not sent", start, length)
 
     def _outlet(self, link: Link) -> Outlet:
         if self._way == "gloo":
             return GlooLink(self._meeting, link, True, self._limit_s)
-        return FileOutlet(self._shared_folder, link)
+        return FileOutlet(self._shared_folder, self.generation, link)
 
     def _inlet(self, link: Link) -> Inlet:
         if self._way == "gloo":
             return GlooLink(self._meeting, link, False, self._limit_s)
-        return FileInlet(self._shared_folder, link, self._limit_s)
+        return FileInlet(
+            self._shared_folder, self.generation, link, self._limit_s, lambda: meeting.refused(self._meeting, link)
+        )
 
     @property
     def _shared_folder(self) -> Path:

@@ -10,15 +10,17 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from pathlib import Path
 
 from lockstep.cluster.calls import gather
-from lockstep.cluster.protocol import NodeInfo, RemoteError, Worker
+from lockstep.cluster.protocol import RemoteError, Worker
 from lockstep.watch import waits
 from lockstep.watch.waits import Stalled
 from lockstep.weights.api import CourierAPI, Received
-from lockstep.weights.errors import LinkFailed
+from lockstep.weights.delivery import Write
+from lockstep.weights.errors import BufferHeld, LinkFailed
 from lockstep.weights.plan import Plan
+from lockstep.weights.posts import LOOK_S, Hires, Nodes, Posts
 from lockstep.weights.round import FAILED, Round
 from lockstep.weights.transfer import ANSWER_S, Node, Transfer, final
 
@@ -26,21 +28,6 @@ log = logging.getLogger(__name__)
 
 TRIES = 5
 """How often in one publish the trainer's nodes are asked for a version, each time with couriers that live."""
-LOOK_S = 0.02
-
-
-class Nodes(Protocol):
-    """Of a `Cluster`, what is needed here."""
-
-    def nodes(self) -> list[NodeInfo]: ...
-    def node_of(self, worker: Worker) -> NodeInfo: ...
-
-
-class Hires(Protocol):
-    """Who starts and ends couriers."""
-
-    def courier(self, node: NodeInfo) -> Worker: ...
-    def dismiss(self, workers: Sequence[Worker]) -> None: ...
 
 
 class Couriers:
@@ -52,9 +39,11 @@ class Couriers:
     """
 
     def __init__(self, cluster: Nodes, hires: Hires, plan: Plan, limit_s: float, name: str = "weights") -> None:
-        self._cluster, self._hires, self._plan, self._limit_s = cluster, hires, plan, limit_s
-        self._base = self._name = name
-        self._former: str | None = None
+        self._cluster, self._limit_s = cluster, limit_s
+        self._posts = Posts(cluster, hires, plan, limit_s, name)
+        self._base = name
+        self._former: list[str] = []
+        """Stores that engines may have versions from until the next publish."""
         self._nodes: dict[str, Node] = {}
         self._ranks: dict[str, list[int]] = {}
         """Of the trainer, by node; the first node collects."""
@@ -64,9 +53,8 @@ class Couriers:
         self._lock = threading.RLock()
         """Of what is known of nodes; nothing is waited for with it."""
         self._news = threading.Condition(self._lock)
-        self._hiring = threading.Lock()
-        """Two that find the same courier dead are not to start two."""
         self._published: int | None = None
+        self._publishing = False
         self.received: dict[str, Received] = {}
         """By node: what its last transfer took."""
         self._moves = 0
@@ -75,33 +63,35 @@ class Couriers:
     def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
         homes = [self._node(worker) for worker in ranks]
         with self._lock:
-            before = sum(map(len, self._ranks.values()))
+            before = self._posts.writers
             self._ranks, self._writers = {}, [worker.spec.name for worker in ranks]
             for rank, node in enumerate(homes):
                 self._ranks.setdefault(node.info.name, []).append(rank)
+            self._posts.writers = len(ranks)
             if before not in (0, len(ranks)):
-                self._former, self._name = self._name, f"{self._base}-{len(ranks)}"
-        for node in {id(node): node for node in homes}.values():
-            self._ready(node)
-        return [self._folder(node) for node in homes]
+                self._former = [*self._former, self._posts.name]
+                self._posts.name = f"{self._base}-{len(ranks)}"
+        for node in self._homes:
+            self._posts.wait(node, "where ranks write their weights")
+        return [self._posts.folder(node) for node in homes]
 
-    def publish(self, version: int, engines: Sequence[Worker]) -> None:
-        self._assemble(version)
-        wanted = {node.info.name: node for node in map(self._node, engines)}
-        with self._news:
-            self._published = version
-            # A courier that has failed is replaced by who needs it there: that may take longer than the run can wait.
-            missing = [node for node in wanted.values() if node.version != version and not node.busy and node.fit]
-            for node in missing:
-                node.busy = True
-            self._news.notify_all()
+    def publish(self, version: int, write: Write) -> None:
+        claim = object()
+        self._publishing = True
         try:
-            self._spread(version, missing)
+            for node in self._homes:
+                self._claim(node, claim, urgent=True)
+            self._make_room()
+            wanted = {node.info.name: node for node in map(self._node, write())}
+            self._assemble(version)
+            self._spread(version, self._pass_on(version, wanted, claim))
         finally:
-            with self._news:
-                for node in missing:
-                    node.busy = False
-                self._news.notify_all()
+            self._publishing = False
+            self._release(claim)
+
+    def reads(self, engine: Worker, held: BufferHeld) -> bool:
+        known_as = self._cluster.node_of(engine).name
+        return known_as == held.node and any(engine.pid in each for each in held.readers)
 
     def where(self, worker: Worker, version: int) -> str | None:
         with self._lock:
@@ -109,30 +99,30 @@ class Couriers:
         return served[0] if served is not None and served[1] == version else None
 
     def fetch(self, worker: Worker, version: int) -> None:
-        node = self._node(worker)
+        node, claim, problem = self._node(worker), object(), ""
         for _ in range(TRIES):
-            self._claim(node)
             try:
+                self._claim(node, claim)
                 with self._lock:
                     if node.version == version or self._published != version:
                         return
-                self._spread(version, [node])
+                problem = self._spread(version, [node]).problem
             finally:
-                with self._news:
-                    node.busy = False
-                    self._news.notify_all()
+                self._release(claim)
         if node.version != version and self._published == version:
-            whom, why = f"courier of {node.info.name}", f"weights of version {version}"
+            whom, why = f"courier of {node.info.name}", f"weights of version {version}: {problem}"
             raise Stalled("transfer", whom, why, self._limit_s, self._limit_s)
 
     def moves(self) -> object:
         return self._published, self._moves
 
     def served(self) -> None:
-        former, self._former = self._former, None
-        for node in self._nodes.values() if former is not None else ():
-            if node.courier is not None:
-                node.courier.submit(CourierAPI.discard, str(node.info.shared / str(former)))
+        with self._lock:
+            former, self._former = [name for name in self._former if name != self._posts.name], []
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            for name in former:
+                self._posts.discard(node, name)
 
     # --- nodes
 
@@ -144,43 +134,76 @@ class Couriers:
                 known = self._nodes[info.name] = Node(info)
             return known
 
-    def _folder(self, node: Node) -> str:
-        return str(node.info.shared / self._name)
-
     @property
-    def _home(self) -> Node:
-        return self._nodes[next(iter(self._ranks))]
+    def _homes(self) -> list[Node]:
+        """Where trainer ranks are; the first collects."""
+        return [self._nodes[name] for name in self._ranks]
 
-    def _ready(self, node: Node) -> None:
-        """Sees to it that a node has a courier that answers, with its store open."""
-        with self._hiring:
-            if node.courier is not None and not node.fit:
-                self._hires.dismiss([node.courier])
-                node.courier = None
-            if node.courier is None:
-                if not self._lives(node):
-                    raise LinkFailed(f"weights to {node.info.name}", node.info.name, "the node is lost")
-                try:
-                    node.courier, node.folder, node.stuck = self._hires.courier(node.info), "", False
-                except ValueError as error:  # the cluster has no such node any more
-                    raise LinkFailed(f"weights to {node.info.name}", node.info.name, str(error)) from error
-        if node.folder != self._folder(node):
-            writers = sum(map(len, self._ranks.values()))
-            asked = node.courier.submit(CourierAPI.create, self._folder(node), self._plan.to_json(), writers)
-            gather([asked], why=f"store of weights on {node.info.name}", stall_s=self._limit_s)
-            node.folder = self._folder(node)
+    def _claim(self, node: Node, claim: object, urgent: bool = False) -> None:
+        """Waits until nobody else brings the node weights. To the trainer everybody else gives way."""
 
-    def _lives(self, node: Node) -> bool:
-        return any(each.name == node.info.name for each in self._cluster.nodes())
+        def free() -> bool:
+            return node.claim is None and (urgent or not node.urgent)
 
-    def _claim(self, node: Node) -> None:
-        """Waits until nobody else brings the node weights."""
+        def moves() -> object:
+            # What the trainer does has bounds of its own.
+            return self.moves(), time.monotonic() if self._publishing and not urgent else None
+
         with self._news:
-            waits.condition(
-                self._news, lambda: not node.busy, whom=f"courier of {node.info.name}", why="its transfer under way",
-                stall_s=2 * self._limit_s + ANSWER_S, progress=self.moves,
-            )  # fmt: skip
-            node.busy = True
+            node.urgent = node.urgent or urgent
+            try:
+                waits.condition(
+                    self._news, free, whom=f"courier of {node.info.name}", why="its transfer under way",
+                    stall_s=self._limit_s + ANSWER_S, progress=moves,
+                )  # fmt: skip
+            finally:
+                node.urgent = node.urgent and not urgent
+            node.claim = claim
+
+    def _release(self, claim: object) -> None:
+        with self._news:
+            for node in self._nodes.values():
+                node.claim = None if node.claim is claim else node.claim
+            self._news.notify_all()
+
+    def _pass_on(self, version: int, wanted: dict[str, Node], claim: object) -> list[Node]:
+        """The version is there: whoever misses it is claimed now, and the trainer's other nodes are free."""
+        with self._news:
+            self._published = version
+            free = [node for node in wanted.values() if node.claim in (None, claim)]
+            # A courier that has failed is replaced by who needs it there: that may take longer than the run can wait.
+            missing = [node for node in free if node.version != version and node.fit]
+            self._release(claim)
+            for node in missing:
+                node.claim = claim
+        return missing
+
+    def _make_room(self) -> None:
+        """Sees to it that ranks can write: no courier that has failed holds what they want, and no reader.
+
+        Raises:
+            BufferHeld: one does.
+        """
+        for node in self._homes:
+            try:
+                self._posts.wait(node, "weights of the trainer")
+                readers = self._readers(node)
+            except FAILED as error:
+                node.stuck = node.stuck or isinstance(error, Stalled)
+                log.warning("%s: no courier: %s", node.info.name, error)  # collecting tries again
+                continue
+            if readers:
+                raise BufferHeld(Path(self._posts.folder(node)), node.info.name, readers, self._limit_s)
+
+    def _readers(self, node: Node) -> tuple[tuple[int, ...], ...]:
+        """Who has not let go of the node's spare buffer within the limit."""
+        end = time.monotonic() + self._limit_s
+        while True:
+            asked = node.call().submit(CourierAPI.readers)
+            (found,) = gather([asked], why="who reads weights", stall_s=self._limit_s)
+            if not found or time.monotonic() > end:
+                return tuple(map(tuple, found))
+            waits.sleep(LOOK_S, f"readers of the weights on {node.info.name} come to their end")
 
     # --- transfers
 
@@ -192,8 +215,8 @@ class Couriers:
             Stalled: it did not get there; names the ranks whose part it was, as they have to make it again.
             RemoteError: what no other try would mend.
         """
-        home, began = self._home, time.monotonic()
-        missing = [self._nodes[name] for name in list(self._ranks)[1:]]
+        began = time.monotonic()
+        home, *missing = self._homes
         for attempt in range(TRIES):
             node = home
             try:
@@ -204,22 +227,21 @@ class Couriers:
                         raise LinkFailed(f"to {home.info.name}", node.info.name, carried.problem)
                     missing.pop(0)
                 node = home
-                self._commit(version)
+                self._commit(home, version)
                 return
             except FAILED as error:
                 if final(error):
                     raise
                 log.warning("version %d, try %d of %d: %s", version, attempt + 1, TRIES, error)
                 if isinstance(error, RemoteError):  # the commit: something is not there
-                    missing = [self._nodes[name] for name in list(self._ranks)[1:]]
+                    missing = self._homes[1:]
                 last = error
         whom = ", ".join(self._writers[rank] for rank in self._ranks[node.info.name])
         why = f"version {version} of the weights from {node.info.name}: {last}"
         raise Stalled("transfer", whom, why, time.monotonic() - began, self._limit_s)
 
-    def _commit(self, version: int) -> None:
-        home = self._home
-        self._ready(home)
+    def _commit(self, home: Node, version: int) -> None:
+        self._posts.wait(home, f"commit version {version}")
         asked = home.call().submit(CourierAPI.commit, version)
         try:
             gather([asked], why=f"commit version {version}", stall_s=self._limit_s)
@@ -229,35 +251,38 @@ class Couriers:
         with self._lock:
             home.served = home.folder, version
 
-    def _spread(self, version: int, missing: Sequence[Node]) -> None:
+    def _spread(self, version: int, missing: Sequence[Node]) -> Round:
         """From the nodes that have it to those that have not; who fails is left behind."""
         with self._lock:
             having = [node for node in self._nodes.values() if node.version == version and node.fit]
-            holders = [node for node in having if self._lives(node)] or [self._home]
+            holders = [node for node in having if self._posts.lives(node)] or self._homes[:1]
             ranks = sorted(rank for some in self._ranks.values() for rank in some)
-        for node in self._carry(version, missing, holders, ranks).behind:
+        carried = self._carry(version, missing, holders, ranks)
+        for node in carried.behind:
             log.warning("%s has no version %d of the weights; it is brought up to date later", node.info.name, version)
+        return carried
 
     def _carry(self, version: int, missing: Sequence[Node], holders: Sequence[Node], ranks: list[int]) -> Round:
         """A round from its beginning to its end."""
-        round_ = Round(version, missing, holders, ranks, self._ready, self._begin, self._arrived)
+        round_ = Round(
+            version, missing, holders, ranks, self._posts.ready, self._begin, self._arrived, self._limit_s
+        )  # fmt: skip
         last: object = None
 
-        def moved() -> object:
+        def look() -> bool | None:
             nonlocal last
             if (now := round_.progress()) != last:
                 last, self._moves = now, self._moves + 1
-            return now
+            if any(node.urgent for node in missing):
+                round_.give_up("the trainer writes a later version there")
+            return round_.look()
 
-        try:
-            waits.poll(
-                round_.look, kind="transfer", whom=", ".join(node.info.name for node in missing) or "nobody",
-                why=f"weights of version {version}", every_s=LOOK_S, progress=moved,
-                stall_s=2 * self._limit_s + ANSWER_S,
-            )  # fmt: skip
-        except Stalled as error:
-            log.warning("%s", error)
-            round_.give_up()
+        # The round has its own bound, which is reached before this one.
+        waits.poll(
+            look, kind="transfer", whom=", ".join(node.info.name for node in missing) or "nobody",
+            why=f"weights of version {version}", every_s=LOOK_S, progress=round_.progress,
+            stall_s=2 * self._limit_s + ANSWER_S,
+        )  # fmt: skip
         return round_
 
     def _begin(self, source: Node, target: Node, version: int, ranks: list[int]) -> Transfer:

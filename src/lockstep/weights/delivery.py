@@ -1,9 +1,13 @@
 """What brings published weights to the engines, as the run sees it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lockstep.cluster.protocol import Worker
+from lockstep.weights.errors import BufferHeld
+
+Write = Callable[[], Sequence[Worker]]
+"""Has the trainer's ranks write their rows of a version; the engines that are to find it on their nodes then."""
 
 
 class Source(Protocol):
@@ -26,9 +30,18 @@ class Delivery(Source, Protocol):
     def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
         """Stores for these trainer ranks; the folder of each. Idempotent."""
 
-    def publish(self, version: int, engines: Sequence[Worker]) -> None:
-        """Makes what the ranks have written the version of every node with engines. A node that fails or makes no
-        progress is left behind: `where` is None for its engines then. Raises IncompleteWeights, PlanMismatch."""
+    def publish(self, version: int, write: Write) -> None:
+        """Makes what `write` has the ranks write the version of every node with engines. From before it is written
+        until it is committed nobody else brings weights to the ranks' nodes. A node that fails or makes no progress is
+        left behind: `where` is None for its engines then.
+
+        Raises:
+            BufferHeld: a reader does not let go of the memory that the version needs; nothing was written.
+            IncompleteWeights, PlanMismatch: it cannot be committed.
+        """
+
+    def reads(self, engine: Worker, held: BufferHeld) -> bool:
+        """Whether it is this engine that a version could not be written for."""
 
     def served(self) -> None:
         """Engines have the version that was published last: what there was before is not needed any more."""

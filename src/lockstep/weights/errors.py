@@ -86,3 +86,27 @@ class LinkFailed(WeightsError):
     def __init__(self, link: str, peer: str, problem: str) -> None:
         super().__init__(f"{link}: nothing more to or from {peer}: {problem}")
         self.link, self.peer, self.problem = link, peer, problem
+
+
+class BufferHeld(WeightsError):
+    """Memory that a version needs, and that a reader of an older one has not let go of for so long. By `node` and
+    `readers`, pids of each reader with those of its parents."""
+
+    def __init__(self, folder: Path, node: str, readers: tuple[tuple[int, ...], ...], limit_s: float) -> None:
+        pids = ", ".join(str(each[0]) for each in readers) or "unknown"
+        super().__init__(
+            f"{folder} on {node}: pid {pids} reads weights of an older version for {limit_s:g} s "
+            f"(weights.receiver_limit_s), and the next one needs that memory; end that process"
+        )
+        self.folder, self.node, self.readers, self.limit_s = folder, node, readers, limit_s
+
+
+class FolderFailed(WeightsError):
+    """The folder through which nodes exchange files cannot be written by who sends."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(
+            f"{path} cannot be written: {problem}; make room there, or set weights.folder to another folder that all "
+            f"nodes can write"
+        )
+        self.path, self.problem = path, problem

@@ -3,13 +3,14 @@
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from lockstep.watch import waits
 from lockstep.watch.waits import WaitTimeout
 from lockstep.weights.api import Link
-from lockstep.weights.errors import LinkFailed
+from lockstep.weights.errors import FolderFailed, LinkFailed
 from lockstep.weights.links import Moved
 from lockstep.weights.parcels import Parcel, size
 
@@ -18,15 +19,15 @@ _LENGTH = 8
 
 
 class FileOutlet:
-    """Writes `folder/weights-<link>`; visible once it is whole and on the disk."""
+    """Writes a file named by generation, link and receiver; visible once it is whole and on the disk."""
 
-    def __init__(self, folder: Path, link: Link) -> None:
-        self._path, self._link = _path(folder, link), link
+    def __init__(self, folder: Path, generation: int, link: Link) -> None:
+        self._path = _path(folder, generation, link)
 
     def send(self, header: bytes, cut: Sequence[Parcel], memory: memoryview, moved: Moved) -> None:
         scratch = self._path.with_name(self._path.name + ".new")
         total = hashlib.sha256()
-        with _failing(self._link, self._path):
+        with _writing(self._path):
             scratch.parent.mkdir(parents=True, exist_ok=True)
             with scratch.open("wb") as file:
                 for piece in (len(header).to_bytes(_LENGTH, "little"), header):
@@ -44,22 +45,35 @@ class FileOutlet:
 
     def close(self) -> None:
         """What was not finished is of no use."""
-        self._path.with_name(self._path.name + ".new").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._path.with_name(self._path.name + ".new").unlink(missing_ok=True)
 
 
 class FileInlet:
-    """Reads it, and deletes it.
+    """Reads it, and deletes it; what came to this receiver before and was not read as well.
+
+    Args:
+        refused: why the sender does not go on; empty where it does.
 
     Raises:
         LinkFailed: it does not come, and does not grow for `limit_s`.
     """
 
-    def __init__(self, folder: Path, link: Link, limit_s: float) -> None:
-        self._path, self._link = _path(folder, link), link
+    def __init__(self, folder: Path, generation: int, link: Link, limit_s: float, refused: Callable[[], str]) -> None:
+        self._path, self._link = _path(folder, generation, link), link
+        tidy(folder, generation, link.receiver, before=link.number)
         scratch = self._path.with_name(self._path.name + ".new")
+
+        def there() -> bool | None:
+            if self._path.exists():
+                return True
+            if why := refused():
+                raise LinkFailed(link.name, link.sender, why)
+            return None
+
         try:
-            waits.file(
-                self._path, whom=f"courier of {link.sender}", why=link.name, stall_s=limit_s,
+            waits.poll(
+                there, kind="file", whom=f"courier of {link.sender}", why=link.name, stall_s=limit_s,
                 progress=lambda: _grown(scratch),
             )  # fmt: skip
         except WaitTimeout as error:
@@ -96,8 +110,19 @@ class FileInlet:
         return piece
 
 
-def _path(folder: Path, link: Link) -> Path:
-    return folder / f"weights-{link.number}"
+def tidy(folder: Path, generation: int, receiver: str, before: int | None = None) -> None:
+    """Deletes what nobody reads any more: the files of earlier generations, and those of this one to the receiver, all
+    of them or those of links before that number."""
+    with contextlib.suppress(OSError):  # it is not there, or another one does the same
+        for path in folder.glob("weights-*-*-*"):
+            _, made_by, number, to = path.name.removesuffix(".new").split("-", 3)
+            mine = int(made_by) == generation and to == quote(receiver, safe="")
+            if int(made_by) < generation or (mine and (before is None or int(number) < before)):
+                path.unlink(missing_ok=True)
+
+
+def _path(folder: Path, generation: int, link: Link) -> Path:
+    return folder / f"weights-{generation}-{link.number}-{quote(link.receiver, safe='')}"
 
 
 def _grown(path: Path) -> int:
@@ -105,6 +130,15 @@ def _grown(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return -1
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the file system raises where the sender writes is nobody's fault but that folder's."""
+    try:
+        yield
+    except OSError as error:
+        raise FolderFailed(path.parent, str(error)) from error
 
 
 @contextlib.contextmanager

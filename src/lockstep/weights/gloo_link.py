@@ -38,7 +38,8 @@ class GlooLink:
     """Either end of a link; implements `Outlet` and `Inlet`.
 
     Args:
-        limit_s: bound of one broadcast.
+        limit_s: bound of one broadcast. To come together the ends get half of it, so that who waits in vain for one
+            that was lost has time left for another.
 
     Raises:
         LinkFailed: the peer did not come.
@@ -49,14 +50,15 @@ class GlooLink:
         self._peer = link.receiver if sender else link.sender
         meeting = PrefixStore(f"{link.number}/gloo", store)
         with (
-            waits.waiting("rendezvous", f"courier of {self._peer}", link.name, limit_s),
+            waits.waiting("rendezvous", f"courier of {self._peer}", link.name, limit_s / 2),
             _failing(link, self._peer),
         ):
             self._group, _ = c10d._new_process_group_helper(
                 2, 0 if sender else 1, [], "gloo", meeting,
-                group_name=c10d.GroupName(f"weights-{link.number}"), timeout=timedelta(seconds=limit_s),
+                group_name=c10d.GroupName(f"weights-{link.number}"), timeout=timedelta(seconds=limit_s / 2),
                 group_desc=link.name,
             )  # fmt: skip
+            c10d._set_pg_timeout(timedelta(seconds=limit_s), self._group)
         c10d._world.pg_group_ranks[self._group] = {0: 0, 1: 1}
 
     def send(self, header: bytes, cut: Sequence[Parcel], memory: memoryview, moved: Moved) -> None:

@@ -7,6 +7,7 @@ answers with its consent, or with its own plan where the two do not fit.
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -52,14 +53,26 @@ def meet_receiver(store: Store, link: Link, plan: Plan, limit_s: float) -> Card:
 
 
 def refuse(store: Store, link: Link, why: str) -> None:
-    """The sender cannot send: tells the receiver, where they have not met yet, so that it does not wait."""
+    """The sender cannot send: tells the receiver, whether they have met or not, so that it does not wait."""
+    store.set(f"{link.number}/refused", why)
     store.compare_set(f"{link.number}/sender/{link.sender}", "", json.dumps({"refused": why}))
+
+
+def refused(store: Store, link: Link) -> str:
+    """Why the sender does not go on; empty where it does."""
+    return (_said(store, link, "refused") or b"").decode()
+
+
+def busy(store: Store, link: Link, count: int) -> None:
+    """The sender comes, and has got so far with what it does before."""
+    store.set(f"{link.number}/busy", str(count))
 
 
 def meet_sender(store: Store, link: Link, plan: Plan, card: Card, limit_s: float) -> None:
     """The receiver's part. Raises PlanMismatch, naming the first tensor that differs, and LinkFailed."""
     store.set(f"{link.number}/receiver/{link.receiver}", json.dumps(asdict(card)))
-    answer = json.loads(_await(store, f"{link.number}/sender/{link.sender}", link, link.sender, limit_s))
+    key = f"{link.number}/sender/{link.sender}"
+    answer = json.loads(_await(store, key, link, link.sender, limit_s, lambda: _said(store, link, "busy")))
     if "refused" in answer:
         raise LinkFailed(link.name, link.sender, answer["refused"])
     if "plan" in answer:
@@ -73,10 +86,21 @@ def forget(store: Store, link: Link) -> None:
             store.delete_key(key)
 
 
-def _await(store: Store, key: str, link: Link, whom: str, limit_s: float) -> bytes:
+def _said(store: Store, link: Link, what: str) -> bytes | None:
+    """What the sender has said already, if it has."""
+    key = f"{link.number}/{what}"
+    if not store.check([key]):
+        return None
+    return waits.store_get(store, key, whom="the store", why=f"{link.name}: {what}", timeout_s=CONNECT_S)
+
+
+def _await(
+    store: Store, key: str, link: Link, whom: str, limit_s: float, progress: Callable[[], object] | None = None
+) -> bytes:
     try:
         return waits.store_get(
-            store, key, whom=f"courier of {whom}", why=f"meet for {link.name}", timeout_s=limit_s, every_s=0.002
-        )
+            store, key, whom=f"courier of {whom}", why=f"meet for {link.name}", stall_s=limit_s, progress=progress,
+            every_s=0.002,
+        )  # fmt: skip
     except WaitTimeout as error:
         raise LinkFailed(link.name, whom, f"it did not come within {limit_s:g} s (key {key})") from error

@@ -4,6 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cluster.protocol import Worker
+from lockstep.watch import waits
+from lockstep.watch.waits import WaitTimeout
+from lockstep.weights.delivery import Write
+from lockstep.weights.errors import BufferHeld
+from lockstep.weights.fence import readers
 from lockstep.weights.layout import remove
 from lockstep.weights.plan import Plan
 from lockstep.weights.shared import SharedWeights
@@ -15,10 +20,11 @@ class OneHost:
     Args:
         folder: of the store, in shared memory.
         generation: of the run.
+        limit_s: how long a reader may keep memory that a version needs.
     """
 
-    def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
-        self._folder, self._plan, self._generation = folder, plan, generation
+    def __init__(self, folder: Path, plan: Plan, generation: int, limit_s: float = 60.0) -> None:
+        self._folder, self._plan, self._generation, self._limit_s = folder, plan, generation, limit_s
         self._store: SharedWeights | None = None
         self._former: SharedWeights | None = None
         """What engines serve from until the next publish, where the number of ranks has changed."""
@@ -41,8 +47,20 @@ class OneHost:
                 _discard(left)
         return [str(self.store.folder)] * len(ranks)
 
-    def publish(self, version: int, engines: Sequence[Worker]) -> None:
+    def publish(self, version: int, write: Write) -> None:
+        try:
+            waits.poll(
+                lambda: not readers(self.store) or None, kind="lease", whom="engines",
+                why="they let go of the weights before the last", timeout_s=self._limit_s,
+            )  # fmt: skip
+        except WaitTimeout as error:
+            held = tuple(readers(self.store))
+            raise BufferHeld(self.store.folder, "this host", held, self._limit_s) from error
+        write()
         self.store.commit(version)
+
+    def reads(self, engine: Worker, held: BufferHeld) -> bool:
+        return any(engine.pid in each for each in held.readers)
 
     def where(self, worker: Worker, version: int) -> str | None:
         stores = [self._store, self._former]

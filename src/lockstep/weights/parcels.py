@@ -65,15 +65,12 @@ def spread(parcel: Parcel, piece: memoryview, memory: memoryview) -> None:
         at += run.length
 
 
-def digests(cut: Sequence[Parcel], memory: memoryview) -> list[bytes]:
-    """sha256 of every parcel. Parcels with equal ones have equal bytes: a checksum of 32 bits would not do for that."""
-    found = []
-    for parcel in cut:
-        whole = hashlib.sha256()
-        for run in parcel:
-            whole.update(memory[run.start : run.end])
-        found.append(whole.digest())
-    return found
+def digest(parcel: Parcel, memory: memoryview) -> bytes:
+    """sha256. Parcels with equal ones have equal bytes: a checksum of 32 bits would not do for that."""
+    whole = hashlib.sha256()
+    for run in parcel:
+        whole.update(memory[run.start : run.end])
+    return whole.digest()
 
 
 def changed(before: Sequence[bytes] | None, now: Sequence[bytes]) -> list[int]:

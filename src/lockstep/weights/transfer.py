@@ -1,5 +1,6 @@
 """One transfer between two nodes, watched by the controller."""
 
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,7 +13,8 @@ Verdict = Literal["done", "sender", "refused", "receiver"]
 """How it ended: well, or which side is to be left out. A sender that refused is alive, and has said why."""
 
 ANSWER_S = 5.0
-"""A sender that does not say within this time how far it is, once its receiver has failed, is at fault itself."""
+"""A sender that does not say within this time how far it is, once its receiver has failed or stands still, is at fault
+itself."""
 _FINAL = ("PlanMismatch", "NoRoom", "StaleGeneration")
 
 
@@ -22,6 +24,14 @@ def final(error: Exception) -> bool:
 
 
 @dataclass(slots=True)
+class Hiring:
+    """A node's courier on its way."""
+
+    over: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Node:
     """A node that holds weights, as the controller knows it."""
 
@@ -31,8 +41,11 @@ class Node:
     """Of the store that its courier has open."""
     served: tuple[str, int] | None = None
     """The folder of the store with its newest version, and which."""
-    busy: bool = False
-    """Somebody brings it weights."""
+    claim: object | None = None
+    """Whose it is to bring it weights, now."""
+    urgent: bool = False
+    """The trainer wants to write there: what else is under way ends."""
+    hiring: Hiring | None = None
     stuck: bool = False
     """Its courier owes an answer that nobody waits for any more."""
 
@@ -61,20 +74,33 @@ class Transfer:
     link: Link
     sender: Worker
     """The courier that sends: its node may have another by the time this ends."""
+    receiver: Worker
     receiving: Pending[Received]
     bytes: int = 0
+    summed: int = 0
     received: Received | None = None
     problem: str = ""
     _asked: Pending[Sent] | None = None
+    _asked_at: float = 0.0
     _failed_at: float | None = field(default=None)
 
     @classmethod
     def begin(cls, source: Node, target: Node, version: int, ranks: list[int], number: int) -> "Transfer":
         """Tells both couriers."""
         link = Link(number, source.info.name, target.info.name)
-        sender = source.call()
+        sender, receiver = source.call(), target.call()
         sender.submit(CourierAPI.send, version, ranks, link)
-        return cls(source, target, link, sender, target.call().submit(CourierAPI.receive, version, ranks, link))
+        receiving = receiver.submit(CourierAPI.receive, version, ranks, link)
+        return cls(source, target, link, sender, receiver, receiving)
+
+    @property
+    def progress(self) -> object:
+        """Changes as long as bytes travel, or the receiver does something with them."""
+        return self.bytes, self.summed, self.receiver.moves
+
+    def silent_s(self) -> float:
+        """How long the sender has owed an answer."""
+        return time.monotonic() - self._asked_at if self._asked is not None and not self._asked.done() else 0.0
 
     def superseded(self) -> bool:
         """Whether the sender's node has another courier by now."""
@@ -98,7 +124,9 @@ class Transfer:
 
     def _judge(self) -> Verdict | None:
         """By what the sender says."""
-        asked = self._asked = self._asked or self.sender.submit(CourierAPI.sent, self.link.number)
+        if self._asked is None:
+            self._asked, self._asked_at = self.sender.submit(CourierAPI.sent, self.link.number), time.monotonic()
+        asked = self._asked
         if asked.done():
             self._asked = None
             try:
@@ -106,7 +134,7 @@ class Transfer:
             except WorkerDied as error:
                 self.problem = str(error).splitlines()[0]
                 return "sender" if self.receiving.done() else None  # it will notice
-            self.bytes = sent.bytes
+            self.bytes, self.summed = sent.bytes, sent.summed
             if sent.outcome and not sent.outcome.startswith(LinkFailed.__name__):
                 self.problem = sent.outcome  # the sender's own; what the receiver says of it is an effect
                 return "refused" if self.receiving.done() else None  # it will notice

@@ -235,6 +235,31 @@ def test_one_whose_node_cannot_be_brought_up_to_date_is_replaced(ledger: Ledger,
     assert office.dismissed == ["engine-0"]
 
 
+def test_who_is_in_everybodys_way_is_replaced_whether_it_serves_or_is_left_out(ledger: Ledger, office: Office) -> None:
+    engines, (one, other), _ = made(ledger, office, 2)
+    assert not engines.end(lambda worker: worker.pid == 7, "pid 7 reads")
+    one.pid, hung = 7, list[Any]()
+
+    def submit(method: Any, *arguments: Any) -> PendingCall[Any]:
+        one.calls.append((method.__name__, arguments))
+        hung.append(PendingCall(one, method.__name__, lambda payload: None))
+        return hung[-1]
+
+    one.submit = submit  # type: ignore[method-assign]
+    engines.load_weights(Shelf("engine-0"), 3)
+    assert engines.workers == [other] and [name for name, _ in one.calls] == ["renew"], "it is left out, and hangs"
+    assert engines.end(lambda worker: worker.pid == 7, "pid 7 reads")
+    assert office.dismissed == ["engine-0"]
+    hung[0].fail(WorkerDied("engine-0", 0, -9, ""))
+    successor = office.wait(engines, 2)
+    assert not engines.end(lambda worker: worker.pid == 7, "pid 7 reads")
+    successor.pid = 8
+    assert engines.end(lambda worker: worker.pid == 8, "pid 8 reads")
+    assert office.dismissed.count(successor.name) >= 1
+    until(lambda: len(engines.workers) == 2)
+    assert office.hired[-1] is not successor and successor not in engines.workers
+
+
 @pytest.mark.parametrize("where", ["hires", "weights"])
 def test_no_way_back_ends_in_silence(ledger: Ledger, office: Office, where: str) -> None:
     engines, (one,), _ = made(ledger, office, 1)

@@ -1,5 +1,6 @@
 """The trainer makes room while engines generate, and is back before anything needs it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +108,12 @@ def test_engines_take_weights_when_the_trainer_has_made_room(tmp_path: Path, wor
     """They wake for that: the trainer writes first, then leaves the device."""
     policy = Policy([worker], [SimpleNamespace()], Offload(parameters=True, optimizer=True))  # type: ignore[list-item]
     tell = worker.calls.append
-    delivery: Any = SimpleNamespace(publish=lambda *_: tell(("deliver",)), served=lambda: None)
+
+    def publish(version: int, write: Callable[[], object]) -> None:
+        write()
+        tell(("deliver",))
+
+    delivery: Any = SimpleNamespace(publish=publish, served=lambda: None)
     engines: Any = SimpleNamespace(workers=[], load_weights=lambda *_: tell(("load",)))
     ledger: Any = SimpleNamespace(published=lambda version: None)
     weights = WeightSync(policy, engines, delivery, ledger)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.weights.buckets import Bucket, Mark
-from lockstep.weights.parcels import changed, digests, gathered, parcels, size, spread
+from lockstep.weights.parcels import Parcel, changed, digest, gathered, parcels, size, spread
 from lockstep.weights.plan import Plan
 
 SHAPES = st.lists(
@@ -20,6 +20,10 @@ SHAPES = st.lists(
     ),
     min_size=1, max_size=12,
 )  # fmt: skip
+
+
+def digests(cut: list[Parcel], memory: memoryview) -> list[bytes]:
+    return [digest(parcel, memory) for parcel in cut]
 
 
 def marks_of(plan: Plan, ranks: int) -> list[Mark]:

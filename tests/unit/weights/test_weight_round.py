@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
-from lockstep.cluster.protocol import NodeInfo, WorkerDied
+from lockstep.cluster.protocol import NodeInfo, WorkerDied, WorkerSpec
 from lockstep.weights.api import Link, Received
 from lockstep.weights.round import FANOUT, TRIES, Round
 from lockstep.weights.transfer import Node
+
+LIMIT = 60.0
 
 
 class Stub:
@@ -21,6 +23,15 @@ class Stub:
         self.verdict: str | None = None
         self.receiving = self
         self.mended = False
+        self.sender, self.silent = self, 0.0
+        self.spec = WorkerSpec(source.info.name, "weights", 0, "")
+
+    @property
+    def progress(self) -> object:
+        return self.bytes
+
+    def silent_s(self) -> float:
+        return self.silent
 
     def look(self) -> str | None:
         return self.verdict
@@ -44,11 +55,15 @@ class Desk:
         self.begun: list[Stub] = []
         self.arrived: list[str] = []
         self.refuse: set[str] = set()
-        self.round = Round(7, self.others, [self.home], [0, 1], self.ready, self.begin, self.note)  # type: ignore[arg-type]
+        self.now, self.hiring = 0.0, set[str]()
+        self.round = Round(
+            7, self.others, [self.home], [0, 1], self.ready, self.begin, self.note, LIMIT, lambda: self.now,  # type: ignore[arg-type]
+        )  # fmt: skip
 
-    def ready(self, node: Node) -> None:
+    def ready(self, node: Node) -> bool:
         if node.info.name in self.refuse:
             raise WorkerDied("courier", 0, -9, "")
+        return node.info.name not in self.hiring
 
     def begin(self, source: Node, target: Node, version: int, ranks: list[int]) -> Any:
         assert (version, ranks) == (7, [0, 1])
@@ -125,7 +140,7 @@ def test_giving_up_leaves_all_that_are_not_done() -> None:
     before = desk.round.progress()
     desk.begun[0].bytes = 5
     assert desk.round.progress() != before
-    desk.round.give_up()
+    desk.round.give_up("no more")
     assert sorted(each.info.name for each in desk.round.behind) == list("abcd")
     assert [each.stuck for each in desk.others] == [True, True, False, False]
     assert desk.round.look() is True
@@ -179,3 +194,53 @@ def test_a_sender_without_a_courier_blames_no_receiver() -> None:
     while desk.end("done") is None:
         pass
     assert sorted(desk.arrived) == ["a", "b", "c"] and not desk.round.behind
+
+
+def test_a_receiver_that_stands_still_is_left_behind_after_the_limit() -> None:
+    desk = Desk("ab")
+    desk.round.look()
+    stuck, well = desk.begun
+    for _ in range(4):
+        desk.now += LIMIT / 2 + 1
+        well.bytes += 1
+        assert desk.round.look() is None
+        if desk.now > LIMIT:
+            break
+    assert [each.info.name for each in desk.round.behind] == ["a"] and stuck.target.stuck and not desk.home.stuck
+    assert desk.end("done") is True
+
+
+def test_a_sender_that_says_nothing_is_replaced_while_there_is_time() -> None:
+    desk = Desk("a")
+    desk.round.look()
+    desk.now, desk.begun[0].silent = LIMIT / 2 + 1, LIMIT / 2 + 1
+    assert desk.round.look() is None
+    assert desk.home.stuck and not desk.others[0].stuck and len(desk.begun) == 2
+    desk.now += LIMIT / 2 - 2
+    assert desk.round.look() is None
+    desk.now += 2  # the target's time goes on, whoever sends
+    assert desk.round.look() is True and desk.round.behind == desk.others
+
+
+def test_who_has_no_courier_yet_is_waited_for_no_longer_than_the_limit() -> None:
+    desk = Desk("ab")
+    desk.hiring = {"a"}
+    desk.round.look()
+    assert desk.end("done") is None
+    desk.now = LIMIT - 1
+    assert desk.round.look() is None
+    desk.now = LIMIT + 1
+    assert desk.round.look() is True
+    assert [each.info.name for each in desk.round.behind] == ["a"] and not desk.others[0].stuck
+
+
+def test_a_queue_for_a_sender_counts_as_long_as_others_move() -> None:
+    desk = Desk("abc")
+    desk.round.look()
+    for _ in range(5):
+        desk.now += LIMIT - 1
+        for transfer in desk.begun:
+            transfer.bytes += 1
+        assert desk.round.look() is None
+    desk.end("done", "a")
+    assert len(desk.begun) == 3 and not desk.round.behind

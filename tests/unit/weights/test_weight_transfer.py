@@ -30,7 +30,7 @@ class Answer:
 class Courier:
     """Answers how far it is."""
 
-    spec = WorkerSpec("courier-a", "weights", 0, "")
+    spec, moves = WorkerSpec("courier-a", "weights", 0, ""), 0
 
     def __init__(self, says: Any) -> None:
         self.says = says
@@ -42,7 +42,7 @@ class Courier:
 def transfer(says: Any, received: Any = None) -> tuple[Transfer, Answer]:
     source, target = (Node(NodeInfo(name, "x", Path("/"))) for name in "ac")
     source.courier, answer = Courier(says), Answer(received)  # type: ignore[assignment]
-    begun = Transfer(source, target, Link(1, "a", "c"), source.courier, answer)  # type: ignore[arg-type]
+    begun = Transfer(source, target, Link(1, "a", "c"), source.courier, Courier(None), answer)  # type: ignore[arg-type]
     return begun, answer
 
 
