@@ -233,7 +233,7 @@ def table(lines: Sequence[Line]) -> list[str]:
                 ("a reader checks and copies, sampled", ["take_sampled"], 1, ""),
                 ("both, against two memcpy", ["write_sampled", "commit_sampled", "take_sampled"], 2, "0.6"),
                 ("both, complete checksums", ["write_complete", "commit_complete", "take_complete"], 2, ""),
-                ("the builtin engine takes (and transposes)", ["load_sampled"], 1, ""),
+                ("the builtin engine takes", ["load_sampled"], 1, ""),
                 ("a rank writes, the engine takes", ["write_sampled", "commit_sampled", "load_sampled"], 2, "0.6"),
             ])  # fmt: skip
         if nodes:

@@ -1,7 +1,6 @@
 """The files of a store: two buffers, a plan, a control block."""
 
 import errno
-import math
 import mmap
 import os
 import shutil
@@ -41,17 +40,16 @@ def lay_out(folder: Path, plan: Plan, writers: int) -> None:
     Control.create(folder / "control", plan.digest, writers)
 
 
-def view(memory: mmap.mmap, entry: Entry) -> Tensor:
-    """A tensor that lies in the memory of a buffer."""
-    count = math.prod(entry.shape)
-    if not count:
-        return torch.empty(entry.shape, dtype=entry.torch_dtype)
-    return torch.frombuffer(memory, dtype=entry.torch_dtype, count=count, offset=entry.offset).view(entry.shape)
-
-
 def views(memory: mmap.mmap, plan: Plan) -> dict[str, Tensor]:
-    """All tensors of a buffer by name."""
+    """All tensors of a buffer by name. They share one storage, so that neighbours can be looked at as one."""
     with warnings.catch_warnings():
         # torch warns that the memory is read-only: that is the point of it.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return {entry.name: view(memory, entry) for entry in plan.entries}
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return {entry.name: _view(whole, entry) for entry in plan.entries}
+
+
+def _view(whole: Tensor, entry: Entry) -> Tensor:
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=entry.torch_dtype)
+    return whole[entry.offset : entry.offset + entry.nbytes].view(entry.torch_dtype).view(entry.shape)

@@ -26,6 +26,7 @@ from transformers import (
 
 from lockstep.models.tiny import TinyModel, char_tokenizer
 from lockstep.rollout.builtin import BuiltinEngine
+from lockstep.rollout.builtin import fused as fused_module
 from lockstep.rollout.builtin.fused import FusedForward
 from lockstep.rollout.builtin.runner import CachedRunner, ModelForward
 from lockstep.rollout.protocol import Request
@@ -123,8 +124,16 @@ def whole_logprobs(lm, request, tokens):
     return logprobs[at - 1, whole[at]].numpy()
 
 
+@pytest.fixture(params=["turned", "as-they-come"])
+def layers(request, monkeypatch):
+    """How a layer's matrices lie: `[inputs, outputs]`, or as those of large layers do."""
+    if request.param == "as-they-come":
+        monkeypatch.setattr(fused_module, "_LARGE", 0)
+    return request.param
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_logprobs_are_the_models_own(name):
+def test_logprobs_are_the_models_own(name, layers):
     requests = ask(limits=(14, 5, 9))
     done = run(fused(name, max_rows=7), requests)
     for request in requests:
@@ -133,7 +142,7 @@ def test_logprobs_are_the_models_own(name):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama-biases", "mistral"])
-def test_new_weights_reach_the_fused_tensors(name):
+def test_new_weights_reach_the_fused_tensors(name, layers):
     new = build(name, seed=1)
 
     @contextmanager
@@ -152,7 +161,7 @@ def test_new_weights_reach_the_fused_tensors(name):
         np.testing.assert_allclose(got.logprobs, whole_logprobs(new, request, got.tokens), atol=1e-4)
 
 
-def test_nothing_is_kept_twice_and_the_model_still_works():
+def test_nothing_is_kept_twice_and_the_model_still_works(layers):
     lm = build("qwen2")
     ids = torch.arange(4, 20).unsqueeze(0)
     before, values = lm(ids).logits, [parameter.clone() for parameter in lm.parameters()]
@@ -160,6 +169,7 @@ def test_nothing_is_kept_twice_and_the_model_still_works():
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in lm.parameters()}
     assert sum(storages.values()) == sum(value.nbytes for value in values)
     layer = forward.layers[0]
+    assert layer.qkv.weight.is_contiguous() == (layers == "turned")
     assert layer.qkv.weight.untyped_storage().data_ptr() in storages
     assert all(torch.equal(one, other) for one, other in zip(lm.parameters(), values, strict=True))
     torch.testing.assert_close(lm(ids).logits, before)

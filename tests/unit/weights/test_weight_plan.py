@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -74,3 +75,19 @@ def test_nonsense_is_refused():
         Plan.from_json(json.dumps(text))
     with pytest.raises(ValueError, match="no plan"):
         Plan.from_json("[]")
+
+
+def test_what_engines_fuse_lies_side_by_side_in_their_order():
+    layer = "model.layers.0."
+    shapes = {
+        "self_attn.k_proj": (8, 64), "self_attn.o_proj": (64, 64), "self_attn.q_proj": (64, 64),
+        "self_attn.v_proj": (8, 64), "mlp.up_proj": (96, 64), "mlp.gate_proj": (96, 64), "mlp.down_proj": (64, 96),
+    }  # fmt: skip
+    weights = [(f"{layer}{name}.weight", shape, torch.float32) for name, shape in shapes.items()]
+    biases = [(f"{layer}self_attn.{name}.bias", (64,), torch.float32) for name in ("q_proj", "k_proj", "v_proj")]
+    plan = Plan.of([*weights, *biases])
+    heads = [f"{layer}self_attn.{name}_proj" for name in "qkv"]
+    gates = [f"{layer}mlp.{name}_proj" for name in ("gate", "up")]
+    for names, kind in ((heads, "weight"), (heads, "bias"), (gates, "weight")):
+        for one, other in pairwise(plan.entries[plan.index[f"{name}.{kind}"]] for name in names):
+            assert one.offset + one.nbytes == other.offset

@@ -19,6 +19,8 @@ from lockstep.rollout.builtin.attention import Turn
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
+_LARGE = 16 << 20
+"""Bytes of a layer's matrices."""
 _SILU = functools.partial(F.silu, inplace=True)
 
 
@@ -31,11 +33,11 @@ class Projection:
     """Linear layers of the same input, one behind the other."""
 
     weight: Tensor
-    """`[inputs, outputs]`."""
+    """`[inputs, outputs]`, a view of `[outputs, inputs]` unless turned."""
     bias: Tensor | None
 
     @classmethod
-    def of(cls, modules: Sequence[Any]) -> "Projection":
+    def of(cls, modules: Sequence[Any], turned: bool) -> "Projection":
         """Takes over the modules' parameters, which become views. Raises NotFusible for anything but plain layers."""
         for module in modules:
             if type(module) is not nn.Linear:
@@ -43,8 +45,7 @@ class Projection:
         # Ordinary tensors, which may be written outside of inference mode too.
         with torch.inference_mode(False), torch.no_grad():
             weight = torch.cat([module.weight for module in modules])
-            # Small batches times a matrix that lies [inputs, outputs] are up to twice as fast in MKL.
-            stored = weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
+            stored = weight.t().contiguous() if turned else weight.t()
             biases = [module.bias for module in modules]
             if any(bias is None for bias in biases) and not all(bias is None for bias in biases):
                 raise NotFusible("some projections have a bias and some have none")
@@ -154,10 +155,15 @@ class Layer:
         self.window = _window(attention)
         self.before, self.between = Norm.of(module.input_layernorm), Norm.of(module.post_attention_layernorm)
         self.head_norm = HeadNorm(attention) if hasattr(attention, "q_norm") else None
-        self.qkv = Projection.of([attention.q_proj, attention.k_proj, attention.v_proj])
+        fused = (
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            [attention.o_proj],
+            [mlp.gate_proj, mlp.up_proj],
+            [mlp.down_proj],
+        )
+        turned = _turned([part for parts in fused for part in parts])
+        self.qkv, self.out, self.gate_up, self.down = (Projection.of(parts, turned) for parts in fused)
         self.kv = self.qkv.tail(self.heads * self.dim)
-        self.out = Projection.of([attention.o_proj])
-        self.gate_up, self.down = Projection.of([mlp.gate_proj, mlp.up_proj]), Projection.of([mlp.down_proj])
         self.activation = _SILU if attention.config.hidden_act == "silu" else mlp.act_fn
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> None:
@@ -181,6 +187,14 @@ class Layer:
             turning = self.head_norm(turning, heads)
         turning = rotated(turning, cos, sin)
         return turning[:, :heads], turning[:, heads:], every[:, heads + self.kv_heads :]
+
+
+def _turned(linear: Sequence[Any]) -> bool:
+    """Whether a layer's matrices are kept `[inputs, outputs]`. With small ones on a CPU that is up to twice as fast in
+    MKL; with large ones products take as long either way, and turning new weights over takes three times a copy."""
+    weights = [module.weight for module in linear]
+    on_cpu = all(weight.device.type == "cpu" for weight in weights)
+    return on_cpu and sum(weight.nbytes for weight in weights) < _LARGE
 
 
 class FusedForward:

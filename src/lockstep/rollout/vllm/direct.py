@@ -6,7 +6,6 @@ logits with the embedding. So it is done for the models of `KNOWN` only, of whic
 fuse parts as their `packed_modules_mapping` says, unquantized and in one worker. Any other model is reloaded.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,8 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
+
+from lockstep.rollout.taking import joined
 
 _MODELS = "vllm.model_executor.models."
 KNOWN = frozenset(
@@ -39,8 +40,6 @@ class Move:
     layer: Any
     name: str
     sources: tuple[str, ...]
-    shape: tuple[int, ...]
-    """Of the parameter before it was packed; padded rows included."""
     packed: bool
     """Whether vLLM keeps the packed form only."""
 
@@ -72,12 +71,10 @@ def direct_moves(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Move
 @torch.no_grad()
 def carry_out(moves: list[Move], tensors: Mapping[str, Tensor]) -> None:
     """Takes all of them, but for the packed form of output layers. Nothing looks at the tensors afterwards."""
-    largest = max((math.prod(move.shape) for move in moves if len(move.sources) > 1), default=0)
-    scratch = torch.empty(largest, dtype=next(iter(tensors.values())).dtype)
     for move in moves:
         pieces = [tensors[name] for name in move.sources]
         if move.packed:
-            _pack(move, pieces, scratch)
+            _pack(move, pieces)
         else:
             _copy(move, pieces)
 
@@ -105,15 +102,11 @@ def _move(
         known = type(getattr(layer, "quant_method", None)) is UnquantizedLinearMethod
     else:
         known = not packed and (isinstance(layer, VocabParallelEmbedding) or len(sources) == 1)
-    return Move(layer, name, sources, shape, packed) if known else None
+    return Move(layer, name, sources, packed) if known else None
 
 
-def _pack(move: Move, pieces: list[Tensor], scratch: Tensor) -> None:
-    if len(pieces) == 1:
-        whole = pieces[0]
-    else:
-        whole = scratch[: math.prod(move.shape)].view(move.shape)
-        torch.cat(pieces, out=whole)
+def _pack(move: Move, pieces: list[Tensor]) -> None:
+    whole = joined(pieces)
     setattr(move.layer, move.name, nn.Parameter(whole, requires_grad=False))
     move.layer.quant_method.process_weights_after_loading(move.layer)
     kept = getattr(move.layer, move.name)
