@@ -9,7 +9,8 @@ from pathlib import Path
 
 from benchmarks.soak.tally import Tally
 from lockstep.watch import beacon
-from lockstep.watch.agent_client import AgentClient, start_agent
+from lockstep.watch.agent_client import AgentClient
+from lockstep.watch.agent_start import start_agent
 from lockstep.watch.settings import Settings
 from lockstep.watch.supervisor_client import Supervision
 from lockstep.watch.verdict import Patience

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from lockstep.watch import beacon, procs, wire
-from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit, start_agent
+from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit
+from lockstep.watch.agent_start import start_agent
 
 TOKEN = "the-run's-token"
 
@@ -75,7 +76,8 @@ elif what == "straggler":
 CONTROLLER = """
 import signal, sys, time
 from pathlib import Path
-from lockstep.watch.agent_client import AgentClient, start_agent
+from lockstep.watch.agent_client import AgentClient
+from lockstep.watch.agent_start import start_agent
 run, folder, grace = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 token = "the-run's-token"
 client = AgentClient(start_agent(run, token, folder, orphan_grace_s=grace, kill_grace_s=0.5), token)
@@ -483,3 +485,20 @@ def test_sigterm_ends_the_agent_and_all_below_it(folder: Path) -> None:
 def test_an_agent_that_cannot_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AgentError, match="LOCKSTEP_TOKEN is not set"):
         start_agent(beacon.new_run_id("agent-test"), "", folder)
+
+
+def test_a_connection_that_breaks_ends_no_worker_of_another_hosts_controller(folder: Path) -> None:
+    address = start_agent(beacon.new_run_id("agent-test"), TOKEN, folder, kill_grace_s=0.5, controller=None)
+    client = AgentClient(address, TOKEN, lost_after_s=60.0)
+    try:
+        log = folder / "w.log"
+        pid = client.spawn("w", [sys.executable, "-c", "import time; time.sleep(600)"], log_path=log)
+    finally:
+        client.close()
+    time.sleep(2.0)  # ten looks of the agent's at who is there
+    again = AgentClient(address, TOKEN, lost_after_s=1.0)
+    try:
+        assert [(worker.pid, worker.alive) for worker in again.list()] == [(pid, True)]
+    finally:
+        again.close()
+    until(lambda: not procs.alive(pid), 20, "the last one is not waited for any longer than it has said")

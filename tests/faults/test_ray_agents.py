@@ -19,6 +19,7 @@ from lockstep.cluster import versions
 from lockstep.cluster.versions import VersionError
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.watch import procs
+from lockstep.watch.agent_client import AgentError, AgentGone
 from lockstep.watch.folders import run_dir
 from lockstep.watch.leader import Superseded
 
@@ -77,15 +78,55 @@ def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> Non
     with opened(own, tmp_path) as cluster:
         holder = cluster._nodes[0]
         past = asdict(replace(cluster._leader(True), generation=1))
-        answer(holder.keeper.heritage.remote(2), "the actor", "generation 2 takes over")
+        answer(holder.keeper.heritage.remote(2, []), "the actor", "generation 2 takes over")
         for asked in (
-            holder.keeper.start_agent.remote(past, 0.0),
+            holder.keeper.start_agent.remote(9, past, 0.0),
             holder.keeper.reserve.remote(1, {"CPU": 1.0}),
             holder.keeper.keep.remote(1, []),
+            holder.keeper.leave.remote(1),
             holder.keeper.watch_controller.remote(1, os.getpid(), None, 0.0),
         ):
             with pytest.raises(Superseded, match=r"generation 1 of .* generation 2 has taken it over"):
                 answer(asked, "the actor", "a refusal")
+        assert holder.alive
+
+
+def test_a_controller_that_was_refused_knows_it(own: Config, tmp_path: Path) -> None:
+    """And starts nothing more, ends nothing of its successor's, although nobody has told its host."""
+    from lockstep.cluster.ray.session import answer
+
+    with opened(own, tmp_path) as cluster:
+        (worker,) = cluster.start([engine(0)])
+        holder = cluster._nodes[0]
+        answer(holder.keeper.heritage.remote(2, []), "the actor", "generation 2 takes over")
+        os.kill(holder.agent.address.pid, signal.SIGKILL)
+        until(lambda: worker.dead, 60, "the agent's workers ended with it")
+        for _ in range(2):
+            with pytest.raises(AgentGone, match=r"generation 2 has taken it over|a later generation"):
+                cluster.start([engine(0, "engine-0.1")])
+    assert answer(holder.keeper.facts.remote(), "the actor", "it is there")
+    answer(holder.keeper.leave.remote(2), "the actor", "its end")
+
+
+def test_a_controller_looks_who_had_the_run_last(own: Config, tmp_path: Path) -> None:
+    """Where nobody of the cluster has told it: its successor is on another host, and the folder is shared."""
+    from lockstep.cluster.ray.record import Record
+
+    with opened(own, tmp_path) as cluster:
+        Record(2, "another").write(cluster._affairs)
+        with pytest.raises(AgentGone, match="a later generation"):
+            cluster.start([engine(0)])
+        Record().write(cluster._affairs)
+
+
+def test_an_order_that_comes_late_ends_no_agent(own: Config, tmp_path: Path) -> None:
+    from lockstep.cluster.ray.session import answer
+
+    with opened(own, tmp_path) as cluster:
+        holder = cluster._nodes[0]
+        late = holder.keeper.start_agent.remote(0, asdict(cluster._leader(True)), 0.0)
+        with pytest.raises(AgentError, match="another agent was asked for meanwhile"):
+            answer(late, "the actor", "a refusal")
         assert holder.alive
 
 

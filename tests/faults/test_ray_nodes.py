@@ -178,7 +178,7 @@ def test_the_next_controller_goes_on_with_workers_of_both_hosts(hosts: Hosts, tm
         first.kill()
     killed_at = time.monotonic()
     settings = config(hosts, orphan_grace_s=grace_s)
-    heritage = take_over(settings, folder / "cluster", 2)
+    heritage = take_over(settings, folder / "cluster", 2, WANTED, SPREAD)
     assert heritage is not None and heritage.run == run and len(heritage.left) == 2
     with RayCluster(settings, run, folder, 2, heritage=heritage, wanted=WANTED, placement=SPREAD) as cluster:
         workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.watch import beacon, procs
-from lockstep.watch.agent_client import Address, AgentClient, start_agent
+from lockstep.watch.agent_client import Address, AgentClient
+from lockstep.watch.agent_start import start_agent
 from lockstep.watch.causes import tail
 from lockstep.watch.links import Link
 from lockstep.watch.settings import Settings
@@ -253,7 +254,8 @@ def test_what_is_ended_on_purpose_is_no_verdict(site: Site) -> None:
 CONTROLLER = """
 import os, signal, sys
 from pathlib import Path
-from lockstep.watch.agent_client import AgentClient, start_agent
+from lockstep.watch.agent_client import AgentClient
+from lockstep.watch.agent_start import start_agent
 from lockstep.watch.settings import Settings
 from lockstep.watch.supervisor_client import Supervision
 run, folder = sys.argv[1], Path(sys.argv[2])

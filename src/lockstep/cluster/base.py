@@ -75,7 +75,7 @@ class AgentCluster(ABC):
         self._affairs = self._folder / "cluster"
         self._nodes: list[Node] = []
         self._heirs = Heirs(self._handle, self._dismiss)
-        self._closing = self._closed = False
+        self._closing = self._closed = self._outdated = False
         self._lock = threading.Lock()
         """Of the nodes: any thread may start workers, and with them another agent in place of one that was killed."""
         self._supervision: Supervision | None = None
@@ -256,7 +256,9 @@ class AgentCluster(ABC):
     @property
     def _superseded(self) -> bool:
         """Whether a later generation has the run: what there is of it belongs to that one."""
-        return superseded(self._run, self._generation)
+        refused = any(node.agent is not None and node.agent.superseded for node in list(self._nodes))
+        self._outdated = self._outdated or refused or superseded(self._run, self._generation)
+        return self._outdated
 
     def _agents(self) -> list[Address]:
         """For who watches the run."""

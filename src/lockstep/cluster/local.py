@@ -17,7 +17,8 @@ from lockstep.cluster.predecessor import Heritage, end_predecessor
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
 from lockstep.config.cluster import LocalCluster as Config
 from lockstep.watch import procs
-from lockstep.watch.agent_client import AgentClient, AgentGone, start_agent
+from lockstep.watch.agent_client import AgentClient, AgentGone
+from lockstep.watch.agent_start import start_agent
 from lockstep.watch.beacon import read_beacons
 from lockstep.watch.folders import run_dir
 from lockstep.watch.leader import Leader, Superseded

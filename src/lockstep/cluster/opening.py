@@ -21,18 +21,21 @@ AFFAIRS = "cluster"
 """Folder of a run's folder: what agents and later controllers need."""
 
 
-def inherit(config: LocalConfig | RayConfig, folder: Path, generation: int) -> Inherited:
+def inherit(
+    config: LocalConfig | RayConfig, folder: Path, generation: int, wanted: Sequence[Wanted], placement: Placement
+) -> Inherited:
     """What an earlier generation of the run in `folder` has left and this one goes on with.
 
     Raises:
         ConnectionError: the Ray cluster is not to be had.
+        Superseded: a later generation has the run.
     """
     if config.kind == "local":
         return take_over(folder / AFFAIRS, generation, config.orphan_grace_s)
     _must_have_ray()
     from lockstep.cluster.ray import inheriting
 
-    return inheriting.take_over(config, folder / AFFAIRS, generation)
+    return inheriting.take_over(config, folder / AFFAIRS, generation, wanted, placement)
 
 
 def open_cluster(

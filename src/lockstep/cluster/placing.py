@@ -71,8 +71,6 @@ class PlacingCluster(AgentCluster):
 
     def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
         self._must_be_open()
-        if self._superseded:
-            raise AgentGone("start", f"a later generation of {self._run} has the run")
         ranks = [_post(spec) for spec in specs if spec.role == "policy"]
         if ranks:
             self._places.muster(ranks, {node.id for node in self._nodes if node.alive})
@@ -80,6 +78,8 @@ class PlacingCluster(AgentCluster):
     def _must_be_open(self) -> None:
         if self._closing:
             raise AgentGone("start", "the cluster is closed")
+        if self._superseded:
+            raise AgentGone("start", f"a later generation of {self._run} has the run")
 
     def _gpus(self, spec: WorkerSpec) -> tuple[str, ...]:
         place = self._places.of(_post(spec))

@@ -78,9 +78,16 @@ def end_predecessor(affairs: Path, generation: int) -> None:
     agent = _earlier_agent(affairs, generation)
     if agent is None:
         return
-    workers = [(state.pid, state.start_ticks) for state in read_beacons(agent.run) if state.role != "controller"]
     if procs.alive(agent.pid, agent.start_ticks):
         log.warning("ending what generation %d has left: agent %d and its workers", agent.generation, agent.pid)
+    end_agent(agent)
+
+
+def end_agent(agent: Address) -> None:
+    """Kills an agent of this host, and with it its workers; waits for their ends and removes the run's shared
+    memory."""
+    workers = [(state.pid, state.start_ticks) for state in read_beacons(agent.run) if state.role != "controller"]
+    if procs.alive(agent.pid, agent.start_ticks):
         with contextlib.suppress(ProcessLookupError):
             os.kill(agent.pid, signal.SIGKILL)  # the kernel kills its workers with it
     try:

@@ -59,7 +59,8 @@ def open_run(prepared: Prepared) -> Iterator[Run]:
             ledger.event(START, rows=prepared.rows)
             interrupt = Interrupt()
             stack.enter_context(interrupt.listening())
-            heritage = inherit(prepared.config.cluster, prepared.folder, ledger.generation)
+            config, wanted = prepared.config, prepared.plan.wanted
+            heritage = inherit(config.cluster, prepared.folder, ledger.generation, wanted, config.placement)
             name = take_place(prepared.folder, prepared.config.name) if heritage is None else heritage.run
             monitor = Monitor(prepared.config, prepared.folder, ledger, name)
             stack.callback(monitor.close)

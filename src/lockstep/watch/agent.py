@@ -1,12 +1,14 @@
 """The node agent: a process per node that is the parent of the workers (`python -m lockstep.watch.agent`).
 
 It spawns and kills workers, reports their ends, and outlives whatever they do. It watches the controller by pid,
-start time and connection; `orphan_grace_s` after the controller is gone it ends all workers (SIGTERM, then
-SIGKILL), removes the run's beacons, and leaves. Should the agent itself be killed, the kernel kills the workers.
+start time and connection (`watch.presence`); `orphan_grace_s` after the controller is gone it ends all workers
+(SIGTERM, then SIGKILL), removes the run's beacons, and leaves. Should the agent itself be killed, the kernel kills the
+workers.
 
 One thread, one selector. JSON frames over `watch.wire`:
 
-    {"id", "op": "attach", "pid", "start", "place", "after"}   a controller; events after number `after` are repeated
+    {"id", "op": "attach", "pid", "start", "place", "patience_s", "after"}   a controller; events after number `after`
+                                             are repeated, and it may be disconnected for `patience_s`
     {"id", "op": "spawn", "name", "argv", "env", "token", "log", "cwd", "preload", "note"} -> {"pid", ...}
     {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller means to go on with these workers
     {"id", "op": "lead", "leader"} -> {}     publishes who the run's controller is, on another host, for the workers
@@ -45,6 +47,7 @@ from lockstep.watch.agent_client import Address
 from lockstep.watch.children import Child, Nursery, Order
 from lockstep.watch.folders import write_whole
 from lockstep.watch.leader import Leader, Superseded
+from lockstep.watch.presence import Controller
 from lockstep.watch.template import adopt_orphans
 from lockstep.watch.watching import Watching
 from lockstep.watch.wire import Connection, ConnectionClosed, Listener, WireError
@@ -66,20 +69,12 @@ class Settings:
     folder: Path
     """Where `agent.json`, the agent's address, is written."""
     controller: int | None
+    """Its pid, where it is on this host."""
     orphan_grace_s: float
     kill_grace_s: float
     host: str = "127.0.0.1"
     node: str = field(default_factory=platform.node)
     """What this host is called in verdicts."""
-
-
-@dataclass
-class _Controller:
-    """The one whose death ends the run; pid None when it is on another host and only its connection tells."""
-
-    pid: int | None
-    start: int | None
-    gone_since: float | None = None
 
 
 @dataclass
@@ -106,8 +101,7 @@ class Agent:
         self._events: list[dict[str, Any]] = []
         self._replies: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
         self._askers: dict[str, Connection] = {}
-        pid = settings.controller
-        self._controller = _Controller(pid, None if pid is None else procs.start_ticks(pid))
+        self._controller = Controller.expected(settings.controller)
         self._leaving: _Leaving | None = None
         self._selector.register(self._listener, selectors.EVENT_READ, lambda mask: self._accept())
         self._wake, wake_end = socket.socketpair()
@@ -259,7 +253,8 @@ class Agent:
 
     def _op_attach(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
         here = message["place"] == procs.place()
-        self._controller = _Controller(message["pid"] if here else None, message["start"] if here else None)
+        pid, start = (message["pid"], message["start"]) if here else (None, None)
+        self._controller = Controller(pid, start, float(message["patience_s"]))
         self._connections[connection] = True
         self._reply(number, {"pid": os.getpid(), "run": self.settings.run})
         for event in self._events[int(message["after"]) :]:
@@ -324,21 +319,15 @@ class Agent:
         if self._told_to_leave is not None:
             self._leave(self._told_to_leave, self.settings.kill_grace_s)
             return
-        controller, now = self._controller, time.monotonic()
-        if controller.pid is None:
-            gone = not any(self._connections.values())
-        else:
-            gone = not procs.alive(controller.pid, controller.start)
-        if not gone:
-            controller.gone_since = None
-        elif controller.gone_since is None:
-            controller.gone_since = now
-            log.warning("the controller (pid %s) is gone; its orphans have %.1f s", controller.pid, self._grace())
-        if gone and controller.gone_since is not None and now - controller.gone_since >= self._grace():
-            self._leave("the controller is gone", self.settings.kill_grace_s)
-
-    def _grace(self) -> float:
-        return self.settings.orphan_grace_s
+        controller = self._controller
+        was_there, grace_s = controller.gone_since is None, controller.grace_s(self.settings.orphan_grace_s)
+        missing_s = controller.missing_s(any(self._connections.values()))
+        if missing_s is None:
+            return
+        if was_there:
+            log.warning("%s is gone; its orphans have %.1f s", controller, grace_s)
+        if missing_s >= grace_s:
+            self._leave(f"{controller} is gone", self.settings.kill_grace_s)
 
     def _leave(self, reason: str, grace_s: float) -> None:
         if self._leaving is not None:
@@ -378,7 +367,7 @@ def main() -> None:
     parser.add_argument("--run", required=True)
     parser.add_argument("--generation", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--controller", type=int, help="the controller's pid, when it is on this host")
+    parser.add_argument("--controller", type=int, help="the controller's pid, where it is on this host")
     parser.add_argument("--orphan-grace", type=float, default=0.0)
     parser.add_argument("--kill-grace", type=float, default=2.0, help="between SIGTERM and SIGKILL")
     parser.add_argument("--host", default="127.0.0.1")

@@ -7,8 +7,6 @@ import logging
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -97,43 +95,6 @@ class Address:
         return Address(**json.loads((folder / "agent.json").read_text()))
 
 
-def start_agent(
-    run: str, token: str, folder: Path, *, generation: int = 1, orphan_grace_s: float = 0.0,
-    kill_grace_s: float = 2.0, timeout_s: float = 60.0, host: str = "127.0.0.1", node: str = "",
-) -> Address:  # fmt: skip
-    """Starts an agent in a session of its own; its output goes to `folder/agent.log`. Raises AgentError when it
-    does not come up."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "agent.json").unlink(missing_ok=True)
-    argv = [
-        sys.executable, "-m", "lockstep.watch.agent", "--run", run, "--generation", str(generation),
-        "--folder", str(folder), "--controller", str(os.getpid()), "--orphan-grace", str(orphan_grace_s),
-        "--kill-grace", str(kill_grace_s), "--host", host, *(["--node", node] if node else []),
-    ]  # fmt: skip
-    with (folder / "agent.log").open("ab") as output:
-        popen = subprocess.Popen(
-            argv, env={**os.environ, "LOCKSTEP_TOKEN": token}, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=output, start_new_session=True,
-        )  # fmt: skip
-
-    # its own thread waits for it, so that it never stays behind as a zombie
-    threading.Thread(target=popen.wait, name="agent-reaper", daemon=True).start()
-
-    def up() -> Address | None:
-        if popen.poll() is not None:
-            said = (folder / "agent.log").read_text(errors="replace")[-2000:]
-            raise AgentError("start", f"the agent ended with {popen.returncode}\n{said}")
-        with contextlib.suppress(FileNotFoundError):
-            return Address.read(folder)
-        return None
-
-    try:
-        return waits.poll(up, kind="process", whom="agent", why="its address", timeout_s=timeout_s)
-    except BaseException:
-        popen.kill()
-        raise
-
-
 class AgentClient:
     """Requests to an agent, and its events. Thread-safe. Reconnects while the agent lives; a request under way is
     repeated then, and carried out once.
@@ -158,7 +119,8 @@ class AgentClient:
         self._seen = after
         self.used_s = 0.0
         """Of an agent on another host: CPU time of its workers, as of its last answer."""
-        self._closed = False
+        self._closed = self.superseded = False
+        """The latter where the agent has refused this controller for a later one."""
         self._gone: AgentGone | None = None
         self._connection = self._dial(timeout_s)
         self._thread = threading.Thread(target=self._listen, name="agent-client", daemon=True)
@@ -310,7 +272,7 @@ class AgentClient:
         attach = {
             "id": f"{self._prefix}-attach-{secrets.token_hex(4)}", "op": "attach", "pid": pid,
             "start": procs.start_ticks(pid), "place": procs.place() if self._silence is None else "elsewhere",
-            "after": self._seen,
+            "patience_s": 0.0 if self._silence is None else self._silence.limit_s, "after": self._seen,
         }  # fmt: skip
         connection.send(json.dumps(attach).encode())
         return connection
@@ -373,6 +335,7 @@ class AgentClient:
             try:
                 connection = self._dial(5.0 if self._silence is None else 1.0)
             except wire.Refused as error:
+                self.superseded = error.code == "generation"
                 self._gone = AgentGone("request", str(error))
                 return False
             except wire.WireError:

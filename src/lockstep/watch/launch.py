@@ -23,7 +23,8 @@ from typing import Any
 import psutil
 
 from lockstep.watch import waits
-from lockstep.watch.agent_client import Address, AgentClient, AgentError, start_agent
+from lockstep.watch.agent_client import Address, AgentClient, AgentError
+from lockstep.watch.agent_start import start_agent
 from lockstep.watch.errors import Carried
 from lockstep.watch.folders import make_run_dir, new_run_id, run_dir
 from lockstep.watch.nodes import GENERATION, TOKEN, Joined, Meeting

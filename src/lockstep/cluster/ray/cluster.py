@@ -1,7 +1,6 @@
 """Workers on the nodes of a Ray cluster."""
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -9,6 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -19,13 +19,13 @@ from lockstep.cluster.node import Node, NodeRefused
 from lockstep.cluster.placement import Assignment
 from lockstep.cluster.places import Held
 from lockstep.cluster.placing import PlacingCluster
-from lockstep.cluster.ray import session
-from lockstep.cluster.ray.employing import Employed, Site, dismiss, employ_fit
-from lockstep.cluster.ray.inheriting import RECORD, RayHeritage
-from lockstep.cluster.ray.keeper import MARK
+from lockstep.cluster.ray import employing, session
+from lockstep.cluster.ray.employing import Employed, Site
+from lockstep.cluster.ray.inheriting import RayHeritage
 from lockstep.cluster.ray.leaving import leave
 from lockstep.cluster.ray.node import RayNode, own_environment
 from lockstep.cluster.ray.nodes import address_of_this_process, is_alive, node_facts
+from lockstep.cluster.ray.record import Needs, Record
 from lockstep.cluster.ray.reserving import free, reserve
 from lockstep.cluster.ray.telling import tell
 from lockstep.cluster.versions import Facts, VersionError
@@ -33,7 +33,7 @@ from lockstep.config.cluster import RayCluster as Config
 from lockstep.config.placement import Placement
 from lockstep.watch import procs
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone
-from lockstep.watch.folders import run_dir, write_whole
+from lockstep.watch.folders import run_dir
 from lockstep.watch.leader import Leader, Superseded
 from lockstep.watch.waits import WaitTimeout
 from lockstep.watch.wire import WireError
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 REFUSALS = (
-    PlacementError, NodeRefused, VersionError, UnreachableAddress, AgentError, Superseded, WaitTimeout, WireError,
+    PlacementError, NodeRefused, VersionError, UnreachableAddress, AgentError, WaitTimeout, WireError,
     ray.exceptions.RayError,
 )  # fmt: skip
 
@@ -79,6 +79,7 @@ class RayCluster(PlacingCluster):
         placement: Placement | None = None,
     ) -> None:
         self._config, placement = config, placement or Placement()
+        self._needs = Needs.of(wanted, placement)
         self._versions: dict[str, Facts] = {}
         """By name of the node; of those that the run is on."""
         self._open = False
@@ -87,7 +88,6 @@ class RayCluster(PlacingCluster):
         self._open = True
         if heritage is not None:
             session.close_session()  # its own; this one is the same
-        facts: list[NodeFacts] = []
         try:
             facts = node_facts()
             host = LOOPBACK if session.has_own() else address_of_this_process(facts, config)
@@ -101,7 +101,9 @@ class RayCluster(PlacingCluster):
             self._given = own_environment(config.env) if session.has_own() else forwarded(
                 os.environ, config.forward_env, config.env, config.interface
             )  # fmt: skip
-            self._site = self._make_site(facts)
+            peer = None if session.has_own() else facts[0].address
+            where = str(self._folder), self._affairs, peer, config.interface
+            self._site = Site.of(run, token, *where, several=peer is not None and len(facts) > 1)
             if heritage is None:
                 self._begin()
             else:
@@ -112,18 +114,6 @@ class RayCluster(PlacingCluster):
             self.close()
             raise
 
-    def _make_site(self, facts: Sequence[NodeFacts]) -> Site:
-        """What all nodes are told of the run."""
-        self._affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        mark = secrets.token_hex(8)
-        write_whole(self._affairs / MARK, mark.encode())
-        own = session.has_own()
-        peer = None if own else facts[0].address
-        several = not own and len(facts) > 1
-        return Site(
-            self._run, self._token, str(self._folder), str(Path.cwd()), mark, peer, self._config.interface, several
-        )
-
     def _begin(self) -> None:
         """With nothing left of an earlier generation."""
         self._lead()
@@ -131,23 +121,32 @@ class RayCluster(PlacingCluster):
         self._settle_down()
 
     def _inherit(self, heritage: RayHeritage, facts: Sequence[NodeFacts]) -> None:
+        self._record()
         known = {each.id: each for each in facts}
         for left in heritage.left:  # the controller's own comes first
-            heir = self._node(known[left.node], Employed(left.keeper, left.found))
-            heir.agent = left.agent
-            heir.agent.on_exit = self._exited
-            self._nodes.append(heir)
-            if heir.here:  # from now on its actor lives as long as this process
-                self._be_watched(heir)
+            if left.agent is not None:
+                left.agent.on_exit = self._exited
+            if left.node in known:  # not lost since
+                heir = self._node(known[left.node], Employed(left.keeper, left.found))
+                heir.agent = left.agent
+                self._nodes.append(heir)
+        self._versions = {node.info.name: node.found["versions"] for node in self._kept}
         self._lead()
-        for node in self._nodes:
+        for node in self._kept:
+            if node.agent is None:
+                self._revive(node)
+                continue
             with contextlib.suppress(AgentGone):
-                if node.agent is not None:
-                    self._heirs.meet(node, node.agent.list())
-                    node.agent.lead(self._leader(node.here))
+                self._heirs.meet(node, node.agent.list())
+                node.agent.lead(self._leader(node.here))
         self._keep()
 
     # --- nodes
+
+    @property
+    def _kept(self) -> list[RayNode]:
+        """All nodes."""
+        return [node for node in self._nodes if isinstance(node, RayNode)]
 
     def _look(self) -> list[NodeFacts]:
         self._must_be_open()
@@ -156,32 +155,27 @@ class RayCluster(PlacingCluster):
     def _employ(self, facts: Sequence[NodeFacts], every: Sequence[NodeFacts]) -> list[RayNode]:
         """Actors on these nodes of all, which have no agent yet; nothing is left of them where one is refused."""
         check_nodes(*([(each.name, each.address) for each in nodes] for nodes in (facts, every)))
-        have = {node.info.name for node in self._nodes if isinstance(node, RayNode) and node.has_gpus}
-        found, self._versions = employ_fit(facts, self._site, self._versions, have)
+        have = {node.info.name for node in self._kept if node.has_gpus}
+        found, self._versions = employing.employ_fit(facts, self._site, self._versions, have)
         return [self._node(each, of) for each, of in zip(facts, found, strict=True)]
 
     def _node(self, facts: NodeFacts, employed: Employed) -> RayNode:
         here = facts.id == ray.get_runtime_context().get_node_id()
         return RayNode(facts, employed.keeper, employed.found, self._given, self._gpus, here)
 
-    def _start_agents(self, nodes: Sequence[Node]) -> None:
-        """Side by side. Raises AgentError, ray's errors, WaitTimeout."""
-        kept = [node for node in nodes if isinstance(node, RayNode)]
-        asked = [node.keeper.start_agent.remote(asdict(self._leader(node.here)), self._grace_s(node)) for node in kept]
-        for node, ref in zip(kept, asked, strict=True):
-            where = Address(**session.answer(ref, node.info.name, "its agent starts"))
-            lost_after_s = None if node.here else self._config.node_lost_after_s
-            node.agent = AgentClient(where, self._token, on_exit=self._exited, lost_after_s=lost_after_s)
+    def _start_agents(self, nodes: Sequence[RayNode]) -> None:
+        """Side by side. Raises AgentError, ray's errors, Superseded, WaitTimeout, WireError."""
+        asked = [employing.ask_for_agent(node.keeper, self._leader(node.here), self._grace_s) for node in nodes]
+        for node, ref in zip(nodes, asked, strict=True):
+            self._attach(node, ref, session.JOIN_S)
 
-    def _be_watched(self, holder: RayNode) -> None:
-        """Raises ray's errors, Superseded, WaitTimeout."""
-        pid = os.getpid()
-        asked = holder.keeper.watch_controller.remote(
-            self._generation, pid, procs.start_ticks(pid), self._grace_s(holder)
-        )
-        session.answer(asked, holder.info.name, "the run's actor there learns of this controller")
+    def _attach(self, node: RayNode, ref: Any, timeout_s: float) -> None:
+        where = Address(**session.answer(ref, node.info.name, "its agent starts", timeout_s=timeout_s))
+        lost_after_s = None if node.here else self._config.node_lost_after_s
+        node.agent = AgentClient(where, self._token, on_exit=self._exited, lost_after_s=lost_after_s)
 
-    def _grace_s(self, node: Node) -> float:
+    @property
+    def _grace_s(self) -> float:
         return 0.0 if session.has_own() else self._config.orphan_grace_s
 
     def _lead(self) -> None:
@@ -189,25 +183,25 @@ class RayCluster(PlacingCluster):
         self._leader(True).publish(self._run)
 
     def _leader(self, here: bool) -> Leader:
-        pid, (host, port) = os.getpid(), self._hub.address
-        start, lost_s = procs.start_ticks(pid), self._config.node_lost_after_s
-        grace_s = 0.0 if session.has_own() else self._config.orphan_grace_s
+        pid, where = os.getpid(), self._hub.address
         if here:
-            return Leader(self._generation, host, port, pid, start, grace_s)
-        return Leader(self._generation, host, port, None, None, grace_s, lost_s)
+            return Leader(self._generation, *where, pid, procs.start_ticks(pid), self._grace_s)
+        return Leader(self._generation, *where, None, None, self._grace_s, self._config.node_lost_after_s)
 
     def _keep(self) -> None:
         """For a later controller."""
-        for node in self._nodes:
-            if isinstance(node, RayNode):
-                held = [asdict(each) for each in self._places.held if each.node == node.id]
-                node.keeper.keep.remote(self._generation, held)
-        self._record()
+        for node in self._kept:
+            held = [asdict(each) for each in self._places.held if each.node == node.id]
+            node.keeper.keep.remote(self._generation, held)
 
     def _record(self) -> None:
         """Where a later controller looks."""
         if not session.has_own():
-            write_whole(self._affairs / RECORD, json.dumps({"run": self._run}).encode())
+            Record(self._generation, self._run, self._needs).write(self._affairs)
+
+    @property
+    def _superseded(self) -> bool:
+        return super()._superseded or Record.read(self._affairs).generation > self._generation
 
     def _living(self, node: Node) -> bool:
         return node.alive or (isinstance(node, RayNode) and is_alive(node.id) and self._revive(node))
@@ -219,13 +213,15 @@ class RayCluster(PlacingCluster):
             node.agent.close()
         bound_s = max(10.0, 2 * self._config.node_lost_after_s)
         try:
-            ref = node.keeper.start_agent.remote(asdict(self._leader(node.here)), self._grace_s(node))
-            where = Address(**session.answer(ref, node.info.name, "its agent starts", timeout_s=bound_s))
-            lost_after_s = None if node.here else self._config.node_lost_after_s
-            node.agent = AgentClient(where, self._token, on_exit=self._exited, lost_after_s=lost_after_s)
-        except (ray.exceptions.RayError, AgentError, Superseded, WaitTimeout, WireError) as error:
+            ref = employing.ask_for_agent(node.keeper, self._leader(node.here), self._grace_s)
+            self._attach(node, ref, bound_s)
+        except Superseded as error:
+            self._outdated = True
+            raise AgentGone("start", str(error)) from error
+        except (ray.exceptions.RayError, AgentError, WaitTimeout, WireError) as error:
             log.warning("%s does not come back: %s", node.info.name, str(error).splitlines()[0])
             return False
+        assert node.agent is not None
         with contextlib.suppress(AgentGone):
             for worker in self._hub.workers:
                 if worker.node is node:  # its beacon is there, and says nothing any more
@@ -249,16 +245,20 @@ class RayCluster(PlacingCluster):
             raise
         held: list[Held] = []
         try:
-            keepers = {node.id: node.keeper for node in (*self._nodes, *new) if isinstance(node, RayNode)}
+            for node in new:
+                if node.here:  # from now on its actor lives as long as this process
+                    employing.be_watched(node.keeper, node.info.name, self._generation, self._grace_s)
+            keepers = {node.id: node.keeper for node in (*self._kept, *new)}
             held = reserve(keepers, self._generation, assignment, self._config.notice_after_s)
             self._start_agents(new)
             with self._lock:
                 self._must_be_open()
                 self._nodes = [*self._nodes, *new]
-        except BaseException:
+        except BaseException as error:
+            self._outdated = self._outdated or isinstance(error, Superseded)
             for each in held:
                 self._free(each.group)
-            dismiss(node.keeper for node in new)  # and their agents go with them
+            employing.dismiss(node.keeper for node in new)  # and their agents go with them
             raise
         if new and self._supervision is not None:
             self._supervision.watch(self._agents())
@@ -278,14 +278,10 @@ class RayCluster(PlacingCluster):
             self._dissolve()
 
     def _dissolve(self) -> None:
-        """Actors and what is reserved; an agent that is left is killed by its actor's end."""
-        with contextlib.suppress(ray.exceptions.RayError):
-            for held in self._places.held:
-                self._free(held.group)
-            for node in self._nodes:
-                if isinstance(node, RayNode):
-                    ray.kill(node.keeper)
-        (self._affairs / RECORD).unlink(missing_ok=True)
+        """Actors, with what they have reserved, and an agent that is left."""
+        employing.send_away([(node.info.name, node.keeper) for node in self._kept], self._generation)
+        if Record.read(self._affairs).run is not None:
+            Record(self._generation, None).write(self._affairs)
         shutil.rmtree(run_dir(self._run), ignore_errors=True)
 
     def _leave_nodes(self) -> None:

@@ -1,10 +1,14 @@
 """An actor on each node of a run: started side by side, and asked what its node is like."""
 
 import contextlib
+import itertools
 import logging
+import os
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -12,14 +16,21 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lockstep.cluster.bundles import NodeFacts
 from lockstep.cluster.node import NodeRefused
-from lockstep.cluster.ray.keeper import Keeper
+from lockstep.cluster.ray.keeper import MARK, Keeper
 from lockstep.cluster.ray.session import answer
 from lockstep.cluster.versions import Facts, must_work
+from lockstep.watch import procs
+from lockstep.watch.folders import write_whole
+from lockstep.watch.leader import Leader, Superseded
+from lockstep.watch.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
 
 NEEDED = ("python", "ray", "torch")
 """Packages that every node must have."""
+LEAVE_S = 15.0
+
+_orders = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,16 @@ class Site:
     peer: str | None
     interface: str | None
     several: bool
+
+    @staticmethod
+    def of(
+        run: str, token: str, folder: str, affairs: Path, peer: str | None, interface: str | None, several: bool
+    ) -> "Site":
+        """With a new mark, in the folder `affairs` of the run's folder."""
+        affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mark = secrets.token_hex(8)
+        write_whole(affairs / MARK, mark.encode())
+        return Site(run, token, folder, str(Path.cwd()), mark, peer, interface, several)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +113,41 @@ def employ_fit(
 
 
 def dismiss(keepers: Iterable[Any]) -> None:
-    """Ends actors of which nobody will hear again."""
+    """Ends actors of this controller's that nobody else can have found."""
     for keeper in keepers:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(keeper)
+
+
+def send_away(keepers: Iterable[tuple[str, Any]], generation: int) -> None:
+    """Ends actors, each with the name of its node before it, with their agents and what they have reserved; but for
+    those that a later generation has. Who does not answer ends by itself, as nobody asks for it any more."""
+    asked = [(name, keeper.leave.remote(generation)) for name, keeper in keepers]
+    until = time.monotonic() + LEAVE_S
+    for name, ref in asked:
+        try:
+            answer(ref, name, "the run's actor there ends", timeout_s=max(0.1, until - time.monotonic()))
+        except Superseded as error:
+            log.warning("what %s has there stays: %s", name, error)
+        except (ray.exceptions.RayError, WaitTimeout) as error:
+            log.info("%s does not say that its actor ends: %s", name, error)
+
+
+def be_watched(keeper: Any, name: str, generation: int, grace_s: float) -> None:
+    """Has an actor of this host live as long as this process, and so much longer.
+
+    Raises:
+        Superseded: a later generation has the run.
+        WaitTimeout, ray's errors: it does not answer.
+    """
+    pid = os.getpid()
+    asked = keeper.watch_controller.remote(generation, pid, procs.start_ticks(pid), grace_s)
+    answer(asked, name, "the run's actor there learns of this controller")
+
+
+def ask_for_agent(keeper: Any, leader: Leader, grace_s: float) -> Any:
+    """A reference on the address of another agent of that actor's."""
+    return keeper.start_agent.remote(next(_orders), asdict(leader), grace_s)
 
 
 def _why(name: str, error: BaseException) -> str:

@@ -1,26 +1,31 @@
 """What an earlier generation of a run has left on a Ray cluster: its actors, and the agents that they hold."""
 
-import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from lockstep.cluster.bundles import Wanted
+from lockstep.cluster.freshness import imported
 from lockstep.cluster.places import Held
 from lockstep.cluster.ray import session
+from lockstep.cluster.ray.employing import be_watched, send_away
+from lockstep.cluster.ray.record import Needs, Record
 from lockstep.config.cluster import RayCluster as Config
+from lockstep.config.placement import Placement
+from lockstep.watch import procs
 from lockstep.watch.agent_client import Address, AgentClient, AgentError
+from lockstep.watch.leader import Superseded
 from lockstep.watch.waits import WaitTimeout
 from lockstep.watch.wire import WireError
 
 log = logging.getLogger(__name__)
 
 ASK_S = 20.0
-RECORD = "ray.json"
-"""Of the run's folder: where a later controller looks for what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,74 +36,156 @@ class Left:
     """Its id."""
     keeper: Any
     found: Mapping[str, Any]
-    agent: AgentClient
+    agent: AgentClient | None
+    """None where it has ended, and its workers with it."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RayHeritage:
     """What goes on. It has a session of its own, as handles of actors hold for one only: whoever takes it closes it."""
 
     run: str
     token: str
-    left: list[Left] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
+    left: list[Left]
+    """The controller's own node first."""
+    held: list[Held]
 
 
-def take_over(config: Config, affairs: Path, generation: int) -> RayHeritage | None:
-    """Goes on with what an earlier generation of the run has left, within its grace; ends what is of no use. None where
-    nothing is left that a run can go on with.
+@dataclass(frozen=True, slots=True)
+class _Remnant:
+    """An actor that answers."""
+
+    node: str
+    keeper: Any
+    said: Mapping[str, Any]
+    found: Mapping[str, Any]
+
+    @property
+    def host(self) -> str:
+        return str(self.found["host"])
+
+    @property
+    def here(self) -> bool:
+        """Whether pids of its host are ours to see."""
+        return bool(self.found["place"] == procs.place())
+
+
+def take_over(
+    config: Config, affairs: Path, generation: int, wanted: Sequence[Wanted], placement: Placement
+) -> RayHeritage | None:
+    """Goes on with what an earlier generation of the run has left, within its grace. None where nothing is left that a
+    run of these processes can go on with; what there is of it has been ended then.
 
     Raises:
         RayUnavailable: the cluster is not to be had.
+        Superseded: a later generation has the run.
     """
-    try:
-        run = str(json.loads((affairs / RECORD).read_text())["run"])
-    except (OSError, ValueError, KeyError):
+    record = Record.read(affairs)
+    run = record.run
+    if run is None:
+        return None
+    if not (config.address or os.environ.get("RAY_ADDRESS")):
+        log.warning("what %s may have left on a Ray cluster ends by itself: this start names none", run)
         return None
     session.open_session(config, 1, 0)
     heritage: RayHeritage | None = None
     try:
-        heritage = None if session.has_own() else _found(config, run, generation)
+        if not session.has_own():
+            difference = Needs.of(wanted, placement).difference(record.needs)
+            heritage = _taken(config, run, generation, difference)
     finally:
         if heritage is None:
             session.close_session()
     return heritage
 
 
-def _found(config: Config, run: str, generation: int) -> RayHeritage | None:
-    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == run]
+def _taken(config: Config, run: str, generation: int, difference: str | None) -> RayHeritage | None:
+    """Args: `difference`, of what the run needs now from what it was placed for; None where there is none."""
+    remnants = _remnants(run, generation)
+    if not remnants:
+        return None
     here = ray.get_runtime_context().get_node_id()
-    keepers = [(name.split("-")[1], ray.get_actor(name, namespace=run)) for name in names]
-    heritage: RayHeritage | None = None
-    for node, keeper in sorted(keepers, key=lambda item: item[0] != here):
+    remnants.sort(key=lambda each: each.node != here)
+    try:
+        _must_be_usable(remnants, here, difference)
+        _watch(remnants[0], generation, config.orphan_grace_s)
+    except _Unusable as error:
+        log.warning("nothing of what is left of %s goes on, and all starts anew: %s", run, error)
+        send_away([(each.host, each.keeper) for each in remnants], generation)
+        return None
+    left = [Left(each.node, each.keeper, each.found, _client(config, each, generation)) for each in remnants]
+    held = [Held.from_json(each) for remnant in remnants for each in remnant.said["held"]]
+    return RayHeritage(run, str(remnants[0].said["token"]), left, held)
+
+
+def _remnants(run: str, generation: int) -> list[_Remnant]:
+    """From here on they refuse earlier generations."""
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == run]
+    files = imported()
+    asked = []
+    for name in names:
         try:
-            said = session.answer(keeper.heritage.remote(generation), node, "what is left there", timeout_s=ASK_S)
-            found = session.answer(keeper.facts.remote(), node, "what it is like", timeout_s=ASK_S)
+            keeper = ray.get_actor(name, namespace=run)
+        except ValueError:  # it has ended meanwhile
+            continue
+        asked.append((name.split("-")[1], keeper, keeper.heritage.remote(generation, files), keeper.facts.remote()))
+    remnants = []
+    for node, keeper, said, found in asked:
+        try:
+            what = session.answer(said, node, "what is left there", timeout_s=ASK_S)
+            like = session.answer(found, node, "what it is like", timeout_s=ASK_S)
+        except Superseded:
+            raise
         except (ray.exceptions.RayError, WaitTimeout) as error:
             log.info("%s has nothing that is left: %s", node, error)
             continue
-        if heritage is None and node == here:
-            heritage = RayHeritage(run, said["token"])
-        client = None if heritage is None or said["agent"] is None else _client(config, said, generation, node == here)
-        if heritage is None or client is None:
-            ray.kill(keeper)  # its agent goes with it, and what it has reserved
-        else:
-            heritage.held += [Held.from_json(each) for each in said["held"]]
-            heritage.left.append(Left(node, keeper, found, client))
-    return heritage if heritage is not None and heritage.left else None
+        remnants.append(_Remnant(node, keeper, what, like))
+    return remnants
 
 
-def _client(config: Config, said: Mapping[str, Any], generation: int, here: bool) -> AgentClient | None:
-    lost_after_s = None if here else config.node_lost_after_s
+class _Unusable(Exception):
+    """Why a run cannot go on with what is left."""
+
+
+def _must_be_usable(remnants: Sequence[_Remnant], here: str, difference: str | None) -> None:
+    """Raises _Unusable."""
+    if difference is not None:
+        raise _Unusable(difference)
+    if remnants[0].node != here:
+        raise _Unusable("this host, where it is resumed, has nothing of it")
+    if not any(each.said["agent"] for each in remnants):
+        raise _Unusable("all its agents have ended")
+    for each in remnants:
+        if each.said["changed"] is not None:
+            raise _Unusable(f"{each.said['changed']} of {each.host} has changed since the run was last started")
+
+
+def _watch(holder: _Remnant, generation: int, grace_s: float) -> None:
+    """From now on it lives as long as this process. Raises Superseded, _Unusable."""
+    if not holder.here:
+        return
     try:
-        client = AgentClient(Address(**said["agent"]), said["token"], generation=generation, lost_after_s=lost_after_s)
+        be_watched(holder.keeper, holder.host, generation, grace_s)
+    except Superseded:
+        raise
+    except (ray.exceptions.RayError, WaitTimeout) as error:
+        raise _Unusable(f"the actor of this host is gone ({error})") from error
+
+
+def _client(config: Config, remnant: _Remnant, generation: int) -> AgentClient | None:
+    if remnant.said["agent"] is None:
+        return None
+    address, token = Address(**remnant.said["agent"]), str(remnant.said["token"])
+    lost_after_s = None if remnant.here else config.node_lost_after_s
+    try:
+        client = AgentClient(address, token, generation=generation, lost_after_s=lost_after_s)
     except WireError as error:
-        log.info("an agent cannot be taken over: %s", error)
+        log.info("the agent of %s cannot be taken over: %s", remnant.host, error)
         return None
     try:
         client.take_over(config.orphan_grace_s)
     except (AgentError, WaitTimeout) as error:
-        log.info("an agent cannot be taken over: %s", error)
+        log.info("the agent of %s cannot be taken over: %s", remnant.host, error)
         client.close()
         return None
     return client

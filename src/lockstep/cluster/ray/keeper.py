@@ -2,7 +2,9 @@
 
 The actor is detached and named, so that a later controller finds it. It holds what the run has reserved on its node as
 well: placement groups end with the actor that made them. That of the controller's own node goes when the controller is
-gone for longer than the grace, the others when their agent has left.
+gone for longer than the grace, the others when their agent has left, and all of them when nobody asks for an agent.
+
+Whatever it is asked for has the generation of who asks, and it obeys the latest of which it has heard.
 """
 
 import contextlib
@@ -24,14 +26,20 @@ import ray
 
 from lockstep.cluster import versions
 from lockstep.cluster.addresses import interfaces, own_address
+from lockstep.cluster.freshness import changed_since, found
+from lockstep.cluster.predecessor import end_agent
 from lockstep.watch import procs, waits
-from lockstep.watch.agent_client import Address, start_agent
+from lockstep.watch.agent_client import Address, AgentError
+from lockstep.watch.agent_start import start_agent
 from lockstep.watch.folders import base_dir, make_own_dir, run_dir
 from lockstep.watch.leader import Leader, Superseded
 
-LINGER_S = 600.0
-"""Without a controller on this host and without an agent the actor waits so long for somebody to ask for one."""
+LINGER_S = 180.0
+"""Without a controller on this host and without an agent the actor waits at least so long to be asked for something;
+nodes are employed and reserved within that."""
 LOOK_S = 1.0
+ANSWERED_S = 0.2
+"""An answer is on its way within this."""
 MARK = "seen-from-all-nodes"
 """File of the run's folder by which a node finds out whether it shares that folder with the controller."""
 
@@ -57,9 +65,11 @@ class Keeper:
         self, run: str, token: str, folder: str, cwd: str, mark: str, name: str, peer: str | None,
         interface: str | None, several: bool,
     ) -> None:  # fmt: skip
-        self._run, self._token, self._name = run, token, name
+        self._run, self._token, self._name, self._began = run, token, name, time.time()
         self._generation = 0
         """The latest that was heard of: what an earlier one asks for is refused from then on."""
+        self._order = 0, 0
+        """Generation and number of the latest order of an agent."""
         self._starting = threading.Lock()
         self._interface = own_address(name, interfaces(), peer, interface, several)
         self._folder = self._find_folder(Path(folder), mark)
@@ -70,7 +80,7 @@ class Keeper:
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._agent: Address | None = None
         self._controller: tuple[int, int | None] | None = None
-        self._grace_s, self._gone_since = 0.0, time.monotonic()
+        self._grace_s, self._wanted_at = 0.0, time.monotonic()
         self._groups: list[Any] = []
         self._held: list[dict[str, Any]] = []
         threading.Thread(target=self._watch, name="keeper", daemon=True).start()
@@ -84,54 +94,63 @@ class Keeper:
             "versions": versions.facts(), "environment": environment(), "beacons": str(base_dir()),
         }  # fmt: skip
 
-    def start_agent(self, leader: dict[str, Any], orphan_grace_s: float) -> dict[str, Any]:
+    def start_agent(self, order: int, leader: dict[str, Any], orphan_grace_s: float) -> dict[str, Any]:
         """Another agent, whose workers find `leader`; one that was before is killed, and its workers with it. What is
         in the run's shared memory stays: weights are, and other workers come back to them.
 
+        Args:
+            order: number among those of its generation. An order that arrives late, behind a later one, is void.
+
         Raises:
             Superseded: a later generation has the run.
-            AgentError: it does not come up.
+            AgentError: it does not come up, or the order is void.
         """
         chosen = Leader(**leader)
+        self._admit(chosen.generation)
+        mine = chosen.generation, order
+        self._order = max(self._order, mine)
         with self._starting:
+            if mine < self._order:
+                raise AgentError("start", f"another agent was asked for meanwhile on {self._name}")
             self.watch_controller(chosen.generation, chosen.pid, chosen.start_ticks, orphan_grace_s)
             chosen.publish(self._run)
-            self._end_agent()
+            if self._agent_lives:
+                assert self._agent is not None
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._agent.pid, signal.SIGKILL)  # the kernel kills its workers
             self._agent = start_agent(
                 self._run, self._token, self._affairs, generation=chosen.generation, orphan_grace_s=orphan_grace_s,
-                host=self._interface.address, node=self._name,
+                host=self._interface.address, node=self._name, controller=chosen.pid,
             )  # fmt: skip
             return asdict(self._agent)
 
-    def _end_agent(self) -> None:
-        """Kills it; the kernel kills its workers."""
-        agent = self._agent
-        if agent is not None and procs.alive(agent.pid, agent.start_ticks):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(agent.pid, signal.SIGKILL)
+    @property
+    def _agent_lives(self) -> bool:
+        return self._agent is not None and procs.alive(self._agent.pid, self._agent.start_ticks)
 
     def _admit(self, generation: int) -> None:
         if generation < self._generation:
             raise Superseded(self._run, generation, self._generation)
-        self._generation = generation
+        self._generation, self._wanted_at = generation, time.monotonic()
 
-    def heritage(self, generation: int) -> dict[str, Any]:
-        """What a later controller needs to go on with what is here; from here on the grace is its own. Raises
-        Superseded."""
+    def heritage(self, generation: int, files: list[tuple[str, str]]) -> dict[str, Any]:
+        """What a later controller needs to go on with what is here; from here on the grace is its own. With one of its
+        `files` (see `freshness.imported`) that has changed since this actor was started. Raises Superseded."""
         self._admit(generation)
-        self._gone_since = time.monotonic()
-        agent = self._agent
-        lives = agent is not None and procs.alive(agent.pid, agent.start_ticks)
-        return {
-            "token": self._token, "held": self._held,
-            "agent": asdict(agent) if agent is not None and lives else None,
-        }  # fmt: skip
+        with self._starting:
+            if not self._agent_lives:  # and no worker: what they have left explains nothing any more
+                shutil.rmtree(run_dir(self._run), ignore_errors=True)
+            return {
+                "token": self._token, "held": self._held,
+                "agent": asdict(self._agent) if self._agent is not None and self._agent_lives else None,
+                "changed": changed_since(self._began, found(files)),
+            }  # fmt: skip
 
     def watch_controller(self, generation: int, pid: int | None, start_ticks: int | None, grace_s: float) -> None:
         """Whose end is to be this actor's, so long after; a pid of this host. Raises Superseded."""
         self._admit(generation)
         self._controller = None if pid is None else (pid, start_ticks)
-        self._grace_s, self._gone_since = grace_s, time.monotonic()
+        self._grace_s = grace_s
 
     def reserve(self, generation: int, bundle: dict[str, float]) -> str:
         """Makes a placement group of this actor's, on the node that its resources name; its id. Raises Superseded."""
@@ -145,6 +164,21 @@ class Keeper:
         self._admit(generation)
         self._held = held
 
+    def leave(self, generation: int) -> None:
+        """Ends the agent with its workers, gives back what is reserved, and goes. Raises Superseded."""
+        self._admit(generation)
+        with self._starting:
+            try:
+                self._end()
+                for group in self._groups:
+                    ray.util.remove_placement_group(group)
+            finally:
+                threading.Timer(ANSWERED_S, os._exit, [0]).start()
+
+    def _end(self) -> None:
+        if self._agent is not None:
+            end_agent(self._agent)
+
     def _find_folder(self, folder: Path, mark: str) -> Path:
         with contextlib.suppress(OSError):
             if (folder / "cluster" / MARK).read_text() == mark:
@@ -154,22 +188,20 @@ class Keeper:
 
     def _watch(self) -> None:
         """Ends the actor when nobody can want it any more."""
-        while True:
+        while self._is_wanted():
             waits.sleep(LOOK_S, "the next look at who wants this actor")
-            now = time.monotonic()
-            if self._controller is not None:
-                if procs.alive(*self._controller):
-                    self._gone_since = now
-                elif now - self._gone_since > self._grace_s:
-                    break
-            elif self._agent is not None and procs.alive(self._agent.pid, self._agent.start_ticks):
-                self._gone_since = now
-            elif now - self._gone_since > LINGER_S:
-                break
-        self._end_agent()
-        if self._agent is not None:
-            shutil.rmtree(run_dir(self._run), ignore_errors=True)
+        self._end()
         os._exit(0)
+
+    def _is_wanted(self) -> bool:
+        now, watched = time.monotonic(), self._controller
+        if self._agent_lives if watched is None else procs.alive(*watched):
+            self._wanted_at = now
+        if watched is None:
+            patience_s = max(LINGER_S, self._grace_s)
+        else:
+            patience_s = self._grace_s if self._agent is not None else 0.0  # without one nobody can go on here
+        return now - self._wanted_at <= patience_s
 
 
 def environment() -> dict[str, str]:
