@@ -15,7 +15,6 @@ of verdicts; `done` what was done about it, at the level `act`. A confirmed verd
 disk, a second later at most; who waits for its culprits in collectives is freed right after that.
 """
 
-import json
 import logging
 import os
 import selectors
@@ -32,6 +31,7 @@ from typing import Any
 
 from lockstep.watch import beacon, incident, procs
 from lockstep.watch.agent_client import Address
+from lockstep.watch.audience import Audience, unregister
 from lockstep.watch.collecting import Collection
 from lockstep.watch.diagnose import diagnose
 from lockstep.watch.evidence import Evidence
@@ -42,7 +42,7 @@ from lockstep.watch.sensible import sensible
 from lockstep.watch.settings import Settings
 from lockstep.watch.tracking import Change, Told, Tracker
 from lockstep.watch.verdict import Level
-from lockstep.watch.wire import Connection, Listener, WireError
+from lockstep.watch.wire import Connection, Listener
 
 log = logging.getLogger("lockstep.watch.supervisor")
 
@@ -53,7 +53,6 @@ PACE_S = 0.05
 """Between two judgements, per host."""
 LINGER_S = 5.0
 """After the controller, a host that cannot be reached for so long has gone too."""
-REMEMBERED = 512
 
 
 class Supervisor:
@@ -66,7 +65,11 @@ class Supervisor:
         self._listener = Listener(
             token, settings.run, settings.generation, "supervisor", settings.host, ports, max_frame=64 << 20
         )
-        self._selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept())
+        self._audience = Audience(
+            self._listener,
+            self._selector,
+            {"subscribe": self._subscribe, "agents": self._agents, "join": self._join, "leave": self._leave},
+        )
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -75,8 +78,6 @@ class Supervisor:
         self._links: dict[tuple[str, int], Link] = {}
         self._inbox = Inbox(aliases=settings.aliases, host_s=settings.patience.host_s)
         self._tracker = Tracker()
-        self._subscribers: dict[Connection, bool] = {}
-        self._frames: list[dict[str, Any]] = []
         self._collections: list[Collection] = []
         self._incidents: dict[int, Path] = {}
         pid = settings.controller
@@ -149,7 +150,7 @@ class Supervisor:
             self._collections.remove(collection)
             told = collection.told
             if self.settings.incidents is not None:
-                contents = collection.contents(self.settings.facts, self._frames[-50:])
+                contents = collection.contents(self.settings.facts, self._audience.frames[-50:])
                 path = incident.write(self.settings.incidents, contents, (self._token,))
                 if path is not None:
                     self._incidents[told.number] = path
@@ -193,7 +194,6 @@ class Supervisor:
     def _tell(self, told: Told, done: str = "") -> None:
         path = self._incidents.get(told.number)
         frame = {
-            "told": self._frames[-1]["told"] + 1 if self._frames else 1,
             "number": told.number,
             "change": str(told.change),
             "level": str(told.verdict.level),
@@ -206,10 +206,7 @@ class Supervisor:
             "done": done,
         }
         log.info("%s %s: %s", told.change, told.verdict.level, done or frame["headline"])
-        self._frames = [*self._frames[1 - REMEMBERED :], frame]
-        for connection, subscribed in list(self._subscribers.items()):
-            if subscribed:
-                self._send(connection, frame)
+        self._audience.tell(frame)
 
     # --- agents
 
@@ -218,7 +215,7 @@ class Supervisor:
         for key in [key for key in self._links if key not in wanted]:
             link = self._links.pop(key)
             if link.connection is not None:
-                self._forget(link.connection)
+                unregister(self._selector, link.connection)
             link.close()
             if link.host:
                 self._inbox.forget(link.host)
@@ -273,7 +270,7 @@ class Supervisor:
             elif kind in ("roster", "state") and not link.left:
                 self._receive(link, message)
         if connection is not None and link.connection is None:
-            self._forget(connection)
+            unregister(self._selector, connection)
 
     def _receive(self, link: Link, message: Mapping[str, Any]) -> None:
         try:
@@ -286,62 +283,26 @@ class Supervisor:
         # News are judged as they come, but of many hosts' news several at once.
         self._due = min(self._due, self._ticked + min(self.settings.every_s, PACE_S * len(self._links)))
 
-    # --- subscribers
+    # --- what is asked
 
-    def _accept(self) -> None:
-        while (connection := self._listener.accept(0)) is not None:
-            self._subscribers[connection] = False
-            self._selector.register(connection, selectors.EVENT_READ, lambda c=connection: self._serve(c))
-
-    def _serve(self, connection: Connection) -> None:
-        try:
-            while connection in self._subscribers and (frame := connection.recv(0)) is not None:
-                message = json.loads(frame)
-                operation = getattr(self, f"_op_{message['op']}", None)
-                reply = {"error": "unknown operation"} if operation is None else operation(connection, message)
-                self._send(connection, {"reply": message["id"], **reply})
-        except (WireError, ValueError, KeyError, TypeError) as error:
-            if not isinstance(error, WireError):
-                log.warning("%s sent what cannot be served: %r", connection.peer.name, error)
-            self._drop(connection)
-
-    def _op_subscribe(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+    def _subscribe(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
         if connection.peer.name == "controller" and message["place"] == procs.place():
             self._controller = (int(message["pid"]), int(message["start"]))
         self._subscribed = True
-        self._subscribers[connection] = True
-        for frame in self._frames:
-            if frame["told"] > int(message["after"]):
-                self._send(connection, frame)
+        self._audience.subscribe(connection, int(message["after"]))
         return {"pid": os.getpid()}
 
-    def _op_agents(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+    def _agents(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
         self._set_agents([Address(**each) for each in message["agents"]])
         return {}
 
-    def _op_join(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+    def _join(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
         self._set_agents([*(link.address for link in self._links.values()), Address(**message["agent"])])
         return {}
 
-    def _op_leave(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+    def _leave(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
         self._ending = True
         return {}
-
-    def _send(self, connection: Connection, message: dict[str, Any]) -> None:
-        try:
-            connection.queue(json.dumps(message).encode())
-            connection.flush()
-        except WireError:
-            self._drop(connection)
-
-    def _drop(self, connection: Connection) -> None:
-        if self._subscribers.pop(connection, None) is not None:
-            self._forget(connection)
-            connection.close()
-
-    def _forget(self, connection: Connection) -> None:
-        with suppress(KeyError, ValueError, OSError):
-            self._selector.unregister(connection)
 
     # --- beginning and end
 
@@ -349,7 +310,7 @@ class Supervisor:
         """Whether nobody is left to watch, or to watch for."""
         pid, start = self._controller
         if pid is None:
-            if any(self._subscribers.values()) or not self._subscribed:
+            if self._audience.there or not self._subscribed:
                 return False
         elif procs.alive(pid, start):
             return False
@@ -377,11 +338,7 @@ class Supervisor:
     def _clean_up(self) -> None:
         for link in self._links.values():
             link.close()
-        for connection in list(self._subscribers):
-            with suppress(WireError):
-                connection.flush()
-            connection.close()
-        self._listener.close()
+        self._audience.close()
         beacon.close_beacon(remove=True)
         Address.withdraw(self._path)
 
