@@ -11,8 +11,12 @@ from cluster_services import Plain
 from lockstep.cluster.calls import gather
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.remote import whereabouts
 from lockstep.config.cluster import LocalCluster as Config
+from lockstep.config.load import check_config
+from lockstep.models.tiny import make_tiny
 from lockstep.run.awaited import awaited, line
+from lockstep.train.api import TrainerAPI
 from lockstep.watch import beacon
 from lockstep.watch.records import WaitRecord
 
@@ -44,6 +48,38 @@ def test_who_is_awaited_and_what_they_wait_for(cluster: LocalCluster) -> None:
     assert alone.is_set(), f"w-0 had come: {told}"
     assert told[-1] == "", "nobody is awaited any more"
     assert cluster.doing("w-9") == ""
+
+
+@pytest.mark.slow
+def test_who_is_missing_at_the_rendezvous_is_told_to_who_waits_for_the_trainer(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    make_tiny(tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32)
+    values = {
+        "recipe": "sft", "name": "x", "steps": 1, "model": {"path": str(tmp_path / "model")}, "data": {"path": "d"},
+        "trainer": {"ranks": 2, "threads": 1}, "token_budget": 32,
+    }  # fmt: skip
+    host, port = cluster.store()
+    arguments = {"config": check_config(values, "test").model_dump(mode="json"), "world": 2, "device": "cpu"}
+    arguments |= {"store_host": host, "store_port": port}
+    specs = [
+        WorkerSpec(f"policy-{n}", "policy", n, "lockstep.train.service:TrainerService", arguments | {"rank": n})
+        for n in range(2)
+    ]
+    ranks = cluster.start(specs)
+    names = [whereabouts(rank) for rank in ranks]
+    first = ranks[0].submit(TrainerAPI.setup, names)
+    there, told = threading.Event(), []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if "policy-0 is in stage setup, waits for policy-1 (all ranks are there)" in text and not there.is_set():
+            there.set()
+            ranks[1].submit(TrainerAPI.setup, names)
+
+    with awaited(tell, cluster.doing):
+        gather([first], why="load the model")
+    assert there.is_set(), told
 
 
 def test_the_line_says_what_two_of_them_do() -> None:
