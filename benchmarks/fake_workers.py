@@ -20,8 +20,8 @@ from lockstep.cluster.node import Node
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.data.samples import Completion
-from lockstep.rollout.api import Collected
 from lockstep.rollout.protocol import EngineProgress, Request
+from lockstep.rollout.service import Outbox
 from lockstep.run.services import EngineAPI, PolicyAPI
 from lockstep.train.protocol import StepStats
 
@@ -63,9 +63,9 @@ class FakeConnection:
         self.worker = RemoteWorker(spec, HOST, "scale", GENERATION, 900.0, 900.0, _nobody)
         self.requests: list[Request] = []
         self.calls: dict[str, int] = defaultdict(int)
-        self._finished: list[Completion] = []
-        self._sequence = 0
-        self._question: int | None = None
+        self._outbox = Outbox()
+        self._question: tuple[int, int, float] | None = None
+        """Number, acknowledgement and patience of the call for completions."""
         self._lock = threading.RLock()
         self.worker.hear(self, Resume(0, 1), memoryview(b""))  # type: ignore[arg-type]
 
@@ -84,9 +84,15 @@ class FakeConnection:
     def finish(self, completion: Completion) -> None:
         """A completion is there."""
         with self._lock:
-            self._finished.append(completion)
-            self._sequence += 1
-            self._answer_question()
+            self._outbox.put([completion])
+            self.tell()
+
+    def tell(self) -> None:
+        """Answers who asked for completions, as the engine's service does after each decode step."""
+        with self._lock:
+            if self._question is not None and self._outbox.due(*self._question[1:]):
+                (number, ack, _), self._question = self._question, None
+                self._say(number, EngineAPI.collect, self._outbox.collect(ack))
 
     def _called(self, call: Call, payload: memoryview) -> None:
         self.calls[call.method] += 1
@@ -94,19 +100,14 @@ class FakeConnection:
         arguments = signature_of(method).decode_arguments(bytearray(payload))
         if call.method == "collect":
             with self._lock:
-                self._question = call.id
-                left = self._sequence - arguments.get("ack", 0)
-                self._finished = self._finished[len(self._finished) - left :]
-                self._answer_question()
+                self._question = call.id, arguments["ack"], arguments["hold_s"]
+                self._outbox.acknowledge(arguments["ack"])
+                self.tell()
             return
         if call.method == "submit":
             self.requests += arguments["requests"]
+            self._outbox.expect(arguments["requests"])
         self._say(call.id, method, _value(call.method))
-
-    def _answer_question(self) -> None:
-        if self._question is not None and self._finished:
-            number, self._question = self._question, None
-            self._say(number, EngineAPI.collect, Collected(self._sequence, list(self._finished)))
 
     def _say(self, number: int, method: Any, value: Any) -> None:
         """Says it; the hub hears it in this thread."""

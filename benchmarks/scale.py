@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from lockstep.data.planted import trees_of_rollouts
 from lockstep.data.samples import Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.buffer import RolloutBuffer
+from lockstep.run.collector import rare_collections
+from lockstep.run.desk import HOLD_MOST_S
 from lockstep.run.engines import Engines
 from lockstep.run.metrics import rollout_metrics, update_metrics
 from lockstep.run.policy import Policy
@@ -139,8 +142,12 @@ class World:
         due = [(fake, request) for fake in self.engines for request in fake.requests]
         random.Random(step).shuffle(due)
         began = time.monotonic()
+        held: deque[tuple[float, FakeConnection]] = deque()
         for number, (fake, request) in enumerate(due):
             fake.finish(completion_of(request, self.size.tokens, step))
+            held.append((time.monotonic() + HOLD_MOST_S, fake))
+            while held[0][0] <= time.monotonic():
+                held.popleft()[1].tell()
             ahead = began + self.over_s * number / len(due) - time.monotonic()
             if ahead > 0.001:
                 waits.sleep(ahead, "the next completion")
@@ -162,7 +169,7 @@ class World:
 
 def measure(size: Size, steps: int, over_s: float) -> tuple[dict[str, float], dict[str, int]]:
     """Medians over all steps but the first: CPU seconds by part; calls of all steps."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as scratch, rare_collections():
         world = World(size, Path(scratch) / "run", steps + 1, over_s)
         spent = [world.step(step) for step in range(steps + 1)][1:]
         calls = world.calls()

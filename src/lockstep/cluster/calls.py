@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from lockstep.cluster.protocol import Pending, RemoteError, WorkerDied
@@ -45,6 +46,11 @@ class Callee(Protocol):
 
 class PendingCall(Generic[R]):
     """A call sent to a worker. Settled once, by the thread that reads the worker's answers."""
+
+    __slots__ = (
+        "_callbacks", "_error", "_lock", "_payload", "_read", "_state", "_value", "beside", "label", "settled_at",
+        "submitted_at", "worker",
+    )  # fmt: skip
 
     def __init__(self, worker: Callee, label: str, read: Callable[[memoryview], R], beside: bool = False) -> None:
         """`beside`: answered beside the calls that run in order."""
@@ -83,7 +89,7 @@ class PendingCall(Generic[R]):
     def on_done(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once the call is settled; now, when it is."""
         with self._lock:
-            if not self.done():
+            if self._state == "open":
                 self._callbacks.append(callback)
                 return
         callback()
@@ -99,7 +105,7 @@ class PendingCall(Generic[R]):
 
     def _finish(self, state: str) -> None:
         with self._lock:
-            if self.done():
+            if self._state != "open":
                 return
             self.settled_at, self._state = time.monotonic(), state
             callbacks, self._callbacks = self._callbacks, []
@@ -187,7 +193,7 @@ class _Watch(Generic[R]):
     def wait(self) -> None:
         """Returns when all are answered; raises the first failure."""
         for call in self.calls:
-            call.on_done(lambda call=call: self._one(call))  # type: ignore[misc]
+            call.on_done(partial(self._one, call))
         if self._left and not self._changed.is_set():
             limit = max(self._limit(call) for call in self.calls)
             waits.event(

@@ -12,12 +12,13 @@ Types: None, bool, int (64 bit), float, str, bytes, list, tuple, dict, set, Lite
 import inspect
 import math
 import struct
+import threading
 import types
 import typing
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,10 +38,11 @@ _PREFIX = struct.Struct("<QQ")
 _ARRAY = struct.Struct("<BBB")
 _SIZE = struct.Struct("<Q")
 _ARRAY_CODE = 1
-_PLAIN = {str, int, bool, type(None)}
+_PLAIN = {str, int, bool, float, type(None)}
 """Types of arguments that cannot change once they are given."""
 
 Payload = bytes | memoryview
+T = TypeVar("T")
 
 
 class CodecError(Carried, TypeError):
@@ -63,7 +65,8 @@ class Signature:
         positional = all(parameter.kind is not parameter.KEYWORD_ONLY for parameter in self._parameters)
         self._names = tuple(parameter.name for parameter in self._parameters) if positional else ()
         self._needed = sum(parameter.default is parameter.empty for parameter in self._parameters)
-        self._encoded: dict[tuple[Any, ...], Payload] = {}
+        self._plain: tuple[tuple[Any, ...], tuple[type, ...], Payload] = ((), (object,), b"")
+        """Arguments that were given last, their types (1 and True are equal) and what they came to."""
         for parameter in self._parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise CodecError(self.qualified, parameter.name, "a remote method names its arguments, no * or **")
@@ -82,17 +85,16 @@ class Signature:
         """Plain values that were given last are not encoded again: thousands of ranks get the same.
 
         Raises TypeError for arguments the method does not take, CodecError for values that cannot travel."""
-        plain = not kwargs and all(type(value) in _PLAIN for value in args)
-        key = (*args, *map(type, args))  # 1 and True are equal
-        if plain and (known := self._encoded.get(key)) is not None:
-            return known
+        types, known = tuple(map(type, args)), self._plain
+        if types == known[1] and args == known[0] and not kwargs:
+            return known[2]
         given = self._bind(args, kwargs)
         try:
             payload = encode(given)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CodecError(self.qualified, *_culprit(given, error)) from None
-        if plain:
-            self._encoded = {key: payload}
+        if not kwargs and _PLAIN.issuperset(types):
+            self._plain = args, types, payload
         return payload
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,13 +198,39 @@ def decode(payload: Payload | bytearray, kind: Any) -> Any:
     if _PREFIX.size + length > view.nbytes:
         raise ValueError("the payload is cut")
 
-    def hook(code: int, data: memoryview) -> Any:
-        if code != _ARRAY_CODE:
-            raise ValueError(f"unknown extension {code}")
-        return _read_array(data, view, start)
+    _reading.payload, _reading.start = view, start
+    try:
+        return _decoder(kind).decode(view[_PREFIX.size : _PREFIX.size + length])
+    finally:
+        _reading.payload = None
 
-    body = view[_PREFIX.size : _PREFIX.size + length]
-    return msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=hook).decode(body)
+
+_reading = threading.local()
+"""The payload that a thread decodes, and where its arrays begin."""
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=_read_extension)
+
+
+def _read_extension(code: int, data: memoryview) -> Any:
+    if code != _ARRAY_CODE:
+        raise ValueError(f"unknown extension {code}")
+    return _read_array(data, _reading.payload, _reading.start)
+
+
+class _Once:
+    """A value as it travels."""
+
+    def __init__(self, value: Any) -> None:
+        self.raw = msgspec.Raw(msgspec.msgpack.encode(value))
+
+
+def once(value: T) -> T:
+    """Stands for the value among the arguments of many calls, and is encoded once for all of them. Plain values only,
+    such as what JSON has; TypeError for others."""
+    return typing.cast(T, _Once(value))
 
 
 class _Arrays:
@@ -215,6 +243,8 @@ class _Arrays:
     def hook(self, value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return self._array(value)
+        if isinstance(value, _Once):
+            return value.raw
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, PurePath):

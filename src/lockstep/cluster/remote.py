@@ -156,12 +156,12 @@ class RemoteWorker:
     def hear(self, connection: wire.Connection, message: ToController, payload: memoryview) -> None:
         """Takes a message of the worker."""
         match message:
+            case Result(id=number):
+                self._answered(number, None, payload)
             case Resume(received=received, pid=pid):
                 if self.pid not in (0, pid):
                     raise ValueError(f"process {pid} is not {self.name}, which is {self.pid}")
                 self._resume(connection, received)
-            case Result(id=number):
-                self._answered(number, None, payload)
             case Failure(id=number):
                 error = RemoteError(self.name, self.spec.rank, message.kind, message.message, message.traceback)
                 self._answered(number, error, payload)

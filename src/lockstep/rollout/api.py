@@ -1,10 +1,13 @@
 """An engine as the controller sees it: typed calls, no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from lockstep.cluster.protocol import concurrent
-from lockstep.data.samples import Completion
+from lockstep.data.samples import Completion, FinishReason
 from lockstep.rollout.protocol import EngineProgress, Request
 
 SERVICE = "lockstep.rollout.service:EngineService"
@@ -12,11 +15,50 @@ SERVICE = "lockstep.rollout.service:EngineService"
 
 @dataclass(slots=True)
 class Collected:
-    """Finished completions that were not acknowledged yet, oldest first."""
+    """Finished completions that were not acknowledged yet, oldest first. In columns: a step has thousands."""
 
     sequence: int
     """Number of the last of them since the engine started; acknowledge with it."""
-    completions: list[Completion]
+    requests: list[str]
+    finishes: list[FinishReason]
+    texts: list[str]
+    sizes: list[int]
+    """Tokens of each."""
+    tokens: bytes
+    """int32, of one after the other."""
+    logprobs: bytes
+    """float32."""
+    versions: bytes
+    """int32."""
+
+    @classmethod
+    def of(cls, sequence: int, completions: Sequence[Completion]) -> "Collected":
+        """ValueError for what no engine makes: tokens of an environment."""
+        if any(each.mask is not None or each.episode is not None for each in completions):
+            raise ValueError("an engine's completions have neither a mask nor an episode")
+        return cls(
+            sequence,
+            [each.request for each in completions],
+            [each.finish for each in completions],
+            [each.text for each in completions],
+            [len(each.tokens) for each in completions],
+            b"".join(np.asarray(each.tokens, np.int32).tobytes() for each in completions),
+            b"".join(np.asarray(each.logprobs, np.float32).tobytes() for each in completions),
+            b"".join(np.asarray(each.versions, np.int32).tobytes() for each in completions),
+        )
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Of their own memory, each call."""
+        tokens = np.frombuffer(bytearray(self.tokens), np.int32)
+        logprobs = np.frombuffer(bytearray(self.logprobs), np.float32)
+        versions = np.frombuffer(bytearray(self.versions), np.int32)
+        found, begin = [], 0
+        for request, finish, text, size in zip(self.requests, self.finishes, self.texts, self.sizes, strict=True):
+            end = begin + size
+            found.append(Completion(request, tokens[begin:end], logprobs[begin:end], versions[begin:end], finish, text))
+            begin = end
+        return found
 
 
 class EngineAPI(Protocol):
@@ -25,9 +67,9 @@ class EngineAPI(Protocol):
     def submit(self, requests: list[Request]) -> None:
         """Queues requests, all or none. ValueError (BadRequest) names the one that cannot be served."""
 
-    def collect(self, ack: int = 0) -> Collected:
+    def collect(self, ack: int = 0, hold_s: float = 0.0) -> Collected:
         """What finished since `ack`, the `sequence` of the newest `Collected` that has arrived safely (0: none). The
-        answer comes when something has.
+        answer comes when something has; up to `hold_s` later where the engine still has requests that are as urgent.
 
         At least once: completions stay until they are acknowledged, so a lost answer loses nothing; who asks
         again with the same `ack` gets them again. Raises what stopped the engine, if something did.

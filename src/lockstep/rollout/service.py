@@ -1,6 +1,8 @@
 """The engine in a worker process: decodes in the background, between the controller's calls."""
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +51,7 @@ class EngineService:
     ) -> None:
         self._outbox = Outbox()
         self._failure: Exception | None = None
-        self._asked: list[tuple[int, Later[Collected]]] = []
+        self._asked: list[tuple[int, float, Later[Collected]]] = []
         config: Engine = TypeAdapter(Engine).validate_python(engine)
         self._engine = make_engine(Model.model_validate(model), config, device, threads, reader, version, sleeps)
         if weights is not None:
@@ -57,13 +59,14 @@ class EngineService:
 
     def submit(self, requests: list[Request]) -> None:
         self._engine.submit(requests)
+        self._outbox.expect(requests)
 
-    def collect(self, ack: int = 0) -> Later[Collected]:
+    def collect(self, ack: int = 0, hold_s: float = 0.0) -> Later[Collected]:
         if self._failure is not None:
             raise self._failure
         self._outbox.acknowledge(ack)
         later: Later[Collected] = Later()
-        self._asked.append((ack, later))
+        self._asked.append((ack, hold_s, later))
         self._tell()
         return later
 
@@ -108,7 +111,7 @@ class EngineService:
             # Raised to the controller by `collect`: nobody awaits this call.
             log.exception("the engine stopped")
             self._failure = error
-            for _, later in self._asked:
+            for _, _, later in self._asked:
                 later.fail(error)
             self._asked.clear()
             return False
@@ -126,16 +129,16 @@ class EngineService:
         self._engine.resume()
         self._outbox, self._failure = Outbox(), None
         asked, self._asked = self._asked, []
-        for _, later in asked:
-            later.settle(Collected(0, []))
+        for _, _, later in asked:
+            later.settle(Collected.of(0, []))
 
     def close(self) -> None:
         self._engine.close()
 
     def _tell(self) -> None:
-        """Answers who asked for completions, when there are some."""
-        if self._asked and self._outbox:
-            for ack, later in self._asked:
+        """Answers who asked for completions, when there are some to be told."""
+        if self._asked and any(self._outbox.due(ack, hold_s) for ack, hold_s, _ in self._asked):
+            for ack, _, later in self._asked:
                 later.settle(self._outbox.collect(ack))
             self._asked.clear()
 
@@ -144,16 +147,36 @@ class Outbox:
     """Completions on their way to the controller, numbered from 1, kept until they are acknowledged."""
 
     def __init__(self) -> None:
-        self._sequence = 0
+        self._sequence = self._told = 0
+        """Numbers of the last that is there, and of the last that was told."""
         self._kept: deque[Completion] = deque()
+        self._owed: dict[str, Request] = {}
+        self._urgency = math.inf
+        """The least priority among those that were not told."""
+        self._since = 0.0
+        """When the first of them came."""
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Completions of these come."""
+        self._owed.update((request.id, request) for request in requests)
 
     def put(self, completions: Sequence[Completion]) -> None:
+        if completions and self._told == self._sequence:
+            self._urgency, self._since = math.inf, time.monotonic()
         self._kept.extend(completions)
         self._sequence += len(completions)
+        for each in completions:
+            request = self._owed.pop(each.request, None)
+            alone = request is None or request.keep or each.finish == "abort"  # somebody goes on with it at once
+            self._urgency = min(self._urgency, -math.inf if alone or request is None else request.priority)
 
-    def __len__(self) -> int:
-        """How many are kept."""
-        return len(self._kept)
+    def due(self, ack: int, hold_s: float) -> bool:
+        """Whether somebody who has everything up to `ack` is told something now: while the engine has other requests
+        that are as urgent, whoever waits for what is there waits for them as well."""
+        if not self._kept or self._told > ack or hold_s <= 0:
+            return bool(self._kept)
+        waits = any(request.priority <= self._urgency for request in self._owed.values())
+        return not waits or time.monotonic() - self._since >= hold_s
 
     def acknowledge(self, ack: int) -> None:
         """Drops what has arrived. ValueError for a number that was never given out."""
@@ -165,7 +188,8 @@ class Outbox:
     def collect(self, ack: int) -> Collected:
         """Drops what is acknowledged, returns the rest."""
         self.acknowledge(ack)
-        return Collected(self._sequence, list(self._kept))
+        self._told = self._sequence
+        return Collected.of(self._sequence, list(self._kept))
 
 
 def make_engine(

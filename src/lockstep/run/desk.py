@@ -12,6 +12,12 @@ from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.run.owed import Owed
 from lockstep.run.services import EngineAPI
 
+HOLD_S = 1e-3
+"""Times the number of engines: how long an engine may hold completions back while it has others as urgent to make.
+Whoever waits for a thousand engines hears of several completions at a time."""
+HOLD_MOST_S = 1.0
+"""Finished completions are made durable once a second."""
+
 
 @dataclass(slots=True)
 class Place:
@@ -59,6 +65,7 @@ class Desk:
         """Questions for completions that were answered, and by whom: of a thousand engines few have news at a time."""
         self._twice: dict[str, set[int]] = {}
         """Of requests that were issued again: the engines that have them."""
+        self._hold_s = min(HOLD_MOST_S, HOLD_S * len(places))
         for place in places:
             self.owed.set(place.rank, 0)
 
@@ -91,7 +98,7 @@ class Desk:
         """Asks once for completions; the answer comes when there are some."""
         if place.worker is None or not place.open or place.asked is not None:
             return
-        place.asked = asked = place.worker.submit(EngineAPI.collect, place.acknowledged)
+        place.asked = asked = place.worker.submit(EngineAPI.collect, place.acknowledged, self._hold_s)
 
         def answered() -> None:
             self.answers.append((place, asked))

@@ -15,6 +15,7 @@ from lockstep.rewards.pool import ScorerPool
 from lockstep.rollout.environments.pool import EnvironmentPool
 from lockstep.run.buffer import RolloutBuffer
 from lockstep.run.checkpoints import restore
+from lockstep.run.collector import rare_collections
 from lockstep.run.draws import PromptDraws
 from lockstep.run.engines import Engines
 from lockstep.run.errors import NotStarted, Refused
@@ -136,6 +137,7 @@ def _running(
             memory = MemoryCopy(policy, run_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()
         healing = Healing(recovery, staff, memory)
+        closing.enter_context(rare_collections())
         yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, healing)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.cluster.calls import agreed, gather
+from lockstep.cluster.codec import once
 from lockstep.cluster.protocol import Worker
 from lockstep.cluster.remote import whereabouts
 from lockstep.config.algorithm import CrossEntropy, PolicyLoss
@@ -84,7 +85,7 @@ class Policy:
         """One optimizer step; metrics reduced over the ranks. Raises RemoteError for a non-finite loss, before
         weights change."""
         self.onload()
-        settings = loss.model_dump(mode="json")
+        settings = once(loss.model_dump(mode="json"))
         stats = agreed(
             [
                 worker.submit(PolicyAPI.step, hand, settings)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from lockstep.cluster.codec import INLINE, CodecError, Signature, decode, encode
+from lockstep.cluster.codec import INLINE, CodecError, Signature, decode, encode, once
 from lockstep.data.samples import Completion, Episode
 
 PLAIN = st.recursive(
@@ -244,3 +244,16 @@ def test_more_than_a_frame_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(CodecError, match=r"path: .* bytes are too many for one call"):
         Signature(Service.one).encode_arguments((Clip(low=1), np.zeros(1 << 20), None), {})
     assert encode(np.zeros(1 << 16))
+
+
+def test_what_many_calls_have_in_common_is_encoded_once() -> None:
+    settings = {"kind": "ppo", "clip": 0.2, "deep": [1, None, {"a": True}]}
+    shared = once(settings)
+    settings["clip"] = 0.5  # as arguments are, it is taken as it was
+    for number in range(2):
+        assert decode(encode({"n": number, "loss": shared}), dict[str, Any]) == {
+            "n": number,
+            "loss": {"kind": "ppo", "clip": 0.2, "deep": [1, None, {"a": True}]},
+        }
+    with pytest.raises(TypeError):
+        once(object())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.cluster.codec import signature_of
 from lockstep.config.model import Model
 from lockstep.config.rollout import BuiltinEngine as EngineConfig
 from lockstep.data.samples import Completion
@@ -63,6 +64,82 @@ def test_completions_stay_until_they_are_acknowledged():
     assert (outbox.collect(3).sequence, outbox.collect(3).completions) == (3, [])
     with pytest.raises(ValueError, match="ack: 4 was never collected"):
         outbox.collect(4)
+
+
+def request(name, priority=0, keep=False):
+    return Request(name, name, np.array([4], np.int32), 0, priority=priority, keep=keep)
+
+
+def test_what_others_as_urgent_are_waited_for_with_is_held_back_for_a_while(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("lockstep.rollout.service.time.monotonic", lambda: now[0])
+    outbox = Outbox()
+    outbox.expect([request("a", 3), request("b", 3), request("c", 4), request("d", 4)])
+    assert not outbox.due(0, 1.0), "nothing is there"
+    outbox.put([completion("a")])
+    assert outbox.due(0, 0.0) and not outbox.due(0, 1.0)
+    now[0] += 1.0
+    assert outbox.due(0, 1.0), "it has waited long enough"
+    outbox.put([completion("b")])
+    assert outbox.due(0, 10.0), "what is left is wanted later"
+    assert [each.request for each in outbox.collect(0).completions] == ["a", "b"]
+    outbox.acknowledge(2)
+    outbox.put([completion("c")])
+    assert not outbox.due(2, 1.0)
+    outbox.collect(2)
+    assert outbox.due(2, 1.0), "what was told has not arrived"
+    outbox.acknowledge(3)
+    outbox.put([completion("d")])
+    assert outbox.due(3, 1.0), "there is nothing else"
+
+
+def test_what_somebody_goes_on_with_is_told_at_once():
+    for first, done in ((request("a", keep=True), completion("a")), (request("a"), ended("a")), (None, ended("a"))):
+        outbox = Outbox()
+        outbox.expect([each for each in (first, request("b")) if each is not None])
+        outbox.put([done])
+        assert outbox.due(0, 60.0)
+
+
+def ended(name):
+    return Completion(name, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort", "")
+
+
+def test_completions_are_the_same_after_they_have_travelled():
+    random = np.random.default_rng(0)
+    made = [
+        Completion(
+            str(n),
+            random.integers(0, 9, n).astype(np.int32),
+            random.normal(size=n).astype(np.float32),
+            random.integers(-1, 3, n).astype(np.int32),
+            "length" if n else "abort",
+            "é" * n,
+        )
+        for n in (3, 0, 7)
+    ]
+    signature = signature_of(EngineAPI.collect)
+    found = signature.decode_result(bytearray(signature.encode_result(Collected.of(5, made)))).completions
+    for one, other in zip(found, made, strict=True):
+        for name in ("request", "finish", "text", "mask", "episode"):
+            assert getattr(one, name) == getattr(other, name)
+        for name in ("tokens", "logprobs", "versions"):
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+            assert getattr(one, name).tolist() == getattr(other, name).tolist()
+    found[0].tokens[:] = 1  # of its own memory
+    made[0].mask = np.ones(3, np.bool_)
+    with pytest.raises(ValueError, match="neither a mask nor an episode"):
+        Collected.of(5, made)
+
+
+def test_an_engine_that_has_others_as_urgent_tells_of_several_at_a_time(model):
+    engine, told = service(model), []
+    engine.submit([*ask(2, tokens=3), Request("long", "h", np.array([4], np.int32), 9, max_tokens=9, ignore_eos=True)])
+    engine.collect(0, 60.0).when_over(lambda value, error: told.append(value))
+    while engine.background():
+        assert told == []
+    assert [each.request for each in told[0].completions] == ["r0", "r1", "long"]
+    engine.close()
 
 
 def test_decodes_in_the_background(model):
@@ -179,7 +256,7 @@ def test_a_renewed_engine_answers_who_has_asked(model):
     engine.collect().when_over(lambda value, error: told.append((value, error)))
     engine.background()
     engine.renew()
-    assert told == [(Collected(0, []), None)], "the question is not open for good"
+    assert told == [(Collected.of(0, []), None)], "the question is not open for good"
     engine.submit(ask(2))  # the same ids: the engine knows of none any more
     while engine.background():
         pass

@@ -46,7 +46,7 @@ class Engine:
 class Answer:
     """The answer to `collect`, which comes when there is something new."""
 
-    def __init__(self, engine: Engine, ack: int) -> None:
+    def __init__(self, engine: Engine, ack: int, hold_s: float = 0.0) -> None:
         self.engine, self.ack = engine, ack
 
     def done(self) -> bool:
@@ -63,7 +63,7 @@ class Answer:
 
     def result(self, why: str) -> Collected:
         done = self.engine.finished()
-        return Collected(len(done), [completion(id, self.engine.version) for id in done[self.ack :]])
+        return Collected.of(len(done), [completion(id, self.engine.version) for id in done[self.ack :]])
 
 
 def completion(id: str, version: int) -> Completion:

@@ -55,7 +55,7 @@ class Mortal:
         """Answers the question for completions."""
         self.told += len(ids)
         call, answer = self.open.pop()
-        answer[0] = Collected(self.told, [completion(id, 0) for id in ids])
+        answer[0] = Collected.of(self.told, [completion(id, 0) for id in ids])
         call.settle(memoryview(b""))
 
     def die(self) -> None:

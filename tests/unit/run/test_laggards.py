@@ -151,7 +151,7 @@ class Slow:
         assert self.question is not None
         call, answer = self.question
         self.told += len(ids)
-        answer[0] = Collected(self.told, [completion(id, 0) for id in ids])
+        answer[0] = Collected.of(self.told, [completion(id, 0) for id in ids])
         call.settle(memoryview(b""))
 
     def on_death(self, callback: Callable[[Any], None]) -> None: ...
@@ -299,7 +299,7 @@ def test_every_completion_counts_once_whatever_happens(data: st.DataObject) -> N
 
     def answer(place: Place, ids: list[str]) -> None:
         place.asked = None
-        desk.take(place, Collected(0, [completion(id, 0) for id in ids]))
+        desk.take(place, Collected.of(0, [completion(id, 0) for id in ids]))
         desk.ask(place)
 
     for _ in range(data.draw(st.integers(0, 25))):
