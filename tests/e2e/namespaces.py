@@ -26,6 +26,10 @@ def add_namespace(name: str) -> None:
         pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
 
 
+def _to(ports: tuple[int, int]) -> list[str]:
+    return ["ipproto", "tcp", "dport", f"{ports[0]}-{ports[1]}"]
+
+
 class Cable:
     """From this network, where it is the interface `near`, to a namespace of its own, where it is `far`.
 
@@ -61,6 +65,16 @@ class Cable:
 
     def mend(self) -> None:
         ip("link", "set", self.near, "up")
+
+    def refuse_out(self, ports: tuple[int, int]) -> None:
+        """As a firewall does that says so: nothing there gets to these ports anywhere else."""
+        ip("-n", self.name, "rule", "add", "iif", "lo", *_to(ports), "unreachable")
+
+    def drop_in(self, ports: tuple[int, int]) -> None:
+        """As a firewall does that says nothing: what comes there for these ports is dropped."""
+        ip("-n", self.name, "rule", "add", "pref", "100", "lookup", "local")
+        ip("-n", self.name, "rule", "del", "pref", "0")
+        ip("-n", self.name, "rule", "add", "pref", "50", "iif", self.far, *_to(ports), "blackhole")
 
     def remove(self) -> None:
         """What there is of it."""

@@ -11,10 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 from lockstep.cluster.calls import gather
 from lockstep.cluster.charge import CHARGE, Charge, fitness
@@ -24,19 +23,17 @@ from lockstep.cluster.names import check_names
 from lockstep.cluster.node import Node
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
+from lockstep.cluster.rendezvous import RendezvousStore
 from lockstep.cluster.spawning import order
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit
 from lockstep.watch.assemble import Alias
 from lockstep.watch.leader import superseded
-from lockstep.watch.ports import listen
+from lockstep.watch.ports import Ports
 from lockstep.watch.settings import Settings
 from lockstep.watch.supervisor_client import Said, Supervision
 from lockstep.watch.verdict import Patience
 from lockstep.watch.waits import WaitTimeout
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +64,13 @@ class AgentCluster(ABC):
         token: shared by all processes of the run. It travels by environment only.
     """
 
+    ports: Ports | None = None
+    """Where this process listens for workers, where that is not left to the kernel."""
+
     def __init__(self, config: Limits, run: str, folder: Path, generation: int, token: str, host: str) -> None:
         self._limits, self._run, self._folder, self._generation = config, run, folder.absolute(), generation
-        self._token, self._host = token, host
-        self._store: TCPStore | None = None
-        self._store_lock = threading.Lock()
+        self._token = token
+        self._store = RendezvousStore(host, self.ports)
         self._affairs = self._folder / "cluster"
         self._nodes: list[Node] = []
         self._heirs = Heirs(self._handle, self._dismiss)
@@ -80,7 +79,7 @@ class AgentCluster(ABC):
         """Of the nodes: any thread may start workers, and with them another agent in place of one that was killed."""
         self._supervision: Supervision | None = None
         self._pid = os.getpid()
-        self._hub = Hub(self._token, run, generation, self._tick, host)
+        self._hub = Hub(self._token, run, generation, self._tick, host, self.ports)
         atexit.register(self.close)
 
     @abstractmethod
@@ -207,17 +206,7 @@ class AgentCluster(ABC):
     def store(self) -> tuple[str, int]:
         """Host and port of a rendezvous store (torch TCPStore) that this process serves, where the nodes reach it and
         nowhere else."""
-        with self._store_lock:
-            if self._store is None:
-                from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-                listening = listen(self._host, backlog=4096)
-                port = listening.getsockname()[1]
-                self._store = TCPStore(
-                    self._host, port, None, True, timedelta(seconds=60), wait_for_workers=False,
-                    master_listen_fd=listening.detach(),
-                )  # fmt: skip
-            return self._host, self._store.port
+        return self._store.serve()
 
     def close(self) -> None:
         """Ends all workers and the agents. Idempotent; leaves no orphan, not even when it is interrupted."""
@@ -240,7 +229,7 @@ class AgentCluster(ABC):
         finally:
             self._closed = True
             self._hub.close()
-            self._store = None
+            self._store.close()
             atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -259,6 +248,11 @@ class AgentCluster(ABC):
         refused = any(node.agent is not None and node.agent.superseded for node in list(self._nodes))
         self._outdated = self._outdated or refused or superseded(self._run, self._generation)
         return self._outdated
+
+    @property
+    def _listens(self) -> dict[str, tuple[str, int]]:
+        """Where this process does, for workers on other nodes; by who does, for people."""
+        return {"the controller": self._hub.address, "the run's rendezvous store": self._store.address}
 
     def _agents(self) -> list[Address]:
         """For who watches the run."""

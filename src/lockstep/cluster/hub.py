@@ -12,6 +12,7 @@ from collections.abc import Callable
 from lockstep.cluster.messages import Leave, Resume, pack, unpack_to_controller
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.watch import waits, wire
+from lockstep.watch.ports import Ports
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +23,15 @@ class Hub:
     """One listener, one thread, all workers of a run. `tick` is called in it twice a second."""
 
     def __init__(
-        self, token: str, run: str, generation: int, tick: Callable[[], None], host: str = "127.0.0.1"
+        self,
+        token: str,
+        run: str,
+        generation: int,
+        tick: Callable[[], None],
+        host: str = "127.0.0.1",
+        ports: Ports | None = None,
     ) -> None:
-        self._listener = wire.Listener(token, run, generation, name="controller", host=host)
+        self._listener = wire.Listener(token, run, generation, name="controller", host=host, ports=ports)
         self._tick = tick
         self._workers: dict[str, RemoteWorker] = {}
         self._given_up: set[str] = set()

@@ -52,6 +52,9 @@ class RayCluster(Section):
     interface: str | None = None
     """Name, or beginning of the name, of the network interface that nodes reach each other by; the one of the node's
     Ray address when absent."""
+    ports: tuple[int, int] | None = None
+    """The first and the last port on which a run's controller (two) and its node agents (one each) listen; any when
+    absent. Connections for tensors take any ports all the same, see `docs/cluster.md`."""
     orphan_grace_s: float = Field(300.0, ge=0)
     """How long workers outlive a controller that died; a run that is resumed within it keeps engines and scorers."""
     stall_limit_s: float = Field(900.0, gt=0)
@@ -63,6 +66,16 @@ class RayCluster(Section):
     one that runs already has its own setting (`RAY_health_check_*`)."""
     busy_limit_s: float | None = Field(None, gt=0)
     """How long to wait for resources that others use at the moment; as long as it takes when absent, visibly."""
+
+    @field_validator("ports")
+    @classmethod
+    def _are_enough(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
+        if ports is not None and not 1024 <= ports[0] <= ports[1] - 2 <= 65533:
+            raise ValueError(
+                f"expected the first and the last of 3 ports or more, from 1024 to 65535, and not {list(ports)}: the "
+                "controller listens on two, and an agent beside it on one"
+            )
+        return ports
 
     @field_validator("env")
     @classmethod

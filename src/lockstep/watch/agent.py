@@ -47,6 +47,7 @@ from lockstep.watch.agent_client import Address
 from lockstep.watch.children import Child, Nursery, Order
 from lockstep.watch.folders import write_whole
 from lockstep.watch.leader import Leader, Superseded
+from lockstep.watch.ports import Ports
 from lockstep.watch.presence import Controller
 from lockstep.watch.template import adopt_orphans
 from lockstep.watch.watching import Watching
@@ -75,6 +76,7 @@ class Settings:
     host: str = "127.0.0.1"
     node: str = field(default_factory=platform.node)
     """What this host is called in verdicts."""
+    ports: Ports | None = None
 
 
 @dataclass
@@ -93,9 +95,8 @@ class Agent:
         self.settings = settings
         self._selector = selectors.DefaultSelector()
         self._nursery = Nursery(self._selector, self._exited)
-        self._listener = Listener(
-            settings.token, settings.run, settings.generation, name="agent", host=settings.host, max_frame=64 << 20
-        )
+        place = settings.host, settings.ports
+        self._listener = Listener(settings.token, settings.run, settings.generation, "agent", *place, 64 << 20)
         self._connections: dict[Connection, bool] = {}
         """Open connections; whether events go to it (it has attached)."""
         self._events: list[dict[str, Any]] = []
@@ -372,6 +373,7 @@ def main() -> None:
     parser.add_argument("--kill-grace", type=float, default=2.0, help="between SIGTERM and SIGKILL")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--node", default=platform.node(), help="what this host is called in verdicts")
+    parser.add_argument("--ports", type=int, nargs=2, help="the first and the last to choose from")
     chosen = parser.parse_args()
     token = os.environ.pop("LOCKSTEP_TOKEN", "")
     if not token:
@@ -379,7 +381,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings = Settings(
         chosen.run, chosen.generation, token, chosen.folder, chosen.controller, chosen.orphan_grace,
-        chosen.kill_grace, chosen.host, chosen.node,
+        chosen.kill_grace, chosen.host, chosen.node, chosen.ports and tuple(chosen.ports),
     )  # fmt: skip
     Agent(settings).run()
 

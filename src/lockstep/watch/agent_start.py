@@ -9,12 +9,13 @@ from pathlib import Path
 
 from lockstep.watch import waits
 from lockstep.watch.agent_client import Address, AgentError
+from lockstep.watch.ports import Ports
 
 
 def start_agent(
     run: str, token: str, folder: Path, *, generation: int = 1, orphan_grace_s: float = 0.0,
     kill_grace_s: float = 2.0, timeout_s: float = 60.0, host: str = "127.0.0.1", node: str = "",
-    controller: int | None = 0,
+    controller: int | None = 0, ports: Ports | None = None,
 ) -> Address:  # fmt: skip
     """Starts an agent in a session of its own; its output goes to `folder/agent.log`. `controller` is the pid of its
     controller, 0 for this process, or None where that is on another host. Raises AgentError when it does not come
@@ -26,6 +27,7 @@ def start_agent(
         sys.executable, "-m", "lockstep.watch.agent", "--run", run, "--generation", str(generation),
         "--folder", str(folder), *whose, "--orphan-grace", str(orphan_grace_s),
         "--kill-grace", str(kill_grace_s), "--host", host, *(["--node", node] if node else []),
+        *(["--ports", *map(str, ports)] if ports else []),
     ]  # fmt: skip
     with (folder / "agent.log").open("ab") as output:
         popen = subprocess.Popen(

@@ -15,7 +15,7 @@ class NoPort(Carried, OSError):
 
     def __init__(self, host: str, ports: Ports) -> None:
         first, last = ports
-        super().__init__(f"all ports from {first} to {last} of {host} are in use")
+        super().__init__(f"all ports from {first} to {last} of {host} are in use: free some, or name a wider range")
         self.host, self.ports = host, ports
 
 

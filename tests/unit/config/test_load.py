@@ -272,3 +272,15 @@ def test_what_other_frameworks_call_it_leads_to_a_field_that_there_is() -> None:
     )
     nested = problems(grpo(rollout={"tensor_model_parallel_size": 2}))
     assert "'rollout.engine.tensor_parallel_size'" in nested["rollout.tensor_model_parallel_size"]
+
+
+@pytest.mark.parametrize("ports", [[80, 90], [20000, 20001], [20010, 20000], [65000, 65536]], ids=str)
+def test_ports_that_no_run_can_use(ports: list[int]) -> None:
+    said = problems(grpo(cluster={"kind": "ray", "ports": ports}))["cluster.ports"]
+    assert "the first and the last of 3 ports or more" in said and str(ports) in said
+
+
+def test_ports_for_a_run() -> None:
+    for ports in ([20000, 20099], [65533, 65535]):
+        cluster = check_config(grpo(cluster={"kind": "ray", "ports": ports}), "test").cluster
+        assert cluster.kind == "ray" and cluster.ports == tuple(ports)

@@ -25,6 +25,7 @@ from lockstep.cluster.ray.inheriting import RayHeritage
 from lockstep.cluster.ray.leaving import leave
 from lockstep.cluster.ray.node import RayNode, own_environment
 from lockstep.cluster.ray.nodes import address_of_this_process, is_alive, node_facts
+from lockstep.cluster.ray.reaching import Door, must_get_here, must_get_there
 from lockstep.cluster.ray.record import Needs, Record
 from lockstep.cluster.ray.reserving import free, reserve
 from lockstep.cluster.ray.telling import tell
@@ -79,7 +80,7 @@ class RayCluster(PlacingCluster):
         placement: Placement | None = None,
     ) -> None:
         self._config, placement = config, placement or Placement()
-        self._needs = Needs.of(wanted, placement)
+        self._needs, self.ports = Needs.of(wanted, placement), config.ports
         self._versions: dict[str, Facts] = {}
         """By name of the node; of those that the run is on."""
         self._open = False
@@ -103,7 +104,7 @@ class RayCluster(PlacingCluster):
             )  # fmt: skip
             peer = None if session.has_own() else facts[0].address
             where = str(self._folder), self._affairs, peer, config.interface
-            self._site = Site.of(run, token, *where, several=peer is not None and len(facts) > 1)
+            self._site = Site.of(run, token, *where, peer is not None and len(facts) > 1, config.ports)
             if heritage is None:
                 self._begin()
             else:
@@ -156,21 +157,30 @@ class RayCluster(PlacingCluster):
         """Actors on these nodes of all, which have no agent yet; nothing is left of them where one is refused."""
         check_nodes(*([(each.name, each.address) for each in nodes] for nodes in (facts, every)))
         have = {node.info.name for node in self._kept if node.has_gpus}
-        found, self._versions = employing.employ_fit(facts, self._site, self._versions, have)
-        return [self._node(each, of) for each, of in zip(facts, found, strict=True)]
+        found, versions = employing.employ_fit(facts, self._site, self._versions, have)
+        nodes = [self._node(each, of) for each, of in zip(facts, found, strict=True)]
+        try:
+            must_get_here([(node.info.name, node.keeper) for node in nodes if not node.here], self._listens, self.ports)
+        except BaseException:
+            employing.dismiss(node.keeper for node in nodes)
+            raise
+        self._versions = versions
+        return nodes
 
     def _node(self, facts: NodeFacts, employed: Employed) -> RayNode:
         here = facts.id == ray.get_runtime_context().get_node_id()
         return RayNode(facts, employed.keeper, employed.found, self._given, self._gpus, here)
 
     def _start_agents(self, nodes: Sequence[RayNode]) -> None:
-        """Side by side. Raises AgentError, ray's errors, Superseded, WaitTimeout, WireError."""
+        """Side by side. Raises AgentError, NodeRefused, ray's errors, Superseded, WaitTimeout, WireError."""
         asked = [employing.ask_for_agent(node.keeper, self._leader(node.here), self._grace_s) for node in nodes]
         for node, ref in zip(nodes, asked, strict=True):
             self._attach(node, ref, session.JOIN_S)
 
     def _attach(self, node: RayNode, ref: Any, timeout_s: float) -> None:
         where = Address(**session.answer(ref, node.info.name, "its agent starts", timeout_s=timeout_s))
+        if not node.here:
+            must_get_there(Door("the run's agent", node.info.name, where.host, where.port), self.ports)
         lost_after_s = None if node.here else self._config.node_lost_after_s
         node.agent = AgentClient(where, self._token, on_exit=self._exited, lost_after_s=lost_after_s)
 
@@ -218,7 +228,7 @@ class RayCluster(PlacingCluster):
         except Superseded as error:
             self._outdated = True
             raise AgentGone("start", str(error)) from error
-        except (ray.exceptions.RayError, AgentError, WaitTimeout, WireError) as error:
+        except (ray.exceptions.RayError, AgentError, NodeRefused, WaitTimeout, WireError) as error:
             log.warning("%s does not come back: %s", node.info.name, str(error).splitlines()[0])
             return False
         assert node.agent is not None
@@ -256,6 +266,7 @@ class RayCluster(PlacingCluster):
                 self._nodes = [*self._nodes, *new]
         except BaseException as error:
             self._outdated = self._outdated or isinstance(error, Superseded)
+            self._unfit |= {node.id for node in new} if isinstance(error, NodeRefused) else set()
             for each in held:
                 self._free(each.group)
             employing.dismiss(node.keeper for node in new)  # and their agents go with them

@@ -22,6 +22,7 @@ from lockstep.cluster.versions import Facts, must_work
 from lockstep.watch import procs
 from lockstep.watch.folders import write_whole
 from lockstep.watch.leader import Leader, Superseded
+from lockstep.watch.ports import Ports
 from lockstep.watch.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -45,16 +46,18 @@ class Site:
     peer: str | None
     interface: str | None
     several: bool
+    ports: Ports | None
 
     @staticmethod
     def of(
-        run: str, token: str, folder: str, affairs: Path, peer: str | None, interface: str | None, several: bool
-    ) -> "Site":
+        run: str, token: str, folder: str, affairs: Path, peer: str | None, interface: str | None, several: bool,
+        ports: Ports | None,
+    ) -> "Site":  # fmt: skip
         """With a new mark, in the folder `affairs` of the run's folder."""
         affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
         mark = secrets.token_hex(8)
         write_whole(affairs / MARK, mark.encode())
-        return Site(run, token, folder, str(Path.cwd()), mark, peer, interface, several)
+        return Site(run, token, folder, str(Path.cwd()), mark, peer, interface, several, ports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class Employed:
 
 def employ(nodes: Sequence[NodeFacts], site: Site) -> list[Employed]:
     """One actor for each node. Raises NodeRefused."""
-    run, token, folder, cwd, mark, peer, interface, several = astuple(site)
+    run, token, folder, cwd, mark, peer, interface, several, ports = astuple(site)
     actor = ray.remote(Keeper)
     keepers = []
     for node in nodes:
@@ -75,7 +78,7 @@ def employ(nodes: Sequence[NodeFacts], site: Site) -> list[Employed]:
             name=f"keeper-{node.id}-{secrets.token_hex(3)}", namespace=run, lifetime="detached",
             num_cpus=0, max_concurrency=4,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-        ).remote(run, token, folder, cwd, mark, node.name, peer, interface, several)  # fmt: skip
+        ).remote(run, token, folder, cwd, mark, node.name, peer, interface, several, ports)  # fmt: skip
         keepers.append((node, keeper, keeper.facts.remote()))
     found = []
     try:

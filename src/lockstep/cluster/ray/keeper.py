@@ -28,11 +28,13 @@ from lockstep.cluster import versions
 from lockstep.cluster.addresses import interfaces, own_address
 from lockstep.cluster.freshness import changed_since, found
 from lockstep.cluster.predecessor import end_agent
+from lockstep.cluster.ray.reaching import why_shut
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentError
 from lockstep.watch.agent_start import start_agent
 from lockstep.watch.folders import base_dir, make_own_dir, run_dir
 from lockstep.watch.leader import Leader, Superseded
+from lockstep.watch.ports import Ports
 
 LINGER_S = 180.0
 """Without a controller on this host and without an agent the actor waits at least so long to be asked for something;
@@ -55,6 +57,7 @@ class Keeper:
         peer: address of a node that is to reach this one; None where there is no other.
         interface: name, or beginning of the name, of the interface to use instead of the one on the way there.
         several: whether there are other hosts.
+        ports: on which the agent may listen; any when None.
 
     Raises:
         UnreachableAddress: others do not reach this node.
@@ -63,9 +66,10 @@ class Keeper:
 
     def __init__(
         self, run: str, token: str, folder: str, cwd: str, mark: str, name: str, peer: str | None,
-        interface: str | None, several: bool,
+        interface: str | None, several: bool, ports: Ports | None,
     ) -> None:  # fmt: skip
         self._run, self._token, self._name, self._began = run, token, name, time.time()
+        self._ports = ports
         self._generation = 0
         """The latest that was heard of: what an earlier one asks for is refused from then on."""
         self._order = 0, 0
@@ -120,9 +124,13 @@ class Keeper:
                     os.kill(self._agent.pid, signal.SIGKILL)  # the kernel kills its workers
             self._agent = start_agent(
                 self._run, self._token, self._affairs, generation=chosen.generation, orphan_grace_s=orphan_grace_s,
-                host=self._interface.address, node=self._name, controller=chosen.pid,
+                host=self._interface.address, node=self._name, controller=chosen.pid, ports=self._ports,
             )  # fmt: skip
             return asdict(self._agent)
+
+    def dial(self, places: list[tuple[str, int]]) -> list[str | None]:
+        """Why nobody is reached from here at these addresses and ports; None where somebody is."""
+        return [why_shut(*place) for place in places]
 
     @property
     def _agent_lives(self) -> bool:

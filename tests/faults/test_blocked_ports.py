@@ -1,0 +1,97 @@
+"""Two hosts of a Ray cluster between which a firewall is: told before anything waits, with host, port and direction."""
+
+import re
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from namespaces import needs_namespaces
+from ray_hosts import Hosts, until
+
+from lockstep.cluster.bundles import Wanted
+from lockstep.cluster.node import NodeRefused
+from lockstep.cluster.protocol import WorkerSpec
+from lockstep.config.cluster import RayCluster as Config
+from lockstep.config.placement import Placement
+
+SERVICES = Path(__file__).parent.parent / "contract"
+sys.path.insert(0, str(SERVICES))
+from cluster_services import Plain  # noqa: E402
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
+    needs_namespaces,
+]
+PORTS = 21300, 21309
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    from lockstep.cluster.ray.nodes import look_at_nodes
+
+    with ExitStack() as closing:
+        patched = closing.enter_context(pytest.MonkeyPatch.context())
+        made = Hosts(tmp_path_factory.mktemp("hosts"))
+        closing.callback(made.close)
+        made.connect()
+        for name, value in made.environment.items():
+            if name.startswith("RAY_"):
+                patched.setenv(name, value)
+        patched.setenv("LOCKSTEP_BEACONS", str(made.shared("a")))
+        made.start_ray()
+        until(lambda: len(look_at_nodes(Config(address=made.address))) == 2, 120, "Ray knows both hosts")
+        yield made
+
+
+def opened(hosts: Hosts, folder: Path) -> Any:
+    from lockstep.cluster.ray.cluster import RayCluster
+
+    config = Config(address=hosts.address, orphan_grace_s=3.0, notice_after_s=2.0, ports=PORTS)
+    wanted = [Wanted(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(2)]
+    placement = Placement(strategy="spread")
+    run = f"ports-{secrets.token_hex(3)}"
+    return RayCluster(config, run, folder / "run", 1, wanted=wanted, placement=placement)
+
+
+def test_all_listen_where_the_config_says(hosts: Hosts, tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": str(SERVICES)}
+    with opened(hosts, tmp_path) as cluster:
+        (worker,) = cluster.start(
+            [WorkerSpec("engine-0", "rollout", 0, "cluster_services:Plain", {}, environment, ("numpy",))]
+        )
+        assert worker.call(Plain.add, 1) == 1
+        used = [cluster.store()[1], cluster._hub.address[1], *(each.port for each in cluster._agents())]
+        assert len(used) == 4 and all(PORTS[0] <= port <= PORTS[1] for port in used), used
+
+
+def test_a_port_that_is_shut_is_told_with_its_direction(hosts: Hosts, tmp_path: Path) -> None:
+    here, there = socket.gethostname(), hosts.other
+    began = time.monotonic()
+    hosts.cable.drop_in(PORTS)
+    with pytest.raises(NodeRefused) as caught:
+        opened(hosts, tmp_path)
+    said = str(caught.value)
+    assert re.match(rf"{here} does not get to port 213\d\d of \S+ \({there}\), where the run's agent listens \(", said)
+    assert said.endswith(f"(timed out): open {PORTS[0]} to {PORTS[1]} (cluster.ports) between all nodes of the run")
+    dropped_s, began = time.monotonic() - began, time.monotonic()
+
+    hosts.cable.refuse_out(PORTS)
+    with pytest.raises(NodeRefused) as caught:
+        opened(hosts, tmp_path)
+    said = str(caught.value)
+    assert re.search(
+        rf" does not get to port 213\d\d of {here} \({hosts.cable.here}\), where the controller listens", said
+    )
+    assert "(Network is unreachable): open" in said
+    print(f"told after {dropped_s:.1f} s and {time.monotonic() - began:.1f} s")
+    assert max(dropped_s, time.monotonic() - began) < 60
