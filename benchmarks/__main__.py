@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 from benchmarks.ahead import run_ahead
-from benchmarks.results import RAW, SETTINGS, TABLE, facts, into_page, read, report, settings
+from benchmarks.markers import into_page
+from benchmarks.results import RAW, SETTINGS, TABLE, facts, read, report, settings
 from benchmarks.runner import ROOT, Tell, environment, peer_installed, run, write
 from benchmarks.workloads import MODEL, TOY, WORKS, Side, Work, quick
 from lockstep.models.tiny import TinyModel, make_tiny

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +17,6 @@ from benchmarks.table import Line, comparison, floors, generation, overhead
 from benchmarks.workloads import MODEL, Work, lockstep_config, trl_arguments
 
 RAW, SETTINGS, TABLE = "raw.jsonl", "settings.json", "table.md"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def facts() -> dict[str, Any]:
@@ -75,15 +73,6 @@ def _footnote(made: Sequence[Line], lines: Sequence[Line]) -> str:
         f"Measured {first['date']} at {first['commit']} on {first['cpu']} ({first['cores']} cores){busy}: "
         f"Python {first['python']}, torch {first['torch']}, transformers {first['transformers']}, TRL {first['trl']}."
     )
-
-
-def into_page(page: Path, text: str) -> None:
-    """Puts the tables between the two markers of a page. ValueError where it has none."""
-    old = page.read_text()
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
-    if not pattern.search(old):
-        raise ValueError(f"{page} has no {BEGIN} and {END}")
-    page.write_text(pattern.sub(lambda _: f"{BEGIN}\n\n{text}\n{END}", old))
 
 
 def _commit() -> str:

@@ -5,7 +5,8 @@
     .venv-scale/bin/python -m benchmarks.vllm_engine builtin       beside the builtin engine
 
 Everything on one thread, sides in turns in one process, wall time: ratios and rates are of medians, the fastest repeat
-is told beside them, as what else runs on the machine slows whichever side it meets.
+is told beside them, as what else runs on the machine slows whichever side it meets. `--json` into
+`benchmarks/results/cpu/vllm-PART.json`, then `python -m benchmarks.pages`, makes the tables of docs/engines.md.
 """
 
 import argparse
@@ -68,7 +69,8 @@ def main() -> None:
                 rows.append({"model": model} | made)
                 tell(rows[-1], len(rows) == 1)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+        about = {"repeats": options.repeats, "load": os.getloadavg()[0]}
+        options.json.write_text(json.dumps([row | about for row in rows], indent=2) + "\n")
 
 
 def tell(row: dict[str, Any], first: bool) -> None:
@@ -249,14 +251,18 @@ def update(folder: Path, scratch: Path, repeats: int) -> dict[str, Any]:
     sides = {"copy": lambda: target.copy_(flat), "update": publish, "reload+save": reload, "reload": reload_alone}
     taken = in_turns(sides, repeats)
     ours.close()
-    ms = {f"{name} ms": best * 1000 for name, (best, _) in taken.items()}
-    write = min(written[1:]) * 1000
-    return ms | {
-        "write ms": write,
-        "write/copy": write / ms["copy ms"],
-        "reload/update": ms["reload ms"] / ms["update ms"],
-        "reload+save/update": ms["reload+save ms"] / ms["update ms"],
-    }
+    ms = {f"{name} ms": median * 1000 for name, (_, median) in taken.items()}
+    write = statistics.median(written[1:]) * 1000
+    return (
+        ms
+        | {f"{name} best ms": best * 1000 for name, (best, _) in taken.items()}
+        | {
+            "write ms": write,
+            "write/copy": write / ms["copy ms"],
+            "reload/update": ms["reload ms"] / ms["update ms"],
+            "reload+save/update": ms["reload+save ms"] / ms["update ms"],
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What weight sync costs beside bare copies and broadcasts of the same bytes: `python -m benchmarks.weights`.
 
-Prints the table and writes every repeat to `--out`. Sides take turns within a repeat, one torch thread each, so that
-ratios are those of one machine at one time. Nodes are folders in shared memory; between them is loopback.
+Prints the table and writes every repeat to `--out`; `python -m benchmarks.pages` puts it into docs/weight-sync.md.
+Sides take turns within a repeat, one torch thread each, so that ratios are those of one machine at one time. Nodes are
+folders in shared memory; between them is loopback.
 """
 
 import argparse
@@ -9,7 +10,6 @@ import itertools
 import json
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import pages
 from lockstep.cluster.calls import gather
 from lockstep.cluster.local import LocalCluster
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
@@ -220,43 +221,6 @@ def measure(size: str, repeats: int, parts: Sequence[str]) -> list[Line]:
     return lines
 
 
-def table(lines: Sequence[Line]) -> list[str]:
-    """Medians, in milliseconds, and what they are of the bare way."""
-    out = ["| model | what | ms | GB/s | of the bare way | goal |", "|---|---|---|---|---|---|"]
-    for size in dict.fromkeys(line["size"] for line in lines):
-        host = [line for line in lines if line["size"] == size and line["part"] == "host"]
-        nodes = [line for line in lines if line["size"] == size and line["part"] == "nodes"]
-        if host:
-            out += rows(size, host, "memcpy", [
-                ("bare memcpy, one thread", ["memcpy"], 1, ""),
-                ("a rank writes, sampled checksums", ["write_sampled", "commit_sampled"], 1, ""),
-                ("a reader checks and copies, sampled", ["take_sampled"], 1, ""),
-                ("both, against two memcpy", ["write_sampled", "commit_sampled", "take_sampled"], 2, "0.6"),
-                ("both, complete checksums", ["write_complete", "commit_complete", "take_complete"], 2, ""),
-                ("the builtin engine takes", ["load_sampled"], 1, ""),
-                ("a rank writes, the engine takes", ["write_sampled", "commit_sampled", "load_sampled"], 2, "0.6"),
-            ])  # fmt: skip
-        if nodes:
-            out += rows(size, nodes, "broadcast", [
-                ("bare gloo broadcast to two", ["broadcast"], 1, ""),
-                ("bare, in buckets of 64 MiB", ["broadcast_64"], 1, ""),
-                ("publish to two nodes, sampled", ["gloo"], 1, "0.7"),
-                ("publish to two nodes, complete", ["complete"], 1, ""),
-                ("publish to two nodes, delta, a tenth changed", ["delta"], 1, ""),
-            ])  # fmt: skip
-    return out
-
-
-def rows(
-    size: str, lines: Sequence[Line], bare: str, what: Sequence[tuple[str, Sequence[str], int, str]]
-) -> Iterator[str]:
-    for title, parts, times, goal in what:
-        seconds = statistics.median(sum(line[part] for part in parts) for line in lines)
-        ratio = statistics.median(times * line[bare] / sum(line[part] for part in parts) for line in lines)
-        rate = lines[0]["bytes"] * times / seconds / 1e9
-        yield f"| {size} | {title} | {seconds * 1e3:.1f} | {rate:.2f} | {ratio:.2f} | {goal} |"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
@@ -267,7 +231,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = [line for size in options.sizes for line in measure(size, options.repeats, options.parts)]
     options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print("\n".join(table(lines)))
+    print("\n".join(pages.weights(lines)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import ahead, results, table
+from benchmarks import ahead, markers, results, table
 from benchmarks.workloads import Side, Work
 
 WORK = Work(
@@ -82,13 +82,12 @@ def test_floors_divide_the_time_of_the_process_that_does_the_work():
 
 
 def test_the_page_gets_the_tables_between_its_markers(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{results.BEGIN}\nold\n{results.END}\nafter\n")
-    results.into_page(page, r"new \1")
-    assert page.read_text() == f"before\n{results.BEGIN}\n\nnew \\1\n{results.END}\nafter\n"
-    page.write_text("nothing")
+    page, (begin, end) = tmp_path / "page.md", markers.markers("mine")
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    markers.into_page(page, r"new \1", "mine")
+    assert page.read_text() == f"before\n{begin}\n\nnew \\1\n{end}\nafter\n"
     with pytest.raises(ValueError, match=r"page\.md"):
-        results.into_page(page, "new")
+        markers.into_page(page, "new")
 
 
 def test_a_record_that_was_cut_short_is_read_to_its_last_whole_line(tmp_path):
