@@ -96,6 +96,7 @@ def test_a_host_that_is_cut_off(hosts: Hosts, tmp_path: Path) -> None:
         assert sorted(cluster.node_of(worker).name for worker in workers) == sorted(n.name for n in cluster.nodes())
         far = there(workers)
         assert far.call(Plain.environment, "GLOO_SOCKET_IFNAME") == hosts.cable.far
+        assert far.call(Plain.environment, "VLLM_HOST_IP") == hosts.other
         assert far.call(Plain.environment, "LOCKSTEP_BEACONS") == str(hosts.shared("b"))
         pending, died = far.submit(Plain.sleep, 300.0), threading.Event()
         far.on_death(lambda error: died.set())

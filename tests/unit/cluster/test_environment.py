@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.cluster.bundles import NodeFacts
 from lockstep.cluster.environment import (
     OF_ONE_HOST,
     Forwarded,
@@ -17,6 +18,8 @@ from lockstep.cluster.environment import (
     told,
     worker_environment,
 )
+from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.ray.node import RayNode, own_environment
 from lockstep.config.cluster import RayCluster
 from lockstep.config.load import check_config
 from lockstep.watch.secrets import HIDDEN
@@ -150,3 +153,19 @@ def test_how_a_node_is_reached_is_found_or_declared() -> None:
 def test_the_interface_of_nccl_is_the_users_where_they_name_one() -> None:
     given = forwarded({"NCCL_SOCKET_IFNAME": "=eth1"}, ("NCCL_*",), {}, "ib")
     assert given.values["NCCL_SOCKET_IFNAME"] == "=eth1"
+
+
+def test_workers_of_a_ray_node_know_how_it_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "address": "10.1.0.4", "interface": "eth0", "shared": "/dev/shm/r", "affairs": "/r/n", "logs": "/r/l",
+        "place": "elsewhere", "beacons": "/dev/shm", "environment": {"VLLM_HOST_IP": "old", "PATH": "/bin"},
+    }  # fmt: skip
+    facts = NodeFacts("id-1", "node-b", "10.1.0.4", 8, 2, 8, 2)
+    node = RayNode(facts, None, found, forwarded({}, (), {"OWN": "1"}), lambda spec: ("1",), here=False)
+    assert node.environment_of(WorkerSpec("engine-0", "rollout", 0, "")) == {
+        "VLLM_HOST_IP": "10.1.0.4", "GLOO_SOCKET_IFNAME": "eth0", "LOCKSTEP_BEACONS": "/dev/shm", "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "1", "OWN": "1",
+    }  # fmt: skip
+    monkeypatch.setenv("SHELLS", "1")
+    given = own_environment({"OWN": "1"}).values
+    assert (given["SHELLS"], given["OWN"]) == ("1", "1")
