@@ -18,7 +18,8 @@ from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.ledger.errors import LedgerError
 from lockstep.recipes import train
 from lockstep.run.errors import Finished, Interrupted, Refused
-from lockstep.run.plan import ModelFacts, Plan
+from lockstep.run.facts import ModelFacts
+from lockstep.run.plan import Plan
 from lockstep.run.prepare import Prepared, prepare
 from lockstep.run.survey import Survey, survey
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,59 @@ from lockstep.models.load import context_length, load_policy, resolve_dtype
 from lockstep.models.lora import add_adapter, begins_elsewhere, check_adapter, named_adapter, named_saved
 from lockstep.models.policy import Policy
 from lockstep.models.weights import check_weights, named_weights
-from lockstep.run.plan import AdapterFacts, HostFacts, ModelFacts
 
 UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What the plan must know of an adapter."""
+
+    parameters: int
+    units: int
+    """Decoder layers that have a part of it, and the root where weights outside of the layers are trained."""
+    first: int
+    """The first layer that needs a backward."""
+    saved: int = 0
+    """Of the model's own parameters, those that are trained whole beside it."""
+    begins_elsewhere: bool = False
+    """Whether the model without it is not what the run began with, which then is the reference of a KL penalty."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.parameters + self.saved
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the plan must know of a model."""
+
+    parameters: int
+    """Without an adapter's."""
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    dtype: str
+    """Compute precision after `auto` was resolved."""
+    adapter: AdapterFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the plan must know of the machine."""
+
+    cores: int
+    memory: int
+    """Bytes that can still be used."""
+    shared_memory: int
+    """Free bytes of /dev/shm."""
+    device: str
+    """`cpu` or `cuda`."""
+    gpus: int
 
 
 def model_facts(cfg: Model, device: str) -> ModelFacts:

@@ -10,7 +10,8 @@ from lockstep.cluster.placement import Busy, LookAtNodes, NodeFacts, Wanted, ass
 from lockstep.config.cluster import RayCluster
 from lockstep.config.placement import Placement
 from lockstep.config.recipes import GRPOConfig, SFTConfig
-from lockstep.run.plan import HostFacts, Plan
+from lockstep.run.facts import HostFacts
+from lockstep.run.plan import Plan
 
 
 def names_cluster(cluster: RayCluster) -> bool:

@@ -6,62 +6,12 @@ from typing import Literal
 
 from lockstep.cluster.placement import Assignment, Wanted
 from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.run.facts import HostFacts, ModelFacts
 from lockstep.weights.choose import Devices, impossible
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 METRICS_BYTES = 8 * 21
 """Of the one vector per optimizer step: `2 + len(lockstep.train.losses.NAMES)` float64."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterFacts:
-    """What the plan must know of an adapter."""
-
-    parameters: int
-    units: int
-    """Decoder layers that have a part of it, and the root where weights outside of the layers are trained."""
-    first: int
-    """The first layer that needs a backward."""
-    saved: int = 0
-    """Of the model's own parameters, those that are trained whole beside it."""
-    begins_elsewhere: bool = False
-    """Whether the model without it is not what the run began with, which then is the reference of a KL penalty."""
-
-    @property
-    def trained(self) -> int:
-        """Parameters that are trained."""
-        return self.parameters + self.saved
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the plan must know of a model."""
-
-    parameters: int
-    """Without an adapter's."""
-    layers: int
-    hidden: int
-    vocabulary: int
-    kv_heads: int
-    head_dim: int
-    context: int
-    dtype: str
-    """Compute precision after `auto` was resolved."""
-    adapter: AdapterFacts | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """What the plan must know of the machine."""
-
-    cores: int
-    memory: int
-    """Bytes that can still be used."""
-    shared_memory: int
-    """Free bytes of /dev/shm."""
-    device: str
-    """`cpu` or `cuda`."""
-    gpus: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from lockstep.rewards.terms import names
 from lockstep.rollout.environments.static import told_tools
 from lockstep.rollout.vllm.support import check_installed
 from lockstep.run.errors import Finished, Refused
-from lockstep.run.facts import host_facts, model_facts
+from lockstep.run.facts import HostFacts, ModelFacts, host_facts, model_facts
 from lockstep.run.place import release_place
 from lockstep.run.places import look_at_nodes, names_cluster, own_node, place_notes, placed
-from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan, needs_engine
+from lockstep.run.plan import Plan, make_plan, needs_engine
 
 START = "start"
 """The ledger's event of every start of a run, with the number of rows it uses."""

@@ -13,9 +13,9 @@ from lockstep.data.datasets import HubDataUnreachable, load_rows
 from lockstep.models.errors import HubUnreachable
 from lockstep.rewards.static import check_terms
 from lockstep.rollout.environments.static import told_tools
-from lockstep.run.facts import UNLIMITED, host_facts, model_facts
+from lockstep.run.facts import UNLIMITED, HostFacts, ModelFacts, host_facts, model_facts
 from lockstep.run.places import look_at_nodes, placed
-from lockstep.run.plan import HostFacts, ModelFacts, Plan, make_plan
+from lockstep.run.plan import Plan, make_plan
 from lockstep.run.prepare import prepare, settled_adapter
 
 

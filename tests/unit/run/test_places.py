@@ -13,8 +13,9 @@ from lockstep.config.cluster import RayCluster
 from lockstep.config.load import check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.models.tiny import make_tiny
+from lockstep.run.facts import HostFacts, ModelFacts
 from lockstep.run.places import look_at_nodes, names_cluster, own_node, place_notes, placed
-from lockstep.run.plan import HostFacts, InfeasibleError, ModelFacts, make_plan
+from lockstep.run.plan import InfeasibleError, make_plan
 from lockstep.run.prepare import prepare
 
 MODEL = ModelFacts(

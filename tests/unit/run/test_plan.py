@@ -7,7 +7,8 @@ import pytest
 
 from lockstep.config.load import check_config
 from lockstep.config.recipes import GRPOConfig, SFTConfig
-from lockstep.run.plan import AdapterFacts, HostFacts, InfeasibleError, ModelFacts, devices_of, make_plan
+from lockstep.run.facts import AdapterFacts, HostFacts, ModelFacts
+from lockstep.run.plan import InfeasibleError, devices_of, make_plan
 from lockstep.weights.choose import Devices
 
 MODEL = ModelFacts(
