@@ -28,6 +28,7 @@ from lockstep.rollout.api import SERVICE, EngineAPI
 from lockstep.rollout.builtin.sampler import SamplingRows, truncated
 from lockstep.rollout.errors import BadRequest, InterruptedUpdate, TornEngine, WeightsMismatch
 from lockstep.rollout.protocol import Request
+from lockstep.watch import beacon
 from lockstep.weights.errors import StaleVersion
 from lockstep.weights.plan import Plan
 from lockstep.weights.shared import Reader, SharedWeights
@@ -411,7 +412,9 @@ def test_two_tensor_parallel_workers_take_weights_themselves(start, folder, tmp_
     with pytest.raises(StaleVersion, match="version 3 of the weights was wanted, the store has version 4"):
         engine.load_weights(store, 3)
     assert engine.version == 0 and run(engine, ask(name="still"))
+    moves = beacon.current().moves
     engine.load_weights(store, 4)
+    assert beacon.current().moves > moves, "its workers' progress is its own"
     assert error(new, requests, run(engine, requests)) < 1e-5
 
 

@@ -1,8 +1,8 @@
 """How an engine takes weights: where it reads them, and whether they are its model's."""
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.rollout.errors import WeightsMismatch
+from lockstep.watch import beacon
 
 WeightReader = Callable[[Path, int], AbstractContextManager[Mapping[str, Tensor]]]
 """Opens a version in the weight room's store: parameter names to tensors, valid inside the context.
@@ -19,15 +20,41 @@ ReaderSource = str | WeightReader
 """A reader, or `package.module:name` of what makes one in whichever process reads."""
 
 
+class Counted(Mapping[str, Tensor]):
+    """Tensors that count as progress as they are taken: a large model is not loaded in silence."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        beacon.current().add("tensors")
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def open_reader(source: ReaderSource) -> WeightReader:
-    """Raises ValueError for a path that names no factory."""
+    """One that counts what is taken. Raises ValueError for a path that names no factory."""
     if not isinstance(source, str):
-        return source
+        return counting(source)
     module, _, name = source.partition(":")
     if not name:
         raise ValueError(f"reader: {source!r} is no factory, expected package.module:name")
     made: WeightReader = getattr(importlib.import_module(module), name)()
-    return made
+    return counting(made)
+
+
+def counting(reader: WeightReader) -> WeightReader:
+    @contextmanager
+    def counted(source: Path, version: int) -> Generator[Mapping[str, Tensor]]:
+        with reader(source, version) as tensors:
+            yield Counted(tensors)
+
+    return counted
 
 
 class WeightReceiver(Protocol):

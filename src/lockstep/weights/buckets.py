@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.watch import beacon
 from lockstep.weights.errors import TornWeights
 from lockstep.weights.plan import Plan
 
@@ -103,12 +104,15 @@ def gaps(plan: Plan, marks: Iterable[Mark]) -> dict[str, str]:
 
 
 def hold_against(plan: Plan, mark: Mark, memory: memoryview, check: Check) -> None:
-    """Raises TornWeights where the buffer's `memory` is not what the writer of `mark` has summed up."""
+    """Raises TornWeights where the buffer's `memory` is not what the writer of `mark` has summed up. Each bucket counts
+    as progress."""
+    here = beacon.current()
     for bucket in mark.buckets:
         entry = plan.entries[bucket.entry]
         start = entry.offset + bucket.start
         if not intact(bucket, memory[start : start + bucket.length], check):
             raise TornWeights(mark.version, entry.name, bucket.start, bucket.length)
+        here.add("buckets")
 
 
 def unfinished(plan: Plan, marks: Mapping[int, Mark | None], generation: int, version: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ from lockstep.rollout.api import Collected, EngineAPI
 from lockstep.rollout.errors import BadLogits, BadRequest
 from lockstep.rollout.protocol import Request
 from lockstep.rollout.service import EngineService, Outbox
+from lockstep.watch import beacon
 from lockstep.weights.plan import Plan
 from lockstep.weights.shared import SharedWeights
 
@@ -223,7 +224,9 @@ def test_takes_weights_from_the_store(model, tmp_path):
     store = SharedWeights.create(tmp_path / "w", plan, writers=1)
     store.write_shards(0, 5, [Shard(name, 0, torch.full_like(each, 0.25)) for name, each in parameters.items()])
     store.commit(5)
+    moves = beacon.current().moves
     engine.load_weights(str(store.folder), 5)
+    assert beacon.current().moves - moves >= 2 * len(parameters), "as each is checked, and as each is taken"
     assert engine.progress().version == 5
     assert all(bool((parameter == 0.25).all()) for parameter in parameters.values())
     fresh = service(model, reader="lockstep.weights.shared:Reader", weights=str(store.folder), version=5)

@@ -1,6 +1,9 @@
 """What the vLLM engine makes of its workers' answers, and when it takes its memory back: with a core that writes down
 what it is asked, as no GPU sleeps here and no two workers fail apart on demand."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +13,8 @@ import pytest
 from lockstep.rollout.errors import NoWeights, TornEngine
 from lockstep.rollout.protocol import Request
 from lockstep.rollout.vllm.engine import VllmEngine
+from lockstep.rollout.vllm.tally import counting, watching
+from lockstep.watch import beacon
 
 DONE = SimpleNamespace(touched=True, error=None)
 STORE = Path("store")
@@ -18,7 +23,10 @@ STORE = Path("store")
 class Core:
     def __init__(self):
         model = SimpleNamespace(max_model_len=64, enable_sleep_mode=True)
-        config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_seqs=4))
+        config = SimpleNamespace(
+            model_config=model, scheduler_config=SimpleNamespace(max_num_seqs=4),
+            parallel_config=SimpleNamespace(world_size=1),
+        )  # fmt: skip
         self.engine_core = SimpleNamespace(vllm_config=config)
         self.asked, self.answers = [], [DONE, DONE]
 
@@ -77,3 +85,18 @@ def test_workers_with_different_versions_are_a_torn_engine(engine):
     for call in (lambda: step(engine), lambda: engine.load_weights(STORE, 2)):
         with pytest.raises(TornEngine, match="version 1"):
             call()
+
+
+def test_the_progress_of_workers_that_are_processes_of_their_own_is_the_engines():
+    code = "import sys; from lockstep.rollout.vllm.tally import counting; from lockstep.watch import beacon\n"
+    code += "with counting(sys.argv[1], int(sys.argv[2])): beacon.current().add('tensors', 1)"
+    before = beacon.current().moves
+    with watching(2) as path:
+        for worker in "01":
+            subprocess.run([sys.executable, "-c", code, path, worker], check=True, timeout=60)
+        deadline = time.monotonic() + 30
+        while beacon.current().moves == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    with watching(1) as path, counting(path, 0):
+        assert path == ""

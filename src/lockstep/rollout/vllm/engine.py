@@ -27,6 +27,7 @@ from lockstep.rollout.vllm.asking import check_sampling, core_request, reason_of
 from lockstep.rollout.vllm.rows import Row, Waiting
 from lockstep.rollout.vllm.settings import engine_arguments, engine_dtype, slower, start_core, try_core
 from lockstep.rollout.vllm.support import check_usable, prepare
+from lockstep.rollout.vllm.tally import watching
 
 _MEMORY = ("weights", "kv_cache")
 """What vLLM gives away and takes back, by its own names."""
@@ -73,6 +74,7 @@ class VllmEngine:
         config = core.engine_core.vllm_config
         self.context: int = config.model_config.max_model_len
         self._sleeps: bool = config.model_config.enable_sleep_mode
+        self._workers: int = config.parallel_config.world_size
         self._capacity: int = config.scheduler_config.max_num_seqs
         self._eos, self._expected, self._vocabulary = eos, expected, vocabulary
         self._reads = reader is not None
@@ -200,7 +202,8 @@ class VllmEngine:
         self._wake("weights")
         before, fenced = self._torn, self._fenced
         self._torn, self._fenced = version, False
-        answers = self.core.collective_rpc("take_weights", kwargs={"info": info})
+        with watching(self._workers) as tally:
+            answers = self.core.collective_rpc("take_weights", kwargs={"info": info, "tally": tally})
         failed = sorted((each for each in answers if each.error is not None), key=lambda each: not each.touched)
         if failed:
             touched = any(each.touched for each in answers)

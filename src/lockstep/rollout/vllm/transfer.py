@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 from lockstep.rollout.errors import WeightsMismatch
 from lockstep.rollout.taking import Expected, ReaderSource, WeightReader, WeightReceiver, open_reader, open_receiver
 from lockstep.rollout.vllm.direct import Move, carry_out, direct_moves
+from lockstep.rollout.vllm.tally import counting
 
 try:
     from vllm.utils.nccl import unpinned_nccl_env
@@ -59,15 +60,17 @@ class Worker:
     update_weights: Any
     finish_weight_update: Any
 
-    def take_weights(self, info: dict[str, Any]) -> Taken:
-        """A whole update. Errors are part of the answer: of what its tensor-parallel workers raise, vLLM keeps the text
-        only, and leaves the answers of the workers behind it to be taken for those to the next call."""
+    def take_weights(self, info: dict[str, Any], tally: str = "") -> Taken:
+        """A whole update, counted where `tally` says. Errors are part of the answer: of what its tensor-parallel
+        workers raise, vLLM keeps the text only, and leaves the answers of the workers behind it to be taken for those
+        to the next call."""
         transfer = self.weight_transfer_engine
         transfer.touched = False
         try:
-            self.start_weight_update()
-            self.update_weights(info)
-            self.finish_weight_update()
+            with counting(tally, transfer.parallel_config.rank):
+                self.start_weight_update()
+                self.update_weights(info)
+                self.finish_weight_update()
         except Exception as error:
             log.exception("the update failed")
             return Taken(transfer.touched, _portable(error))
