@@ -22,7 +22,8 @@ class WeightSync(Section):
     check: Literal["sampled", "complete"] = "sampled"
     """Checksums over samples of every bucket, or over all bytes."""
     receiver_limit_s: float = Field(60.0, gt=0)
-    """A receiver without progress for this long is left behind, and brought up to date when it is back: the trainer
-    does not wait for it longer."""
+    """A node for which nothing moves for this long is left behind, and brought up to date beside the run; a reader that
+    keeps memory for this long that a version needs is ended. The trainer does not wait longer."""
     folder: str | None = None
-    """For `files`: a folder that the trainer's and all engines' hosts see. In the run's folder when absent."""
+    """For `files`: a folder that the trainer's and all engines' hosts see; the run makes one of its own in it. In the
+    run's folder when absent."""
