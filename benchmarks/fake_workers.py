@@ -1,9 +1,11 @@
 """Workers that are only spoken to: the controller's real handles, messages and codec, and nobody behind them.
 
-What the controller would do for real workers it does here, except for the system calls of its sockets. What a worker
-would do happens in between and is left out of the account (`Account.beside`).
+What the controller would do for real workers it does here, except for its sockets, which `socket_s` measures for one
+call. What a worker would do happens in between and is left out of the account (`Account.beside`).
 """
 
+import selectors
+import socket
 import threading
 import time
 from collections import defaultdict
@@ -24,6 +26,7 @@ from lockstep.rollout.protocol import EngineProgress, Request
 from lockstep.rollout.service import Outbox
 from lockstep.run.services import EngineAPI, PolicyAPI
 from lockstep.train.protocol import StepStats
+from lockstep.watch.frames import Connection, Hello
 
 GENERATION = 1
 HOST = Node(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
@@ -125,6 +128,42 @@ def _value(method: str) -> Any:
     if method == "step":
         return StepStats({f"metric_{number}": 1.0 for number in range(20)})
     return None
+
+
+def socket_s(size: int = 2048, connections: int = 64, rounds: int = 30) -> float:
+    """CPU seconds that a call costs beside its message: a frame of so many bytes written to a connection over loopback,
+    and the answer heard of by a selector and read, as the hub does."""
+    selector, pairs = selectors.DefaultSelector(), []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        for number in range(connections):
+            far = socket.create_connection(listening.getsockname())
+            near = listening.accept()[0]
+            near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            pairs.append([Connection(each, Hello("scale", GENERATION, str(number))) for each in (near, far)])
+            selector.register(pairs[-1][0], selectors.EVENT_READ, pairs[-1][0])
+    ours = 0
+    for _ in range(rounds):
+        began = time.thread_time_ns()
+        for near, _ in pairs:
+            near.queue(b"head", b"x" * size)
+            near.flush()
+        ours += time.thread_time_ns() - began
+        for _, far in pairs:
+            while far.recv(1.0) is None:
+                pass
+            far.send(b"x" * 96)
+        began, heard = time.thread_time_ns(), 0
+        while heard < connections:
+            for key, _ in selector.select(1.0):
+                while key.data.recv(0) is not None:
+                    heard += 1
+                key.data.flush()
+        ours += time.thread_time_ns() - began
+    for pair in pairs:
+        for each in pair:
+            each.close()
+    selector.close()
+    return ours / 1e9 / rounds / connections
 
 
 def completion_of(request: Request, tokens: int, version: int) -> Completion:

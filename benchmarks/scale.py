@@ -6,8 +6,8 @@
 
 The real controller (buffer, engines, fleet, policy, packing, ledger, handles, messages, codec) drives workers that are
 not there: they answer at once, completions come one by one in a random order of engines. CPU time is counted, of all
-threads of the controller, without what the workers' side of this simulation takes and without the system calls of
-sockets, about ten microseconds a message.
+threads of the controller, without what the workers' side of this simulation takes. Sockets are counted by themselves:
+what a call takes over loopback, system calls included, times the calls of a step.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.fake_workers import Account, FakeConnection, completion_of
+from benchmarks.fake_workers import Account, FakeConnection, completion_of, socket_s
 from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.config.algorithm import PolicyLoss
 from lockstep.config.rollout import Sampling
@@ -41,7 +41,7 @@ from lockstep.run.policy import Policy
 from lockstep.train.api import TrainerInfo
 from lockstep.watch import waits
 
-COORDINATION = ("submit", "collect", "progress", "load_weights", "step", "write_weights", "metrics")
+COORDINATION = ("submit", "collect", "progress", "load_weights", "step", "write_weights", "metrics", "sockets")
 """Parts that exist because there are many workers; the others are work on the samples themselves."""
 
 
@@ -174,7 +174,8 @@ def measure(size: Size, steps: int, over_s: float) -> tuple[dict[str, float], di
         spent = [world.step(step) for step in range(steps + 1)][1:]
         calls = world.calls()
         world.close()
-    return {name: statistics.median(each[name] for each in spent) for name in spent[0]}, calls
+    found = {name: statistics.median(each[name] for each in spent) for name in spent[0]}
+    return found | {"sockets": socket_s() * sum(calls.values()) / (steps + 1)}, calls
 
 
 def table(size: Size, spent: dict[str, float]) -> list[str]:

@@ -59,6 +59,7 @@ class Signature:
     def __init__(self, method: Callable[..., Any]) -> None:
         self.name: str = method.__name__
         self.qualified: str = method.__qualname__
+        self.concurrent = bool(getattr(method, "__lockstep_concurrent__", False))
         signature = inspect.signature(method)
         self._parameters = list(signature.parameters.values())[1:]
         self._signature = signature.replace(parameters=self._parameters)

@@ -72,7 +72,7 @@ class RemoteWorker:
         """
         signature = signature_of(method)
         payload = signature.encode_arguments(args, kwargs)
-        beside = bool(getattr(method, "__lockstep_concurrent__", False))
+        beside = signature.concurrent
         call: PendingCall[R] = PendingCall(self, signature.qualified, signature.decode_result, beside)
         with self._lock:
             if self._death is not None:

@@ -64,6 +64,8 @@ def schedule(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: P
     before = whole
     # Few large trees leave ranks idle: smaller pieces repeat some prompts, but may end sooner.
     for limit in _smaller_limits(whole, ranks, budget):
+        if before.terms_of.max() == 1:
+            break  # a sequence is never cut
         pieces = saw.cut(limit)
         if np.array_equal(pieces.first, before.first) and np.array_equal(pieces.segment, before.segment):
             continue

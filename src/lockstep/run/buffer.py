@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
 from lockstep.run.draws import PromptDraws
@@ -173,7 +175,7 @@ class RolloutBuffer:
         del self._rounds[step]
 
     def _check(self, step: int, groups: Sequence[Group]) -> None:
-        completions = (completion for group in groups for completion in group.completions)
-        oldest = min((int(own.min()) for each in completions if (own := each.own(each.versions)).size), default=step)
+        versions = [each.own(each.versions) for group in groups for each in group.completions]
+        oldest = int(np.concatenate(versions).min(initial=step)) if versions else step
         if oldest < step - self.max_staleness:
             raise TooStale(step, oldest, self.max_staleness)
