@@ -137,7 +137,7 @@ def test_nothing_is_left_of_a_run_that_is_refused(own: Config, tmp_path: Path) -
     from lockstep.cluster.ray.nodes import node_facts
 
     folder = str(tmp_path)
-    site = Site(f"agents-{secrets.token_hex(3)}", "a token", folder, folder, "a mark", None, None, False)
+    site = Site(f"agents-{secrets.token_hex(3)}", "a token", folder, folder, "a mark", None, None, False, None)
     old = {"old-host": {**versions.facts(), "python": "3.9.1"}}
     with pytest.raises(VersionError, match="old-host"):
         employ_fit(node_facts(), site, old, set())

@@ -179,6 +179,26 @@ def test_where_its_agent_has_ended_as_well_nothing_goes_on(
     until(lambda: not actors() and free_cpus() == CPUS, 30, "nothing is reserved any more")
 
 
+def test_an_actor_that_does_not_answer_may_not_come_back_into_the_run(
+    head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lockstep.cluster.ray import employing, inheriting
+
+    monkeypatch.setattr(inheriting, "ASK_S", 2.0)
+    monkeypatch.setattr(employing, "LEAVE_S", 2.0)
+    killed = Killed(head, tmp_path)
+    keeper = psutil.Process(killed.pids[0]).parent()
+    assert keeper is not None and "Keeper" in " ".join(keeper.cmdline())
+    keeper.suspend()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert killed.take_over(WANTED[:2]) is None
+        assert "does not answer, and is not lost yet" in caplog.text
+    finally:
+        keeper.resume()
+    until(lambda: not killed.living and not actors() and free_cpus() == CPUS, 60, "it does what it was asked for")
+
+
 def test_a_controller_that_is_killed_while_it_starts_leaves_nothing(head: str, tmp_path: Path) -> None:
     Killed(head, tmp_path, "starting")
     until(lambda: not actors() and free_cpus() == CPUS, 30, "its actor goes, and what it has reserved is free")

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.config.placement import Placement
 from lockstep.watch import procs
+from lockstep.watch.agent_client import Address
 from lockstep.watch.waits import WaitTimeout
 
 SERVICES = Path(__file__).parent.parent / "contract"
@@ -146,6 +147,7 @@ def test_ends_of_workers_on_another_host_are_told_with_their_last_lines(hosts: H
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+BESIDE = [str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent)]
 CONTROLLER = """
 import json, sys, time
 from pathlib import Path
@@ -161,35 +163,97 @@ with RayCluster(
     time.sleep(300)
 """
 
+ELSEWHERE = """
+import json, logging, sys, time
+logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+from pathlib import Path
+from test_ray_nodes import SPREAD, WANTED, Config, Renewable, both
+from lockstep.cluster.ray.cluster import RayCluster
+from lockstep.cluster.ray.inheriting import take_over
+config, folder = Config.model_validate_json(sys.argv[1]), Path(sys.argv[2])
+heritage = take_over(config, folder / "cluster", 2, WANTED, SPREAD)
+with RayCluster(config, heritage.run, folder, 2, heritage=heritage, wanted=WANTED, placement=SPREAD) as cluster:
+    workers = both(cluster)
+    time.sleep(config.orphan_grace_s + 6.0)
+    assert [worker.call(Renewable.add, 1) for worker in workers] == [1, 1]
+    print(json.dumps([worker.pid for worker in workers]))
+"""
+
+
+class Killed:
+    """A controller that ran an engine on each host; with their pids."""
+
+    def __init__(self, hosts: Hosts, folder: Path, grace_s: float) -> None:
+        self.run, self.folder = f"heirs-{secrets.token_hex(3)}", folder / "run"
+        self.config = config(hosts, orphan_grace_s=grace_s)
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*BESIDE, ENVIRONMENT["PYTHONPATH"]])}
+        with subprocess.Popen(
+            [sys.executable, "-c", CONTROLLER, hosts.address, self.run, str(self.folder), str(grace_s)],
+            stdout=subprocess.PIPE, text=True, env=self.environment,
+        ) as first:  # fmt: skip
+            assert first.stdout is not None
+            self.pids: list[int] = json.loads(first.stdout.readline())
+            first.kill()
+        self.at = time.monotonic()
+
+    @contextmanager
+    def taken_over(self) -> Iterator[Any]:
+        from lockstep.cluster.ray.cluster import RayCluster
+        from lockstep.cluster.ray.inheriting import take_over
+
+        heritage = take_over(self.config, self.folder / "cluster", 2, WANTED, SPREAD)
+        assert heritage is not None and heritage.run == self.run and len(heritage.left) == 2
+        with RayCluster(
+            self.config, self.run, self.folder, 2, heritage=heritage, wanted=WANTED, placement=SPREAD
+        ) as cluster:
+            yield cluster
+
+
+def both(cluster: Any) -> list[Any]:
+    """The engines, one on each host."""
+    workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])
+    assert sorted(cluster.node_of(worker).name for worker in workers) == sorted(n.name for n in cluster.nodes())
+    assert len(cluster.nodes()) == 2
+    return list(workers)
+
 
 @pytest.mark.parametrize("grace_s", [120.0, 30.0], ids=["at-once", "for-longer-than-the-grace"])
 def test_the_next_controller_goes_on_with_workers_of_both_hosts(hosts: Hosts, tmp_path: Path, grace_s: float) -> None:
-    from lockstep.cluster.ray.cluster import RayCluster
-    from lockstep.cluster.ray.inheriting import take_over
-
-    run, folder = f"heirs-{secrets.token_hex(3)}", tmp_path / "run"
-    beside = [str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent)]
-    path = os.pathsep.join([*beside, ENVIRONMENT["PYTHONPATH"]])
-    with subprocess.Popen(
-        [sys.executable, "-c", CONTROLLER, hosts.address, run, str(folder), str(grace_s)],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
-    ) as first:  # fmt: skip
-        assert first.stdout is not None
-        pids = json.loads(first.stdout.readline())
-        first.kill()
-    killed_at = time.monotonic()
-    settings = config(hosts, orphan_grace_s=grace_s)
-    heritage = take_over(settings, folder / "cluster", 2, WANTED, SPREAD)
-    assert heritage is not None and heritage.run == run and len(heritage.left) == 2
-    with RayCluster(settings, run, folder, 2, heritage=heritage, wanted=WANTED, placement=SPREAD) as cluster:
-        workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])
-        assert [worker.pid for worker in workers] == pids, "the same processes"
-        assert sorted(cluster.node_of(worker).name for worker in workers) == sorted(n.name for n in cluster.nodes())
+    killed = Killed(hosts, tmp_path, grace_s)
+    with killed.taken_over() as cluster:
+        workers = both(cluster)
+        assert [worker.pid for worker in workers] == killed.pids, "the same processes"
         assert [worker.call(Renewable.add, 1) for worker in workers] == [1, 1]
         if grace_s < 60:
-            until(lambda: time.monotonic() > killed_at + grace_s + 6.0, 60, "the grace of the first one is over")
+            until(lambda: time.monotonic() > killed.at + grace_s + 6.0, 60, "the grace of the first one is over")
             assert [worker.call(Renewable.add, 1) for worker in workers] == [2, 2]
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) for pid in killed.pids)
+
+
+def test_a_host_that_has_lost_its_agent_as_well_gets_another_one(hosts: Hosts, tmp_path: Path) -> None:
+    """Its place is what it was, and the worker of the other host goes on."""
+    killed = Killed(hosts, tmp_path, 120.0)
+    agents = [Address.read(affairs) for affairs in (killed.folder / "cluster" / "nodes").iterdir()]
+    (far,) = [agent for agent in agents if agent.host == hosts.other]
+    os.kill(far.pid, signal.SIGKILL)
+    until(lambda: sum(procs.alive(pid) for pid in killed.pids) == 1, 60, "the kernel has ended its worker")
+    with killed.taken_over() as cluster:
+        kept = [worker.pid in killed.pids for worker in both(cluster)]
+        assert sorted(kept) == [False, True]
+
+
+def test_the_next_controller_may_be_on_another_host(hosts: Hosts, tmp_path: Path) -> None:
+    """Of those that have a part of the run."""
+    killed = Killed(hosts, tmp_path, 30.0)
+    environment = {**killed.environment, "LOCKSTEP_BEACONS": str(hosts.shared("b"))}
+    settings = killed.config.model_dump_json()
+    done = subprocess.run(
+        [*hosts.cable.inside, sys.executable, "-c", ELSEWHERE, settings, str(killed.folder)],
+        env=environment, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == killed.pids
+    assert not any(psutil.pid_exists(pid) for pid in killed.pids)
 
 
 def test_what_cannot_start_is_refused(hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

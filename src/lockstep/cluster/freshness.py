@@ -16,9 +16,12 @@ def changed_since(wall: float, more: Iterable[str] = ()) -> str | None:
 
 def imported() -> list[tuple[str, str]]:
     """The files that this process has imported, for `found` on another host: each with its path relative to where it
-    was imported from."""
+    was imported from. But for installed packages and Python's own library, of which the folder tells, and which would
+    be too many to be sent along with a question."""
     roots = sorted({str(Path(root).absolute()) for root in sys.path}, key=len, reverse=True)
-    return [(file, _relative(file, roots)) for file in _distinct(_imported())]
+    installed = tuple(f"{path}/" for path in sysconfig.get_paths().values())
+    own = (file for file in _distinct(_imported()) if not file.startswith(installed))
+    return [(file, _relative(file, roots)) for file in own]
 
 
 def found(files: Iterable[tuple[str, str]]) -> list[str]:

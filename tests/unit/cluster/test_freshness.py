@@ -23,6 +23,7 @@ def test_files_are_found_again_where_another_process_imports_them_from(
     finally:
         del sys.modules["fresh_package.fresh_part"], sys.modules["fresh_package"]
     assert {"fresh_package/__init__.py", "fresh_package/fresh_part.py"} <= {relative for _, relative in files}
+    assert not any("site-packages" in file for file, _ in files), "of these their folder tells"
     monkeypatch.setattr(sys, "path", [str(there)])
     part = there / "fresh_package" / "fresh_part.py"
     assert [file for file in found(files) if "fresh_package" in file] == [str(part.with_name("__init__.py")), str(part)]

@@ -255,9 +255,8 @@ class RayCluster(PlacingCluster):
             raise
         held: list[Held] = []
         try:
-            for node in new:
-                if node.here:  # from now on its actor lives as long as this process
-                    employing.be_watched(node.keeper, node.info.name, self._generation, self._grace_s)
+            own = [(node.info.name, node.keeper, True) for node in new if node.here]
+            employing.be_watched(own, self._generation, self._grace_s)
             keepers = {node.id: node.keeper for node in (*self._kept, *new)}
             held = reserve(keepers, self._generation, assignment, self._config.notice_after_s)
             self._start_agents(new)

@@ -136,16 +136,22 @@ def send_away(keepers: Iterable[tuple[str, Any]], generation: int) -> None:
             log.info("%s does not say that its actor ends: %s", name, error)
 
 
-def be_watched(keeper: Any, name: str, generation: int, grace_s: float) -> None:
-    """Has an actor of this host live as long as this process, and so much longer.
+def be_watched(keepers: Iterable[tuple[str, Any, bool]], generation: int, grace_s: float) -> None:
+    """Has actors, each with the name of its node before it and whether that is this host after it, live as long as this
+    process, and so much longer; those elsewhere as long as their agent does.
 
     Raises:
         Superseded: a later generation has the run.
-        WaitTimeout, ray's errors: it does not answer.
+        WaitTimeout, ray's errors: one does not answer.
     """
     pid = os.getpid()
-    asked = keeper.watch_controller.remote(generation, pid, procs.start_ticks(pid), grace_s)
-    answer(asked, name, "the run's actor there learns of this controller")
+    me = pid, procs.start_ticks(pid)
+    asked = [
+        (name, keeper.watch_controller.remote(generation, *(me if here else (None, None)), grace_s))
+        for name, keeper, here in keepers
+    ]
+    for name, ref in asked:
+        answer(ref, name, "the run's actor there learns of this controller")
 
 
 def ask_for_agent(keeper: Any, leader: Leader, grace_s: float) -> Any:

@@ -59,6 +59,8 @@ class _Remnant:
     keeper: Any
     said: Mapping[str, Any]
     found: Mapping[str, Any]
+    near: bool
+    """Whether it is on this process's own node."""
 
     @property
     def host(self) -> str:
@@ -67,7 +69,7 @@ class _Remnant:
     @property
     def here(self) -> bool:
         """Whether pids of its host are ours to see."""
-        return bool(self.found["place"] == procs.place())
+        return self.near and bool(self.found["place"] == procs.place())
 
 
 def take_over(
@@ -101,27 +103,28 @@ def take_over(
 
 def _taken(config: Config, run: str, generation: int, difference: str | None) -> RayHeritage | None:
     """Args: `difference`, of what the run needs now from what it was placed for; None where there is none."""
-    remnants = _remnants(run, generation)
-    if not remnants:
+    remnants, late = _remnants(run, generation)
+    if not remnants and not late:
         return None
-    here = ray.get_runtime_context().get_node_id()
-    remnants.sort(key=lambda each: each.node != here)
     try:
-        _must_be_usable(remnants, here, difference)
-        _watch(remnants[0], generation, config.orphan_grace_s)
-    except _Unusable as error:
+        _must_be_usable(remnants, late, difference)
+        be_watched([(each.host, each.keeper, each.here) for each in remnants], generation, config.orphan_grace_s)
+    except Superseded:
+        raise
+    except (_Unusable, ray.exceptions.RayError, WaitTimeout) as error:
         log.warning("nothing of what is left of %s goes on, and all starts anew: %s", run, error)
-        send_away([(each.host, each.keeper) for each in remnants], generation)
+        send_away([*((each.host, each.keeper) for each in remnants), *late], generation)
         return None
     left = [Left(each.node, each.keeper, each.found, _client(config, each, generation)) for each in remnants]
     held = [Held.from_json(each) for remnant in remnants for each in remnant.said["held"]]
     return RayHeritage(run, str(remnants[0].said["token"]), left, held)
 
 
-def _remnants(run: str, generation: int) -> list[_Remnant]:
-    """From here on they refuse earlier generations."""
+def _remnants(run: str, generation: int) -> tuple[list[_Remnant], list[tuple[str, Any]]]:
+    """Actors that answer, this host's first, and those that do not, with their nodes. From here on they refuse earlier
+    generations."""
     names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == run]
-    files = imported()
+    files, here = imported(), ray.get_runtime_context().get_node_id()
     asked = []
     for name in names:
         try:
@@ -129,47 +132,41 @@ def _remnants(run: str, generation: int) -> list[_Remnant]:
         except ValueError:  # it has ended meanwhile
             continue
         asked.append((name.split("-")[1], keeper, keeper.heritage.remote(generation, files), keeper.facts.remote()))
-    remnants = []
+    remnants: list[_Remnant] = []
+    late: list[tuple[str, Any]] = []
     for node, keeper, said, found in asked:
         try:
             what = session.answer(said, node, "what is left there", timeout_s=ASK_S)
             like = session.answer(found, node, "what it is like", timeout_s=ASK_S)
         except Superseded:
             raise
-        except (ray.exceptions.RayError, WaitTimeout) as error:
+        except ray.exceptions.RayError as error:
             log.info("%s has nothing that is left: %s", node, error)
             continue
-        remnants.append(_Remnant(node, keeper, what, like))
-    return remnants
+        except WaitTimeout:
+            late.append((node, keeper))
+            continue
+        remnants.append(_Remnant(node, keeper, what, like, node == here))
+    return sorted(remnants, key=lambda each: not each.near), late
 
 
 class _Unusable(Exception):
     """Why a run cannot go on with what is left."""
 
 
-def _must_be_usable(remnants: Sequence[_Remnant], here: str, difference: str | None) -> None:
+def _must_be_usable(remnants: Sequence[_Remnant], late: Sequence[tuple[str, Any]], difference: str | None) -> None:
     """Raises _Unusable."""
     if difference is not None:
         raise _Unusable(difference)
-    if remnants[0].node != here:
+    if late:  # it may come back at any time, and with it workers in places that others have then
+        raise _Unusable(f"node {late[0][0]} does not answer, and is not lost yet")
+    if not remnants[0].near:
         raise _Unusable("this host, where it is resumed, has nothing of it")
     if not any(each.said["agent"] for each in remnants):
         raise _Unusable("all its agents have ended")
     for each in remnants:
         if each.said["changed"] is not None:
             raise _Unusable(f"{each.said['changed']} of {each.host} has changed since the run was last started")
-
-
-def _watch(holder: _Remnant, generation: int, grace_s: float) -> None:
-    """From now on it lives as long as this process. Raises Superseded, _Unusable."""
-    if not holder.here:
-        return
-    try:
-        be_watched(holder.keeper, holder.host, generation, grace_s)
-    except Superseded:
-        raise
-    except (ray.exceptions.RayError, WaitTimeout) as error:
-        raise _Unusable(f"the actor of this host is gone ({error})") from error
 
 
 def _client(config: Config, remnant: _Remnant, generation: int) -> AgentClient | None:
