@@ -39,6 +39,8 @@ AGAIN_S = 0.1
 """How often a signal that the main thread has not heard is sent to it again."""
 CLOSING_S = 2.0
 """An orphan's main thread gets this long to close the service before the process ends anyhow."""
+BRIEF_S = 1.0
+"""Who ends a connection this soon has not taken it."""
 ORPHANED = 75
 """Exit code of a worker whose controller is gone."""
 
@@ -57,7 +59,7 @@ class Uplink:
         self._connection: wire.Connection | None = None
         self._received = STARTED
         self._kept: dict[int, tuple[bytes, Payload | bytearray]] = {}
-        self._lost_at = self._alone_at = time.monotonic()
+        self._lost_at = self._alone_at = self._dialled_at = time.monotonic()
         self._refused = ""
         self._orphan_since: float | None = None
         self._dial_at = self._pulse_at = 0.0
@@ -201,14 +203,18 @@ class Uplink:
         except wire.WireError as error:
             if isinstance(error, wire.Refused) and error.code != "protocol":
                 self._refused = error.why
-            self._dial_at = time.monotonic() + min(1.0, 0.05 + 0.2 * (time.monotonic() - self._lost_at))
+            self._dial_later()
             return
         with self._lock:
-            self._connection = connection
+            self._connection, self._dialled_at = connection, time.monotonic()
             self._send(*pack(Resume(self._received, os.getpid())))
             for parts in list(self._kept.values()):
                 self._send(*parts)
         self._orphan_since = None
+
+    def _dial_later(self) -> None:
+        now = time.monotonic()
+        self._dial_at = now + min(1.0, 0.05 + 0.2 * (now - self._lost_at))
 
     def _send(self, *parts: bytes | bytearray | memoryview) -> None:
         """Needs the lock."""
@@ -220,8 +226,11 @@ class Uplink:
                 return
             connection.close()
             self._connection = None
-            self._lost_at = self._alone_at = time.monotonic()
-            self._dial_at = 0.0
+            if time.monotonic() - self._dialled_at < BRIEF_S:
+                self._dial_later()
+            else:
+                self._lost_at = self._alone_at = time.monotonic()
+                self._dial_at = 0.0
         self._wake()
         _tell(f"{why}; dialling again")
 

@@ -263,6 +263,21 @@ def test_a_living_controller_may_be_away_for_a_while(tmp_path: Path) -> None:
         assert line.hear(Result) == Result(FIRST)
 
 
+def test_a_controller_that_takes_no_connection_is_not_dialled_without_pause(tmp_path: Path) -> None:
+    """It does not know the worker: not yet, or not any more."""
+    with worker(tmp_path) as (listener, _):
+        dials, until = 0, time.monotonic() + 60.0
+        while dials == 0 or time.monotonic() < until:
+            assert time.monotonic() < until
+            connection = listener.accept(0.1)
+            if connection is not None:
+                connection.close()
+                until = until if dials else time.monotonic() + 3.0
+                dials += 1
+        assert 2 < dials < 40
+        assert Line(listener).hear(Result) == Result(0), "then it knows it"
+
+
 def test_a_superseded_worker_leaves(tmp_path: Path) -> None:
     with worker(tmp_path) as (listener, process):
         line = Line(listener)
