@@ -190,7 +190,9 @@ class Hub:
         """Hears everything that is there, and writes what goes."""
         worker = self._workers.get(connection.peer.name)
         try:
-            while (frame := connection.recv(0)) is not None and worker is not None:
+            for frame in connection.frames():
+                if worker is None:
+                    break
                 message, payload = unpack_to_controller(frame)
                 if worker.connection is not connection and not isinstance(message, Resume):
                     raise ValueError(f"said {type(message).__name__} on a connection that is not its own")

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -17,6 +18,9 @@ MAX_FRAME = 4 << 30
 """Bytes of a frame, at most, unless told otherwise."""
 BULK = 64 << 10
 """Frames above this many bytes count into `Connection.bulk` as they move."""
+
+AHEAD = 4096
+"""Bytes that are asked for at a time where fewer are wanted."""
 
 _LENGTH = struct.Struct(">Q")
 
@@ -77,6 +81,10 @@ class Connection:
         self._header = bytearray(_LENGTH.size)
         self._body: bytearray | None = None
         self._filled = 0
+        self._ahead = memoryview(b"")
+        """What has been read of the socket and not been taken."""
+        self._drained = False
+        """Whether the last read took all that there was."""
 
     @property
     def closed(self) -> bool:
@@ -152,6 +160,14 @@ class Connection:
             if left <= 0 or not _ready(self._socket, select.POLLIN, left):
                 return None
 
+    def frames(self) -> Iterator[bytearray]:
+        """Those that are here already; what comes meanwhile may be left. Raises what `recv` raises."""
+        self._drained = False
+        while (frame := self._read()) is not None:
+            yield frame
+            if self._drained and not self._ahead:
+                return
+
     def close(self) -> None:
         """Closes both directions; wakes whoever waits on it. Idempotent."""
         if self._closed:
@@ -208,19 +224,36 @@ class Connection:
     def _fill(self, buffer: bytearray) -> bool:
         view = memoryview(buffer)
         while self._filled < len(buffer):
-            try:
-                got = self._socket.recv_into(view[self._filled :])
-            except (BlockingIOError, InterruptedError):
+            rest, before = view[self._filled :], self._filled
+            if not self._ahead and not self._receive(rest):
                 return False
-            except OSError as error:
-                self.close()
-                raise ConnectionClosed(self.peer.name, reason(error)) from None
-            if got == 0:
-                self.close()
-                raise ConnectionClosed(self.peer.name, "the peer closed it")
-            self._filled += got
+            if self._ahead:
+                part = self._ahead[: len(rest)]
+                rest[: len(part)] = part
+                self._filled, self._ahead = self._filled + len(part), self._ahead[len(part) :]
             if len(buffer) > BULK:
-                self.bulk += got
+                self.bulk += self._filled - before
+        return True
+
+    def _receive(self, rest: memoryview) -> bool:
+        """Reads into `rest` where that is long, else a small frame and what follows it at a time; whether anything."""
+        try:
+            if len(rest) >= AHEAD:
+                got = self._socket.recv_into(rest)
+                self._filled += got
+                self._drained = got < len(rest)
+            else:
+                self._ahead = memoryview(self._socket.recv(AHEAD))
+                got = len(self._ahead)
+                self._drained = got < AHEAD
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self.close()
+            raise ConnectionClosed(self.peer.name, reason(error)) from None
+        if got == 0:
+            self.close()
+            raise ConnectionClosed(self.peer.name, "the peer closed it")
         return True
 
 

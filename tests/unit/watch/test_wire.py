@@ -64,6 +64,34 @@ def test_frames_arrive_whole_and_in_order() -> None:
         assert server.recv(0) is None
 
 
+def test_all_frames_that_are_here_are_heard_at_once() -> None:
+    sizes = (0, 1, 4087, 4088, 4089, 70_000, 3)
+    with pair() as (client, server):
+        for size in sizes:
+            client.send(b"z" * size)
+        heard: list[int] = []
+        while len(heard) < len(sizes):
+            select.select([server], [], [], 5.0)
+            heard += [len(frame) for frame in server.frames()]
+        assert heard == list(sizes) and list(server.frames()) == []
+        client.send(b"last")
+        client.close()
+        select.select([server], [], [], 5.0)
+        assert list(server.frames()) == [b"last"]
+        with pytest.raises(ConnectionClosed):
+            list(server.frames())
+
+
+def test_what_was_read_ahead_is_heard_by_whoever_reads_next() -> None:
+    with pair() as (client, server):
+        client.queue(b"one")
+        client.queue(b"two")
+        assert client.flush()
+        select.select([server], [], [], 5.0)
+        assert next(server.frames()) == b"one"
+        assert server.recv(0) == b"two"
+
+
 def test_a_part_may_be_empty() -> None:
     """As the payload is of an exception with a long traceback."""
     with pair() as (here, there):
