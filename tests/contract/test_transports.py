@@ -111,7 +111,7 @@ def test_a_receiver_killed_in_mid_transfer(build: Build, transport: str, times: 
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)], ids=["1", "20"])
 def test_a_receiver_that_is_stopped_holds_nobody(build: Build, times: int) -> None:
     house = build("gloo", ["a"], ["b", "c"], limit_s=2.0)
-    house.publish(0)
+    house.start()
     for version in range(1, times + 1):
         began = time.monotonic()
         assert house.caught("b", version, lambda pid: os.kill(pid, signal.SIGSTOP)) == [False, True]
@@ -124,10 +124,11 @@ def test_a_receiver_that_is_stopped_holds_nobody(build: Build, times: int) -> No
         house.check(version)
 
 
+@pytest.mark.parametrize("transport", BETWEEN)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals) -> None:
-    house = build("gloo", ["a"], ["b", "c"], limit_s=10.0)
-    house.publish(0)
+def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals, transport: str) -> None:
+    house = build(transport, ["a"], ["b", "c"], limit_s=10.0)
+    house.start()
     # both receivers lose it at once: neither is to blame
     assert house.caught("a", 1, lambda pid: os.kill(pid, number)) == [True, True]
     house.check(1)
@@ -139,7 +140,7 @@ def test_a_sender_that_fails_is_replaced(build: Build, number: signal.Signals) -
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_trainer_node_that_fails_while_ranks_are_collected(build: Build, node: str, number: signal.Signals) -> None:
     house = build("gloo", ["a", "b"], ["c"], limit_s=10.0)
-    house.publish(0)
+    house.start()
     assert house.caught(node, 1, lambda pid: os.kill(pid, number)) == [True]
     house.check(1)
     assert house.publish(2) == [True]
@@ -148,7 +149,7 @@ def test_a_trainer_node_that_fails_while_ranks_are_collected(build: Build, node:
 
 def test_a_version_that_cannot_be_collected_names_the_ranks_that_have_to_make_it_again(build: Build) -> None:
     house = build("gloo", ["a", "b"], ["c"], limit_s=2.0)
-    house.publish(0)
+    house.start()
     for store, rank in zip(house.stores[:1], (0,), strict=True):
         store.write_shards(rank, 1, rows_of(house.make(1), rank, 2))
     with pytest.raises(Stalled, match=house.ranks[1].spec.name):
@@ -283,7 +284,7 @@ def test_what_is_kept_is_held_against_what_the_sender_has(build: Build, transpor
 
 def test_the_trainer_waits_for_no_older_version_on_its_way_to_its_own_nodes(build: Build) -> None:
     house = build("gloo", ["a", "b"], ["b"], limit_s=30.0)
-    house.publish(0)
+    house.start()
     (house.hold / "b").write_text("receive")
     thread, _ = house.begin(1)
     until(lambda: (house.hold / f"b.{house.couriers['b'].pid}").exists(), "the version is on its way to b")
@@ -303,28 +304,62 @@ def test_the_trainer_waits_for_no_older_version_on_its_way_to_its_own_nodes(buil
     assert not left.is_alive()
 
 
-@pytest.mark.parametrize("transport", ["shared", "gloo"])
-def test_a_reader_that_hangs_with_what_the_next_version_needs_is_named(build: Build, transport: str) -> None:
-    house = build(transport, ["a"], ["a"], limit_s=1.0)
-    house.publish(0)
+@pytest.fixture
+def reads() -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
+    """Processes that read version 0 of a store, and do not come to an end."""
     code = "import sys, time; from pathlib import Path; from lockstep.weights.shared import Reader\n"
     code += "with Reader()(Path(sys.argv[1]), 0): print('reads', flush=True); time.sleep(120)"
-    folder = house.delivery.where(house.engines[0], 0)
-    reader = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, text=True)
-    try:
-        assert reader.stdout.readline() == "reads\n"
-        assert house.publish(1) == [True]
-        with pytest.raises(BufferHeld, match=rf"pid {reader.pid} reads") as told:
-            house.publish(2)
-        house.check(1)
-        house.engines[0].pid = os.getpid()  # it reads by a process of its own
-        assert house.delivery.reads(house.engines[0], told.value)
-        house.engines[0].pid = 1 << 30
-        assert not house.delivery.reads(house.engines[0], told.value)
-    finally:
-        reader.kill()
-        reader.wait(30)
+    started = []
+
+    def one(folder: str) -> "subprocess.Popen[str]":
+        words = [sys.executable, "-c", code, folder]
+        started.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "reads\n"
+        return started[-1]
+
+    yield one
+    for each in started:
+        each.kill()
+        each.wait(30)
+        each.stdout.close()
+
+
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_reader_that_hangs_with_what_the_next_version_needs_is_named(
+    build: Build, reads: Callable[[str], "subprocess.Popen[str]"], transport: str
+) -> None:
+    house = build(transport, ["a"], ["a"], limit_s=1.0)
+    house.start()
+    reader = reads(house.delivery.where(house.engines[0], 0))
+    assert house.publish(1) == [True]
+    with pytest.raises(BufferHeld, match=rf"pid {reader.pid} reads") as told:
+        house.publish(2)
+    house.check(1)
+    house.engines[0].pid = os.getpid()  # it reads by a process of its own
+    assert house.delivery.reads(house.engines[0], told.value)
+    house.engines[0].pid = 1 << 30
+    assert not house.delivery.reads(house.engines[0], told.value)
+    reader.kill()
+    reader.wait(30)
     assert house.publish(2) == [True]
+    house.check(2)
+
+
+def test_a_reader_that_hangs_where_no_rank_is_leaves_its_node_behind_until_it_is_ended(
+    build: Build, reads: Callable[[str], "subprocess.Popen[str]"]
+) -> None:
+    house = build("gloo", ["a"], ["b", "c"], limit_s=3.0)
+    house.start()
+    reader = reads(house.delivery.where(house.engines[0], 0))
+    assert house.publish(1) == [True, True] and house.delivery.hanging() == []
+    assert house.publish(2) == [False, True]
+    (held,) = house.delivery.hanging()
+    house.engines[0].pid = house.engines[1].pid = reader.pid  # numbers of processes repeat from node to node
+    assert [house.delivery.reads(each, held) for each in house.engines] == [True, False]
+    reader.kill()
+    reader.wait(30)
+    assert house.delivery.hanging() == []
+    house.fetch(0, 2)
     house.check(2)
 
 

@@ -167,6 +167,12 @@ class House:
         self.delivery.publish(version, write)
         return [self.delivery.where(engine, version) is not None for engine in self.engines]
 
+    def start(self) -> None:
+        """Publishes version 0, however long couriers take to come up."""
+        for number, there in enumerate(self.publish(0)):
+            if not there:
+                self.fetch(number, 0)
+
     def check(self, version: int, *engines: int) -> None:
         """What these engines (all when none is named) read is what was written, to the byte."""
         expected = self.make(version)

@@ -65,6 +65,8 @@ class WeightSync:
 
     def _deliver(self, version: int, write: Write) -> None:
         """Has the version written and brought to the engines' nodes; whoever is in the way of that is ended."""
+        for hanging in self.delivery.hanging():
+            self.engines.end(partial(self.delivery.reads, held=hanging), str(hanging))
         while True:
             try:
                 self.delivery.publish(version, write)

@@ -307,7 +307,7 @@ class Courier(CourierAPI):
         if self._way == "gloo":
             return GlooLink(self._meeting, link, False, self._limit_s)
         return FileInlet(
-            self._shared_folder, self.generation, link, self._limit_s, lambda: meeting.refused(self._meeting, link)
+            self._shared_folder, self.generation, link, self._limit_s / 2, lambda: meeting.refused(self._meeting, link)
         )
 
     @property

@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cluster.calls import gather
+from lockstep.cluster.calls import gather, settle
 from lockstep.cluster.protocol import RemoteError, Worker
 from lockstep.watch import waits
 from lockstep.watch.waits import Stalled
 from lockstep.weights.api import CourierAPI, Received
 from lockstep.weights.delivery import Write
 from lockstep.weights.errors import BufferHeld, LinkFailed
+from lockstep.weights.fence import Lineage
 from lockstep.weights.plan import Plan
 from lockstep.weights.posts import LOOK_S, Hires, Nodes, Posts
 from lockstep.weights.round import FAILED, Round
@@ -88,6 +89,17 @@ class Couriers:
         finally:
             self._publishing = False
             self._release(claim)
+
+    def hanging(self) -> list[BufferHeld]:
+        with self._lock:
+            behind = [(node, node.courier) for node in self._nodes.values() if node.behind]
+        asked = [(node, courier.submit(CourierAPI.readers)) for node, courier in behind if courier is not None]
+        answers = settle([pending for _, pending in asked], "who reads weights", ANSWER_S)
+        found = []
+        for (node, _), readers in zip(asked, answers, strict=True):
+            if isinstance(readers, list) and readers:
+                found.append(self._held(node, readers))
+        return found
 
     def reads(self, engine: Worker, held: BufferHeld) -> bool:
         known_as = self._cluster.node_of(engine).name
@@ -193,16 +205,19 @@ class Couriers:
                 log.warning("%s: no courier: %s", node.info.name, error)  # collecting tries again
                 continue
             if readers:
-                raise BufferHeld(Path(self._posts.folder(node)), node.info.name, readers, self._limit_s)
+                raise self._held(node, readers)
 
-    def _readers(self, node: Node) -> tuple[tuple[int, ...], ...]:
+    def _held(self, node: Node, readers: Sequence[Lineage]) -> BufferHeld:
+        return BufferHeld(Path(self._posts.folder(node)), node.info.name, tuple(map(tuple, readers)), self._limit_s)
+
+    def _readers(self, node: Node) -> list[Lineage]:
         """Who has not let go of the node's spare buffer within the limit."""
         end = time.monotonic() + self._limit_s
         while True:
             asked = node.call().submit(CourierAPI.readers)
             (found,) = gather([asked], why="who reads weights", stall_s=self._limit_s)
             if not found or time.monotonic() > end:
-                return tuple(map(tuple, found))
+                return found
             waits.sleep(LOOK_S, f"readers of the weights on {node.info.name} come to their end")
 
     # --- transfers
@@ -258,6 +273,8 @@ class Couriers:
             holders = [node for node in having if self._posts.lives(node)] or self._homes[:1]
             ranks = sorted(rank for some in self._ranks.values() for rank in some)
         carried = self._carry(version, missing, holders, ranks)
+        for node in missing:
+            node.behind = node in carried.behind
         for node in carried.behind:
             log.warning("%s has no version %d of the weights; it is brought up to date later", node.info.name, version)
         return carried

@@ -40,6 +40,10 @@ class Delivery(Source, Protocol):
             IncompleteWeights, PlanMismatch: it cannot be committed.
         """
 
+    def hanging(self) -> list[BufferHeld]:
+        """Readers that have kept a node without trainer ranks from getting a version, and still do. Asked before a
+        publish, which does without them."""
+
     def reads(self, engine: Worker, held: BufferHeld) -> bool:
         """Whether it is this engine that a version could not be written for."""
 

@@ -59,6 +59,9 @@ class OneHost:
         write()
         self.store.commit(version)
 
+    def hanging(self) -> list[BufferHeld]:
+        return []
+
     def reads(self, engine: Worker, held: BufferHeld) -> bool:
         return any(engine.pid in each for each in held.readers)
 

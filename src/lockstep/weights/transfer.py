@@ -1,5 +1,6 @@
 """One transfer between two nodes, watched by the controller."""
 
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -46,14 +47,17 @@ class Node:
     urgent: bool = False
     """The trainer wants to write there: what else is under way ends."""
     hiring: Hiring | None = None
+    behind: bool = False
+    """Whether it was left behind when it was brought weights last."""
     stuck: bool = False
     """Its courier owes an answer that nobody waits for any more."""
 
     def call(self) -> Worker:
-        """Its courier."""
-        if self.courier is None:
-            raise RuntimeError(f"no courier runs on {self.info.name}")
-        return self.courier
+        """Its courier. Raises LinkFailed where there is none, as it is being replaced."""
+        courier = self.courier
+        if courier is None:
+            raise LinkFailed(f"weights to {self.info.name}", self.info.name, "no courier runs there now")
+        return courier
 
     @property
     def fit(self) -> bool:
@@ -99,7 +103,9 @@ class Transfer:
         return self.bytes, self.summed, self.receiver.moves
 
     def silent_s(self) -> float:
-        """How long the sender has owed an answer."""
+        """How long the sender has owed an answer; one that has ended gives none."""
+        if not self.sender.alive():
+            return math.inf
         return time.monotonic() - self._asked_at if self._asked is not None and not self._asked.done() else 0.0
 
     def superseded(self) -> bool:

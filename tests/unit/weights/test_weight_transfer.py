@@ -35,6 +35,9 @@ class Courier:
     def __init__(self, says: Any) -> None:
         self.says = says
 
+    def alive(self) -> bool:
+        return not isinstance(self.says, WorkerDied)
+
     def submit(self, method: Any, *arguments: Any) -> Answer:
         return Answer(self.says)
 
