@@ -112,7 +112,9 @@ def update(rows: Sequence[Row]) -> list[str]:
 
 def generate(rows: Sequence[Row]) -> list[str]:
     """Of `benchmarks.vllm_engine generate`."""
-    out = markdown_head("parameters", "work", "our engine", "`LLM` as ours / ours", "`LLM` by default / ours", "goal")
+    out = markdown_head(
+        "parameters", "work", "our engine", "our speed / `LLM` as ours", "our speed / `LLM` by default", "goal"
+    )
     goals = []
     for row in rows:
         same = row["generate median"] / row["ours median"]
@@ -122,18 +124,17 @@ def generate(rows: Sequence[Row]) -> list[str]:
         mine += [] if own is None else [Goal(f"{what}, by default", own, 0.95)]
         goals += mine
         met = "0.95" if all(goal.met for goal in mine) else "0.95 (not met)"
-        cells = f"{row['tokens/s']:,.0f} tokens/s", f"{same:.2f}", "not measured" if own is None else f"{own:.2f}", met
+        cells = f"{row['ours median']:.2f} s", f"{same:.2f}", "not measured" if own is None else f"{own:.2f}", met
         out.append(markdown(row["model"], row["work"], *cells))
     return [*out, "", *verdicts(goals), "", _about(rows)]
 
 
 def builtin(rows: Sequence[Row]) -> list[str]:
     """Of `benchmarks.vllm_engine builtin`."""
-    out = markdown_head("parameters", "work", "builtin", "vLLM", "builtin / vLLM")
+    out = markdown_head("parameters", "work", "builtin", "vLLM", "speed of builtin / vLLM")
     for row in rows:
-        ours, theirs = row["builtin tokens/s"], row["vllm tokens/s"]
-        rates = f"{ours:,.0f} tokens/s", f"{theirs:,.0f} tokens/s", f"{ours / theirs:.2f}x"
-        out.append(markdown(row["model"], row["work"], *rates))
+        ours, theirs = row["builtin median"], row["vllm median"]
+        out.append(markdown(row["model"], row["work"], f"{ours:.2f} s", f"{theirs:.2f} s", f"{theirs / ours:.2f}x"))
     return [*out, "", _about(rows)]
 
 

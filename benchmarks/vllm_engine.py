@@ -152,7 +152,7 @@ def beside_generate(folder: Path, works: list[Work], repeats: int) -> list[dict[
 
 
 def their_engines(folder: Path, rows: int, context: int) -> tuple[Any, Any]:
-    """vLLM's `LLM` with the arguments of our engine, and as it is by default."""
+    """vLLM's `LLM` with the arguments of our engine, and as it is by default, but that prompts are read whole."""
     from vllm import LLM
 
     from lockstep.rollout.vllm.settings import engine_arguments
@@ -161,7 +161,9 @@ def their_engines(folder: Path, rows: int, context: int) -> tuple[Any, Any]:
     for name in ("worker_extension_cls", "weight_transfer_config"):
         del arguments[name]
     sizes = {name: arguments[name] for name in ("model", "dtype", "max_model_len", "kv_cache_memory_bytes")}
-    return LLM(**arguments | {"skip_tokenizer_init": False}), LLM(**sizes)
+    # A seeded request whose prompt is read in parts ends vLLM's CPU build: "CPU Generator does not use offset".
+    own = LLM(**sizes, enable_chunked_prefill=False)
+    return LLM(**arguments | {"skip_tokenizer_init": False}), own
 
 
 def as_theirs(wanted: list[Request]) -> tuple[list[Any], list[Any]]:

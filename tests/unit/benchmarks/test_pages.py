@@ -43,7 +43,7 @@ def test_an_update_is_held_against_both_goals():
 
 
 def test_generation_is_held_against_both_of_theirs():
-    row = {"model": "3M", "work": "tail", "tokens/s": 1e3, "ours median": 1.0, "generate median": 1.0}
+    row = {"model": "3M", "work": "tail", "ours median": 1.0, "generate median": 1.0}
     assert "| 1.00 | not measured | 0.95 |" in "\n".join(pages.generate([row]))
     text = "\n".join(pages.generate([row | {"defaults median": 0.9}]))
     assert "| 1.00 | 0.90 | 0.95 (not met) |" in text and "3M tail, by default 0.90, wanted 0.95" in text
