@@ -14,6 +14,8 @@ import psutil
 from namespaces import Cable
 
 BOUND_S = 120.0
+LEAVES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
+"""Nodes leave a cluster whose head does not answer for so many seconds."""
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
@@ -65,13 +67,13 @@ class Hosts:
     def mend(self) -> None:
         self.cable.mend()
 
-    def start_ray(self, cpus: int = 4) -> None:
-        """On both; returns when the head listens."""
-        own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--block", "--disable-usage-stats"]
+    def start_ray(self, cpus: int = 4, gpus: tuple[int, int] = (0, 0)) -> None:
+        """On both, with so many GPUs that nobody must touch; returns when the head listens."""
+        own = self._own(cpus, gpus[0])
         head = ["--head", "--port", str(self.port), "--include-dashboard=false", "--temp-dir", str(self.temporary)]
         self._start("a", [RAY, "start", *head, "--node-ip-address", self.cable.here, *own])
         until(self._listens, BOUND_S, "the head listens")
-        self.join_b(cpus)
+        self.join_b(cpus, gpus[1])
 
     def meet(self) -> None:
         """Returns when the head knows both."""
@@ -81,17 +83,39 @@ class Hosts:
         words = [RAY, "status", "--address", self.address]
         return subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60).stdout
 
-    def join_b(self, cpus: int = 4) -> None:
-        own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--block", "--disable-usage-stats"]
-        words = [RAY, "start", "--address", self.address, "--node-ip-address", self.cable.there, *own]
+    def join_b(self, cpus: int = 4, gpus: int = 0) -> None:
+        words = [RAY, "start", "--address", self.address, "--node-ip-address", self.cable.there, *self._own(cpus, gpus)]
         self._start("b", [*self.cable.inside, *words])
+
+    def end_b(self) -> None:
+        """All of its processes at once, as when its power goes."""
+        words = ["ip", "netns", "pids", self.cable.name]
+        found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout
+        ours = [psutil.Process(int(pid)) for pid in found.split()]
+        for process in ours:
+            process.kill()
+        psutil.wait_procs(ours, timeout=20)
+
+    def end_head(self) -> None:
+        """The process that knows all nodes; its own node goes at once, the other one in ten seconds."""
+        ours = [psutil.Process(each.pid) for each in self._started if each.poll() is None]
+        (head,) = [each for one in ours for each in one.children(recursive=True) if "gcs_server" in each.name()]
+        head.kill()
+
+    def has_ended(self) -> bool:
+        """Whether none of the two has a Ray."""
+        return all(each.poll() is not None for each in self._started)
+
+    def _own(self, cpus: int, gpus: int) -> list[str]:
+        few = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--block", "--disable-usage-stats"]
+        return [*few, *(["--num-gpus", str(gpus)] if gpus else [])]
 
     def _start(self, host: str, words: list[str]) -> None:
         with (self.folder / f"ray-{host}.log").open("ab") as output:
             self._started.append(
                 subprocess.Popen(
-                    words, env={**self.environment, "LOCKSTEP_BEACONS": str(self.shared(host))}, stdout=output,
-                    stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
+                    words, env={**self.environment, **LEAVES, "LOCKSTEP_BEACONS": str(self.shared(host))},
+                    stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
                 )
             )  # fmt: skip
 

@@ -61,7 +61,8 @@ def engine(rank: int, name: str = "", service: type = Plain, **arguments: Any) -
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+def hosts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    """With as many GPUs on each as the test says, none of which is there."""
     from lockstep.cluster.ray.nodes import look_at_nodes
 
     with ExitStack() as closing:
@@ -72,7 +73,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
             if name.startswith("RAY_"):
                 monkeypatch.setenv(name, value)
         monkeypatch.setenv("LOCKSTEP_BEACONS", str(made.shared("a")))
-        made.start_ray()
+        made.start_ray(gpus=getattr(request, "param", (0, 0)))
         until(lambda: len(look_at_nodes(config(made))) == 2, 120, "Ray knows both hosts")
         yield made
 
@@ -145,6 +146,50 @@ def test_ends_of_workers_on_another_host_are_told_with_their_last_lines(hosts: H
         assert third.call(Plain.add, 2) == 2
         pids = [worker.pid for worker in (third, workers[0])]
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def rank(number: int, life: int = 0, limit_s: float | None = None) -> WorkerSpec:
+    name = f"policy-{number}" + (f".{life}" if life else "")
+    return WorkerSpec(
+        name, "policy", number, "cluster_services:Plain", {}, ENVIRONMENT, ("numpy",), place_limit_s=limit_s
+    )
+
+
+def places(workers: list[Any]) -> dict[str, tuple[bool, str]]:
+    """Whether it is on the controller's host, and its GPUs."""
+    return {
+        worker.name: (worker.node.here, worker.call(Plain.environment, "CUDA_VISIBLE_DEVICES")) for worker in workers
+    }
+
+
+@pytest.mark.parametrize("hosts", [(1, 2)], ids=["gpus"], indirect=True)
+def test_a_host_with_gpus_is_lost_and_comes_back(
+    hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fewer ranks have the places that are left; the host's GPUs are this run's again once it is there."""
+    from lockstep.cluster.ray.cluster import RayCluster
+    from lockstep.cluster.ray.nodes import node_facts
+
+    wanted = [Wanted(f"policy-{number}", "policy", number, 1.0, 1) for number in range(3)]
+    run, settings = f"gpus-{secrets.token_hex(3)}", config(hosts, device="cpu", orphan_grace_s=60.0)
+    with RayCluster(settings, run, tmp_path / "run", 1, wanted=wanted, placement=Placement()) as cluster:
+        workers = cluster.start([rank(number) for number in range(3)])
+        assert places(workers) == {"policy-0": (False, "0"), "policy-1": (False, "1"), "policy-2": (True, "0")}
+        hosts.end_b()
+        until(lambda: workers[0].dead and workers[1].dead, 60, "its workers are lost")
+        cluster.stop(workers[2], 0.0)
+        with pytest.raises(WorkerDied, match=r"policy-0\.1 vanished \(its node is lost, and no other had room"):
+            cluster.start([rank(number, 1, limit_s=3.0) for number in range(3)])
+        (fewer,) = cluster.start([rank(0, 2, limit_s=3.0)])
+        assert places([fewer]) == {"policy-0.2": (True, "0")}
+        cluster.stop(fewer, 0.0)
+        hosts.join_b(gpus=2)
+        with caplog.at_level(logging.WARNING):
+            again = cluster.start([rank(number, 3) for number in range(3)])
+        assert places(again) == {"policy-0.3": (True, "0"), "policy-1.3": (False, "0"), "policy-2.3": (False, "1")}
+        assert any(line.startswith("policy-1..2: on ") for line in caplog.messages), caplog.messages
+        (far,) = [each for each in node_facts() if each.gpus == 2]
+        assert far.free_gpus == 0
 
 
 BESIDE = [str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent)]

@@ -213,9 +213,9 @@ class AgentCluster(ABC):
         if self._closed or os.getpid() != self._pid:
             return
         self._closing = True
-        with self._lock:
-            pass  # from here on no other agent is started
         try:
+            with self._lock:
+                pass  # from here on no other agent is started
             if self._supervision is not None:
                 self._supervision.close()
             if self._superseded:
@@ -262,8 +262,9 @@ class AgentCluster(ABC):
     def _spawn(self, specs: Sequence[WorkerSpec], which: Sequence[int], workers: dict[int, RemoteWorker]) -> None:
         """Adds those to `workers` by their numbers, as processes that begin."""
         pids = []
-        for number in which:
-            worker = workers[number] = self._handle(specs[number], self._place(specs[number]))
+        nodes = [self._place(specs[number]) for number in which]  # all of them, or nothing is started
+        for number, node in zip(which, nodes, strict=True):
+            worker = workers[number] = self._handle(specs[number], node)
             with self._dies_with_node(worker):
                 pids.append((worker, self._order(worker)))
         for worker, pid in pids:

@@ -23,6 +23,10 @@ class Taken(PlacementError):
     """What was free a moment ago cannot be reserved any more: another look says what is."""
 
 
+class Silent(ConnectionError):
+    """Nobody says now what is free, or reserves it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a process is to be."""
@@ -89,7 +93,7 @@ class Places:
         """A place for each, as soon as others have left enough; what is waited for is told.
 
         Args:
-            look: the nodes as they are now. ConnectionError where nobody says: then later.
+            look: the nodes as they are now. Raises Silent, then later again.
 
         Raises:
             PlacementError, DoesNotFit: also where others have nothing.
@@ -100,7 +104,7 @@ class Places:
             try:
                 assignment = assign(list(self._wanted.values()), self._placement, look())
                 self._take(reserve(assignment), assignment, logging.WARNING if self._told else logging.INFO)
-            except (Busy, Taken, ConnectionError) as error:
+            except (Busy, Taken, Silent) as error:
                 self.tell(str(error), again_after_s=6 * notice_after_s)
                 return None
             return True

@@ -11,11 +11,12 @@ from lockstep.cluster.base import AgentCluster, Limits
 from lockstep.cluster.bundles import NodeFacts, PlacementError, Wanted
 from lockstep.cluster.node import Node
 from lockstep.cluster.placement import Assignment
-from lockstep.cluster.places import AS_LONG_AS_IT_TAKES, LOOK_S, Held, Places
-from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.places import AS_LONG_AS_IT_TAKES, LOOK_S, Held, Places, Silent
+from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.placement import Placement
 from lockstep.watch import waits
 from lockstep.watch.agent_client import AgentGone
+from lockstep.watch.waits import WaitTimeout
 
 
 class PlacingLimits(Limits, Protocol):
@@ -33,7 +34,7 @@ class PlacingCluster(AgentCluster):
         held: what an earlier controller of the run has reserved.
     """
 
-    refusals: tuple[type[Exception], ...] = (PlacementError,)
+    refusals: tuple[type[Exception], ...] = (PlacementError, Silent)
     """With which `_reserve`, `_look` and `_free` say that it cannot be now."""
 
     def __init__(
@@ -96,11 +97,18 @@ class PlacingCluster(AgentCluster):
 
     def _place(self, spec: WorkerSpec) -> Node:
         """Waits, visibly, where a GPU is needed that only others have."""
-        return waits.poll(
-            lambda: self._try_to_place(spec), kind="placement", whom="nodes of the cluster",
-            why=f"a place for {spec.name}", every_s=LOOK_S, notice_after_s=self._limits.notice_after_s,
-            timeout_s=self._busy_limit_s or AS_LONG_AS_IT_TAKES,
-        )  # fmt: skip
+        limit_s = min(spec.place_limit_s or AS_LONG_AS_IT_TAKES, self._busy_limit_s or AS_LONG_AS_IT_TAKES)
+        try:
+            return waits.poll(
+                lambda: self._try_to_place(spec), kind="placement", whom="nodes of the cluster",
+                why=f"a place for {spec.name}", every_s=LOOK_S, notice_after_s=self._limits.notice_after_s,
+                timeout_s=limit_s,
+            )  # fmt: skip
+        except WaitTimeout as error:
+            if spec.place_limit_s is None:
+                raise
+            lost = f"its node is lost, and no other had room for it within {error.waited_s:.0f} s"
+            raise WorkerDied(spec.name, spec.rank, None, "", lost) from error
 
     def _try_to_place(self, spec: WorkerSpec) -> Node | None:
         self._must_be_open()
@@ -142,7 +150,9 @@ class PlacingCluster(AgentCluster):
         return min((node for node in self._nodes if node.alive), key=lambda node: many[id(node)], default=None)
 
     def _anywhere(self) -> Node:
-        """Also on a node whose agent was killed."""
+        """Also on a node whose agent was killed, or whose actor was."""
+        if not self._nodes:
+            self._reserve(Assignment(tuple(self._look()), ()))
         node = self._emptiest() or next((each for each in self._nodes if self._living(each)), None)
         if node is None:
             raise AgentGone("start", "all nodes of the run are lost")
@@ -159,6 +169,8 @@ class PlacingCluster(AgentCluster):
             self._places.move(post, [each for each in self._look() if self._is_fit(each)], self._reserve)
         except self.refusals as error:
             self._must_be_open()
+            if isinstance(error, Silent) and self._emptiest() is None:
+                raise AgentGone("start", f"all nodes of the run are lost, and {error}") from error
             node = None if self._places.needs_gpus(post) else self._anywhere()
             then = "waits" if node is None else f"goes to {node.info.name}, where nothing is reserved for it"
             self._places.tell(f"{spec.name} {then}: {str(error).strip().splitlines()[-1]}")

@@ -53,6 +53,9 @@ class WorkerSpec:
     """Whether the run's next controller may go on with the process: its service has a `renew()`."""
     node: str | None = None
     """Name of the node it must be on; where the placement has it when None."""
+    place_limit_s: float | None = None
+    """How long a place is waited for that only others have: it counts as dead then. As the cluster's config says when
+    None."""
 
 
 def successor(name: str) -> str:

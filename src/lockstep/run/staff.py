@@ -15,6 +15,9 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 cores. How many threads there are is an argument of each service: the environment is one for all, so that one template
 process serves them all."""
 
+PLACE_S = 60.0
+"""A rank that has lost its node gets another within this, where the trainer may go on without it."""
+
 
 class Staff:
     """Starts trainer ranks and engines; scorers and environments start with their pools."""
@@ -105,7 +108,10 @@ class Staff:
             "generation": self.generation,
             "life": life,
         }
-        return self._spec(process, POLICY, arguments)
+        spec = self._spec(process, POLICY, arguments)
+        if config.recovery.fewer_ranks:
+            spec.place_limit_s = PLACE_S if world == config.trainer.ranks else PLACE_S / 4
+        return spec
 
     def _engine(self, process: PlannedProcess) -> WorkerSpec:
         config = self.prepared.config

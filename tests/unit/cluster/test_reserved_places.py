@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.cluster.bundles import NodeFacts, PlacementError, Wanted
 from lockstep.cluster.placement import Assignment, Busy, DoesNotFit
-from lockstep.cluster.places import Held, Place, Places, Taken
+from lockstep.cluster.places import Held, Place, Places, Silent, Taken
 from lockstep.config.placement import Placement
 from lockstep.watch.waits import WaitTimeout
 
@@ -84,7 +84,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
 
 def test_what_others_take_meanwhile_is_looked_for_again(told: Any) -> None:
     ground = Ground(a=4)
-    ground.refused = [Taken("others have taken it"), ConnectionError("nobody says")]
+    ground.refused = [Taken("others have taken it"), Silent("nobody says")]
     places = settled(ground, run(4))
     assert places.of("policy-3") == Place("a", ("3",))
     assert told(logging.WARNING) == [

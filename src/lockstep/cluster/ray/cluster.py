@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from lockstep.cluster.placement import Assignment
 from lockstep.cluster.places import Held
 from lockstep.cluster.placing import PlacingCluster
 from lockstep.cluster.ray import employing, session
+from lockstep.cluster.ray.asking import RaySilent
 from lockstep.cluster.ray.employing import Employed, Site
 from lockstep.cluster.ray.inheriting import RayHeritage
 from lockstep.cluster.ray.leaving import leave
@@ -44,7 +46,7 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 REFUSALS = (
     PlacementError, NodeRefused, VersionError, UnreachableAddress, AgentError, WaitTimeout, WireError,
-    ray.exceptions.RayError,
+    RaySilent, ray.exceptions.RayError,
 )  # fmt: skip
 
 
@@ -214,7 +216,18 @@ class RayCluster(PlacingCluster):
         return super()._superseded or Record.read(self._affairs).generation > self._generation
 
     def _living(self, node: Node) -> bool:
-        return node.alive or (isinstance(node, RayNode) and is_alive(node.id) and self._revive(node))
+        if node.alive or not isinstance(node, RayNode):
+            return node.alive
+        if time.monotonic() - node.refused_at < self._config.node_lost_after_s:
+            return False
+        try:
+            there = is_alive(node.id)
+        except RaySilent:
+            there = True  # its actor may answer, without the head
+        if there and self._revive(node):
+            return True
+        node.refused_at = time.monotonic()
+        return False
 
     def _revive(self, node: RayNode) -> bool:
         """Another agent on a node that Ray still has; whether it came. Whoever was there has been given up."""
@@ -228,10 +241,17 @@ class RayCluster(PlacingCluster):
         except Superseded as error:
             self._outdated = True
             raise AgentGone("start", str(error)) from error
+        except ray.exceptions.ActorDiedError:
+            self._give_up(node)
+            return False
         except (ray.exceptions.RayError, AgentError, NodeRefused, WaitTimeout, WireError) as error:
             log.warning("%s does not come back: %s", node.info.name, str(error).splitlines()[0])
             return False
         assert node.agent is not None
+        with self._lock:
+            if self._closing:
+                node.agent.close()
+            self._must_be_open()
         with contextlib.suppress(AgentGone):
             for worker in self._hub.workers:
                 if worker.node is node:  # its beacon is there, and says nothing any more
@@ -239,6 +259,12 @@ class RayCluster(PlacingCluster):
         if self._supervision is not None:
             self._supervision.watch(self._agents())
         return True
+
+    def _give_up(self, node: RayNode) -> None:
+        """Its actor has ended, and with it its agent and what was reserved there: another one may be employed."""
+        log.warning("the run's actor on %s has ended", node.info.name)
+        with self._lock:
+            self._nodes = [each for each in self._nodes if each is not node]
 
     # --- places
 
@@ -262,7 +288,7 @@ class RayCluster(PlacingCluster):
             self._start_agents(new)
             with self._lock:
                 self._must_be_open()
-                self._nodes = [*self._nodes, *new]
+                self._nodes = sorted([*self._nodes, *new], key=lambda node: not node.here)
         except BaseException as error:
             self._outdated = self._outdated or isinstance(error, Superseded)
             self._unfit |= {node.id for node in new} if isinstance(error, NodeRefused) else set()

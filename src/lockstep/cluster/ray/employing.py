@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lockstep.cluster.bundles import NodeFacts
 from lockstep.cluster.node import NodeRefused
+from lockstep.cluster.ray.asking import RaySilent, ask
 from lockstep.cluster.ray.keeper import MARK, Keeper
 from lockstep.cluster.ray.session import answer
 from lockstep.cluster.versions import Facts, must_work
@@ -72,16 +74,18 @@ def employ(nodes: Sequence[NodeFacts], site: Site) -> list[Employed]:
     """One actor for each node. Raises NodeRefused."""
     run, token, folder, cwd, mark, peer, interface, several, ports = astuple(site)
     actor = ray.remote(Keeper)
-    keepers = []
-    for node in nodes:
-        keeper = actor.options(
-            name=f"keeper-{node.id}-{secrets.token_hex(3)}", namespace=run, lifetime="detached",
-            num_cpus=0, max_concurrency=4,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
-        ).remote(run, token, folder, cwd, mark, node.name, peer, interface, several, ports)  # fmt: skip
-        keepers.append((node, keeper, keeper.facts.remote()))
+    keepers: list[tuple[NodeFacts, Any, Any]] = []
     found = []
     try:
+        for node in nodes:
+            employed = actor.options(
+                name=f"keeper-{node.id}-{secrets.token_hex(3)}", namespace=run, lifetime="detached",
+                num_cpus=0, max_concurrency=4,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            )  # fmt: skip
+            told = run, token, folder, cwd, mark, node.name, peer, interface, several, ports
+            keeper = ask(partial(employed.remote, *told), f"the run's actor on {node.name} is made")
+            keepers.append((node, keeper, keeper.facts.remote()))
         for node, keeper, facts in keepers:
             try:
                 found.append(Employed(keeper, answer(facts, node.name, "Ray starts the run's actor there")))
@@ -118,8 +122,8 @@ def employ_fit(
 def dismiss(keepers: Iterable[Any]) -> None:
     """Ends actors of this controller's that nobody else can have found."""
     for keeper in keepers:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(keeper)
+        with contextlib.suppress(RaySilent):
+            ask(partial(ray.kill, keeper), "an actor of the run is ended")
 
 
 def send_away(keepers: Iterable[tuple[str, Any]], generation: int) -> None:

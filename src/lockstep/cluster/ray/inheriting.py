@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lockstep.cluster.bundles import Wanted
 from lockstep.cluster.freshness import imported
 from lockstep.cluster.places import Held
 from lockstep.cluster.ray import session
+from lockstep.cluster.ray.asking import ask
 from lockstep.cluster.ray.employing import be_watched, send_away
 from lockstep.cluster.ray.record import Needs, Record
 from lockstep.config.cluster import RayCluster as Config
@@ -123,12 +125,13 @@ def _taken(config: Config, run: str, generation: int, difference: str | None) ->
 def _remnants(run: str, generation: int) -> tuple[list[_Remnant], list[tuple[str, Any]]]:
     """Actors that answer, this host's first, and those that do not, with their nodes. From here on they refuse earlier
     generations."""
-    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == run]
+    named = ask(lambda: ray.util.list_named_actors(all_namespaces=True), "what is left of the run")
+    names = [each["name"] for each in named if each["namespace"] == run]
     files, here = imported(), ray.get_runtime_context().get_node_id()
     asked = []
     for name in names:
         try:
-            keeper = ray.get_actor(name, namespace=run)
+            keeper = ask(partial(ray.get_actor, name, run), "what is left there")
         except ValueError:  # it has ended meanwhile
             continue
         asked.append((name.split("-")[1], keeper, keeper.heritage.remote(generation, files), keeper.facts.remote()))

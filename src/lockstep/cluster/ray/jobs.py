@@ -9,12 +9,12 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.cluster.ray.bounded import begun
 from lockstep.watch import waits
 from lockstep.watch.waits import WaitTimeout
 
@@ -226,17 +226,8 @@ def _client(address: str) -> Any:
 
 def _bounded(call: Callable[[], T], address: str, what: str, limit_s: float) -> T:
     """The call's answer. Its thread is left behind when the limit is reached."""
-    answer: Future[T] = Future()
-
-    def make() -> None:
-        try:
-            answer.set_result(call())
-        except Exception as error:  # noqa: BLE001 - handed over to whoever waits
-            answer.set_exception(error)
-
-    threading.Thread(target=make, name=what, daemon=True).start()
     try:
-        return waits.future(answer, whom=address, why=what, timeout_s=limit_s)
+        return waits.future(begun(call, what), whom=address, why=what, timeout_s=limit_s)
     except WaitTimeout as error:
         raise SubmissionError(f"cannot {what}: {address} did not answer for {limit_s:g} s; {_WHICH}") from error
     except (ConnectionError, OSError) as error:

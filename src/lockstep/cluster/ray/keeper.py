@@ -28,6 +28,7 @@ from lockstep.cluster import versions
 from lockstep.cluster.addresses import interfaces, own_address
 from lockstep.cluster.freshness import changed_since, found
 from lockstep.cluster.predecessor import end_agent
+from lockstep.cluster.ray.bounded import begun
 from lockstep.cluster.ray.reaching import why_shut
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentError
@@ -42,6 +43,7 @@ nodes are employed and reserved within that."""
 LOOK_S = 1.0
 ANSWERED_S = 0.2
 """An answer is on its way within this."""
+GIVEN_BACK_S = 3.0
 MARK = "seen-from-all-nodes"
 """File of the run's folder by which a node finds out whether it shares that folder with the controller."""
 
@@ -178,10 +180,17 @@ class Keeper:
         with self._starting:
             try:
                 self._end()
-                for group in self._groups:
-                    ray.util.remove_placement_group(group)
+                with contextlib.suppress(waits.WaitTimeout):  # they go with this actor in any case
+                    waits.future(
+                        begun(self._give_back, "gives back"), whom="Ray", why="what is reserved is given back",
+                        timeout_s=GIVEN_BACK_S,
+                    )  # fmt: skip
             finally:
                 threading.Timer(ANSWERED_S, os._exit, [0]).start()
+
+    def _give_back(self) -> None:
+        for group in self._groups:
+            ray.util.remove_placement_group(group)
 
     def _end(self) -> None:
         if self._agent is not None:

@@ -1,5 +1,6 @@
 """A node of a Ray cluster, as the controller has it."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,6 +37,8 @@ class RayNode(Node):
         self.id, self.keeper, self.found, self.given = facts.id, keeper, found, given
         self.here = here and found["place"] == procs.place()
         self.has_gpus, self._gpus = facts.gpus > 0, gpus
+        self.refused_at = -math.inf
+        """When another agent was asked for in vain, by the monotonic clock."""
 
     @property
     def why_lost(self) -> str:  # type: ignore[override]

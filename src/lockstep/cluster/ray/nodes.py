@@ -9,6 +9,7 @@ from ray._private.state import available_resources_per_node
 
 from lockstep.cluster.addresses import interfaces, own_address
 from lockstep.cluster.bundles import NodeFacts
+from lockstep.cluster.ray.asking import ask
 from lockstep.cluster.ray.session import close_session, open_session
 from lockstep.config.cluster import RayCluster as Config
 
@@ -23,9 +24,9 @@ def look_at_nodes(config: Config) -> list[NodeFacts]:
 
 
 def node_facts() -> list[NodeFacts]:
-    """Those that live, this process's first."""
-    table: Sequence[dict[str, Any]] = ray.nodes()
-    free = available_resources_per_node()
+    """Those that live, this process's first. Raises RaySilent."""
+    table: Sequence[dict[str, Any]]
+    table, free = ask(lambda: (ray.nodes(), available_resources_per_node()), "its nodes, and what of them is free")
     here = ray.get_runtime_context().get_node_id()
     living = sorted((row for row in table if row["Alive"]), key=lambda row: row["NodeID"] != here)
     names = Counter(row["NodeManagerHostname"] for row in living)
@@ -56,5 +57,5 @@ def address_of_this_process(facts: Sequence[NodeFacts], config: Config) -> str:
 
 
 def is_alive(node_id: str) -> bool:
-    """Whether Ray thinks so."""
-    return any(row["NodeID"] == node_id and row["Alive"] for row in ray.nodes())
+    """Whether Ray thinks so. Raises RaySilent."""
+    return any(row["NodeID"] == node_id and row["Alive"] for row in ask(ray.nodes, "which nodes live"))

@@ -1,6 +1,8 @@
 """Reserving what an assignment says with Ray: placement groups, each bundle on the node that the assignment names."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -10,6 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lockstep.cluster.placement import Assignment, Share
 from lockstep.cluster.places import Held, Taken
+from lockstep.cluster.ray.asking import RaySilent, ask
 from lockstep.cluster.ray.session import answer
 from lockstep.watch import waits
 from lockstep.watch.waits import WaitTimeout
@@ -33,13 +36,13 @@ def reserve(keepers: Mapping[str, Any], generation: int, assignment: Assignment,
     groups: list[PlacementGroup] = []
     try:
         for share, ref in zip(assignment.shares, asked, strict=True):
-            name = answer(ref, share.node.name, "the run's placement group there")
+            name = answer(ref, share.node.name, "the run's placement group there", timeout_s=TAKEN_S)
             groups.append(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
         _created(groups, assignment.shares, notice_after_s)
         return _held(groups, assignment)
     except BaseException:
         for group in groups:
-            remove_placement_group(group)
+            free(str(group.id.hex()))
         raise
 
 
@@ -56,8 +59,10 @@ def _held(groups: Sequence[PlacementGroup], assignment: Assignment) -> list[Held
 
 
 def free(name: str) -> None:
-    """Gives a placement group back. Idempotent."""
-    remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))
+    """Gives a placement group back; where Ray does not answer, it goes with the actor that made it. Idempotent."""
+    with contextlib.suppress(RaySilent):
+        group = PlacementGroup(PlacementGroupID(bytes.fromhex(name)))
+        ask(lambda: remove_placement_group(group), "what is reserved is given back")
 
 
 def _resources(share: Share) -> dict[str, float]:
@@ -75,7 +80,7 @@ def _created(groups: Sequence[PlacementGroup], shares: Sequence[Share], notice_a
 
     def created() -> bool | None:
         while left:
-            row = placement_group_table(left[0][0])
+            row = ask(partial(placement_group_table, left[0][0]), "whether it is reserved")
             state, stats = row.get("state"), row.get("stats", {})
             if state == "REMOVED" or stats.get("scheduling_state") == "INFEASIBLE":
                 raise Taken(f"the nodes have changed since the run was planned, and {needs()} cannot be reserved")
@@ -98,7 +103,7 @@ def _ask_gpus(group: PlacementGroup, gpus: int) -> Any:
     if not gpus:
         return None
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    return _gpu_ids.options(num_gpus=gpus, scheduling_strategy=strategy).remote()
+    return ask(_gpu_ids.options(num_gpus=gpus, scheduling_strategy=strategy).remote, "which GPUs are the run's")
 
 
 @ray.remote(num_cpus=0, max_retries=3)  # type: ignore[untyped-decorator]

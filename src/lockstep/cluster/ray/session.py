@@ -1,5 +1,6 @@
 """This process's connection with a Ray cluster, or with a Ray of this host that is started for the run."""
 
+import atexit
 import contextlib
 import logging
 import os
@@ -17,6 +18,8 @@ from typing import Any
 import ray
 from ray import _raylet
 
+from lockstep.cluster.ray.asking import forget
+from lockstep.cluster.ray.bounded import begun
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.watch import procs, waits
 from lockstep.watch.ports import dial
@@ -26,6 +29,8 @@ log = logging.getLogger(__name__)
 DIAL_S = 5.0
 JOIN_S = 120.0
 """Ray itself gives up on a head that does not answer after about a minute."""
+LEAVE_S = 10.0
+"""For the end of a connection, also with a head that does not answer any more."""
 OBJECT_STORE_BYTES = 100 << 20
 """Nothing of a run goes through Ray's object store."""
 
@@ -33,6 +38,8 @@ _lock = threading.Lock()
 _users = 0
 _own: Path | None = None
 """Where the Ray that this process has started keeps its sockets; None where it has joined one."""
+_unfinished: "Future[None] | None" = None
+"""A beginning or an end of a connection that was given up, and is under way still."""
 
 
 class RayUnavailable(ConnectionError):
@@ -53,11 +60,27 @@ def open_session(config: Config, cpus: float, gpus: int) -> None:
     """
     global _users
     with _lock:
+        _finish()
         if not ray.is_initialized():
             _quiet()
             address = config.address or os.environ.get("RAY_ADDRESS")
             _join(address) if address else _start(config, cpus, gpus)
         _users += 1
+
+
+def _finish() -> None:
+    """Waits for what was given up. Raises RayUnavailable."""
+    if _unfinished is None or _unfinished.done():
+        return
+    try:
+        waits.future(
+            _unfinished, whom="Ray", why="an earlier connection of this process ends", timeout_s=JOIN_S,
+            notice_after_s=10.0,
+        )  # fmt: skip
+    except waits.WaitTimeout as error:
+        raise RayUnavailable(f"{error}: start the run in another process") from error
+    except (RuntimeError, OSError, ray.exceptions.RayError) as error:
+        log.info("an earlier connection ended badly: %s", _first_line(error))
 
 
 def close_session() -> None:
@@ -67,11 +90,23 @@ def close_session() -> None:
         _users -= 1
         if _users > 0 or not ray.is_initialized():
             return
-        ray.shutdown()
+        _leave()
         if _own is not None:
             _read_auth()
             shutil.rmtree(_own, ignore_errors=True)
             _own = None
+
+
+def _leave() -> None:
+    global _unfinished
+    _unfinished = begun(ray.shutdown, "leaves Ray")
+    try:
+        waits.future(_unfinished, whom="Ray", why="this process leaves it", timeout_s=LEAVE_S)
+    except waits.WaitTimeout as error:
+        log.warning("%s; it is left as it is", error)
+    except ray.exceptions.RayError as error:
+        log.warning("Ray was not left in order: %s", _first_line(error))
+    forget()
 
 
 def _quiet() -> None:
@@ -107,6 +142,10 @@ def _start(config: Config, cpus: float, gpus: int) -> None:
     except (RuntimeError, OSError, ValueError, waits.WaitTimeout, ray.exceptions.RayError) as error:
         kept = f"its logs are in {folder}"
         raise RayUnavailable(f"no Ray could be started on this host ({_first_line(error)}); {kept}") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # for what is written until it has ended
+        raise
     _own = folder
 
 
@@ -200,25 +239,46 @@ def _first_line(error: BaseException) -> str:
 
 def _in_thread(work: Callable[[], object], whom: str, why: str) -> None:
     """Ray's calls have no bound, and in the main thread they replace signal handlers. The thread stays: the kernel ends
-    processes that are bound to their parent's life with the thread that has started them."""
+    processes that are bound to their parent's life with the thread that has started them. What comes up when nobody
+    waits for it any more is ended again."""
+    global _unfinished
     done: Future[None] = Future()
+    over: Future[None] = Future()
+    turning = threading.Lock()
+    given_up = False
 
     def attempt() -> None:
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             done.set_exception(error)
+            over.set_result(None)
             return
-        done.set_result(None)
+        with turning:
+            done.set_result(None)
+            late = given_up
+        if late:
+            ray.shutdown()
+            over.set_result(None)
+            return
         idle = selectors.DefaultSelector()
         while True:
             idle.select(3600.0)
 
     threading.Thread(target=attempt, name="ray", daemon=True).start()
-    waits.future(
-        done, whom=whom, why=why, stall_s=JOIN_S, progress=lambda: procs.cpu_seconds_below(os.getpid()),
-        notice_after_s=10.0,
-    )  # fmt: skip
+    try:
+        waits.future(
+            done, whom=whom, why=why, stall_s=JOIN_S, progress=lambda: procs.cpu_seconds_below(os.getpid()),
+            notice_after_s=10.0,
+        )  # fmt: skip
+    except BaseException:
+        with turning:
+            given_up, late = True, not done.done()
+        if late:
+            _unfinished = over
+        elif done.exception() is None:
+            _leave()
+        raise
 
 
 def answer(ref: Any, whom: str, why: str, timeout_s: float = JOIN_S) -> Any:

@@ -1,0 +1,25 @@
+"""Calls of a foreign library that have no bound: made in a thread of their own, which may be left behind."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def begun(call: Callable[[], T], name: str) -> "Future[T]":
+    """The call under way."""
+    answer: Future[T] = Future()
+
+    def make() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - handed over to whoever waits
+            answer.set_exception(error)
+
+    try:
+        threading.Thread(target=make, name=name, daemon=True).start()
+    except RuntimeError:  # the interpreter ends, and starts no thread any more
+        make()
+    return answer
