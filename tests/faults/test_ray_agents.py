@@ -142,3 +142,18 @@ def test_nothing_is_left_of_a_run_that_is_refused(own: Config, tmp_path: Path) -
     with pytest.raises(VersionError, match="old-host"):
         employ_fit(node_facts(), site, old, set())
     until(lambda: not ray.util.list_named_actors(all_namespaces=True), 30, "its actors have ended")
+
+
+def test_an_actor_that_is_killed_has_a_successor_which_reserves_again(own: Config, tmp_path: Path) -> None:
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    with opened(own, tmp_path) as cluster:
+        (worker,) = cluster.start([engine(0)])
+        first = cluster._nodes[0]
+        ray.kill(first.keeper)
+        until(lambda: worker.dead, 60, "its agent and its workers ended with it")
+        (successor,) = cluster.start([engine(0, "engine-0.1")])
+        assert successor.node is not first and cluster._nodes == [successor.node]
+        groups = [each.group for each in cluster._places.held]
+        assert [placement_group_table()[group]["state"] for group in groups] == ["CREATED"]
