@@ -149,8 +149,9 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         """How to take the tensors without vLLM's reload, where that is possible."""
         if not self._looked:
             alone = self.parallel_config.world_size == 1 and self.model_config.quantization is None
-            same = all(tensor.dtype == self.model_config.dtype for tensor in tensors.values())
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            like = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+            same = all(dtype == self.model_config.dtype for _, dtype in like.values())
+            shapes = {name: shape for name, (shape, _) in like.items()}
             self._moves = direct_moves(self.model, shapes) if alone and same else None
             self._looked = True
         return self._moves
