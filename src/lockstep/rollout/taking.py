@@ -113,7 +113,8 @@ def joined(pieces: Sequence[Tensor]) -> Tensor:
     """The pieces, contiguous, one below the other: a view where they lie so in memory, which saves a copy of them."""
     first, end = pieces[0], pieces[0].data_ptr()
     for piece in pieces:
-        if piece.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or piece.data_ptr() != end:
+        together = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not together or piece.data_ptr() != end or piece.dtype != first.dtype:
             return torch.cat(list(pieces))
         end += piece.numel() * piece.element_size()
     return first.as_strided((sum(len(piece) for piece in pieces), *first.shape[1:]), first.stride())

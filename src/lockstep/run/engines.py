@@ -167,8 +167,12 @@ class Engines:
         self._fleet.load_weights(source, version, having)
         self.version = version
 
+    def moves_of(self, chosen: Callable[[Worker], bool]) -> dict[str, int]:
+        """How far engines are, by name, as they say by themselves; those on the way into their places included."""
+        return self._fleet.moves_of(chosen)
+
     def end(self, chosen: Callable[[Worker], bool], why: str) -> bool:
-        """Ends engines that are in everybody's way, those that are left out included; others come in their places.
+        """Ends engines that are in everybody's way, those without a place included; others come in their places.
         Whether there was one."""
         return self._fleet.end(chosen, why)
 

@@ -183,8 +183,12 @@ class Fleet:
             self._returning.lose(place, worker, error)
         return bool(owing) and self._returning.error is None
 
+    def moves_of(self, chosen: Callable[[Worker], bool]) -> dict[str, int]:
+        """How far engines are, by name, those that are in no place included."""
+        return self._returning.moves(self._places, chosen)
+
     def end(self, chosen: Callable[[Worker], bool], why: str) -> bool:
-        """Ends engines, those that are left out included; whether there was one."""
+        """Ends engines, those that are in no place included; whether there was one."""
         return self._returning.end(self._places, chosen, why)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Weights from the trainer to the engines: versioned, fenced, idempotent."""
 
 import logging
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -18,6 +19,7 @@ from lockstep.weights.choose import choose, choose_direct
 from lockstep.weights.couriers import Couriers
 from lockstep.weights.delivery import Delivery, Write
 from lockstep.weights.errors import BufferHeld
+from lockstep.weights.lease import FENCE_TIMEOUT_S
 from lockstep.weights.one_host import OneHost
 from lockstep.weights.plan import Plan
 
@@ -67,13 +69,18 @@ class WeightSync:
         """Has the version written and brought to the engines' nodes; whoever is in the way of that is ended."""
         for hanging in self.delivery.hanging():
             self.engines.end(partial(self.delivery.reads, held=hanging), str(hanging))
+        began, before = time.monotonic(), self.engines.moves_of(lambda _: True)
         while True:
             try:
                 self.delivery.publish(version, write)
                 return
             except BufferHeld as held:
-                if not self.engines.end(partial(self.delivery.reads, held=held), str(held)):
-                    raise
+                reads = partial(self.delivery.reads, held=held)
+                now = self.engines.moves_of(reads)
+                if any(before.get(name) != moves for name, moves in now.items()):
+                    before |= now  # a large copy that gets on: it lets go by itself
+                elif not self.engines.end(reads, str(held)) and time.monotonic() - began > FENCE_TIMEOUT_S:
+                    raise  # it is no engine of this run, nor one that was ended and is going
 
 
 def plan_of(prepared: Prepared, policy: Policy) -> Plan:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lockstep.cluster.calls import Failed
@@ -58,7 +58,7 @@ class Returning:
         self.changes = 0
         """Engines lost and come back: moves while nothing else does."""
         self._out: dict[int, Worker] = {}
-        """Engines that are left out, by place, until they have answered."""
+        """Engines that are in no place, by the place that they are for: left out, or on the way in."""
 
     def watch(self, place: Place, worker: Worker) -> None:
         """Hears of the end of an engine."""
@@ -92,8 +92,14 @@ class Returning:
         renewed = worker.submit(EngineAPI.renew)
         self._go(f"catches up {worker.spec.name}", lambda: self._return(place, worker, renewed))
 
+    def moves(self, places: Sequence[Place], chosen: Callable[[Worker], bool]) -> dict[str, int]:
+        """How far engines are, by name, those that are in no place included. From any thread."""
+        with self._lock:
+            workers = [*(place.worker for place in places if place.worker is not None), *self._out.values()]
+        return {worker.spec.name: worker.moves for worker in workers if chosen(worker)}
+
     def end(self, places: Sequence[Place], chosen: Callable[[Worker], bool], why: str) -> bool:
-        """Ends engines, those that are left out included; whether there was one. From the run's thread."""
+        """Ends engines, those that are in no place included; whether there was one. From the run's thread."""
         if self._hires is None:
             return False
         with self._lock:
@@ -164,7 +170,8 @@ class Returning:
             try:
                 self._hires.dismiss([worker])
                 worker = self._hires.engine(place.rank)
-                self._move_in(place, worker)
+                with self._on_the_way(place, worker):
+                    self._move_in(place, worker)
             except (RemoteError, WorkerDied, Stalled) as error:
                 if not self._over():
                     self._decide(place, worker, error, starting=True)
@@ -181,16 +188,26 @@ class Returning:
         """An engine that was left out comes back, or another in its place."""
         began = time.monotonic()
         try:
-            try:
+            with self._on_the_way(place, worker):
                 renewed.result(why="forget requests")
-            finally:
-                self._out.pop(place.rank, None)
-            self._move_in(place, worker)
+                self._move_in(place, worker)
         except (RemoteError, WorkerDied, Stalled) as error:
             if not self._over():
                 self._replace(place, worker, self._decide(place, worker, error), 0)
         else:
             log.warning("%s is back after %.1f s", worker.spec.name, time.monotonic() - began)
+
+    @contextlib.contextmanager
+    def _on_the_way(self, place: Place, worker: Worker) -> Iterator[None]:
+        """It can be ended while it comes: it may stand in everybody's way."""
+        with self._lock:
+            self._out[place.rank] = worker
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._out.get(place.rank) is worker:
+                    del self._out[place.rank]
 
     def _move_in(self, place: Place, worker: Worker) -> None:
         """Gives a new engine the current weights, and work."""

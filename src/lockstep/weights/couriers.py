@@ -92,7 +92,7 @@ class Couriers:
 
     def hanging(self) -> list[BufferHeld]:
         with self._lock:
-            behind = [(node, node.courier) for node in self._nodes.values() if node.behind]
+            behind = [(node, node.courier) for node in self._nodes.values() if node.behind and node.fit]
         asked = [(node, courier.submit(CourierAPI.readers)) for node, courier in behind if courier is not None]
         answers = settle([pending for _, pending in asked], "who reads weights", ANSWER_S)
         found = []

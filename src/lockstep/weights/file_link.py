@@ -116,6 +116,8 @@ def tidy(folder: Path, generation: int, receiver: str, before: int | None = None
     with contextlib.suppress(OSError):  # it is not there, or another one does the same
         for path in folder.glob("weights-*-*-*"):
             _, made_by, number, to = path.name.removesuffix(".new").split("-", 3)
+            if not (made_by.isdecimal() and number.isdecimal()):
+                continue  # nothing of ours
             mine = int(made_by) == generation and to == quote(receiver, safe="")
             if int(made_by) < generation or (mine and (before is None or int(number) < before)):
                 path.unlink(missing_ok=True)

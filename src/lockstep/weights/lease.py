@@ -41,15 +41,17 @@ class Lease:
 def holders(path: Path) -> list[int]:
     """Pids of this host that hold a lease on the file, as far as /proc tells."""
     try:
-        inode = path.stat().st_ino
+        status = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return []
+    # Numbers of inodes alone say nothing: in each tmpfs they count from one on.
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     found = set()
     for line in lines:
         fields = line.split()
         # "1: FLOCK ADVISORY READ 1234 00:1a:42 0 EOF"; a waiting one has "->" in second place.
-        if len(fields) > 5 and fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
+        if len(fields) > 5 and fields[1] == "FLOCK" and fields[5] == file:
             found.add(int(fields[4]))
     return sorted(found)
 

@@ -55,7 +55,8 @@ class OneHost:
             )  # fmt: skip
         except WaitTimeout as error:
             held = tuple(readers(self.store))
-            raise BufferHeld(self.store.folder, "this host", held, self._limit_s) from error
+            if held:
+                raise BufferHeld(self.store.folder, "this host", held, self._limit_s) from error
         write()
         self.store.commit(version)
 

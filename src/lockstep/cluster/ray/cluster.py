@@ -284,7 +284,7 @@ class RayCluster(PlacingCluster):
             own = [(node.info.name, node.keeper, True) for node in new if node.here]
             employing.be_watched(own, self._generation, self._grace_s)
             keepers = {node.id: node.keeper for node in (*self._kept, *new)}
-            held = reserve(keepers, self._generation, assignment, self._config.notice_after_s)
+            held = reserve(keepers, self._generation, assignment, self._places.held, self._config.notice_after_s)
             self._start_agents(new)
             with self._lock:
                 self._must_be_open()

@@ -88,6 +88,7 @@ class Keeper:
         self._controller: tuple[int, int | None] | None = None
         self._grace_s, self._wanted_at = 0.0, time.monotonic()
         self._groups: list[Any] = []
+        self._admitting, self._reserving = threading.Lock(), threading.Lock()
         self._held: list[dict[str, Any]] = []
         threading.Thread(target=self._watch, name="keeper", daemon=True).start()
 
@@ -139,9 +140,10 @@ class Keeper:
         return self._agent is not None and procs.alive(self._agent.pid, self._agent.start_ticks)
 
     def _admit(self, generation: int) -> None:
-        if generation < self._generation:
-            raise Superseded(self._run, generation, self._generation)
-        self._generation, self._wanted_at = generation, time.monotonic()
+        with self._admitting:
+            if generation < self._generation:
+                raise Superseded(self._run, generation, self._generation)
+            self._generation, self._wanted_at = generation, time.monotonic()
 
     def heritage(self, generation: int, files: list[tuple[str, str]]) -> dict[str, Any]:
         """What a later controller needs to go on with what is here; from here on the grace is its own. With one of its
@@ -162,11 +164,17 @@ class Keeper:
         self._controller = None if pid is None else (pid, start_ticks)
         self._grace_s = grace_s
 
-    def reserve(self, generation: int, bundle: dict[str, float]) -> str:
-        """Makes a placement group of this actor's, on the node that its resources name; its id. Raises Superseded."""
+    def reserve(self, generation: int, bundle: dict[str, float], counting: list[str]) -> str:
+        """Makes a placement group of this actor's, on the node that its resources name; its id. Its groups that are not
+        among those `counting` are given back first: the answer that told of them has not arrived, or Ray was silent
+        when they were to be given back. Raises Superseded."""
         self._admit(generation)
-        group = ray.util.placement_group([bundle], strategy="PACK")
-        self._groups.append(group)
+        with self._reserving:
+            for left in [each for each in self._groups if each.id.hex() not in counting]:
+                ray.util.remove_placement_group(left)
+                self._groups.remove(left)
+            group = ray.util.placement_group([bundle], strategy="PACK")
+            self._groups.append(group)
         return str(group.id.hex())
 
     def keep(self, generation: int, held: list[dict[str, Any]]) -> None:

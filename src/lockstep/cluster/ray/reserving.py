@@ -23,16 +23,23 @@ TAKEN_S = 20.0
 """What was free a moment ago is reserved within this, or somebody else has it."""
 
 
-def reserve(keepers: Mapping[str, Any], generation: int, assignment: Assignment, notice_after_s: float) -> list[Held]:
-    """Has the actor of each node (by its id) reserve what the run is to have there, in a group of its own, which goes
-    with that actor.
+def reserve(
+    keepers: Mapping[str, Any], generation: int, assignment: Assignment, held: Sequence[Held], notice_after_s: float
+) -> list[Held]:
+    """Has the actor of each node (by its id) reserve what the run is to have there beside what it holds, in a group of
+    its own, which goes with that actor.
 
     Raises:
         Taken: the nodes are not as they were.
         Superseded: a later generation has the run.
-    Nothing stays reserved where it fails.
+    Nothing stays reserved where it fails; where Ray is silent then, until the actor is asked again or goes.
     """
-    asked = [keepers[share.node.id].reserve.remote(generation, _resources(share)) for share in assignment.shares]
+    asked = [
+        keepers[share.node.id].reserve.remote(
+            generation, _resources(share), [each.group for each in held if each.node == share.node.id]
+        )
+        for share in assignment.shares
+    ]
     groups: list[PlacementGroup] = []
     try:
         for share, ref in zip(assignment.shares, asked, strict=True):
@@ -59,7 +66,7 @@ def _held(groups: Sequence[PlacementGroup], assignment: Assignment) -> list[Held
 
 
 def free(name: str) -> None:
-    """Gives a placement group back; where Ray does not answer, it goes with the actor that made it. Idempotent."""
+    """Gives a placement group back; where Ray does not answer, its actor does so later. Idempotent."""
     with contextlib.suppress(RaySilent):
         group = PlacementGroup(PlacementGroupID(bytes.fromhex(name)))
         ask(lambda: remove_placement_group(group), "what is reserved is given back")
