@@ -255,12 +255,15 @@ class Launched:
         self.process.wait(30)
 
     def left(self) -> list[psutil.Process]:
-        """Processes of the run that live: whose command or environment names its folder, or that were below it."""
-        found = []
+        """Processes of the run that live: whose command or environment names its folder, that were below it, or that
+        have a beacon (the supervisor hears of the run by its standard input)."""
+        found, name = [], self.folder / "run-id"
+        states = beacon.read_beacons(name.read_text().strip()) if name.exists() else []
+        known = {state.pid for state in states if beacon.alive(state.pid, state.start_ticks)}
         for process in {*psutil.process_iter(), *self.seen}:
             try:
                 words = " ".join([*process.cmdline(), process.environ().get("LOCKSTEP_WORKER", "")])
-                ours = process in self.seen or f"{self.folder}/" in words
+                ours = process in self.seen or process.pid in known or f"{self.folder}/" in words
                 if ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except psutil.Error:
