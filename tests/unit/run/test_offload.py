@@ -114,7 +114,7 @@ def test_engines_take_weights_when_the_trainer_has_made_room(tmp_path: Path, wor
         tell(("deliver",))
 
     delivery: Any = SimpleNamespace(publish=publish, served=lambda: None, hanging=list)
-    engines: Any = SimpleNamespace(workers=[], load_weights=lambda *_: tell(("load",)))
+    engines: Any = SimpleNamespace(workers=[], moves_of=lambda _: {}, load_weights=lambda *_: tell(("load",)))
     ledger: Any = SimpleNamespace(published=lambda version: None)
     weights = WeightSync(policy, engines, delivery, ledger)
     for version in (1, 1):
