@@ -117,6 +117,9 @@ def test_a_receiver_that_is_stopped_holds_nobody(build: Build, times: int) -> No
         assert house.caught("b", version, lambda pid: os.kill(pid, signal.SIGSTOP)) == [False, True]
         assert time.monotonic() - began < 20
         house.check(version, 1)
+        assert house.delivery.hanging() == []  # nobody says who reads there
+        began = time.monotonic()
+        assert house.delivery.hanging() == [] and time.monotonic() - began < 1
         began = time.monotonic()
         house.write(version + 100)  # the trainer's buffer is free, whatever b does
         assert time.monotonic() - began < 10

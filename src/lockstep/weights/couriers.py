@@ -92,12 +92,19 @@ class Couriers:
 
     def hanging(self) -> list[BufferHeld]:
         with self._lock:
-            behind = [(node, node.courier) for node in self._nodes.values() if node.behind and node.fit]
-        asked = [(node, courier.submit(CourierAPI.readers)) for node, courier in behind if courier is not None]
+            behind = [(node, node.courier) for node in self._nodes.values() if node.behind]
+        # A courier that waits for a reader is stuck, and says so all the same.
+        asked = [
+            (node, courier.submit(CourierAPI.readers))
+            for node, courier in behind
+            if courier is not None and courier.alive()
+        ]
         answers = settle([pending for _, pending in asked], "who reads weights", ANSWER_S)
         found = []
         for (node, _), readers in zip(asked, answers, strict=True):
-            if isinstance(readers, list) and readers:
+            if not isinstance(readers, list):
+                node.behind = False  # it says nothing, and would take as long over it the next time
+            elif readers:
                 found.append(self._held(node, readers))
         return found
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from lockstep.watch.frames import BULK
 from lockstep.watch.wire import (
     Connection,
     ConnectionClosed,
@@ -111,7 +112,7 @@ def test_a_large_frame_crosses_while_the_other_reads_in_pieces() -> None:
             got = server.recv(0.001)
         thread.join(5)
         assert bytes(got) == data
-        assert client.bulk >= len(data)
+        assert client.bulk > len(data) - BULK  # what the last call sends may be less than counts
         assert server.bulk >= len(data)
 
 
