@@ -9,6 +9,7 @@ from lockstep.cluster.node import Node
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.remote import RemoteWorker
 from lockstep.watch.agent_client import WorkerFacts
+from lockstep.watch.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Heirs:
             if outcome is None:
                 log.info("%s (pid %d) is adopted", worker.name, worker.pid)
             else:
-                log.info("%s (pid %d) is replaced: %s", worker.name, worker.pid, str(outcome).splitlines()[0])
+                log.info("%s (pid %d) is replaced: %s", worker.name, worker.pid, first_line(outcome))
                 lost.append(number)
         self._end([claimed[number] for number in lost])
         return lost

@@ -16,6 +16,7 @@ from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.config.placement import Placement
 from lockstep.watch import waits
 from lockstep.watch.agent_client import AgentGone
+from lockstep.watch.errors import last_line
 from lockstep.watch.waits import WaitTimeout
 
 
@@ -173,7 +174,7 @@ class PlacingCluster(AgentCluster):
                 raise AgentGone("start", f"all nodes of the run are lost, and {error}") from error
             node = None if self._places.needs_gpus(post) else self._anywhere()
             then = "waits" if node is None else f"goes to {node.info.name}, where nothing is reserved for it"
-            self._places.tell(f"{spec.name} {then}: {str(error).strip().splitlines()[-1]}")
+            self._places.tell(f"{spec.name} {then}: {last_line(error)}")
             return node
         self._keep()
         place = self._places.of(post)

@@ -20,11 +20,3 @@ class ModelError(Carried, ValueError):
 
 class HubUnreachable(ModelError):
     """A hub model that is not on this machine, and cannot be asked for now: whether it exists is not known."""
-
-
-def first_line(error: BaseException) -> str:
-    """The point of a message: libraries add paragraphs of advice to it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):
-        return f"{lines[0]} {lines[1]}"
-    return lines[0] if lines else type(error).__name__

@@ -8,8 +8,9 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
-from lockstep.models.errors import HubUnreachable, ModelError, first_line
+from lockstep.models.errors import HubUnreachable, ModelError
 from lockstep.watch import waits
+from lockstep.watch.errors import first_line
 
 STALL_S = 120.0
 """A download that brings no byte for this long has failed."""

@@ -12,11 +12,12 @@ from transformers.initialization import no_init_weights
 
 from lockstep.config.model import DType, Model
 from lockstep.models import attention
-from lockstep.models.errors import ModelError, first_line
+from lockstep.models.errors import ModelError
 from lockstep.models.policy import Policy, supports_forest_attention
 from lockstep.models.quantized import check_quantization, quantization_config
 from lockstep.models.quiet import quiet
 from lockstep.models.weights import resolve_folder
+from lockstep.watch.errors import first_line
 
 log = logging.getLogger(__name__)
 

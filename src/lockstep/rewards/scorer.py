@@ -9,6 +9,7 @@ from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, Wor
 from lockstep.cluster.user_process import NODES_LOST, NotLoaded, last_words, loaded
 from lockstep.config.reward import Math, Reward
 from lockstep.rewards.api import Batch, Prepared, RewardError, ScorerAPI, Scores
+from lockstep.watch.errors import first_line
 from lockstep.watch.waits import Stalled
 
 NEWS_S = 1.5
@@ -110,7 +111,7 @@ class Scorer:
             except WorkerDied as error:
                 if error.exit_code is not None or attempt + 1 == NODES_LOST:
                     raise
-                log.warning("%s; another scores in its place", str(error).partition("\n")[0])
+                log.warning("%s; another scores in its place", first_line(error))
                 self._kill()
         raise AssertionError("unreachable")
 

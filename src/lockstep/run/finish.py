@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from lockstep.ledger.errors import LedgerError
 from lockstep.run.errors import Interrupted
 from lockstep.run.run import Run
+from lockstep.watch.errors import first_line
 from lockstep.watch.secrets import redact_text, secret_values
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ def finished(run: Run) -> Iterator[None]:
         _tell(run, "interrupted")
         raise
     except BaseException as error:
-        _tell(run, f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        _tell(run, f"failed: {type(error).__name__}: {first_line(error)}")
         raise
     _tell(run, "finished")
 

@@ -41,3 +41,18 @@ class CollectiveStalled(Carried, RuntimeError):
     def __init__(self, text: str, verdict: dict[str, Any] | None = None, was: str = "") -> None:
         self.text, self.verdict, self.was = text, verdict or {}, was
         super().__init__(text)
+
+
+def first_line(error: BaseException) -> str:
+    """The point of a message: libraries add paragraphs of advice to it. The error's type where it says nothing."""
+    lines = _lines(error)
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
+def last_line(error: BaseException) -> str:
+    """The point of a message that has a traceback, or what was tried, before it."""
+    return _lines(error)[-1]
+
+
+def _lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.cluster.protocol import NodeInfo, Pending, RemoteError, Worker, WorkerDied
+from lockstep.watch.errors import first_line
 from lockstep.weights.api import CourierAPI, Link, Received, Sent
 from lockstep.weights.errors import LinkFailed
 
@@ -118,7 +119,7 @@ class Transfer:
             try:
                 self.received = self.receiving.result(why=self.link.name)
             except WorkerDied as error:
-                self.problem = str(error).splitlines()[0]
+                self.problem = first_line(error)
                 return "receiver"
             except RemoteError as error:
                 if final(error):
@@ -138,7 +139,7 @@ class Transfer:
             try:
                 sent = asked.result(why=self.link.name)
             except WorkerDied as error:
-                self.problem = str(error).splitlines()[0]
+                self.problem = first_line(error)
                 return "sender" if self.receiving.done() else None  # it will notice
             self.bytes, self.summed = sent.bytes, sent.summed
             if sent.outcome and not sent.outcome.startswith(LinkFailed.__name__):

@@ -12,6 +12,7 @@ import ray
 from lockstep.cluster.places import Silent
 from lockstep.cluster.ray.bounded import begun
 from lockstep.watch import waits
+from lockstep.watch.errors import first_line
 from lockstep.watch.waits import WaitTimeout
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def ask(call: Callable[[], T], why: str, timeout_s: float = ASK_S) -> T:
     try:
         return waits.future(question, whom="Ray", why=why, timeout_s=timeout_s)
     except ray.exceptions.RayError as error:
-        raise RaySilent(f"Ray does not say ({why}): {str(error).strip().splitlines()[0]}") from error
+        raise RaySilent(f"Ray does not say ({why}): {first_line(error)}") from error
     except WaitTimeout as error:
         _silence.begins(question, since, why)
         raise RaySilent(f"Ray has not answered for {timeout_s:.0f} s ({why})") from error

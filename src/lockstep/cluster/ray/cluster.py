@@ -36,6 +36,7 @@ from lockstep.config.cluster import RayCluster as Config
 from lockstep.config.placement import Placement
 from lockstep.watch import procs
 from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone
+from lockstep.watch.errors import first_line
 from lockstep.watch.folders import run_dir
 from lockstep.watch.leader import Leader, Superseded
 from lockstep.watch.waits import WaitTimeout
@@ -245,7 +246,7 @@ class RayCluster(PlacingCluster):
             self._give_up(node)
             return False
         except (ray.exceptions.RayError, AgentError, NodeRefused, WaitTimeout, WireError) as error:
-            log.warning("%s does not come back: %s", node.info.name, str(error).splitlines()[0])
+            log.warning("%s does not come back: %s", node.info.name, first_line(error))
             return False
         assert node.agent is not None
         with self._lock:

@@ -22,6 +22,7 @@ from lockstep.cluster.ray.keeper import MARK, Keeper
 from lockstep.cluster.ray.session import answer
 from lockstep.cluster.versions import Facts, must_work
 from lockstep.watch import procs
+from lockstep.watch.errors import last_line
 from lockstep.watch.folders import write_whole
 from lockstep.watch.leader import Leader, Superseded
 from lockstep.watch.ports import Ports
@@ -165,11 +166,10 @@ def ask_for_agent(keeper: Any, leader: Leader, grace_s: float) -> Any:
 
 def _why(name: str, error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[-1] if lines else type(error).__name__
     if any("ModuleNotFoundError" in line or "No module named" in line for line in lines):
         missing = next(line for line in lines if "No module named" in line or "ModuleNotFoundError" in line)
         return (
             f"{name} cannot import what a run needs ({missing}): install the same lockstep-rl there, in the Python "
             "that its Ray was started with"
         )
-    return f"{name} cannot take part in the run: {said}"
+    return f"{name} cannot take part in the run: {last_line(error)}"

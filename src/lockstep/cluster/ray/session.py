@@ -22,6 +22,7 @@ from lockstep.cluster.ray.asking import forget
 from lockstep.cluster.ray.bounded import begun
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.watch import procs, waits
+from lockstep.watch.errors import first_line
 from lockstep.watch.ports import dial
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def _finish() -> None:
     except waits.WaitTimeout as error:
         raise RayUnavailable(f"{error}: start the run in another process") from error
     except (RuntimeError, OSError, ray.exceptions.RayError) as error:
-        log.info("an earlier connection ended badly: %s", _first_line(error))
+        log.info("an earlier connection ended badly: %s", first_line(error))
 
 
 def close_session() -> None:
@@ -105,7 +106,7 @@ def _leave() -> None:
     except waits.WaitTimeout as error:
         log.warning("%s; it is left as it is", error)
     except ray.exceptions.RayError as error:
-        log.warning("Ray was not left in order: %s", _first_line(error))
+        log.warning("Ray was not left in order: %s", first_line(error))
     forget()
 
 
@@ -141,7 +142,7 @@ def _start(config: Config, cpus: float, gpus: int) -> None:
             )  # fmt: skip
     except (RuntimeError, OSError, ValueError, waits.WaitTimeout, ray.exceptions.RayError) as error:
         kept = f"its logs are in {folder}"
-        raise RayUnavailable(f"no Ray could be started on this host ({_first_line(error)}); {kept}") from error
+        raise RayUnavailable(f"no Ray could be started on this host ({first_line(error)}); {kept}") from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # for what is written until it has ended
@@ -203,7 +204,7 @@ def _must_listen(address: str) -> None:
         dial(host, int(port), "whether Ray listens there", DIAL_S)
     except OSError as error:
         raise RayUnavailable(
-            f"no Ray at {address} ({_first_line(error)}). On the head, `ray status` says whether it runs; "
+            f"no Ray at {address} ({first_line(error)}). On the head, `ray status` says whether it runs; "
             f"`ray start --head --port={port}` starts it"
         ) from error
 
@@ -214,7 +215,7 @@ def _why_not(address: str, error: BaseException) -> str:
     text = " ".join(str(each) for each in chain)
     if isinstance(error, ray.exceptions.AuthenticationError) or "uthentication" in text or "UNAUTHENTICATED" in text:
         return (
-            f"Ray at {address} refuses this host's token ({_first_line(error)}): set RAY_AUTH_MODE to the same on all "
+            f"Ray at {address} refuses this host's token ({first_line(error)}): set RAY_AUTH_MODE to the same on all "
             "nodes and here (`token`, with the same token in RAY_AUTH_TOKEN or ~/.ray/auth_token, or `disabled`)"
         )
     if "ersion mismatch" in text:
@@ -227,14 +228,10 @@ def _why_not(address: str, error: BaseException) -> str:
         )
     if "node is not in the cluster" in text or "find any available" in text or "raylet" in text.lower():
         return (
-            f"Ray at {address} answers, but this host ({socket.gethostname()}) is no node of it ({_first_line(error)}):"
+            f"Ray at {address} answers, but this host ({socket.gethostname()}) is no node of it ({first_line(error)}):"
             f" run `ray start --address={address}` here first, or use --submit"
         )
-    return f"Ray at {address} cannot be joined: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"Ray at {address} cannot be joined: {first_line(error)}"
 
 
 def _in_thread(work: Callable[[], object], whom: str, why: str) -> None:

@@ -16,6 +16,7 @@ from lockstep.data.samples import Prompt
 from lockstep.rollout.environments.api import Answer, Deed, Failure, Prepared, Task
 from lockstep.rollout.environments.host import Host, Lost
 from lockstep.rollout.environments.protocol import Observation
+from lockstep.watch.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class EnvironmentPool:
             except WorkerDied as error:
                 if error.exit_code is not None or attempt + 1 == NODES_LOST:
                     raise
-                log.warning("%s; another starts in its place", str(error).partition("\n")[0])
+                log.warning("%s; another starts in its place", first_line(error))
         return host
 
     def _answered(self, answer: Answer) -> list[Reply]:

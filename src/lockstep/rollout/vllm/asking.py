@@ -3,10 +3,10 @@
 from typing import Any
 
 from lockstep.data.samples import FinishReason
-from lockstep.models.errors import first_line
 from lockstep.rollout.errors import BadRequest
 from lockstep.rollout.protocol import Request
 from lockstep.rollout.vllm.settings import vllm_error
+from lockstep.watch.errors import first_line
 
 
 def core_request(name: str, request: Request, eos: frozenset[int], salt: str) -> Any:

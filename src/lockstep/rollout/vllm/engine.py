@@ -10,7 +10,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from lockstep.config.model import Model
 from lockstep.config.rollout import VllmEngine as EngineConfig
 from lockstep.data.samples import Completion, FinishReason
-from lockstep.models.errors import first_line
 from lockstep.models.load import context_length, load_policy, load_tokenizer
 from lockstep.models.weights import resolve_folder
 from lockstep.rollout.errors import BadLogits, InterruptedUpdate, NoWeights, TornEngine
@@ -28,6 +27,7 @@ from lockstep.rollout.vllm.rows import Row, Waiting
 from lockstep.rollout.vllm.settings import engine_arguments, engine_dtype, slower, start_core, try_core
 from lockstep.rollout.vllm.support import check_usable, prepare
 from lockstep.rollout.vllm.tally import watching
+from lockstep.watch.errors import first_line
 
 _MEMORY = ("weights", "kv_cache")
 """What vLLM gives away and takes back, by its own names."""

@@ -8,9 +8,10 @@ import torch
 
 from lockstep.config.model import Model
 from lockstep.config.rollout import VllmEngine as EngineConfig
-from lockstep.models.errors import ModelError, first_line
+from lockstep.models.errors import ModelError
 from lockstep.models.load import resolve_dtype
 from lockstep.models.weights import resolve_folder
+from lockstep.watch.errors import first_line
 
 EXTENSION = "lockstep.rollout.vllm.transfer.Worker"
 _FAILED = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
