@@ -1,16 +1,12 @@
 """Lots and their seals: every tensor once, bounded, and nothing taken that is not what was sent."""
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.watch.waits import WaitTimeout
 from lockstep.weights.errors import TornWeights
 from lockstep.weights.plan import Plan
-from lockstep.weights.stream.broadcast import beside
 from lockstep.weights.stream.channel import Channel
 from lockstep.weights.stream.lots import Lot, agreement, cut
 from lockstep.weights.stream.receiver import views
@@ -103,18 +99,3 @@ def test_a_channel_counts_every_worker_of_an_engine() -> None:
     assert channel.members == ["e0/0", "e0/1", "e1/0", "e1/1"]
     told = channel.where("e1", "{}")
     assert told["engine"] == "e1" and Channel.of({**told["channel"], "store": ["here", 1]}) == channel
-
-
-def test_who_forms_a_communicator_beside_the_run_is_waited_for_no_longer_than_its_limit() -> None:
-    channel = Channel(1, "nccl", "nccl", ("here", 1), "gen1", ("e0",), limit_s=-4.8)  # and 5 s for its own bound
-    never = threading.Event()
-    assert beside(lambda: 3, channel) == 3
-    with pytest.raises(RuntimeError, match="no such interface"):
-        beside(lambda: fail("no such interface"), channel)
-    with pytest.raises(WaitTimeout, match="weights stream 1"):
-        beside(lambda: never.wait(20), channel)
-    never.set()
-
-
-def fail(problem: str) -> None:
-    raise RuntimeError(problem)

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import ray
 
 from lockstep.cluster.places import Silent
-from lockstep.cluster.ray.bounded import begun
 from lockstep.watch import waits
+from lockstep.watch.bounded import begun
 from lockstep.watch.errors import first_line
 from lockstep.watch.waits import WaitTimeout
 

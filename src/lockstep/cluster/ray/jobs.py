@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.cluster.ray.bounded import begun
 from lockstep.watch import waits
+from lockstep.watch.bounded import begun
 from lockstep.watch.waits import WaitTimeout
 
 T = TypeVar("T")

@@ -28,11 +28,11 @@ from lockstep.cluster import versions
 from lockstep.cluster.addresses import interfaces, own_address
 from lockstep.cluster.freshness import changed_since, found
 from lockstep.cluster.predecessor import end_agent
-from lockstep.cluster.ray.bounded import begun
 from lockstep.cluster.ray.reaching import why_shut
 from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentError
 from lockstep.watch.agent_start import start_agent
+from lockstep.watch.bounded import begun
 from lockstep.watch.folders import base_dir, make_own_dir, run_dir
 from lockstep.watch.leader import Leader, Superseded
 from lockstep.watch.ports import Ports

@@ -19,9 +19,9 @@ import ray
 from ray import _raylet
 
 from lockstep.cluster.ray.asking import forget
-from lockstep.cluster.ray.bounded import begun
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.watch import procs, waits
+from lockstep.watch.bounded import begun
 from lockstep.watch.errors import first_line
 from lockstep.watch.ports import dial
 

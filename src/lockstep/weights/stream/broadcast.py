@@ -5,11 +5,9 @@ gather of the lot in question, so that its communicators have one order; receive
 """
 
 import contextlib
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,14 +16,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from lockstep.watch import waits
+from lockstep.watch.bounded import begun
 from lockstep.watch.waits import WaitTimeout
 from lockstep.weights import gloo_link
 from lockstep.weights.errors import LinkFailed, WeightsError
 from lockstep.weights.stream.channel import Channel
 from lockstep.weights.stream.lots import Lot
 from lockstep.weights.stream.seal import sealed_bytes
-
-T = TypeVar("T")
 
 DEPTH = 2
 """Lots on their way at once: while one travels, the next is gathered, or the one before is loaded."""
@@ -53,7 +50,10 @@ class Broadcast:
         with failing(channel, self._peer):
             if self._nccl:
                 # Bringing NCCL up blocks without a bound where a peer is lost meanwhile; so it blocks somebody else.
-                self._group = beside(lambda: self._form(store, rank), channel)
+                forming = begun(lambda: self._form(store, rank), f"forms {channel.name}")
+                self._group = waits.future(
+                    forming, whom="all members", why=channel.name, timeout_s=channel.limit_s + 5, notice_after_s=None
+                )
             else:
                 with waits.waiting("rendezvous", self._peer, channel.name, channel.limit_s):
                     self._group = self._form(store, rank)
@@ -120,24 +120,6 @@ class Broadcast:
             work, communicator=self._channel.name, operation="broadcast", why=what, timeout_s=limit_s,
             notice_after_s=None,
         )  # fmt: skip
-
-
-def beside(call: Callable[[], T], channel: Channel) -> T:
-    """The result of a call that may block for ever: in a thread, which is left behind then. Raises WaitTimeout."""
-    news, results, errors = threading.Event(), list[T](), list[Exception]()
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits for it
-            errors.append(error)
-        news.set()
-
-    threading.Thread(target=run, name=f"forms {channel.name}", daemon=True).start()
-    waits.event(news, whom="all members", why=channel.name, timeout_s=channel.limit_s + 5, notice_after_s=None)
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 @contextlib.contextmanager

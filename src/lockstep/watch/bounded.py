@@ -1,4 +1,4 @@
-"""Calls of a foreign library that have no bound: made in a thread of their own, which may be left behind."""
+"""Calls that have no bound of their own: made in a thread of theirs, which may be left behind."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def begun(call: Callable[[], T], name: str) -> "Future[T]":
-    """The call under way."""
+    """The call under way; `waits.future` waits for it as long as it may take."""
     answer: Future[T] = Future()
 
     def make() -> None:
