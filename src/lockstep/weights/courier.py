@@ -115,7 +115,6 @@ class Courier(CourierAPI):
         """Whether what this node has is not what the sender has, though it should be."""
         self._lock = threading.Lock()
         """Of digests; nothing is waited for with it."""
-        self._moved = 0
         if way == "gloo":
             use_interface(address)
             gloo_link.prepare(f"gen{generation}/weights")
@@ -317,5 +316,4 @@ class Courier(CourierAPI):
         return self._folder
 
     def _count(self, count: int) -> None:
-        self._moved += count
-        beacon.current().progress("bytes", self._moved)
+        beacon.current().add("bytes", count)

@@ -31,7 +31,6 @@ class Receiver:
     def __init__(self, memory: Memory | None = None) -> None:
         self._memory: Memory = memory or CudaMemory()
         self._open: tuple[Channel, Broadcast | ShelfReader] | None = None
-        self._moved = 0
 
     def promised(self, where: Mapping[str, Any]) -> dict[str, Entry]:
         """By name what a version will have (shape, type), from what the controller says (see `Channel.where`)."""
@@ -62,7 +61,7 @@ class Receiver:
             coming = inlet.lots(lots) if isinstance(inlet, Broadcast) else inlet.lots(lots, version)
             for lot, buffer in zip(lots, coming, strict=True):
                 verify(buffer, lot, channel.number, version, channel.check)
-                self._count(lot.nbytes)
+                beacon.current().add("bytes", lot.nbytes)
                 yield from views(buffer, lot)
             whole = True
 
@@ -94,10 +93,6 @@ class Receiver:
             inlet = Broadcast(store, channel, 1 + channel.members.index(name), device)
         self._open = channel, inlet
         return inlet
-
-    def _count(self, count: int) -> None:
-        self._moved += count
-        beacon.current().progress("bytes", self._moved)
 
 
 def views(buffer: Tensor, lot: Lot) -> Iterator[tuple[str, Tensor]]:

@@ -37,7 +37,6 @@ class Sender:
         self.rank, self.device = rank, device
         self._memory: Memory = memory or CudaMemory()
         self._open: tuple[Channel, _Outlet] | None = None
-        self._moved = 0
 
     def send(self, channel: Channel, plan: Plan, version: int, gathered: Iterator[Pieces | None]) -> str:
         """Sends a version, lot by lot as they are gathered.
@@ -60,7 +59,7 @@ class Sender:
                 continue
             try:
                 outlet.send(lot, pieces, version)
-                self._count(lot.nbytes)
+                beacon.current().add("bytes", lot.nbytes)
             except LinkFailed as error:
                 problem, outlet = str(error), None
         try:
@@ -99,10 +98,6 @@ class Sender:
             outlet = _Lending(Shelves(store, channel, lots, readers, self._memory, self.device), channel)
         self._open = channel, outlet
         return outlet
-
-    def _count(self, count: int) -> None:
-        self._moved += count
-        beacon.current().progress("bytes", self._moved)
 
 
 class _Wire:
