@@ -14,7 +14,7 @@ from lockstep.weights.plan import Plan
 Check = Literal["none", "sampled", "complete"]
 
 _BUCKET = 4 << 20  # bytes under one checksum
-_SAMPLE = 4 << 10  # bytes of a bucket's beginning, middle and end that the sampled checksum reads
+_SAMPLE = 4 << 10  # bytes of each sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,27 @@ def buckets_of(memory: memoryview, entry: int, start: int, complete: bool) -> It
     for at in range(0, len(memory), _BUCKET):
         piece = memory[at : at + _BUCKET]
         whole = zlib.crc32(piece) if complete else None
-        yield Bucket(entry, start + at, len(piece), sampled_checksum(piece), whole)
+        yield Bucket(entry, start + at, len(piece), _sampled(piece), whole)
 
 
-def sampled_checksum(piece: memoryview) -> int:
-    """crc32 of beginning, middle and end."""
-    size = len(piece)
-    if size <= 3 * _SAMPLE:
-        return zlib.crc32(piece)
-    middle = (size - _SAMPLE) // 2
-    checksum = zlib.crc32(piece[:_SAMPLE])
-    checksum = zlib.crc32(piece[middle : middle + _SAMPLE], checksum)
-    return zlib.crc32(piece[-_SAMPLE:], checksum)
+def samples(size: int) -> list[tuple[int, int]]:
+    """First and last (exclusive) byte of every sample of so many bytes: beginning, middle and end of each bucket."""
+    found = []
+    for at in range(0, size, _BUCKET):
+        length = min(_BUCKET, size - at)
+        if length <= 3 * _SAMPLE:
+            found.append((at, at + length))
+            continue
+        for start in (0, (length - _SAMPLE) // 2, length - _SAMPLE):
+            found.append((at + start, at + start + _SAMPLE))
+    return found
+
+
+def _sampled(bucket: memoryview) -> int:
+    checksum = 0
+    for start, end in samples(len(bucket)):
+        checksum = zlib.crc32(bucket[start:end], checksum)
+    return checksum
 
 
 def intact(bucket: Bucket, memory: memoryview, check: Check) -> bool:
@@ -86,7 +95,7 @@ def intact(bucket: Bucket, memory: memoryview, check: Check) -> bool:
         return True
     if check == "complete" and bucket.complete is not None:
         return zlib.crc32(memory) == bucket.complete
-    return sampled_checksum(memory) == bucket.sampled
+    return _sampled(memory) == bucket.sampled
 
 
 def gaps(plan: Plan, marks: Iterable[Mark]) -> dict[str, str]:

@@ -5,12 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.weights.buckets import samples
 from lockstep.weights.errors import TornWeights
 from lockstep.weights.plan import Plan
 from lockstep.weights.stream.channel import Channel
 from lockstep.weights.stream.lots import Lot, agreement, cut
 from lockstep.weights.stream.receiver import views
-from lockstep.weights.stream.seal import checksum, samples, seal, sealed_bytes, verify
+from lockstep.weights.stream.seal import checksum, seal, sealed_bytes, verify
 from lockstep.weights.stream.sender import fill
 
 SHAPES = st.lists(

@@ -8,13 +8,11 @@ import zlib
 import torch
 from torch import Tensor
 
-from lockstep.weights.buckets import Check
+from lockstep.weights.buckets import Check, samples
 from lockstep.weights.errors import TornWeights
 from lockstep.weights.plan import ALIGNMENT
 from lockstep.weights.stream.lots import Lot
 
-_PIECE = 4 << 20  # bytes of which beginning, middle and end are sampled
-_SAMPLE = 4 << 10
 _SEAL = struct.Struct("<8sQqQQ")  # magic, channel, version, lot, checksum
 _MAGIC = b"LOCKSTPS"
 
@@ -28,23 +26,11 @@ def checksum(data: Tensor, check: Check) -> int:
     """crc32 of the samples, or of everything, of uint8 `[bytes]` on any device. Only what is summed up leaves it."""
     if check == "none":
         return 0
-    if check == "sampled" and data.numel() > 3 * _SAMPLE:
-        data = torch.cat([data[start:end] for start, end in samples(data.numel())])
+    places = samples(data.numel())
+    if check == "sampled" and len(places) > 1:
+        data = torch.cat([data[start:end] for start, end in places])
     plain: memoryview = data.cpu().numpy().data
     return zlib.crc32(plain)
-
-
-def samples(size: int) -> list[tuple[int, int]]:
-    """First and last (exclusive) byte of every sample."""
-    found = []
-    for at in range(0, size, _PIECE):
-        length = min(_PIECE, size - at)
-        if length <= 3 * _SAMPLE:
-            found.append((at, at + length))
-            continue
-        for start in (0, (length - _SAMPLE) // 2, length - _SAMPLE):
-            found.append((at + start, at + start + _SAMPLE))
-    return found
 
 
 def seal(buffer: Tensor, lot: Lot, channel: int, version: int, check: Check) -> None:
