@@ -6,7 +6,7 @@ gather of the lot in question, so that its communicators have one order; receive
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -58,8 +58,13 @@ class Broadcast:
                 with waits.waiting("rendezvous", self._peer, channel.name, channel.limit_s):
                     self._group = self._form(store, rank)
 
-    def put(self, buffer: Tensor) -> None:
-        """Sends a lot; it must not change before as many as `DEPTH` further ones were put, or `flush` returned."""
+    def free(self, lot: Lot, version: int) -> Tensor:
+        """Memory for a lot of any version."""
+        return torch.empty(sealed_bytes(lot), dtype=torch.uint8, device=self._device)
+
+    def put(self, lot: Lot, buffer: Tensor) -> None:
+        """Sends a lot from its memory, which must not change before as many as `DEPTH` further ones were put, or
+        `flush` returned."""
         while len(self._under_way) >= DEPTH:
             self._finish()
         self._issue(buffer)
@@ -69,12 +74,12 @@ class Broadcast:
         while self._under_way:
             self._finish()
 
-    def lots(self, lots: tuple[Lot, ...]) -> Iterator[Tensor]:
+    def lots(self, lots: Sequence[Lot], version: int) -> Iterator[Tensor]:
         """What the sender puts, each in memory of its own: some are on their way while one is looked at."""
         for lot in lots:
             if len(self._under_way) == DEPTH:
                 yield self._finish()
-            self._issue(torch.empty(sealed_bytes(lot), dtype=torch.uint8, device=self._device))
+            self._issue(self.free(lot, version))
         while self._under_way:
             yield self._finish()
 

@@ -58,8 +58,7 @@ class Receiver:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal whole
-            coming = inlet.lots(lots) if isinstance(inlet, Broadcast) else inlet.lots(lots, version)
-            for lot, buffer in zip(lots, coming, strict=True):
+            for lot, buffer in zip(lots, inlet.lots(lots, version), strict=True):
                 verify(buffer, lot, channel.number, version, channel.check)
                 beacon.current().add("bytes", lot.nbytes)
                 yield from views(buffer, lot)

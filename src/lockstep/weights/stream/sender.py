@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from lockstep.watch import beacon
 from lockstep.weights import meeting as stores
@@ -16,7 +15,7 @@ from lockstep.weights.stream.broadcast import Broadcast
 from lockstep.weights.stream.channel import Channel
 from lockstep.weights.stream.lots import Lot, agreement, cut
 from lockstep.weights.stream.memory import CudaMemory, Memory
-from lockstep.weights.stream.seal import seal, sealed_bytes
+from lockstep.weights.stream.seal import seal
 from lockstep.weights.stream.shelves import Shelves
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class Sender:
     def __init__(self, rank: int, device: torch.device, memory: Memory | None = None) -> None:
         self.rank, self.device = rank, device
         self._memory: Memory = memory or CudaMemory()
-        self._open: tuple[Channel, _Outlet] | None = None
+        self._open: tuple[Channel, Broadcast | Shelves] | None = None
 
     def send(self, channel: Channel, plan: Plan, version: int, gathered: Iterator[Pieces | None]) -> str:
         """Sends a version, lot by lot as they are gathered.
@@ -58,7 +57,10 @@ class Sender:
             if pieces is None or outlet is None:
                 continue
             try:
-                outlet.send(lot, pieces, version)
+                buffer = outlet.free(lot, version)
+                fill(buffer, lot, pieces)
+                seal(buffer, lot, channel.number, version, channel.check)
+                outlet.put(lot, buffer)
                 beacon.current().add("bytes", lot.nbytes)
             except LinkFailed as error:
                 problem, outlet = str(error), None
@@ -78,7 +80,7 @@ class Sender:
             (_, outlet), self._open = self._open, None
             outlet.close()
 
-    def _outlet(self, channel: Channel, plan: Plan, lots: Sequence[Lot]) -> "_Outlet | None":
+    def _outlet(self, channel: Channel, plan: Plan, lots: Sequence[Lot]) -> Broadcast | Shelves | None:
         """None on ranks that send nothing."""
         if channel.way == "nccl" and self.rank:
             return None
@@ -88,58 +90,16 @@ class Sender:
         store = stores.open_store(*channel.store, f"{channel.scope}/stream")
         agreed = agreement(plan, channel.bucket_bytes, channel.check)
         cards = meeting.convene(store, channel, agreed, answers=self.rank == 0)
-        outlet: _Outlet
+        outlet: Broadcast | Shelves
         if channel.way == "nccl":
-            outlet = _Wire(store, channel, self.device)
+            outlet = Broadcast(store, channel, 0, self.device)
         else:
             readers = meeting.same_device(cards, self._memory.known_as(self.device))
             if not readers:
                 return None
-            outlet = _Lending(Shelves(store, channel, lots, readers, self._memory, self.device), channel)
+            outlet = Shelves(store, channel, lots, readers, self._memory, self.device)
         self._open = channel, outlet
         return outlet
-
-
-class _Wire:
-    """Lots over a communicator."""
-
-    def __init__(self, store: Store, channel: Channel, device: torch.device) -> None:
-        self._channel, self._device = channel, device
-        self._broadcast = Broadcast(store, channel, 0, device)
-
-    def send(self, lot: Lot, pieces: Pieces, version: int) -> None:
-        buffer = torch.empty(sealed_bytes(lot), dtype=torch.uint8, device=self._device)
-        fill(buffer, lot, pieces)
-        seal(buffer, lot, self._channel.number, version, self._channel.check)
-        self._broadcast.put(buffer)
-
-    def flush(self) -> None:
-        self._broadcast.flush()
-
-    def close(self) -> None:
-        self._broadcast.close()
-
-
-class _Lending:
-    """Lots through memory that the readers open."""
-
-    def __init__(self, shelves: Shelves, channel: Channel) -> None:
-        self._shelves, self._channel = shelves, channel
-
-    def send(self, lot: Lot, pieces: Pieces, version: int) -> None:
-        buffer = self._shelves.free(version, lot)
-        fill(buffer, lot, pieces)
-        seal(buffer, lot, self._channel.number, version, self._channel.check)
-        self._shelves.put(lot)
-
-    def flush(self) -> None:
-        self._shelves.flush()
-
-    def close(self) -> None:
-        self._shelves.close()
-
-
-_Outlet = _Wire | _Lending
 
 
 @torch.no_grad()

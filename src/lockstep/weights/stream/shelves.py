@@ -46,15 +46,15 @@ class Shelves:
         self._version = 0
         self._key = memory.known_as(device)
 
-    def free(self, version: int, lot: Lot) -> Tensor:
+    def free(self, lot: Lot, version: int) -> Tensor:
         """Memory for a lot, once all readers have what was in it. Raises LinkFailed, naming who has not."""
         self._version = version
         if lot.number >= SHELVES:
             self._taken(lot.number - SHELVES)
         return self._memory[lot.number % SHELVES][: sealed_bytes(lot)]
 
-    def put(self, lot: Lot) -> None:
-        """The lot is in its memory."""
+    def put(self, lot: Lot, buffer: Tensor) -> None:
+        """The lot is in its memory: tells the readers."""
         _settle(self._device)
         self._store.set(self._name(f"there/{self._key}", lot.number), "1")
         self._put = lot.number + 1
