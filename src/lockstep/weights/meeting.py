@@ -7,19 +7,21 @@ answers with its consent, or with its own plan where the two do not fit.
 import json
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import Unpack
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lockstep.watch import waits
-from lockstep.watch.waits import WaitTimeout
+from lockstep.watch.waits import Bounds, WaitTimeout
 from lockstep.weights.api import Link
 from lockstep.weights.errors import LinkFailed, PlanMismatch
 from lockstep.weights.plan import Plan
 
 CONNECT_S = 60.0
+EVERY_S = 0.002
+"""How often it is looked at what a peer says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,9 @@ def open_store(host: str, port: int, prefix: str) -> Store:
 
 def meet_receiver(store: Store, link: Link, plan: Plan, limit_s: float) -> Card:
     """The sender's part: who receives. Raises PlanMismatch, and LinkFailed where nobody came."""
-    card = Card(**json.loads(_await(store, f"{link.number}/receiver/{link.receiver}", link, link.receiver, limit_s)))
+    whom = f"courier of {link.receiver}"
+    raw = word(store, f"{link.number}/receiver/{link.receiver}", link.name, link.receiver, whom, stall_s=limit_s)
+    card = Card(**json.loads(raw))
     if card.digest == plan.digest:
         store.set(f"{link.number}/sender/{link.sender}", json.dumps({"digest": plan.digest}))
         return card
@@ -71,8 +75,11 @@ def busy(store: Store, link: Link, count: int) -> None:
 def meet_sender(store: Store, link: Link, plan: Plan, card: Card, limit_s: float) -> None:
     """The receiver's part. Raises PlanMismatch, naming the first tensor that differs, and LinkFailed."""
     store.set(f"{link.number}/receiver/{link.receiver}", json.dumps(asdict(card)))
-    key = f"{link.number}/sender/{link.sender}"
-    answer = json.loads(_await(store, key, link, link.sender, limit_s, lambda: _said(store, link, "busy")))
+    raw = word(
+        store, f"{link.number}/sender/{link.sender}", link.name, link.sender, f"courier of {link.sender}",
+        stall_s=limit_s, progress=lambda: _said(store, link, "busy"),
+    )  # fmt: skip
+    answer = json.loads(raw)
     if "refused" in answer:
         raise LinkFailed(link.name, link.sender, answer["refused"])
     if "plan" in answer:
@@ -86,21 +93,18 @@ def forget(store: Store, link: Link) -> None:
             store.delete_key(key)
 
 
+def word(store: Store, key: str, link: str, peer: str, whom: str | None = None, **bounds: Unpack[Bounds]) -> bytes:
+    """What a peer says under that key; `whom` is the process that is to say it, where that has another name. Raises
+    LinkFailed where it does not within the bounds."""
+    try:
+        return waits.store_get(store, key, whom=whom or peer, why=link, every_s=EVERY_S, **bounds)
+    except WaitTimeout as error:
+        raise LinkFailed(link, peer, f"{error} (key {key})") from error
+
+
 def _said(store: Store, link: Link, what: str) -> bytes | None:
     """What the sender has said already, if it has."""
     key = f"{link.number}/{what}"
     if not store.check([key]):
         return None
     return waits.store_get(store, key, whom="the store", why=f"{link.name}: {what}", timeout_s=CONNECT_S)
-
-
-def _await(
-    store: Store, key: str, link: Link, whom: str, limit_s: float, progress: Callable[[], object] | None = None
-) -> bytes:
-    try:
-        return waits.store_get(
-            store, key, whom=f"courier of {whom}", why=f"meet for {link.name}", stall_s=limit_s, progress=progress,
-            every_s=0.002,
-        )  # fmt: skip
-    except WaitTimeout as error:
-        raise LinkFailed(link.name, whom, f"it did not come within {limit_s:g} s (key {key})") from error

@@ -13,12 +13,9 @@ from dataclasses import asdict, dataclass, field
 
 from torch._C._distributed_c10d import Store
 
-from lockstep.watch import waits
-from lockstep.watch.waits import WaitTimeout
 from lockstep.weights.errors import LinkFailed, PlanMismatch
+from lockstep.weights.meeting import word
 from lockstep.weights.stream.channel import Channel
-
-EVERY_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,9 @@ def present(store: Store, channel: Channel, name: str, card: Card) -> None:
         LinkFailed: the sender did not come, or refuses; names who is missing.
     """
     store.set(f"{channel.number}/card/{name}", json.dumps(asdict(card)))
-    answer = json.loads(_get(store, channel, "answer", "the trainer", 2 * channel.limit_s))
+    answer = json.loads(
+        word(store, f"{channel.number}/answer", channel.name, "the trainer", timeout_s=2 * channel.limit_s)
+    )
     if answer["agreement"] != card.agreement:
         raise PlanMismatch("the trainer has another plan, or other buckets", answer["agreement"], card.agreement)
     if answer["problem"]:
@@ -61,7 +60,8 @@ def convene(store: Store, channel: Channel, agreement: str, answers: bool) -> di
     missing = []
     for name in channel.members:
         try:
-            raw = _get(store, channel, f"card/{name}", name, max(0.01, until - time.monotonic()))
+            left_s = max(0.01, until - time.monotonic())
+            raw = word(store, f"{channel.number}/card/{name}", channel.name, name, timeout_s=left_s)
             cards[name] = Card(**json.loads(raw))
         except LinkFailed:
             missing.append(name)
@@ -89,12 +89,3 @@ def same_device(cards: Mapping[str, Card], device: str) -> list[str]:
     """Names of those on this device of this host."""
     here = socket.gethostname()
     return [name for name, card in cards.items() if (card.host, card.device) == (here, device)]
-
-
-def _get(store: Store, channel: Channel, key: str, whom: str, limit_s: float) -> bytes:
-    try:
-        return waits.store_get(
-            store, f"{channel.number}/{key}", whom=whom, why=channel.name, timeout_s=limit_s, every_s=EVERY_S
-        )
-    except WaitTimeout as error:
-        raise LinkFailed(channel.name, whom, f"it did not come within {limit_s:.3g} s (key {key})") from error

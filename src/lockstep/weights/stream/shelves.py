@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from lockstep.watch import waits
-from lockstep.watch.waits import WaitTimeout
-from lockstep.weights.errors import LinkFailed
+from lockstep.weights.meeting import word
 from lockstep.weights.stream.channel import Channel
 from lockstep.weights.stream.lots import Lot
-from lockstep.weights.stream.meeting import EVERY_S
 from lockstep.weights.stream.memory import Memory
 from lockstep.weights.stream.seal import sealed_bytes
 
@@ -73,7 +70,7 @@ class Shelves:
     def _taken(self, number: int) -> None:
         for reader in self._readers:
             key = self._name(f"taken/{reader}", number)
-            _await(self._store, self._channel, key, reader)
+            word(self._store, key, self._channel.name, reader, timeout_s=self._channel.limit_s, notice_after_s=None)
             self._store.delete_key(key)
         self._store.delete_key(self._name(f"there/{self._key}", number))
 
@@ -87,7 +84,10 @@ class ShelfReader:
     def __init__(self, store: Store, channel: Channel, name: str, memory: Memory, device: torch.device) -> None:
         self._store, self._channel, self._me, self._device = store, channel, name, device
         self._key = memory.known_as(device)
-        raw = _await(store, channel, f"{channel.number}/shelves/{name}", f"a trainer rank on GPU {self._key}")
+        raw = word(
+            store, f"{channel.number}/shelves/{name}", channel.name, f"a trainer rank on GPU {self._key}",
+            timeout_s=channel.limit_s, notice_after_s=None,
+        )  # fmt: skip
         handles: list[dict[str, Any]] = json.loads(raw)
         self._memory = [memory.open(handle, device) for handle in handles]
 
@@ -96,7 +96,10 @@ class ShelfReader:
         start = f"{self._channel.number}/{version}"
         for lot in lots:
             there = f"{start}/there/{self._key}/{lot.number}"
-            _await(self._store, self._channel, there, "the trainer rank on this GPU")
+            word(
+                self._store, there, self._channel.name, "the trainer rank on this GPU",
+                timeout_s=self._channel.limit_s, notice_after_s=None,
+            )  # fmt: skip
             own = self._memory[lot.number % SHELVES][: sealed_bytes(lot)].clone()
             _settle(self._device)
             self._store.set(f"{start}/taken/{self._me}/{lot.number}", "1")
@@ -105,15 +108,6 @@ class ShelfReader:
     def close(self) -> None:
         """Lets go of the trainer's memory."""
         self._memory.clear()
-
-
-def _await(store: Store, channel: Channel, key: str, whom: str) -> bytes:
-    try:
-        return waits.store_get(
-            store, key, whom=whom, why=channel.name, timeout_s=channel.limit_s, every_s=EVERY_S, notice_after_s=None
-        )
-    except WaitTimeout as error:
-        raise LinkFailed(channel.name, whom, str(error)) from error
 
 
 def _settle(device: torch.device) -> None:
