@@ -58,18 +58,30 @@ def take_over(affairs: Path, generation: int, orphan_grace_s: float) -> Heritage
     if changed is not None:
         log.info("%s has changed since the run was last started: none of its processes is used again", changed)
         return None
+    client = go_on_with(agent, token, generation, orphan_grace_s)
+    return None if client is None else Heritage(client, token)
+
+
+def go_on_with(
+    agent: Address, token: str, generation: int, orphan_grace_s: float, lost_after_s: float | None = None
+) -> AgentClient | None:
+    """An agent of an earlier generation, which is ours from now on; None where it is leaving, or does not answer.
+
+    Args:
+        lost_after_s: of one on another host, see `AgentClient`.
+    """
     try:
-        client = AgentClient(agent, token, generation=generation)
+        client = AgentClient(agent, token, generation=generation, lost_after_s=lost_after_s)
     except WireError as error:
-        log.info("agent %d cannot be taken over: %s", agent.pid, error)
+        log.info("agent %d on %s cannot be taken over: %s", agent.pid, agent.host, error)
         return None
     try:
         client.take_over(orphan_grace_s)
     except (AgentError, WaitTimeout) as error:
-        log.info("agent %d cannot be taken over: %s", agent.pid, error)
+        log.info("agent %d on %s cannot be taken over: %s", agent.pid, agent.host, error)
         client.close()
         return None
-    return Heritage(client, token)
+    return client
 
 
 def end_predecessor(affairs: Path, generation: int) -> None:

@@ -13,6 +13,7 @@ import ray
 from lockstep.cluster.bundles import Wanted
 from lockstep.cluster.freshness import imported
 from lockstep.cluster.places import Held
+from lockstep.cluster.predecessor import go_on_with
 from lockstep.cluster.ray import session
 from lockstep.cluster.ray.asking import ask
 from lockstep.cluster.ray.employing import be_watched, send_away
@@ -20,10 +21,9 @@ from lockstep.cluster.ray.record import Needs, Record
 from lockstep.config.cluster import RayCluster as Config
 from lockstep.config.placement import Placement
 from lockstep.watch import procs
-from lockstep.watch.agent_client import Address, AgentClient, AgentError
+from lockstep.watch.agent_client import Address, AgentClient
 from lockstep.watch.leader import Superseded
 from lockstep.watch.waits import WaitTimeout
-from lockstep.watch.wire import WireError
 
 log = logging.getLogger(__name__)
 
@@ -177,15 +177,4 @@ def _client(config: Config, remnant: _Remnant, generation: int) -> AgentClient |
         return None
     address, token = Address(**remnant.said["agent"]), str(remnant.said["token"])
     lost_after_s = None if remnant.here else config.node_lost_after_s
-    try:
-        client = AgentClient(address, token, generation=generation, lost_after_s=lost_after_s)
-    except WireError as error:
-        log.info("the agent of %s cannot be taken over: %s", remnant.host, error)
-        return None
-    try:
-        client.take_over(config.orphan_grace_s)
-    except (AgentError, WaitTimeout) as error:
-        log.info("the agent of %s cannot be taken over: %s", remnant.host, error)
-        client.close()
-        return None
-    return client
+    return go_on_with(address, token, generation, config.orphan_grace_s, lost_after_s)
