@@ -83,6 +83,11 @@ class WorkerDied(Carried, RuntimeError):
         self.worker, self.rank, self.exit_code, self.log_tail, self.lost = worker, rank, exit_code, log_tail, lost
 
     @property
+    def with_node(self) -> bool:
+        """Whether it only went with its node, or with its node's agent: nobody has heard of an end of its own."""
+        return self.exit_code is None
+
+    @property
     def how(self) -> str:
         """How it ended, for a sentence that begins with whose process it was."""
         if self.exit_code is None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.cluster.protocol import Pending, RemoteError, WorkerDied
-from lockstep.watch.errors import Carried
+from lockstep.watch.errors import Carried, first_line
 from lockstep.watch.waits import Stalled, WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ def loaded(pending: Pending[R], what: str, name: str, kill: Callable[[], None]) 
 
     Raises:
         NotLoaded: there is no process any more.
+        WorkerDied: it only went with its node.
     """
     try:
         return pending.result(why=f"loading {what}", stall_s=LOADING_S)
@@ -44,7 +45,28 @@ def loaded(pending: Pending[R], what: str, name: str, kill: Callable[[], None]) 
         problem = f"could not be loaded within {error.waited_s:.0f} s"
         raise NotLoaded(problem, last_words(pending, name)) from error
     except WorkerDied as error:
+        if error.with_node:
+            raise
         raise NotLoaded(f"its process {error.how} while loading", error.last_words) from error
+
+
+def despite_lost_nodes(work: Callable[[], R], does: str) -> R:
+    """What `work` gives; it is done again, in another process, where one only went with its node.
+
+    Args:
+        does: what the other one does in its place, for people.
+
+    Raises:
+        WorkerDied: it ended by itself, or went with its node again and again.
+    """
+    for _ in range(NODES_LOST - 1):
+        try:
+            return work()
+        except WorkerDied as error:
+            if not error.with_node:
+                raise
+            log.warning("%s; another %s in its place", first_line(error), does)
+    return work()
 
 
 def last_words(pending: Pending[object], name: str) -> str:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, WorkerDied, WorkerSpec, successor
-from lockstep.cluster.user_process import NODES_LOST, NotLoaded, last_words, loaded
+from lockstep.cluster.user_process import NotLoaded, despite_lost_nodes, last_words, loaded
 from lockstep.config.reward import Math, Reward
 from lockstep.rewards.api import Batch, Prepared, RewardError, ScorerAPI, Scores
-from lockstep.watch.errors import first_line
 from lockstep.watch.waits import Stalled
 
 NEWS_S = 1.5
@@ -86,11 +85,11 @@ class Scorer:
         functions = ", ".join(term.path for term in self.cfg.terms if term.kind == "function") or "the verifiers"
         try:
             prepared = loaded(pending, functions, self.name, self._kill)
+        except WorkerDied:
+            self._forget()
+            raise
         except NotLoaded as error:
             self._forget()
-            death = error.__cause__
-            if isinstance(death, WorkerDied) and death.exit_code is None:
-                raise death from None
             raise RewardError(functions, error.problem, traceback=error.log_tail) from error
         if prepared.failure is not None:
             failure = prepared.failure
@@ -105,15 +104,7 @@ class Scorer:
         Raises:
             WorkerDied: it went with its node, again and again.
         """
-        for attempt in range(NODES_LOST):
-            try:
-                return self._score(term, batch, why, limit_s)
-            except WorkerDied as error:
-                if error.exit_code is not None or attempt + 1 == NODES_LOST:
-                    raise
-                log.warning("%s; another scores in its place", first_line(error))
-                self._kill()
-        raise AssertionError("unreachable")
+        return despite_lost_nodes(lambda: self._score(term, batch, why, limit_s), "scores")
 
     def _score(self, term: int, batch: Batch, why: str, limit_s: float) -> Scores:
         if self.missing():
@@ -127,9 +118,9 @@ class Scorer:
             problem = f"did not finish a sample for {limit_s:g} s (reward.timeout_s); its process was killed"
             raise self._end(problem, pending) from None
         except WorkerDied as error:
-            if error.exit_code is None and not self._stopped:
-                raise
             self._kill()
+            if error.with_node and not self._stopped:
+                raise
             raise Lost(f"its process {error.how}", error.last_words) from None
         except RemoteError as error:
             if error.kind != "MemoryError":

@@ -88,11 +88,11 @@ class Host:
         path = self.config.path or ", ".join(self.config.tools)
         try:
             prepared = loaded(pending, path, f"environment-{self.rank}", self.stop)
+        except WorkerDied:
+            self._gone()
+            raise
         except NotLoaded as error:
             self._gone()
-            death = error.__cause__
-            if isinstance(death, WorkerDied) and death.exit_code is None:
-                raise death from None
             raise EnvironmentFailed(path, error.problem, traceback=error.log_tail) from error
         if prepared.failure is not None:
             raise EnvironmentFailed(path, prepared.failure.problem, traceback=prepared.failure.traceback)
@@ -132,7 +132,7 @@ class Host:
             news = pending.result(why="answers of environments")
         except WorkerDied as error:
             self.stop()
-            if error.exit_code is None:
+            if error.with_node:
                 raise Lost(Failure(f"its process {error.how}"), None, with_node=True) from None
             holding = self._holding if self._holding in self.open else None
             culprit = next(iter(self.open)) if holding is None and len(self.open) == 1 else holding

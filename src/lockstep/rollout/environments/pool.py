@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.cluster.protocol import Cluster, WorkerDied
-from lockstep.cluster.user_process import NODES_LOST
+from lockstep.cluster.protocol import Cluster
+from lockstep.cluster.user_process import NODES_LOST, despite_lost_nodes
 from lockstep.config.environment import Environment as Config
 from lockstep.data.samples import Prompt
 from lockstep.rollout.environments.api import Answer, Deed, Failure, Prepared, Task
 from lockstep.rollout.environments.host import Host, Lost
 from lockstep.rollout.environments.protocol import Observation
-from lockstep.watch.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -163,17 +162,13 @@ class EnvironmentPool:
             self._alive(self._hosts[rank]).send(batch)
 
     def _alive(self, host: Host) -> Host:
-        for attempt in range(NODES_LOST):
-            if not host.missing:
-                break
-            try:
-                (worker,) = self.cluster.start([host.spec()])
-                self._prepared = host.loaded(host.use(worker))
-            except WorkerDied as error:
-                if error.exit_code is not None or attempt + 1 == NODES_LOST:
-                    raise
-                log.warning("%s; another starts in its place", first_line(error))
+        if host.missing:
+            despite_lost_nodes(lambda: self._start(host), "starts")
         return host
+
+    def _start(self, host: Host) -> None:
+        (worker,) = self.cluster.start([host.spec()])
+        self._prepared = host.loaded(host.use(worker))
 
     def _answered(self, answer: Answer) -> list[Reply]:
         episode = self._asked.pop(answer.number, None)
