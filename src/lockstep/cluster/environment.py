@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lockstep.config.cluster import NOT_DECLARED
+from lockstep.config.cluster import NOT_DECLARED, reason_in
 from lockstep.watch.secrets import HIDDEN, is_secret_name, kind_of, redact_text, secret_values
 
 _INTERNAL = NOT_DECLARED["LOCKSTEP_TOKEN"]
@@ -94,7 +94,7 @@ def why_not(name: str, value: str) -> str | None:
 
 
 def _reason(name: str) -> str | None:
-    return next((why for pattern, why in OF_ONE_HOST.items() if fnmatchcase(name, pattern)), None)
+    return reason_in(name, OF_ONE_HOST)
 
 
 def worker_environment(

@@ -1,5 +1,6 @@
 """Who runs where."""
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
@@ -16,6 +17,11 @@ NOT_DECLARED = {
     "LOCKSTEP_BEACONS": "it is of one node: set it where that node's Ray is started",
 }  # fmt: skip
 """Variables, by name or its beginning and `*`, that no config sets for all workers: why."""
+
+
+def reason_in(name: str, reasons: Mapping[str, str]) -> str | None:
+    """What is said of a variable in such a table; None where it is not in it."""
+    return next((why for pattern, why in reasons.items() if fnmatchcase(name, pattern)), None)
 
 
 class LocalCluster(Section):
@@ -81,7 +87,7 @@ class RayCluster(Section):
     @classmethod
     def _may_be_declared(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
-            if why := next((why for pattern, why in NOT_DECLARED.items() if fnmatchcase(name, pattern)), None):
+            if why := reason_in(name, NOT_DECLARED):
                 raise ValueError(f"cannot set {name} for all workers: {why}")
         return env
 
