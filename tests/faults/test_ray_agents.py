@@ -133,7 +133,8 @@ def test_an_order_that_comes_late_ends_no_agent(own: Config, tmp_path: Path) -> 
 def test_nothing_is_left_of_a_run_that_is_refused(own: Config, tmp_path: Path) -> None:
     import ray
 
-    from lockstep.cluster.ray.employing import Site, employ_fit
+    from lockstep.cluster.ray.employing import employ_fit
+    from lockstep.cluster.ray.keeper import Site
     from lockstep.cluster.ray.nodes import node_facts
 
     folder = str(tmp_path)

@@ -22,8 +22,9 @@ from lockstep.cluster.places import Held
 from lockstep.cluster.placing import PlacingCluster
 from lockstep.cluster.ray import employing, session
 from lockstep.cluster.ray.asking import RaySilent
-from lockstep.cluster.ray.employing import Employed, Site
+from lockstep.cluster.ray.employing import Employed
 from lockstep.cluster.ray.inheriting import RayHeritage
+from lockstep.cluster.ray.keeper import Site
 from lockstep.cluster.ray.leaving import leave
 from lockstep.cluster.ray.node import RayNode, own_environment
 from lockstep.cluster.ray.nodes import address_of_this_process, is_alive, node_facts

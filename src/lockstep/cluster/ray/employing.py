@@ -7,9 +7,8 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,14 +17,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from lockstep.cluster.bundles import NodeFacts
 from lockstep.cluster.node import NodeRefused
 from lockstep.cluster.ray.asking import RaySilent, ask
-from lockstep.cluster.ray.keeper import MARK, Keeper
+from lockstep.cluster.ray.keeper import Keeper, Site
 from lockstep.cluster.ray.session import answer
 from lockstep.cluster.versions import Facts, must_work
 from lockstep.watch import procs
 from lockstep.watch.errors import last_line
-from lockstep.watch.folders import write_whole
 from lockstep.watch.leader import Leader, Superseded
-from lockstep.watch.ports import Ports
 from lockstep.watch.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -38,32 +35,6 @@ _orders = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """What each node is told of the run: see `Keeper`."""
-
-    run: str
-    token: str
-    folder: str
-    cwd: str
-    mark: str
-    peer: str | None
-    interface: str | None
-    several: bool
-    ports: Ports | None
-
-    @staticmethod
-    def of(
-        run: str, token: str, folder: str, affairs: Path, peer: str | None, interface: str | None, several: bool,
-        ports: Ports | None,
-    ) -> "Site":  # fmt: skip
-        """With a new mark, in the folder `affairs` of the run's folder."""
-        affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        mark = secrets.token_hex(8)
-        write_whole(affairs / MARK, mark.encode())
-        return Site(run, token, folder, str(Path.cwd()), mark, peer, interface, several, ports)
-
-
-@dataclass(frozen=True, slots=True)
 class Employed:
     """An actor, and what it says of its node."""
 
@@ -73,19 +44,17 @@ class Employed:
 
 def employ(nodes: Sequence[NodeFacts], site: Site) -> list[Employed]:
     """One actor for each node. Raises NodeRefused."""
-    run, token, folder, cwd, mark, peer, interface, several, ports = astuple(site)
     actor = ray.remote(Keeper)
     keepers: list[tuple[NodeFacts, Any, Any]] = []
     found = []
     try:
         for node in nodes:
             employed = actor.options(
-                name=f"keeper-{node.id}-{secrets.token_hex(3)}", namespace=run, lifetime="detached",
+                name=f"keeper-{node.id}-{secrets.token_hex(3)}", namespace=site.run, lifetime="detached",
                 num_cpus=0, max_concurrency=4,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
             )  # fmt: skip
-            told = run, token, folder, cwd, mark, node.name, peer, interface, several, ports
-            keeper = ask(partial(employed.remote, *told), f"the run's actor on {node.name} is made")
+            keeper = ask(partial(employed.remote, site, node.name), f"the run's actor on {node.name} is made")
             keepers.append((node, keeper, keeper.facts.remote()))
         for node, keeper, facts in keepers:
             try:

@@ -10,6 +10,7 @@ Whatever it is asked for has the generation of who asks, and it obeys the latest
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from lockstep.watch import procs, waits
 from lockstep.watch.agent_client import Address, AgentError
 from lockstep.watch.agent_start import start_agent
 from lockstep.watch.bounded import begun
-from lockstep.watch.folders import base_dir, make_own_dir, run_dir
+from lockstep.watch.folders import base_dir, make_own_dir, run_dir, write_whole
 from lockstep.watch.leader import Leader, Superseded
 from lockstep.watch.ports import Ports
 
@@ -48,38 +49,59 @@ MARK = "seen-from-all-nodes"
 """File of the run's folder by which a node finds out whether it shares that folder with the controller."""
 
 
-class Keeper:
-    """On one node.
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What every node is told of the run."""
 
-    Args:
-        token: the run's. It comes as an argument as the variables of a `runtime_env` are shown by Ray's dashboard.
-        folder, cwd: the run's folder and the controller's working folder, on its host.
-        mark: what the file `MARK` in `folder` says.
-        name: of the node.
-        peer: address of a node that is to reach this one; None where there is no other.
-        interface: name, or beginning of the name, of the interface to use instead of the one on the way there.
-        several: whether there are other hosts.
-        ports: on which the agent may listen; any when None.
+    run: str
+    token: str
+    """It comes as an argument as the variables of a `runtime_env` are shown by Ray's dashboard."""
+    folder: str
+    """The run's, on the controller's host."""
+    cwd: str
+    """The controller's working folder there."""
+    mark: str
+    """What the file `MARK` in `folder` says."""
+    peer: str | None
+    """Address of a node that is to reach the others; None where there is no other."""
+    interface: str | None
+    """Name, or beginning of the name, of the interface to use instead of the one on the way there."""
+    several: bool
+    """Whether there are other hosts."""
+    ports: Ports | None
+    """On which agents may listen; any when None."""
+
+    @staticmethod
+    def of(
+        run: str, token: str, folder: str, affairs: Path, peer: str | None, interface: str | None, several: bool,
+        ports: Ports | None,
+    ) -> "Site":  # fmt: skip
+        """With a new mark, in the folder `affairs` of the run's folder."""
+        affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mark = secrets.token_hex(8)
+        write_whole(affairs / MARK, mark.encode())
+        return Site(run, token, folder, str(Path.cwd()), mark, peer, interface, several, ports)
+
+
+class Keeper:
+    """On one node, of that name.
 
     Raises:
         UnreachableAddress: others do not reach this node.
         PermissionError: somebody else has the folder for what is kept here.
     """
 
-    def __init__(
-        self, run: str, token: str, folder: str, cwd: str, mark: str, name: str, peer: str | None,
-        interface: str | None, several: bool, ports: Ports | None,
-    ) -> None:  # fmt: skip
-        self._run, self._token, self._name, self._began = run, token, name, time.time()
-        self._ports = ports
+    def __init__(self, site: Site, name: str) -> None:
+        self._run, self._token, self._ports, self._name = site.run, site.token, site.ports, name
+        self._began = time.time()
         self._generation = 0
         """The latest that was heard of: what an earlier one asks for is refused from then on."""
         self._order = 0, 0
         """Generation and number of the latest order of an agent."""
-        self._starting = threading.Lock()
-        self._interface = own_address(name, interfaces(), peer, interface, several)
-        self._folder = self._find_folder(Path(folder), mark)
-        self._cwd = cwd if Path(cwd).is_dir() else str(self._folder)
+        self._starting, self._admitting, self._reserving = threading.Lock(), threading.Lock(), threading.Lock()
+        self._interface = own_address(name, interfaces(), site.peer, site.interface, site.several)
+        self._folder = self._find_folder(Path(site.folder), site.mark)
+        self._cwd = site.cwd if Path(site.cwd).is_dir() else str(self._folder)
         self._affairs = self._folder / "cluster" / "nodes" / name
         self._logs = self._folder / "logs"
         for each in (self._affairs, self._logs):
@@ -88,7 +110,6 @@ class Keeper:
         self._controller: tuple[int, int | None] | None = None
         self._grace_s, self._wanted_at = 0.0, time.monotonic()
         self._groups: list[Any] = []
-        self._admitting, self._reserving = threading.Lock(), threading.Lock()
         self._held: list[dict[str, Any]] = []
         threading.Thread(target=self._watch, name="keeper", daemon=True).start()
 
