@@ -136,7 +136,8 @@ class Keeper:
         chosen = Leader(**leader)
         self._admit(chosen.generation)
         mine = chosen.generation, order
-        self._order = max(self._order, mine)
+        with self._admitting:
+            self._order = max(self._order, mine)
         with self._starting:
             if mine < self._order:
                 raise AgentError("start", f"another agent was asked for meanwhile on {self._name}")
