@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from lockstep.cluster.protocol import Pending, RemoteError, WorkerDied
 from lockstep.watch import waits
+from lockstep.watch.naming import some
 from lockstep.watch.waits import Stalled, WaitTimeout
 
 R = TypeVar("R")
@@ -227,7 +228,7 @@ class _Watch(Generic[R]):
     def _whom(self) -> str:
         """Those that have not answered yet."""
         names = list(dict.fromkeys(call.worker.name for call in self.calls if not call.done()))
-        return (", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")) or "workers"
+        return some(names, 4) or "workers"
 
     def _one(self, call: PendingCall[Any]) -> None:
         with self._lock:

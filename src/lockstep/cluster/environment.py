@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from lockstep.config.cluster import NOT_DECLARED, reason_in
+from lockstep.watch.naming import some
 from lockstep.watch.secrets import HIDDEN, is_secret_name, kind_of, redact_text, secret_values
 
 _INTERNAL = NOT_DECLARED["LOCKSTEP_TOKEN"]
@@ -142,7 +143,7 @@ def told(by_node: Mapping[str, Sequence[Difference]], declared: Iterable[str] = 
 
 def _sentence(difference: Difference, nodes: Sequence[str]) -> str:
     name, shell, node = difference.name, difference.shell, difference.node
-    where = ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
+    where = some(nodes, 3)
     if node is None:
         return (
             f"{name}={shell} of this shell does not reach workers on {where}: name it in cluster.forward_env, or set "

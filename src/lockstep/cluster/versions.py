@@ -15,6 +15,7 @@ from typing import Literal
 
 import lockstep
 from lockstep.watch.errors import Carried
+from lockstep.watch.naming import some
 
 Facts = Mapping[str, str | None]
 """By name, the version on one node; None where it is not there. JSON."""
@@ -150,14 +151,10 @@ def _differs(name: str, values: Mapping[str, str | None], rule: Rule) -> str:
     nodes: dict[str, list[str]] = {}
     for node, value in values.items():
         nodes.setdefault(value or "none", []).append(node)
-    said = ", ".join(f"{value} on {_some(which)}" for value, which in nodes.items())
+    said = ", ".join(f"{value} on {some(which, 3)}" for value, which in nodes.items())
     (first, _), *_ = nodes.items()
     remedy = f": install {first} on all" if rule.otherwise == "refuse" and first != "none" else ""
     return f"{name} differs between nodes ({rule.why}): {said}{remedy}"
-
-
-def _some(nodes: Sequence[str]) -> str:
-    return ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
 
 
 def supported(node: str, facts: Facts, needed: Collection[str]) -> list[Finding]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from torch._C._distributed_c10d import Store
 
 from lockstep.watch import waits
+from lockstep.watch.naming import some
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ class RanksMissing(RuntimeError):
 
     def __init__(self, missing: Sequence[str], world: int, after_s: float) -> None:
         super().__init__(
-            f"{_some(missing)} of {world} ranks did not come to the rendezvous within {after_s:g} s: look for the end "
-            "of those in their logs, and whether their nodes reach the store"
+            f"{some(missing, _SHOWN)} of {world} ranks did not come to the rendezvous within {after_s:g} s: look for "
+            "the end of those in their logs, and whether their nodes reach the store"
         )
         self.missing, self.world, self.after_s = tuple(missing), world, after_s
 
@@ -74,7 +75,7 @@ def _gather(store: Store, world: int, names: Sequence[str], bound_s: float) -> N
         if missing and time.monotonic() - told >= TELL_EVERY_S:
             told = time.monotonic()
             log.warning(
-                "%d of %d ranks are there, missing: %s", world - len(missing), world, _some(_of(names, missing))
+                "%d of %d ranks are there, missing: %s", world - len(missing), world, some(_of(names, missing), _SHOWN)
             )
         return None if missing else True
 
@@ -99,9 +100,4 @@ def _of(names: Sequence[str], ranks: Sequence[int]) -> list[str]:
 
 def _short(names: Sequence[str]) -> str:
     """As waits name processes: without their nodes, by which who watches knows them."""
-    few = ", ".join(name.partition(" on ")[0] for name in names[:_FEW])
-    return few + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return some(names, _FEW, lambda name: name.partition(" on ")[0])

@@ -7,6 +7,7 @@ import numpy as np
 from lockstep.watch.evidence import Integers
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Graph, cores
+from lockstep.watch.naming import some
 from lockstep.watch.stillness import all_proven_still, stillness
 from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
@@ -142,13 +143,10 @@ def _resolves(graph: Graph, core: Integers, process: int) -> bool:
 
 
 def _who_waits_where(case: Case, graph: Graph, node: int, side: set[int]) -> Fact:
-    who = ", ".join(case.evidence.processes.who[each].name for each in sorted(side)[:4])
-    if len(side) > 4:
-        who += f" and {len(side) - 4} more"
+    names = case.evidence.processes.who
+    who = some(sorted(side), 4, lambda each: names[each].name)
     blockers = graph.blockers(node)
-    whom = ", ".join(case.evidence.processes.who[each].name for each in blockers[:4])
-    if len(blockers) > 4:
-        whom += f" and {len(blockers) - 4} more"
+    whom = some(blockers, 4, lambda each: names[each].name)
     if graph.edge[node] >= 0:
         edge = case.evidence.edges[int(graph.edge[node])]
         return Fact(f"{who} waits for {whom} ({edge.kind}): {edge.why}", "waits")

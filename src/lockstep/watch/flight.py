@@ -2,7 +2,6 @@
 little is known."""
 
 from collections.abc import Collection
-from heapq import nsmallest
 from operator import attrgetter
 
 import numpy as np
@@ -11,6 +10,7 @@ from lockstep.watch.cycles import out_of_order
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Bools, Graph
+from lockstep.watch.naming import some
 from lockstep.watch.stillness import all_proven_still
 from lockstep.watch.verdict import Alternative, Fact, Kind, Level
 
@@ -81,7 +81,7 @@ def _nobody_completes(case: Case, graph: Graph, nodes: list[int]) -> list[Findin
         ]  # fmt: skip
     culprits, hosts = _host_in_all(case, graph, nodes)
     several = len(hosts) > 1
-    links = ", ".join(nsmallest(4, hosts)) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    links = some(sorted(hosts), 4)
     return [
         Finding(
             Kind.IN_FLIGHT,
@@ -126,9 +126,7 @@ def _too_little(case: Case, graph: Graph, node: int) -> Finding:
     """Everybody of whom is known how far it is has entered; the one that has not is among the rest, or nobody."""
     suspects = graph.suspects(node)
     who = case.evidence.processes.who
-    names = ", ".join(who[each].name for each in suspects[:4])
-    if len(suspects) > 4:
-        names += f" and {len(suspects) - 4} more"
+    names = some(suspects, 4, lambda each: who[each].name)
     unseen = [each for each in suspects if case.life(each) is Life.UNSEEN]
     what = "a beacon, a dump or the log" if unseen else "the stack and the counts"
     return Finding(

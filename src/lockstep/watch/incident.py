@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.watch.naming import some
 from lockstep.watch.secrets import redact, redact_text, secret_values
 from lockstep.watch.verdict import Culprit, Verdict
 
@@ -180,9 +181,7 @@ def headline(verdict: Verdict) -> str:
     """One line: what is wrong, and whose line it is."""
     if verdict.explanation:
         return verdict.explanation
-    who = ", ".join(who_of(each) for each in verdict.culprits[:_NAMED]) or "nobody is named"
-    if len(verdict.culprits) > _NAMED:
-        who += f" and {len(verdict.culprits) - _NAMED} more"
+    who = some(verdict.culprits, _NAMED, who_of) or "nobody is named"
     where = next((each.where for each in verdict.culprits if each.where), "")
     return f"{verdict.kind} ({who}){f' in {where}' if where else ''}"
 

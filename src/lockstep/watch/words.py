@@ -7,6 +7,7 @@ from lockstep.watch.evidence import Integers
 from lockstep.watch.facts import Life
 from lockstep.watch.finding import Case, Finding
 from lockstep.watch.graph import Bools, Graph
+from lockstep.watch.naming import some
 from lockstep.watch.verdict import Collective, Culprit, Kind, Verdict, Waiting
 
 LINKS = 6
@@ -87,7 +88,7 @@ def _role(role: str) -> str:
 
 def _and(words: list[str]) -> str:
     if len(words) > NAMED + 1:
-        return f"{', '.join(words[:NAMED])} and {len(words) - NAMED} more"
+        return some(words, NAMED)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
