@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from cluster_services import Engine, Parcel, Plain, Promises
+from ray_hosts import needs_ray
 
 from lockstep.cluster.base import AgentCluster
 from lockstep.cluster.calls import gather
@@ -45,7 +45,6 @@ def own_ray(folder: Path) -> AgentCluster:
 
 
 CLUSTERS: dict[str, Callable[[Path], AgentCluster]] = {"local": local, "ray": own_ray}
-needs_ray = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")]
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=needs_ray)])

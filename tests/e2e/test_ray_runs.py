@@ -2,21 +2,15 @@
 
 import re
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from forked import ENVIRONMENT
 from harness import Launched, config, task, write
 from namespaces import needs_namespaces
-from ray_hosts import Hosts, until
+from ray_hosts import Hosts, needs_ray, until
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
-]
+pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_run_on_a_ray_of_its_own(tmp_path: Path) -> None:

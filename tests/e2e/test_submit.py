@@ -12,23 +12,18 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
+from ray_hosts import needs_ray
 from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.cluster.ray.jobs import Job, SubmissionError, follow, submit
 from lockstep.models.tiny import make_tiny
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
-]
+pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def free_port() -> int:

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 from harness import LOCKSTEP
 from namespaces import needs_namespaces
-from ray_hosts import Hosts
+from ray_hosts import Hosts, needs_ray
 
 from lockstep.watch.beacon import read_beacon
 
-pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), needs_namespaces]
+pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(900), needs_namespaces]
 
 ROOT = Path(__file__).parents[2]
 BOUND_S = 420.0

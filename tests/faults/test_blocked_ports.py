@@ -7,13 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from namespaces import needs_namespaces
-from ray_hosts import Hosts, until
+from ray_hosts import Hosts, needs_ray, until
 
 from lockstep.cluster.bundles import Wanted
 from lockstep.cluster.node import NodeRefused
@@ -25,13 +24,7 @@ SERVICES = Path(__file__).parent.parent / "contract"
 sys.path.insert(0, str(SERVICES))
 from cluster_services import Plain  # noqa: E402
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
-    needs_namespaces,
-]
+pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(400), needs_namespaces]
 PORTS = 21300, 21309
 
 

@@ -4,14 +4,14 @@ import os
 import socket
 import subprocess
 import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from ray_hosts import needs_ray
 
 from lockstep.config.cluster import RayCluster as Config
 
-pytestmark = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")]
+pytestmark = needs_ray
 
 STRANGER = """
 import sys

@@ -7,12 +7,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_hosts import until
+from ray_hosts import needs_ray, until
 from test_ray_nodes import WANTED, engine
 
 from lockstep.cluster import versions
@@ -23,12 +22,7 @@ from lockstep.watch.agent_client import AgentError, AgentGone
 from lockstep.watch.folders import run_dir
 from lockstep.watch.leader import Superseded
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
-]
+pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

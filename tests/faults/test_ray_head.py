@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import psutil
 import pytest
 import ray_hosts
 from namespaces import needs_namespaces
-from ray_hosts import Hosts, until
+from ray_hosts import Hosts, needs_ray, until
 from test_ray_nodes import ENVIRONMENT, SPREAD, WANTED, Plain, engine, hosts
 
 from lockstep.config.cluster import RayCluster as Config
@@ -29,12 +28,7 @@ from lockstep.watch.agent_client import AgentGone
 
 __all__ = ["hosts"]  # the fixture
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
-]
+pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def in_a_process(name: str, *words: str) -> subprocess.Popen[str]:

@@ -11,14 +11,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray_hosts
-from ray_hosts import RAY, until
+from ray_hosts import RAY, needs_ray, until
 from test_ray_nodes import ENVIRONMENT, engine
 
 from lockstep.cluster.bundles import Wanted
@@ -26,12 +25,7 @@ from lockstep.config.cluster import RayCluster as Config
 from lockstep.config.placement import Placement
 from lockstep.watch import procs
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
-]
+pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(300)]
 CPUS = 4.0
 GRACE_S = 120.0
 WANTED = [Wanted(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(3)]

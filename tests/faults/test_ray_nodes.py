@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import psutil
 import pytest
 import ray_hosts
 from namespaces import needs_namespaces
-from ray_hosts import Hosts, until
+from ray_hosts import Hosts, needs_ray, until
 
 import lockstep
 from lockstep.cluster.bundles import Wanted
@@ -36,13 +35,7 @@ SERVICES = Path(__file__).parent.parent / "contract"
 sys.path.insert(0, str(SERVICES))
 from cluster_services import Plain, Renewable  # noqa: E402
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`"),
-    needs_namespaces,
-]
+pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(400), needs_namespaces]
 SPREAD = Placement(strategy="spread")
 WANTED = [Wanted(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(2)]
 SOURCE = Path(lockstep.__path__[0]).parent
