@@ -75,7 +75,7 @@ def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> Non
         answer(holder.keeper.heritage.remote(2, []), "the actor", "generation 2 takes over")
         for asked in (
             holder.keeper.start_agent.remote(9, past, 0.0),
-            holder.keeper.reserve.remote(1, {"CPU": 1.0}),
+            holder.keeper.reserve.remote(1, {"CPU": 1.0}, []),
             holder.keeper.keep.remote(1, []),
             holder.keeper.leave.remote(1),
             holder.keeper.watch_controller.remote(1, os.getpid(), None, 0.0),
