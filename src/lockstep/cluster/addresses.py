@@ -8,10 +8,10 @@ import socket
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
+from lockstep.watch import cards
 from lockstep.watch.errors import Carried
 
 _CONTAINERS = (
@@ -40,6 +40,8 @@ class Interface:
     bridge: bool = False
     """Whether the kernel says that it is a bridge."""
     up: bool = True
+    carries_host: bool = False
+    """Whether a card of the host is below it: then it is the host's own, bridge or not."""
 
 
 class UnreachableAddress(Carried, ValueError):
@@ -56,11 +58,12 @@ def interfaces() -> list[Interface]:
     states = psutil.net_if_stats()
     found = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
-        bridge = Path("/sys/class/net", name, "bridge").is_dir()
+        folder = cards.NET / name
+        bridge, carries = (folder / "bridge").is_dir(), cards.on_card(folder)
         up = name not in states or states[name].isup
         for each in addresses:
             if each.family in (socket.AF_INET, socket.AF_INET6):
-                found.append(Interface(name, each.address.partition("%")[0], bridge, up))
+                found.append(Interface(name, each.address.partition("%")[0], bridge, up, carries))
     return found
 
 
@@ -135,7 +138,7 @@ def check(host: str, interface: Interface, several: bool, named: bool = False) -
         named: the config names it: then a container's bridge is what is wanted.
 
     Raises:
-        UnreachableAddress: it is unspecified, loopback, link-local or a container's bridge.
+        UnreachableAddress: it is unspecified, loopback, link-local, or a bridge for containers (no card is in it).
     """
     name, address = interface.name or None, interface.address
     try:
@@ -150,7 +153,8 @@ def check(host: str, interface: Interface, several: bool, named: bool = False) -
         raise UnreachableAddress(host, name, address, "which other hosts do not reach", _NODE_IP)
     if parsed.is_link_local:
         raise UnreachableAddress(host, name, address, "which is link-local: no router forwards it", _SET)
-    if not named and (interface.bridge or interface.name.startswith(_CONTAINERS)):
+    inner = interface.bridge or interface.name.startswith(_CONTAINERS)
+    if inner and not interface.carries_host and not named:
         raise UnreachableAddress(host, name, address, "a bridge for the containers of that host alone", _SET)
     return interface
 

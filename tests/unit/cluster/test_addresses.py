@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -143,9 +144,21 @@ def seen(host: str, peer: str = "-", prefix: str = "-") -> Any:
     return json.loads(done.stdout)
 
 
+def test_a_bridge_with_a_card_of_the_host_among_its_ports_is_its_network() -> None:
+    uplink = Interface("vmbr0", "10.1.0.4", bridge=True, carries_host=True)
+    assert check("here", uplink, several=True) == uplink
+    assert check("here", replace(uplink, name="br-ex"), several=True).name == "br-ex"
+
+
 @needs_namespaces
 def test_the_route_to_the_peer_decides(host: str) -> None:
-    assert seen(host, "10.77.0.2") == {"name": "fast0", "address": "10.77.0.1", "bridge": False, "up": True}
+    assert seen(host, "10.77.0.2") == {
+        "name": "fast0",
+        "address": "10.77.0.1",
+        "bridge": False,
+        "up": True,
+        "carries_host": False,
+    }
     assert seen(host, "10.77.1.2")["name"] == "slow0"
     assert seen(host, "10.99.0.7")["name"] == "fast0", "through a router"
     assert seen(host, "10.77.0.2", "slow")["address"] == "10.77.1.1", "whoever names it means it"
