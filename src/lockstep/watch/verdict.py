@@ -121,6 +121,7 @@ class Verdict:
             "class": self.cause,
             "culprits": [
                 {"rank": each.rank, "role": each.role, "host": each.host, "pid": each.pid, "where": each.where}
+                | ({"name": each.name} if each.name else {})
                 for each in self.culprits
             ],
             "collective": None
@@ -129,6 +130,7 @@ class Verdict:
                 "communicator": collective.communicator,
                 "seq": collective.seq,
                 "operation": collective.operation,
+                "op": collective.operation,
                 "call_site": collective.call_site,
             },
             "waiting": [
@@ -157,7 +159,7 @@ def parse(said: Mapping[str, Any]) -> Verdict:
             level=Level(said["level"]),
             culprits=tuple(Culprit(**each) for each in said.get("culprits", ())),
             cause=said.get("class", "unknown"),
-            collective=None if collective is None else Collective(**collective),
+            collective=None if collective is None else _collective(collective),
             waiting=tuple(Waiting(**each) for each in said.get("waiting", ())),
             confidence=float(said.get("confidence", 0.0)),
             alternatives=tuple(Alternative(each["class"], each["confidence"]) for each in said.get("alternatives", ())),
@@ -189,6 +191,10 @@ class Patience:
     """A rank that needs so many times what its peers need is slow."""
     host_s: float = 5.0
     """A host that is silent for so long is lost."""
+
+
+def _collective(said: Mapping[str, Any]) -> Collective:
+    return Collective(**{name: value for name, value in said.items() if name != "op"})
 
 
 def _fact(fact: Fact) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""How an answer looks: on the terminal, as a page."""

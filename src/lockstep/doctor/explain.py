@@ -1,0 +1,142 @@
+"""From paths to one verdict."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.doctor import recorded, structure
+from lockstep.doctor.filter import Filter
+from lockstep.doctor.judge import Candidate, Judgement, judge, speakers
+from lockstep.doctor.lines import pages
+from lockstep.doctor.rules import Rules, load
+from lockstep.doctor.sightings import Reader, Reading, Sighting
+from lockstep.doctor.sources import Gathered, blocks, gather
+from lockstep.doctor.story import Story, tell
+from lockstep.doctor.tracebacks import START
+from lockstep.watch.verdict import SURE, Alternative, Collective, Culprit, Fact, Kind, Level, Verdict
+
+EVIDENCE = 8
+_NO_FAULT = ("unknown", "benign")
+_KINDS = {
+    "uneven_data": Kind.MISMATCH, "rank_divergent_branch": Kind.MISMATCH, "zero3_generate_desync": Kind.MISMATCH,
+    "slow_rank_preprocess": Kind.ABSENT, "checkpoint_timeout": Kind.ABSENT, "rendezvous_incomplete": Kind.ABSENT,
+    "rank_oom": Kind.DEAD, "host_oom": Kind.DEAD, "rank_exception_masked": Kind.DEAD, "external_kill": Kind.DEAD,
+    "cuda_kernel_error": Kind.DEAD, "nan_or_inf": Kind.DEAD, "vllm_engine_failure": Kind.DEAD,
+    "config_error": Kind.DEAD, "version_mismatch": Kind.DEAD, "storage_fault": Kind.DEAD, "shm_too_small": Kind.DEAD,
+    "p2p_path_broken": Kind.IN_FLIGHT, "network_blocked": Kind.IN_FLIGHT, "ib_rdma_fault": Kind.IN_FLIGHT,
+    "slow_collective_timeout": Kind.SLOW, "ray_resources_pending": Kind.STARVED,
+}  # fmt: skip
+
+
+@dataclass
+class Explained:
+    """A verdict with what it was made from."""
+
+    verdict: Verdict
+    story: Story
+    judgement: Judgement
+    rules: Rules
+    gaps: list[str] = field(default_factory=list)
+    recorded: Sequence[Verdict] = ()
+    """Verdicts of incidents or dumps that stand as they are, `verdict` first."""
+
+
+def explain(
+    paths: Sequence[str], folders: Sequence[Path] = (), *, ranks: str | None = None, world_size: int | None = None
+) -> Explained:
+    """What was wrong with the job that left these files: logs, dumps of the flight recorder, incidents.
+
+    Args:
+        folders: Of further knowledge files.
+        ranks: Where the rank stands in the names of dumps, see `read_dumps`.
+        world_size: Of the job; None takes what the dumps say.
+
+    Raises:
+        NoSuchPath: A path that does not exist.
+        BadRule: A file of rules that is not of the schema.
+    """
+    rules = load(*folders)
+    found = gather(list(paths))
+    left = recorded.take(found, paths, ranks=ranks, world_size=world_size)
+    readings = read(found, rules)
+    story = tell(readings)
+    judgement = judge(story, structure.candidates(story))
+    verdict = _verdict(judgement, story, rules, found.gaps)
+    before = recorded.stands(verdict, left, logs_read=bool(readings))
+    if before:
+        return Explained(before[0], story, judgement, rules, found.gaps, before)
+    return Explained(recorded.joined(verdict, left), story, judgement, rules, found.gaps)
+
+
+def read(found: Gathered, rules: Rules) -> list[Reading]:
+    """All sources, one after the other."""
+    prefilter = Filter([*rules.by_literal, START])
+    return [Reader(rules, prefilter, source.name, number).read(pages(blocks(source, found.gaps)))
+            for number, source in enumerate(found.sources)]  # fmt: skip
+
+
+def _verdict(judgement: Judgement, story: Story, rules: Rules, gaps: Sequence[str]) -> Verdict:
+    best = judgement.best
+    lead = best.sightings[0] if best.sightings else None
+    about = lead.rule.about if lead and lead.rule.cls == best.cls else rules.about.get(best.cls)
+    fields = dict(lead.fields) if lead else {}
+    signature = lead.rule.signature if lead and lead.rule.cls == best.cls else None
+    explanation = best.explanation or (signature and signature.explanation) or (about.explanation if about else "")
+    fix = (signature and signature.fix) or (about.fix if about else "")
+    collect = (signature.collect if signature and signature.collect is not None else about.collect) if about else ()
+    return Verdict(
+        kind=Kind.UNKNOWN if best.cls in _NO_FAULT else _KINDS.get(best.cls, Kind.UNKNOWN),
+        level=Level.CONFIRMED if judgement.confidence >= SURE and best.cls not in _NO_FAULT else Level.NOTICE,
+        culprits=tuple(_culprit(each, story) for each in speakers(best, story)),
+        cause=best.cls,
+        collective=_collective(best, story),
+        confidence=judgement.confidence,
+        alternatives=tuple(Alternative(each.cls, round(weight, 3)) for each, weight in judgement.others),
+        evidence=_evidence(best, story),
+        explanation=filled(explanation or "", fields),
+        fix=filled(fix or "", fields),
+        collect=(*collect, *(f"what could not be read: {gap}" for gap in gaps[:4])),
+    )
+
+
+def _culprit(who: str | int, story: Story) -> Culprit:
+    if isinstance(who, int):
+        return Culprit(rank=who, host="")
+    return Culprit(rank=None, host=who, name=who)
+
+
+def _collective(best: Candidate, story: Story) -> Collective | None:
+    """What the ranks waited in, or what the cause names."""
+    operation = best.collective
+    for each in best.sightings:
+        operation = operation or each.fields.get("op", "") or (each.rule.signature.collective or "")
+    seq = None
+    for timeout in story.timeouts:
+        if timeout.operation and not operation:
+            operation, seq = timeout.operation, timeout.seq
+    if not operation or best.cls == "benign":
+        return None
+    return Collective("", seq if seq is not None else -1, operation.lower())
+
+
+def _evidence(best: Candidate, story: Story) -> tuple[Fact, ...]:
+    """The strongest lines, one for each speaker and rule, then what the victims say."""
+    chosen: dict[tuple[str, int], Sighting] = {}
+    rules: dict[str, int] = {}
+    for each in [*best.sightings, *story.failures[:3]] if best.cls != "benign" else best.sightings:
+        if rules.get(each.rule.id, 0) < 3 and (each.file, each.line) not in chosen and len(each.text) >= 4:
+            chosen[each.file, each.line] = each
+            rules[each.rule.id] = rules.get(each.rule.id, 0) + 1
+    return tuple(Fact(each.text, file=each.file, line=each.line) for each in list(chosen.values())[:EVIDENCE])
+
+
+def filled(text: str, fields: dict[str, str]) -> str:
+    """`{field}` replaced; a sentence with one that is not known is left out."""
+    sentences = re.split(r"(?<=[.!?])\s+", text.strip())
+    kept = []
+    for each in sentences:
+        names = re.findall(r"\{(\w+)\}", each)
+        if all(name in fields for name in names):
+            kept.append(re.sub(r"\{(\w+)\}", lambda found: fields[found[1]], each))
+    return " ".join(kept)

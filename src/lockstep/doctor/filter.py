@@ -1,0 +1,46 @@
+"""Which lines are worth a look: one pass over big blocks for all literals of the knowledge base.
+
+Measured on 100 MB of training log with 800 literals and a hit in every 1000th line (one core of a Xeon 2.x GHz):
+ahocorasick_rs 310 MB/s, hyperscan 380 MB/s, pyahocorasick 50 MB/s; google-re2 gives up its automaton and needs
+minutes. ahocorasick_rs has wheels for every platform that torch has, for each CPython, and needs no compile step.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ahocorasick_rs import AhoCorasick, BytesAhoCorasick, MatchKind
+
+from lockstep.doctor.lines import LONGEST, Page
+
+
+class Filter:
+    """Finds lines that contain one of some texts, whatever their case (ASCII)."""
+
+    def __init__(self, texts: Collection[str]) -> None:
+        self._texts = sorted({each.lower() for each in texts})
+        self._blocks: Any = BytesAhoCorasick([each.encode() for each in self._texts], matchkind=MatchKind.LeftmostFirst)
+        self._lines: Any = AhoCorasick(self._texts)
+
+    def candidates(self, page: Page) -> Iterator[tuple[int, int, int]]:
+        """Number, first and last byte of each line of a page that contains a text."""
+        data = page.data
+        number, counted, last = page.first, 0, -1
+        for _, at, _ in self._blocks.find_matches_as_indexes(data[: page.own].lower()):
+            if at < last:
+                continue
+            start = data.rfind(b"\n", 0, at) + 1
+            last = data.find(b"\n", at)
+            last = len(data) if last < 0 else last
+            number += data.count(b"\n", counted, start)
+            counted = start
+            yield number, start, last
+
+    def texts(self, line: str) -> frozenset[str]:
+        """All texts that a line contains."""
+        low = line[:LONGEST].lower()
+        return frozenset(self._texts[each] for each, _, _ in self._lines.find_matches_as_indexes(low, overlapping=True))
+
+
+def groups(found: Mapping[str, Any]) -> dict[str, str]:
+    """Named groups of a match that took part in it."""
+    return {name: value for name, value in found.items() if value}

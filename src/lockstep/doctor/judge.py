@@ -1,0 +1,184 @@
+"""From sightings and story to classes with a confidence: the first cause against its victims.
+
+Each signature whose conditions hold gives its class a weight: its strength, less where the job went on after it, or
+where something earlier explains it. Weights of different signatures of a class add up as independent reasons do,
+`1 - (1 - a)(1 - b)`, further ones counting half. The structure of the job (`structure.py`) gives candidates as well.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.doctor.conditions import Seen, same_speaker
+from lockstep.doctor.sightings import Sighting
+from lockstep.doctor.story import Story, order
+
+SIGN_AT_MOST = 0.6
+"""What a class is worth of which only signs were seen."""
+SURVIVED = 0.25
+"""The weight of what the job survived, unless its rule says that nobody does."""
+LATER = 0.75
+"""The weight of a cause that comes after another one's, on another rank or in the same."""
+DECIDED = 0.35
+"""A class below this is not named."""
+AT_MOST = 0.97
+
+
+@dataclass
+class Candidate:
+    """A class with the reasons for it."""
+
+    cls: str
+    weight: float
+    sightings: list[Sighting] = field(default_factory=list)
+    """The strongest first."""
+    culprits: tuple[str | int, ...] | None = None
+    """From the structure; None: as the sightings' rules say."""
+    collective: str = ""
+    explanation: str = ""
+
+    @property
+    def first(self) -> tuple[float, int, int]:
+        return min((order(each) for each in self.sightings), default=(float("inf"), 0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The candidates, the best first, and what is left for `unknown`."""
+
+    best: Candidate
+    confidence: float
+    others: Sequence[tuple[Candidate, float]]
+
+
+def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
+    """What it was, the other things that it may have been, and how sure that is."""
+    seen = Seen(story)
+    telling = [each for each in story.sightings if each.rule.cls and each.rule.signature.role != "context"]
+    held = [each for each in telling if seen.allows(each)]
+    causes = [each for each in held if each.rule.signature.role in ("cause", "sign")]
+    causes = _unexplained(causes)
+    candidates = _by_class(story, causes)
+    for each in structural:
+        known = candidates.get(each.cls)
+        candidates[each.cls] = each if known is None else _joined(known, each)
+    _first_counts(candidates)
+    _healthy(story, [each for each in held if each.rule.signature.role == "healthy"], candidates)
+    ranked = sorted(candidates.values(), key=lambda each: (-each.weight, each.first))
+    if not ranked or ranked[0].weight < DECIDED:
+        unknown = Candidate("unknown", 0.0, ranked[0].sightings if ranked else [])
+        return Judgement(unknown, 0.5, [(each, each.weight) for each in ranked[:3]])
+    best, second = ranked[0], ranked[1].weight if len(ranked) > 1 else 0.0
+    confidence = min(AT_MOST, best.weight * (1 - 0.5 * (second / best.weight) ** 3))
+    return Judgement(best, confidence, [(each, min(each.weight, confidence)) for each in ranked[1:4]])
+
+
+def _unexplained(causes: list[Sighting]) -> list[Sighting]:
+    """Without those that another one explains: by its rule, whatever the order."""
+    explained: set[str] = set()
+    present = {each.rule.id: each for each in causes}
+    for each in present.values():
+        explained |= set(each.rule.signature.explains)
+    kept = [each for each in causes if not _is_explained(each, explained)]
+    return kept or causes
+
+
+def _is_explained(seen: Sighting, explained: set[str]) -> bool:
+    return seen.rule.id in explained or seen.rule.cls in explained
+
+
+def _by_class(story: Story, causes: Sequence[Sighting]) -> dict[str, Candidate]:
+    weights: dict[str, dict[str, float]] = defaultdict(dict)
+    members: dict[str, list[Sighting]] = defaultdict(list)
+    for each in causes:
+        assert each.rule.cls is not None
+        signature = each.rule.signature
+        weight = signature.strength
+        if signature.role == "sign":
+            weight = min(weight, SIGN_AT_MOST)
+        if signature.fatal is not True and story.survived(each):
+            weight *= SURVIVED
+        weights[each.rule.cls][each.rule.id] = max(weight, weights[each.rule.cls].get(each.rule.id, 0.0))
+        members[each.rule.cls].append(each)
+    found = {}
+    for cls, of_rule in weights.items():
+        ordered = sorted(of_rule.values(), reverse=True)
+        left = 1.0
+        for at, weight in enumerate(ordered):
+            left *= 1 - (weight if at == 0 else weight / 2)
+        strongest = sorted(members[cls], key=lambda each: (-of_rule[each.rule.id], order(each)))
+        found[cls] = Candidate(cls, min(AT_MOST, 1 - left), strongest)
+    return found
+
+
+def _joined(one: Candidate, other: Candidate) -> Candidate:
+    weight = min(AT_MOST, 1 - (1 - one.weight) * (1 - other.weight))
+    return Candidate(one.cls, weight, [*one.sightings, *other.sightings],
+                     other.culprits if one.culprits is None else one.culprits,
+                     one.collective or other.collective, one.explanation or other.explanation)  # fmt: skip
+
+
+def _first_counts(candidates: Mapping[str, Candidate]) -> None:
+    """Of causes that are about as strong, those after the first lose."""
+    strong = [each for each in candidates.values() if each.sightings and each.weight >= 0.5]
+    if len(strong) < 2:
+        return
+    first = min(strong, key=lambda each: each.first)
+    for each in candidates.values():
+        if each is not first and each.sightings and each.first > first.first:
+            each.weight *= LATER
+
+
+def _healthy(story: Story, healthy: Sequence[Sighting], candidates: dict[str, Candidate]) -> None:
+    """How much speaks for nothing being wrong."""
+    traits = story.traits
+    worst = max((each.weight for each in candidates.values()), default=0.0)
+    weight = 0.0
+    if "ended_well" in traits:
+        weight = 0.9
+    elif "running" in traits:
+        weight = 0.75 if "progressed" in traits else 0.3
+    if healthy and weight:
+        weight = 1 - (1 - weight) * (1 - max(each.rule.signature.strength for each in healthy) / 2)
+    if "ended_well" in traits:
+        for each in candidates.values():
+            each.weight *= 0.3
+    elif worst >= 0.6:
+        weight *= 0.4
+    if weight:
+        done = story.facts("done")[-2:]
+        known = candidates.get("benign")
+        own = Candidate("benign", min(AT_MOST, weight), [*healthy, *done])
+        candidates["benign"] = own if known is None else _joined(known, own)
+
+
+def speakers(candidate: Candidate, story: Story) -> tuple[str | int, ...]:
+    """Who is to blame, as the rule of the first of the strongest sightings says."""
+    if candidate.culprits is not None:
+        return candidate.culprits
+    found: dict[str | int, None] = {}
+    first = candidate.sightings[0] if candidate.sightings else None
+    for seen in candidate.sightings:
+        if first is not None and seen.rule.id == first.rule.id and (seen is first or not same_speaker(seen, first)):
+            for each in _culprits(seen, story):
+                found.setdefault(each)
+    return tuple(found)
+
+
+def _culprits(seen: Sighting, story: Story) -> Iterable[str | int]:
+    said = seen.rule.signature.culprit
+    if isinstance(said, str):
+        if said == "none":
+            return
+        rank = seen.who.rank if seen.who.rank is not None else story.rank(seen)
+        if rank is not None:
+            yield rank
+        elif seen.who.host:
+            yield seen.who.host
+        return
+    groups = (said.group,) if isinstance(said.group, str) else said.group
+    for group in groups:
+        value = seen.fields.get(group)
+        if value:
+            yield int(value) if value.isdigit() and group in ("rank", "peer", "pid", "port") else value
+            return

@@ -1,0 +1,37 @@
+"""Of what kind a file or a line is: a kernel's log, a stack, a list of processes, ..."""
+
+import re
+
+_NAMES = (
+    ("kernel", re.compile(r"(?:^|[/_.-])(?:dmesg|kern|syslog|journal|messages)(?:[/_.-]|$)", re.IGNORECASE)),
+    ("stack", re.compile(r"(?:py-?spy|faulthandler|gdb|stack|bt)(?:[/_.-]|$)", re.IGNORECASE)),
+    ("process", re.compile(r"(?:^|[/_.-])(?:ps|top|htop|pstree)(?:[/_.-]|$)", re.IGNORECASE)),
+    ("gpu", re.compile(r"(?:nvidia-?smi|dcgm|gpu_?(?:usage|csv|util|trn|log)?)", re.IGNORECASE)),
+    ("environment", re.compile(r"(?:^|[/_.-])(?:env|printenv|pip|conda|collect_env)(?:[/_.-]|$)", re.IGNORECASE)),
+)
+_HEADS = (
+    ("kernel", re.compile(r"^\[ *\d+\.\d+\] |^[A-Z][a-z]{2} +\d+ [\d:]{8} \S+ kernel:", re.MULTILINE)),
+    ("stack", re.compile(r"^Process \d+: |^Thread (?:0x[0-9a-f]+|\d+) \(", re.MULTILINE)),
+    ("process", re.compile(r"^ *(?:USER +)?PID +.*\b(?:COMMAND|CMD)\b", re.MULTILINE)),
+    ("gpu", re.compile(r"^timestamp, |\| NVIDIA-SMI \d+", re.MULTILINE)),
+)
+_KERNEL_LINE = re.compile(r" kernel: |\bNVRM: |^\[ *\d+\.\d{6}\] ")
+_ENOUGH = 2_000
+"""Bytes of a file that a heading decides for: a job's log may hold a list of processes, but is none."""
+
+
+def of_file(name: str, head: str) -> str:
+    """The kind that its name or, of a short file, its first lines show; `log` otherwise."""
+    for kind, pattern in _HEADS:
+        found = pattern.search(head[:_ENOUGH])
+        if found and found.start() < _ENOUGH // 8:
+            return kind
+    for kind, pattern in _NAMES:
+        if kind != "gpu" and pattern.search(name.rsplit("/", 1)[-1].rsplit(".", 1)[0]):
+            return kind
+    return "gpu" if name.endswith(".csv") and _NAMES[3][1].search(name) else "log"
+
+
+def of_line(kind: str, line: str) -> str:
+    """The kind of a line in a file of a kind."""
+    return "kernel" if _KERNEL_LINE.search(line) else kind

@@ -1,0 +1,112 @@
+"""Bytes become pages of whole lines, and bytes of a line become text.
+
+A line ends at `\\n`, and lines are numbered as `text.split("\\n")` counts them, from 1. A progress bar rewrites its
+line with `\\r`: that stays one line, of which the parts are looked at one by one.
+"""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+LONGEST = 16 << 10
+"""Characters of a line that are looked at; the rest of a longer one is cut."""
+AHEAD = 64 << 10
+"""Bytes of the next page that are at hand, for tracebacks that go over the edge."""
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Whole lines of a source.
+
+    Attributes:
+        data: The lines, and up to `AHEAD` bytes of what follows.
+        own: Bytes of `data` that belong to this page.
+        first: Number of the first line.
+        last: Nothing follows this page.
+    """
+
+    data: bytes
+    own: int
+    first: int
+    last: bool
+
+
+def pages(blocks: Iterable[bytes]) -> Iterator[Page]:
+    """The lines of a stream, each in exactly one page; UTF-16 and UTF-32 with a byte order mark become UTF-8."""
+    held, number = b"", 1
+    ready: list[bytes] = []
+    for block in _utf8(blocks):
+        whole = held + block
+        end = whole.rfind(b"\n") + 1
+        if not end and len(whole) < LONGEST * 256:
+            held = whole
+            continue
+        end = end or len(whole)
+        ready.append(whole[:end])
+        held = whole[end:]
+        if len(ready) == 2:
+            page = ready.pop(0)
+            yield Page(page + ready[0][:AHEAD], len(page), number, last=False)
+            number += page.count(b"\n")
+    if held:
+        ready.append(held)
+    for at, page in enumerate(ready):
+        after = b"".join(ready[at + 1 :])[:AHEAD]
+        yield Page(page + after, len(page), number, last=at + 1 == len(ready))
+        number += page.count(b"\n")
+
+
+def _utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    stream = iter(blocks)
+    head = next(stream, b"")
+    name = ""
+    for mark, encoding in ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+                           (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")):  # fmt: skip
+        if head.startswith(mark):
+            name = encoding
+            break
+    if not name:
+        yield head
+        yield from stream
+        return
+    decoder = codecs.getincrementaldecoder(name)(errors="replace")
+    yield decoder.decode(head).encode()
+    for block in stream:
+        yield decoder.decode(block).encode()
+    yield decoder.decode(b"", final=True).encode()
+
+
+def text(raw: bytes) -> str:
+    """A line as characters: escapes and control characters removed, `\\r` kept between the parts of a progress bar."""
+    said = raw[: LONGEST * 2].decode("utf-8", "replace")[:LONGEST]
+    if "\x1b" in said:
+        said = _ESCAPES.sub("", said)
+    if not said.isprintable():
+        said = _CONTROLS.sub("", said)
+    return said.rstrip("\r\n")
+
+
+def shown(said: str, at: int = 0, most: int = 400) -> str:
+    """Of a line what evidence cites: the part of a progress bar that `at` is in, cut to `most` characters."""
+    start = said.rfind("\r", 0, at) + 1
+    end = said.find("\r", at)
+    part = said[start : end if end >= 0 else None]
+    at -= start
+    if len(part) > most:
+        begin = 0 if at < most * 3 // 4 else at - most // 4
+        part = part[begin : begin + most]
+    return part.strip()
+
+
+def numbered(page: Page) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line of a page."""
+    at, number = 0, page.first
+    while at < page.own:
+        end = page.data.find(b"\n", at, page.own)
+        if end < 0:
+            end = page.own
+        yield number, page.data[at:end]
+        at, number = end + 1, number + 1

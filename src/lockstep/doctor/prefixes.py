@@ -1,0 +1,176 @@
+"""Who says a line: what launchers, frameworks and kernels put before it, and what the name of its file says."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from lockstep.doctor.times import Clock
+
+_MOST = 8
+"""Prefixes before one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """A speaker, as far as known."""
+
+    rank: int | None = None
+    host: str = ""
+    role: str = ""
+    pid: int | None = None
+    local: int | None = None
+    """Its number on its host."""
+
+    def __bool__(self) -> bool:
+        return self.rank is not None or bool(self.host or self.role) or self.pid is not None
+
+    def over(self, other: "Who") -> "Who":
+        """With what the other knows where this one does not."""
+        if not other:
+            return self
+        if not self:
+            return other
+        return Who(
+            other.rank if self.rank is None and not (self.role and other.role != self.role) else self.rank,
+            self.host or other.host,
+            self.role or other.role,
+            self.pid if self.pid is not None else other.pid,
+            self.local if self.local is not None else other.local,
+        )
+
+
+NOBODY = Who()
+
+_STAMPS = (
+    r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?",
+    r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d(?: \d{4})?",
+    r"[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d",
+    r"\d\d:\d\d:\d\d(?:[.,]\d+)?",
+)
+_HOST = r"(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[\w.-]*\d)(?=[\w.-]*[-.]|[a-z]+\d{2,}|[a-z]{1,5}\d+\b)[A-Za-z][\w.-]{2,62})"
+_PREFIX = re.compile(
+    r"\s*(?:"
+    rf"\[?(?:{'|'.join(_STAMPS)})\]?(?=[\s:\[\],|]|$),?"
+    r"|\[(?:rank|RANK|Rank|default|trainer|worker)[ _]?(?P<rank>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
+    r"|\[(?P<mpijob>\d+),(?P<mpi>\d+)\]<(?:stdout|stderr|stddiag)>:"
+    r"|\((?P<actor>[A-Za-z_][\w.<>\[\]-]*(?:\([\w.]*\))?)(?: rank=(?P<arank>\d+))?(?: pid=(?P<pid>\d+))"
+    r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"
+    r"|\((?P<daemon>raylet|gcs_server|autoscaler|bundle_reservation_check_func)(?:, ip=(?P<dip>[\w.:-]+))?\)"
+    r"|\((?:head|worker\d+),? rank=(?P<sky>\d+)[^)]*\)"
+    rf"|\[(?P<bracket>{_HOST})(?::(?P<blocal>\d+))?\]:?(?=\s|$)"
+    r"|^(?P<slurm>\d{1,5}):(?= |$) ?"
+    rf"|^(?P<pdsh>{_HOST}):(?= |$) ?"
+    r"|(?P<nhost>[A-Za-z][\w.-]*):(?P<npid>\d+):\d+ \[(?P<dev>-?\d+)\]"
+    r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
+    r"|\[[IWEF](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: \d+)? [\w./-]+:\d+\]"
+    r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
+    r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
+    r"|\[[\w.]{2,40}\](?=\[|\s-\s|\s\[)|- (?=\[)"
+    r")"
+)
+_INSIDE = re.compile(
+    r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|\[Rank (?P<b>\d+)\]|\"rank\": ?(?P<c>\d+)"
+    r"|\brank[ =:_]{1,2}(?P<d>\d+)\b|\bRank[ =:]{1,2}(?P<e>\d+)\b|\[rank(?P<f>\d+)\]"
+)
+_STRUCTURED = re.compile(r"^\{.*\"rank\": ?(?P<rank>\d+)")
+_PG = re.compile(r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|^\[Rank (?P<b>\d+)\]|^\[rank(?P<c>\d+)\]:")
+_WORKER = re.compile(r"^(?:VllmWorker|Worker|RayWorkerWrapper|EngineCore|WorkerDict)?_?(?:TP|DP|PP|EP)?-?(?P<n>\d+)$")
+
+_FILE_RANK = re.compile(
+    r"(?:^|[/_.-])(?:rank|RANK|local_rank|trainer|worker|proc|process|stage|global_rank|r)[_.-]?(?P<rank>\d{1,6})(?=[/_.-]|$)"
+)
+_FILE_NODE = re.compile(r"(?:^|[/_.-])(?:node|host|n)[_.-]?(?P<node>\d{1,5})(?=[/_.-]|$)")
+_ATTEMPT = re.compile(r"(?:^|/)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/(?:stdout|stderr|error)")
+_FILE_HOST = re.compile(rf"(?:^|[/_])(?P<host>{_HOST})$")
+_JOB_NAMES = re.compile(
+    r"^(?:slurm|job|ray_job|job-driver|train|run|driver|console|launcher|log|stdout|stderr|raysubmit|eval|grpo|sft|ppo"
+    r"|step|checkpoint|output|out)[-_.\d]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A line with its prefixes taken off.
+
+    Attributes:
+        who: Who says it, by its prefixes.
+        at: Where in the line what is said begins.
+        when: Its own time, None where it has none.
+    """
+
+    who: Who
+    at: int
+    when: float | None
+
+
+def read(line: str, clock: Clock) -> Said:
+    """Takes the prefixes off a line."""
+    who, at = NOBODY, 0
+    if line.startswith("{"):
+        found = _STRUCTURED.match(line)
+        if found:
+            return Said(Who(int(found["rank"])), 0, clock.read(line))
+    for _ in range(_MOST):
+        found = _PREFIX.match(line, at)
+        if not found or found.end() == at:
+            break
+        who = _merged(who, found)
+        at = found.end()
+    if who.rank is None and "ank" in line[:400]:
+        found = _PG.search(line[at : at + 240])
+        if found:
+            who = replace(who, rank=int(found["a"] or found["b"] or found["c"]))
+    return Said(who, at, clock.read(line))
+
+
+def _merged(who: Who, found: re.Match[str]) -> Who:
+    """What one prefix adds."""
+    rank = found["rank"] or found["mpi"] or found["arank"] or found["slurm"] or found["sky"] or found["srank"]
+    if rank is not None and who.rank is None:
+        who = replace(who, rank=int(rank))
+    host = found["ip"] or found["dip"] or found["bracket"] or found["pdsh"] or found["nhost"] or found["khost"]
+    if host and not who.host:
+        who = replace(who, host=host)
+    role = found["actor"] or found["daemon"]
+    if role and not who.role:
+        who = replace(who, role=role)
+        worker = _WORKER.match(role)
+        if worker and who.rank is None:
+            who = replace(who, rank=int(worker["n"]))
+    pid = found["pid"] or found["npid"]
+    if pid and who.pid is None:
+        who = replace(who, pid=int(pid))
+    local = found["dev"] or found["blocal"]
+    if local and who.local is None and not local.startswith("-"):
+        who = replace(who, local=int(local))
+    return who
+
+
+def mentioned(line: str) -> int | None:
+    """A rank that a line speaks of, where its prefixes name none."""
+    found = _INSIDE.search(line[:400])
+    return None if found is None else int(next(each for each in found.groups() if each))
+
+
+def of_file(name: str) -> tuple[Who, int | None]:
+    """Who a file belongs to by its name, and the number of its node."""
+    attempt = _ATTEMPT.search(name)
+    if attempt:
+        return Who(int(attempt["rank"])), None
+    stem = re.sub(r"(?:\.(?:log|txt|out|err|jsonl?|stdout|stderr|gz|xz|bz2|zst|\d))+$", "", name)
+    last = PurePosixPath(stem).name
+    rank, node = _FILE_RANK.search(stem), _FILE_NODE.search(last)
+    if rank and not node:
+        return Who(int(rank["rank"]), host=_host_in(stem, last)), None
+    return Who(host=_host_in(stem, last)), int(node["node"]) if node else None
+
+
+def _host_in(stem: str, last: str) -> str:
+    if _JOB_NAMES.match(last):
+        return ""
+    found = _FILE_HOST.search(last)
+    if found:
+        return found["host"]
+    parent = PurePosixPath(stem).parent.name
+    found = _FILE_HOST.match(parent) if parent else None
+    return found["host"] if found else ""

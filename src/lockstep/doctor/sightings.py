@@ -1,0 +1,271 @@
+"""What was seen in one source: matches of rules with who said them and when, tracebacks, counters, times."""
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lockstep.doctor import kinds, prefixes, tracebacks
+from lockstep.doctor.filter import Filter, groups
+from lockstep.doctor.lines import Page, numbered, shown, text
+from lockstep.doctor.prefixes import NOBODY, Who
+from lockstep.doctor.rules import Rule, Rules
+from lockstep.doctor.times import Clock
+from lockstep.doctor.tracebacks import Traceback
+
+HEAD = 512 << 10
+TAIL = 1 << 20
+"""Bytes at both ends of a source of which each line is looked at, for counters and times."""
+PER_SPEAKER = 12
+"""Sightings of one rule by one speaker that are kept from the start; of later ones the last."""
+PER_RULE = 2_000
+_BACK = 12
+"""Lines before a line without a time in which one is looked for."""
+
+PROGRESS = re.compile(
+    r"(?:\"(?:step|iteration|global_step|it)\": ?|\b(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration|Iter"
+    r"|STEP|update|batch|Batch|it)(?:s)?[ =:#\[(]{1,4})(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
+    r"|\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<"
+    r"|Epoch:? ?\[(?P<epoch>\d+)\](?: ?\[ *(?P<in>\d+)/(?P<last>\d+)\])?"
+    r"|\b[Ee]poch[ =:]{1,2}(?P<epochs>\d{1,6})(?:/(?P<epochs_of>\d+))?\b"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A rule matched.
+
+    Attributes:
+        who: The speaker, with what the file's name adds.
+        when: Seconds since 1970 on the clock of the file; None where nothing near has a time.
+        file: Name of the source.
+        source: Number of the source, in the order in which they were given.
+        line: Number of the line.
+        fields: Named groups.
+    """
+
+    rule: Rule
+    who: Who
+    when: float | None
+    file: str
+    source: int
+    line: int
+    text: str
+    fields: Mapping[str, str]
+    traceback: Traceback | None = None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.source, self.line
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A counter of progress on a line."""
+
+    who: Who
+    line: int
+    when: float | None
+    epoch: int
+    step: int
+    of: int
+    bar: bool = False
+
+
+@dataclass
+class Reading:
+    """Of one source all that was seen."""
+
+    name: str
+    source: int
+    who: Who = NOBODY
+    node: int | None = None
+    lines: int = 0
+    first: float | None = None
+    last: float | None = None
+    sightings: list[Sighting] = field(default_factory=list)
+    ticks: list[Tick] = field(default_factory=list)
+    tracebacks: list[tuple[Who, float | None, Traceback]] = field(default_factory=list)
+    speakers: dict[Who, int] = field(default_factory=dict)
+    """Who speaks, and the last line in which."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """By rule, how often."""
+
+
+class Reader:
+    """Reads one source."""
+
+    def __init__(self, rules: Rules, prefilter: Filter, name: str, source: int) -> None:
+        self._rules, self._filter = rules, prefilter
+        who, node = prefixes.of_file(name)
+        self.reading = Reading(name, source, who, node)
+        self._kind = "log"
+        self._clock = Clock()
+        self._kept: Counter[tuple[str, Who]] = Counter()
+        self._latest: dict[tuple[str, Who], Sighting] = {}
+        self._stamp: tuple[int, float] | None = None
+        self._skip_to: dict[Who, int] = {}
+
+    def read(self, pages: Iterator[Page]) -> Reading:
+        recent: deque[Page] = deque(maxlen=2)
+        for page in pages:
+            if page.first == 1:
+                self._kind = kinds.of_file(self.reading.name, page.data[:4096].decode("utf-8", "replace"))
+                self._head(page)
+            for number, start, end in self._filter.candidates(page):
+                self._candidate(page, number, start, end)
+            recent.append(page)
+        self._tail(list(recent))
+        found = self.reading
+        kept = {id(each) for each in found.sightings}
+        found.sightings += [each for each in self._latest.values() if id(each) not in kept]
+        found.sightings.sort(key=lambda each: each.line)
+        return found
+
+    def _head(self, page: Page) -> None:
+        for number, raw in numbered(Page(page.data, min(page.own, HEAD), 1, last=False)):
+            self._window(number, text(raw))
+
+    def _tail(self, recent: list[Page]) -> None:
+        if not recent:
+            return
+        last = recent[-1]
+        self.reading.lines = last.first + last.data.count(b"\n", 0, last.own)
+        left = TAIL
+        windows: list[Page] = []
+        for page in reversed(recent):
+            start = max(0, page.own - left, HEAD if page.first == 1 else 0)
+            if start >= page.own:
+                continue
+            start = 0 if not start else page.data.find(b"\n", start) + 1
+            data = page.data[start : page.own]
+            windows.append(Page(data, len(data), page.first + page.data.count(b"\n", 0, start), last=False))
+            left -= len(data)
+            if left <= 0:
+                break
+        for page in reversed(windows):
+            for number, raw in numbered(page):
+                self._window(number, text(raw))
+
+    def _window(self, number: int, line: str) -> None:
+        """A line near one of the ends: who speaks, the time, counters."""
+        said = prefixes.read(line, self._clock)
+        found = self.reading
+        if said.when is not None:
+            found.first = said.when if found.first is None else found.first
+            found.last = said.when
+            self._stamp = number, said.when
+        who = said.who
+        if who:
+            found.speakers[who] = number
+        for tick in _ticks(line):
+            rank = who if who.rank is not None else _with_rank(who, prefixes.mentioned(line))
+            when = said.when if said.when is not None else self._stamp[1] if self._stamp else None
+            found.ticks.append(Tick(rank.over(found.who), number, when, *tick))
+
+    def _candidate(self, page: Page, number: int, start: int, end: int) -> None:
+        line = text(page.data[start:end])
+        texts = self._filter.texts(line)
+        said = prefixes.read(line, self._clock)
+        who = said.who.over(self.reading.who)
+        rules = {rule.id: rule for each in texts for rule in self._rules.by_literal.get(each, ())}
+        when = said.when if said.when is not None else self._before(page, start)
+        for rule in rules.values():
+            if self.reading.counts[rule.id] < PER_RULE or self._kept[rule.id, who] < PER_SPEAKER:
+                self._match(rule, page, number, start, end, line, who, when)
+        if tracebacks.START in line:
+            self._traceback(page, number, start, who, when)
+
+    def _match(self, rule: Rule, page: Page, number: int, start: int, end: int, line: str, who: Who,
+               when: float | None) -> None:  # fmt: skip
+        wanted = rule.signature.kinds
+        if wanted and kinds.of_line(self._kind, line) not in wanted:
+            return
+        whole = line
+        if rule.signature.lines > 1:
+            whole = "\n".join(said for _, said in self._speech(page, number, start, rule.signature.lines))
+        found = rule.match(whole)
+        if found is None:
+            return
+        at = found.start()
+        before = whole.count("\n", 0, at)
+        if before:
+            number, line, at = number + before, whole.split("\n")[before], 0
+        seen = Sighting(rule, who, when, self.reading.name, self.reading.source, number, shown(line, at),
+                        groups(found.groupdict()))  # fmt: skip
+        self._keep(seen)
+
+    def _keep(self, seen: Sighting) -> None:
+        key = seen.rule.id, seen.who
+        self.reading.counts[seen.rule.id] += 1
+        self._kept[key] += 1
+        if self._kept[key] <= PER_SPEAKER:
+            self.reading.sightings.append(seen)
+        self._latest[key] = seen
+
+    def _traceback(self, page: Page, number: int, start: int, who: Who, when: float | None) -> None:
+        found = tracebacks.assemble(self._speech(page, number, start, 200))
+        if found is None or len(self.reading.tracebacks) >= PER_RULE:
+            return
+        self.reading.tracebacks.append((who, when, found))
+        whole = f"{found.type}: {found.message}"
+        frames = "\n".join(str(each) for each in found.frames)
+        for rule in self._rules.exceptions:
+            if rule.frames is not None and not rule.frames.search(frames):
+                continue
+            match = rule.match(whole)
+            if match is not None:
+                fields = {"where": found.where, "exception": found.type, **groups(match.groupdict())}
+                self._keep(Sighting(rule, who, when, self.reading.name, self.reading.source, found.number,
+                                    shown(found.text), fields, found))  # fmt: skip
+
+    def _speech(self, page: Page, number: int, start: int, most: int) -> list[tuple[int, str]]:
+        """The line at `start` and what the same speaker says next, prefixes taken off."""
+        said: list[tuple[int, str]] = []
+        own = None
+        misses = 0
+        at = start
+        while at < len(page.data) and len(said) < most and misses < 400:
+            end = page.data.find(b"\n", at)
+            end = len(page.data) if end < 0 else end
+            line = text(page.data[at:end])
+            part = prefixes.read(line, Clock())
+            if own is None:
+                own = part.who
+            if part.who == own or (not part.who and not misses):
+                said.append((number, line[part.at :] if part.who == own else line))
+            else:
+                misses += 1
+            at, number = end + 1, number + 1
+        return said
+
+    def _before(self, page: Page, start: int) -> float | None:
+        """The time of the nearest line before that has one."""
+        end = start - 1
+        for _ in range(_BACK):
+            if end <= 0:
+                return None
+            begin = page.data.rfind(b"\n", 0, end) + 1
+            when = self._clock.read(text(page.data[begin : min(end, begin + 400)]))
+            if when is not None:
+                return when
+            end = begin - 1
+        return None
+
+
+def _with_rank(who: Who, rank: int | None) -> Who:
+    return who if rank is None else Who(rank, who.host, who.role, who.pid, who.local)
+
+
+def _ticks(line: str) -> Iterator[tuple[int, int, int, bool]]:
+    """Epoch, step, total, whether of a progress bar; of a rewritten bar the last."""
+    if not any(each.isdigit() for each in line[:400]):
+        return
+    last = line[line.rfind("\r") + 1 :] if "\r" in line else line
+    found = PROGRESS.search(last[:600])
+    if found is None:
+        return
+    epoch = int(found["epoch"] or found["epochs"] or 0)
+    step = found["step"] or found["bar"] or found["in"]
+    of = found["of"] or found["total"] or found["last"] or found["epochs_of"] or 0
+    yield epoch, int(step) if step is not None else 0, int(of), found["bar"] is not None

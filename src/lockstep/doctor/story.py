@@ -1,0 +1,257 @@
+"""What happened in a job, put together from all sources: attempts, who was there, how far each got, who ended how.
+
+Nothing here knows of classes; rules and the judge ask for traits.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lockstep.doctor.prefixes import Who
+from lockstep.doctor.sightings import Reading, Sighting, Tick
+
+TRAITS = {
+    "ended_well": "the last attempt says that it is done, and nothing fatal came after that",
+    "running": "no end at all is to be seen, and counters moved until the end",
+    "progressed": "steps were made before the first failure",
+    "collective_timeout": "a rank timed out in a collective",
+    "peer_lost": "a rank lost the connection to a peer",
+    "first_collective": "it was the first collective of the group that timed out",
+    "scalar": "the collective that timed out had one element: a barrier, a flag, a loss",
+    "silent_ranks": "some ranks did not report the time-out that their peers report",
+    "mismatch": "the ranks called different collectives, or with different shapes",
+    "saving": "a checkpoint was begun and not finished when the ranks waited",
+    "crashed": "a process ended with a crash, a signal or an exit code that is not zero",
+    "exception": "a rank raised an exception that no collective raised",
+    "one_rank": "only one rank or process is known",
+    "many_hosts": "more than one host takes part",
+}
+"""What `story:` in a condition may ask for."""
+
+_RUN_FOLDER = re.compile(r"(?:^|/)(?:run|attempt|try|restart|job)[_-]?0*(\d+)(?=/)")
+_MOST_RANKS = 100_000
+_SURVIVED_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Timeout:
+    """A rank waited in a collective until its time-out."""
+
+    who: Who
+    operation: str
+    seq: int | None
+    numel: int | None
+    ran_ms: float | None
+    timeout_ms: float | None
+    sighting: Sighting
+
+
+@dataclass
+class Story:
+    """All sightings in the order of time, of the last attempt and of earlier ones."""
+
+    readings: Sequence[Reading]
+    sightings: list[Sighting] = field(default_factory=list)
+    """Of the last attempt."""
+    earlier: list[Sighting] = field(default_factory=list)
+    starts: Mapping[int, int] = field(default_factory=dict)
+    """By source, the line that the last attempt begins on."""
+    old: frozenset[int] = frozenset()
+    """Sources of earlier attempts."""
+
+    def facts(self, name: str) -> list[Sighting]:
+        return self._facts.get(name, [])
+
+    @cached_property
+    def _facts(self) -> Mapping[str, list[Sighting]]:
+        found: dict[str, list[Sighting]] = defaultdict(list)
+        for each in self.sightings:
+            if each.rule.signature.fact:
+                found[each.rule.signature.fact].append(each)
+        return found
+
+    @cached_property
+    def ticks(self) -> list[Tick]:
+        """Of the last attempt."""
+        return [tick for reading in self.readings if reading.source not in self.old for tick in reading.ticks
+                if tick.line >= self.starts.get(reading.source, 0)]  # fmt: skip
+
+    @cached_property
+    def _ticks_of(self) -> Mapping[int, list[Tick]]:
+        return {reading.source: [tick for tick in reading.ticks if tick.line >= self.starts.get(reading.source, 0)]
+                for reading in self.readings if reading.source not in self.old}  # fmt: skip
+
+    def survived(self, seen: Sighting) -> bool:
+        """The same file shows steps made after it, by the same rank where ranks are known."""
+        after = [tick for tick in self._ticks_of.get(seen.source, ()) if tick.line > seen.line]
+        own = [tick for tick in after if tick.who.rank == seen.who.rank]
+        steps = {(tick.epoch, tick.step) for tick in (own or after)}
+        return len(steps) > _SURVIVED_STEPS
+
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        """All that are known."""
+        found = {who.rank for reading in self.readings for who in reading.speakers}
+        found |= {reading.who.rank for reading in self.readings}
+        found |= {tick.who.rank for tick in self.ticks}
+        found |= {each.who.rank for each in self.sightings}
+        said = [*self.facts("world"), *self.facts("placed")]
+        size = max((int(each.fields["size"]) for each in said if "size" in each.fields), default=0)
+        if size <= _MOST_RANKS:
+            found |= set(range(size))
+        return frozenset(each for each in found if each is not None)
+
+    @cached_property
+    def hosts(self) -> Mapping[int, str]:
+        """By rank."""
+        found: dict[int, str] = {}
+        for each in self.facts("placed") + self.facts("exit"):
+            if each.fields.get("rank") and each.fields.get("host"):
+                found.setdefault(int(each.fields["rank"]), each.fields["host"])
+        for each in self.sightings:
+            if each.who.rank is not None and each.who.host:
+                found.setdefault(each.who.rank, each.who.host)
+        return found
+
+    @cached_property
+    def rank_of_pid(self) -> Mapping[int, int]:
+        return {int(each.fields["pid"]): int(each.fields["rank"]) for each in self.facts("placed") + self.facts("exit")
+                if each.fields.get("pid") and each.fields.get("rank")}  # fmt: skip
+
+    def rank(self, seen: Sighting) -> int | None:
+        """Who a sighting is about: the rank that it names, that says it, or whose process it is."""
+        if seen.fields.get("rank", "").isdigit():
+            return int(seen.fields["rank"])
+        if seen.who.rank is not None:
+            return seen.who.rank
+        pid = seen.fields.get("pid") or seen.who.pid
+        return self.rank_of_pid.get(int(pid)) if pid is not None and str(pid).isdigit() else None
+
+    @cached_property
+    def timeouts(self) -> list[Timeout]:
+        found = []
+        for each in self.facts("collective_timeout"):
+            said = each.fields
+            numbers = {key: float(said[key]) if said.get(key) else None for key in ("ran_ms", "timeout_ms")}
+            found.append(Timeout(
+                Who(self.rank(each), each.who.host, each.who.role, each.who.pid), said.get("op", "").lower(),
+                int(said["seq"]) if said.get("seq") else None, int(said["numel"]) if said.get("numel") else None,
+                numbers["ran_ms"], numbers["timeout_ms"], each))  # fmt: skip
+        return found
+
+    @cached_property
+    def failures(self) -> list[Sighting]:
+        """What ends processes, in time."""
+        names = ("collective_timeout", "peer_lost", "exit", "crash", "cancelled")
+        return sorted((each for name in names for each in self.facts(name)), key=order)
+
+    @cached_property
+    def ended_well(self) -> bool:
+        """It says so, and nobody failed after that."""
+        done = [each for each in self.facts("done") if not self.survived(each)]
+        if not done:
+            return False
+        bad = [each for each in self.failures + self.exceptions if self._ends(each)]
+        return not any(order(each) > order(done[0]) or each.source != done[0].source for each in bad)
+
+    def _ends(self, seen: Sighting) -> bool:
+        return seen.rule.signature.fact != "peer_lost" and _exit_code(seen) != 0 and not self.survived(seen)
+
+    @cached_property
+    def exceptions(self) -> list[Sighting]:
+        return [each for each in self.sightings if each.traceback is not None]
+
+    @cached_property
+    def traits(self) -> frozenset[str]:
+        """Which of `TRAITS` hold."""
+        found = set()
+        timeouts = self.timeouts
+        if self.ended_well:
+            found.add("ended_well")
+        if len({(tick.epoch, tick.step) for tick in self.ticks}) > 1:
+            found.add("progressed")
+        if not self.failures and not self.exceptions:
+            found.add("running")
+        if timeouts:
+            found.add("collective_timeout")
+            if all(each.numel == 1 for each in timeouts if each.numel is not None) and any(
+                each.numel is not None for each in timeouts
+            ):
+                found.add("scalar")
+        states = self.facts("work_state")
+        if any(int(each.fields["completed"]) <= 0 for each in states) or any(each.seq == 1 for each in timeouts):
+            found.add("first_collective")
+        said = {each.who.rank for each in timeouts}
+        if timeouts and len(self.ranks - said) and said - {None}:
+            found.add("silent_ranks")
+        for name, fact in (("peer_lost", "peer_lost"), ("mismatch", "mismatch"), ("crashed", "crash")):
+            if self.facts(fact):
+                found.add(name)
+        if any(_exit_code(each) for each in self.facts("exit")):
+            found.add("crashed")
+        if self.exceptions:
+            found.add("exception")
+        if len(self.ranks) <= 1:
+            found.add("one_rank")
+        if len(set(self.hosts.values())) > 1:
+            found.add("many_hosts")
+        saves, done = self.facts("checkpoint"), self.facts("checkpoint_done")
+        if saves and (not done or order(saves[-1]) > order(done[-1])):
+            found.add("saving")
+        return frozenset(found)
+
+
+def order(seen: Sighting) -> tuple[float, int, int]:
+    """By time; what has none stands last among the sources, in the order of lines."""
+    return seen.when if seen.when is not None else float("inf"), seen.source, seen.line
+
+
+def _exit_code(seen: Sighting) -> int | None:
+    code = seen.fields.get("code")
+    return int(code) if code is not None else None
+
+
+def tell(readings: Sequence[Reading]) -> Story:
+    """The story of all that was read."""
+    old = _old_sources(readings)
+    starts = {each.source: _last_start(each) for each in readings if each.source not in old}
+    story = Story(readings, starts=starts, old=old)
+    for reading in readings:
+        for each in reading.sightings:
+            current = reading.source not in old and each.line >= starts[reading.source]
+            (story.sightings if current else story.earlier).append(each)
+    story.sightings.sort(key=order)
+    return story
+
+
+def _old_sources(readings: Sequence[Reading]) -> frozenset[int]:
+    """Of folders such as `run_001` and `run_002` all but the last."""
+    numbers = {each.source: int(found[1]) for each in readings if (found := _RUN_FOLDER.search(each.name))}
+    if len(set(numbers.values())) < 2:
+        return frozenset()
+    last = max(numbers.values())
+    return frozenset(source for source, number in numbers.items() if number < last)
+
+
+_ENDS = ("exit", "crash", "cancelled", "done")
+
+
+def _last_start(reading: Reading) -> int:
+    """The line on which the last attempt in one file begins: marks of a start after a failure or an end."""
+    failures = [each.line for each in reading.sightings if each.rule.signature.fact in _ENDS]
+    begin = 0
+    for each in reading.sightings:
+        if each.rule.signature.fact == "attempt" and any(begin <= line < each.line for line in failures):
+            begin = each.line
+    return begin
+
+
+def steps_by_rank(ticks: Iterable[Tick]) -> Mapping[int, Tick]:
+    """By rank the last counter that it showed."""
+    found: dict[int, Tick] = {}
+    for tick in ticks:
+        if tick.who.rank is not None:
+            found[tick.who.rank] = tick
+    return found

@@ -1,0 +1,85 @@
+"""Times as logs print them, as seconds since 1970 on the clock of who prints."""
+
+import calendar
+import re
+from dataclasses import dataclass
+
+_MONTHS = {
+    name: at
+    for at, name in enumerate(("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"), 1)
+}
+_ISO = re.compile(
+    r"(?P<year>20\d\d|19[789]\d)[-/](?P<month>\d\d?)[-/](?P<day>\d\d?)[T _](?P<h>\d\d?):(?P<m>\d\d):(?P<s>\d\d)"
+    r"(?:[.,](?P<f>\d{1,9}))?\s?(?P<zone>Z|[+-]\d\d:?\d\d)?"
+)
+_GLOG = re.compile(
+    r"\b[IWEFDC](?P<year>20\d\d)?(?P<month>\d\d?)(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)\.(?P<f>\d{3,9})"
+)
+_SYSLOG = re.compile(
+    r"\b(?P<name>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(?P<day>\d\d?) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"
+    r"(?:\.(?P<f>\d+))?(?: (?:AM|PM))?(?: [A-Z]{3,4})?(?: (?P<year>20\d\d))?"
+)
+_VLLM = re.compile(r"\b(?P<month>\d\d)-(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)")
+_EPOCH = re.compile(r"\"(?:t|ts|time|timestamp)\": ?(?P<t>1[5-9]\d{8}(?:\.\d+)?)\b")
+_CLOCK = re.compile(r"(?:^|[\[ ])(?P<h>[01]\d|2[0-3]):(?P<m>[0-5]\d):(?P<s>[0-5]\d)(?:[.,](?P<f>\d+))?(?=[\] ,|]|$)")
+_HEAD = 240
+"""Characters of a line that its time stands in."""
+DAY = 86_400.0
+
+
+@dataclass(slots=True)
+class Clock:
+    """Of one file: the year and the day that stamps without one get, from the stamps that have one."""
+
+    year: int = 0
+    day: float = 0.0
+    _last: float = 0.0
+
+    def read(self, line: str) -> float | None:
+        """The time on a line; None where there is none."""
+        head = line[:_HEAD]
+        found = _ISO.search(head)
+        if found:
+            return self._keep(_of(found, int(found["year"]), int(found["month"])))
+        if "." in head:
+            found = _GLOG.search(head)
+            if found:
+                return self._keep(_of(found, int(found["year"] or self._year()), int(found["month"])))
+            found = _EPOCH.search(head)
+            if found:
+                return self._keep(float(found["t"]))
+        found = _SYSLOG.search(head)
+        if found:
+            month = _MONTHS[found["name"].lower()]
+            return self._keep(_of(found, int(found["year"] or self._year()), month))
+        found = _VLLM.search(head)
+        if found and 1 <= int(found["month"]) <= 12:
+            return self._keep(_of(found, self._year(), int(found["month"])))
+        found = _CLOCK.search(head[:120]) if self.day else None
+        if not found:
+            return None
+        at = self.day + int(found["h"]) * 3600 + int(found["m"]) * 60 + float(f"{found['s']}.{found['f'] or 0}")
+        return at if at > self._last - DAY / 2 else at + DAY
+
+    def _year(self) -> int:
+        return self.year or 2000
+
+    def _keep(self, at: float | None) -> float | None:
+        if at is not None:
+            self.day, self._last = at - at % DAY, at
+            if not self.year and at > 0:
+                self.year = 1970 + int(at // (365.2425 * DAY))
+        return at
+
+
+def _of(found: re.Match[str], year: int, month: int) -> float | None:
+    day, fraction = int(found["day"]), found["f"] if "f" in found.re.groupindex else None
+    if not (1 <= month <= 12 and 1 <= day <= 31):
+        return None
+    hours, minutes = int(found["h"]), int(found["m"])
+    at = calendar.timegm((year, month, day, hours, minutes, int(found["s"]), 0, 0, 0))
+    zone = found["zone"] if "zone" in found.re.groupindex else None
+    if zone and zone != "Z":
+        sign = -1 if zone[0] == "-" else 1
+        at -= sign * (int(zone[1:3]) * 3600 + int(zone[-2:]) * 60)
+    return at + (float(f"0.{fraction}") if fraction else 0.0)

@@ -1,0 +1,120 @@
+"""Python tracebacks put together from the lines of one speaker, among those of others."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+START = "Traceback (most recent call last)"
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+?)\s*$')
+_ERROR = re.compile(
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Failure|Dead|Full|Empty"
+    r"|[a-z]\w*)(?:\([\w.]+\))?)(?::\s?(?P<message>.*))?$"
+)
+_CHAIN = re.compile(r"The above exception was the direct cause|During handling of the above exception")
+_LIBRARY = re.compile(
+    r"site-packages/|dist-packages/|lib/python3|<frozen |/bin/|torch/distributed|<string>|/ray/_private/"
+)
+_MOST = 200
+_MESSAGE = 16
+"""Lines of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}: {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Traceback:
+    """An exception with its way there.
+
+    Attributes:
+        type: As printed, with its module where that is printed.
+        number: The line of the file that names the exception.
+        first: The line that the traceback begins on.
+        chained: Another exception led to this one or followed from it; the first of a chain is the cause.
+    """
+
+    type: str
+    message: str
+    frames: tuple[Frame, ...]
+    number: int
+    first: int
+    text: str
+    chained: bool = False
+
+    @property
+    def user(self) -> Frame | None:
+        """The innermost frame that is no library's; else the innermost."""
+        for each in reversed(self.frames):
+            if not _LIBRARY.search(each.file):
+                return each
+        return self.frames[-1] if self.frames else None
+
+    @property
+    def where(self) -> str:
+        frame = self.user
+        return "" if frame is None else f"{frame.function}() at {frame.file.rsplit('/', 1)[-1]}:{frame.line}"
+
+
+def assemble(said: Sequence[tuple[int, str]]) -> Traceback | None:
+    """From the lines of one speaker, the first of them the one with `START`; None where no exception follows.
+
+    Args:
+        said: Number and what is said, prefixes taken off.
+    """
+    frames: list[Frame] = []
+    lines = iter(range(1, min(len(said), _MOST)))
+    indent = len(said[0][1]) - len(said[0][1].lstrip())
+    for at in lines:
+        number, line = said[at]
+        found = _FRAME.match(line)
+        if found:
+            source = said[at + 1][1].strip() if at + 1 < len(said) and not _FRAME.match(said[at + 1][1]) else ""
+            frames.append(Frame(found["file"], int(found["line"]), found["function"], source))
+            continue
+        body = line[indent:] if not line[:indent].strip() else line
+        if not body.strip() or body.startswith((" ", "\t")) or (not frames and at > 3):
+            continue
+        error = _ERROR.match(body.rstrip())
+        if error is None:
+            if frames:
+                return None
+            continue
+        message = _message(error["message"] or "", said, at + 1, indent)
+        chained = any(_CHAIN.search(each) for _, each in said[at + 1 : at + 4])
+        return Traceback(error["type"], message, tuple(frames), number, said[0][0], line.strip(), chained)
+    return None
+
+
+def _message(first: str, said: Sequence[tuple[int, str]], at: int, indent: int) -> str:
+    """A message goes on until an empty line, another traceback or a prompt of another kind."""
+    lines = [first]
+    for _, line in said[at : at + _MESSAGE]:
+        if not line.strip() or START in line or _CHAIN.search(line) or _FRAME.match(line):
+            break
+        lines.append(line[indent:].rstrip())
+    return "\n".join(lines)
+
+
+def of_speaker(
+    following: Iterable[tuple[int, str]], speaker: Callable[[str], tuple[object, int]], first: tuple[int, str]
+) -> list[tuple[int, str]]:
+    """The lines from the first on which the same one says, their prefixes taken off as far as the first's went."""
+    own, at = speaker(first[1])
+    said = [(first[0], first[1][at:])]
+    for number, line in following:
+        other, begin = speaker(line)
+        if other == own:
+            said.append((number, line[begin:]))
+        elif not own and begin:
+            break
+        if len(said) > _MOST:
+            break
+    return said

@@ -1,0 +1,72 @@
+"""Bytes become pages and lines, whatever the bytes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.doctor import lines
+from lockstep.doctor.filter import Filter
+from lockstep.doctor.lines import Page, numbered, pages, shown, text
+
+_BLOCKS = st.lists(st.binary(max_size=40) | st.sampled_from([b"\n", b"a\nb", b"\r\n", b"\n\n", b"needle"]), max_size=12)
+
+
+def _plain(blocks: list[bytes]) -> list[bytes]:
+    data = b"".join(blocks)
+    return data.split(b"\n")
+
+
+@given(_BLOCKS)
+def test_lines_are_numbered_as_split_counts_them(blocks: list[bytes]) -> None:
+    data = b"".join(blocks)
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return
+    seen = [each for page in pages(iter(blocks)) for each in numbered(page)]
+    expected = list(enumerate(data.split(b"\n"), 1))
+    if expected and not expected[-1][1]:
+        expected.pop()
+    assert seen == expected
+
+
+@given(_BLOCKS)
+def test_candidates_are_the_lines_with_a_text(blocks: list[bytes]) -> None:
+    data = b"".join(blocks)
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return
+    found = Filter(["needle", "needs"])
+    seen = [
+        (number, page.data[start:end]) for page in pages(iter(blocks)) for number, start, end in found.candidates(page)
+    ]
+    expected = [(at, line) for at, line in enumerate(data.split(b"\n"), 1) if b"needle" in line.lower()]
+    assert seen == expected
+
+
+@given(st.binary(max_size=300))
+def test_text_of_any_bytes_is_printable(raw: bytes) -> None:
+    said = text(raw.replace(b"\n", b" "))
+    assert "\x1b" not in said and "\x00" not in said
+
+
+def test_escapes_and_controls_go_and_carriage_returns_stay() -> None:
+    assert text(b"\x1b[36m(a pid=1)\x1b[0m b\x00c\x1b]0;title\x07d") == "(a pid=1) bcd"
+    assert text(b" 10%|#\r 20%|##\r\n") == " 10%|#\r 20%|##"
+    assert shown(" 10%|#\r 20%|## error\r 30%", 12) == "20%|## error"
+
+
+def test_a_huge_line_is_cut() -> None:
+    assert len(text(b"x" * 10_000_000)) == lines.LONGEST
+    assert shown("y" * 5000 + "needle" + "z" * 5000, 5000).count("needle") == 1
+
+
+def test_utf16_becomes_text() -> None:
+    data = "first\nsecond ä\n".encode("utf-16")
+    seen = [each for page in pages(iter([data[:7], data[7:]])) for each in numbered(page)]
+    assert seen == [(1, b"first"), (2, "second ä".encode())]
+
+
+def test_a_page_sees_what_follows_it() -> None:
+    blocks = [b"a\n" * 10, b"b\n" * 10, b"c\n" * 10]
+    seen: list[Page] = list(pages(iter(blocks)))
+    assert [page.own for page in seen] == [20, 20, 20]
+    assert seen[0].data.startswith(b"a\n" * 10 + b"b\n")
+    assert [page.first for page in seen] == [1, 11, 21]
+    assert [page.last for page in seen] == [False, False, True]

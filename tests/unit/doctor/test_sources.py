@@ -1,0 +1,101 @@
+"""Files, folders, patterns and archives become sources with names."""
+
+import bz2
+import gzip
+import io
+import lzma
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lockstep.doctor.sources import Gathered, NoSuchPath, Source, blocks, gather
+
+
+def _all(found: Gathered) -> dict[str, bytes]:
+    return {each.name: b"".join(blocks(each, found.gaps)) for each in found.sources}
+
+
+def test_a_folder_gives_names_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "attempt_0" / "3").mkdir(parents=True)
+    (tmp_path / "attempt_0" / "3" / "stderr.log").write_bytes(b"x\n")
+    (tmp_path / "a.log").write_bytes(b"a\n")
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 10)
+    found = gather([str(tmp_path)])
+    assert _all(found) == {"a.log": b"a\n", "attempt_0/3/stderr.log": b"x\n"}
+    assert not found.gaps
+
+
+def test_one_file_has_its_own_name_and_several_paths_theirs(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes(b"a\n")
+    (tmp_path / "b.log").write_bytes(b"b\n")
+    assert list(_all(gather([str(tmp_path / "a.log")]))) == ["a.log"]
+    both = gather([str(tmp_path / "a.log"), str(tmp_path / "b.log")])
+    assert list(_all(both)) == [str(tmp_path / "a.log"), str(tmp_path / "b.log")]
+    assert sorted(_all(gather([str(tmp_path / "*.log")]))) == [str(tmp_path / "a.log"), str(tmp_path / "b.log")]
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_packed_files_are_unpacked_whatever_their_name(tmp_path: Path, pack: object) -> None:
+    (tmp_path / "a.log").write_bytes(pack(b"one\ntwo\n"))  # type: ignore[operator]
+    assert _all(gather([str(tmp_path)])) == {"a.log": b"one\ntwo\n"}
+
+
+def test_zstd(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    stream = pyarrow.CompressedOutputStream(str(tmp_path / "a.log.zst"), "zstd")
+    stream.write(b"one\n" * 1000)
+    stream.close()
+    assert _all(gather([str(tmp_path)])) == {"a.log.zst": b"one\n" * 1000}
+
+
+def test_members_of_archives_are_sources(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("logs/rank0.log", "zero\n")
+    with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as archive:
+        for name, data in (("x/rank1.log", b"one\n"), ("../../etc/evil.log", b"two\n")):
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            archive.addfile(about, io.BytesIO(data))
+    found = gather([str(tmp_path)])
+    assert _all(found) == {
+        "a.zip/logs/rank0.log": b"zero\n",
+        "b.tar.gz/x/rank1.log": b"one\n",
+        "b.tar.gz/../../etc/evil.log": b"two\n",
+    }
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.zip", "b.tar.gz"]
+
+
+def test_what_grows_without_end_is_cut_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.doctor.sources.FREE", 1 << 20)
+    monkeypatch.setattr("lockstep.doctor.sources.RATIO", 1)
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"\0" * (64 << 20)))
+    found = gather([str(tmp_path)])
+    assert sum(map(len, _all(found).values())) <= 8 << 20
+    assert "unpacks to more than" in found.gaps[0]
+
+
+def test_a_broken_archive_is_told_and_the_rest_read(tmp_path: Path) -> None:
+    (tmp_path / "a.log.gz").write_bytes(gzip.compress(b"one\n" * 1000)[:-20])
+    (tmp_path / "b.zip").write_bytes(b"PK\x03\x04 nonsense")
+    (tmp_path / "c.log").write_bytes(b"c\n")
+    found = gather([str(tmp_path)])
+    assert _all(found)["c.log"] == b"c\n"
+    assert any("a.log.gz" in gap for gap in found.gaps) and any("b.zip" in gap for gap in found.gaps)
+
+
+def test_a_loop_of_links_ends(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.log").write_bytes(b"a\n")
+    (tmp_path / "logs" / "again").symlink_to(tmp_path)
+    assert len(gather([str(tmp_path)]).sources) == 1
+
+
+def test_what_is_not_there_is_refused() -> None:
+    with pytest.raises(NoSuchPath):
+        gather(["/nowhere/at/all*.log"])
+
+
+def test_standard_input() -> None:
+    assert gather(["-"]).sources == [Source("stdin", None)]
