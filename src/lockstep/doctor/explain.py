@@ -1,11 +1,13 @@
 """From paths to one verdict."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.doctor import recorded, structure
+from lockstep.doctor import waits as waiting
 from lockstep.doctor.filter import Filter
 from lockstep.doctor.judge import Candidate, Judgement, judge, speakers
 from lockstep.doctor.lines import pages
@@ -17,6 +19,7 @@ from lockstep.doctor.tracebacks import START
 from lockstep.watch.verdict import SURE, Alternative, Collective, Culprit, Fact, Kind, Level, Verdict
 
 EVIDENCE = 8
+_SHORTEST = 4
 _NO_FAULT = ("unknown", "benign")
 _KINDS = {
     "uneven_data": Kind.MISMATCH, "rank_divergent_branch": Kind.MISMATCH, "zero3_generate_desync": Kind.MISMATCH,
@@ -111,10 +114,14 @@ def _collective(best: Candidate, story: Story) -> Collective | None:
     operation = best.collective
     for each in best.sightings:
         operation = operation or each.fields.get("op", "") or (each.rule.signature.collective or "")
+        if not operation and each.traceback is not None:
+            operation = waiting.operation(each.traceback.frames)
     seq = None
-    for timeout in story.timeouts:
-        if timeout.operation and not operation:
-            operation, seq = timeout.operation, timeout.seq
+    if not operation:
+        ended = waiting.waits(story).values()
+        counted = Counter(each.operation for each in ended if each.operation)
+        operation = counted.most_common(1)[0][0] if counted else ""
+        seq = next((each.seq for each in ended if each.operation == operation), None)
     if not operation or best.cls == "benign":
         return None
     return Collective("", seq if seq is not None else -1, operation.lower())
@@ -125,10 +132,14 @@ def _evidence(best: Candidate, story: Story) -> tuple[Fact, ...]:
     chosen: dict[tuple[str, int], Sighting] = {}
     rules: dict[str, int] = {}
     for each in [*best.sightings, *story.failures[:3]] if best.cls != "benign" else best.sightings:
-        if rules.get(each.rule.id, 0) < 3 and (each.file, each.line) not in chosen and len(each.text) >= 4:
+        if rules.get(each.rule.id, 0) < 3 and (each.file, each.line) not in chosen and len(each.text) >= _SHORTEST:
             chosen[each.file, each.line] = each
             rules[each.rule.id] = rules.get(each.rule.id, 0) + 1
-    return tuple(Fact(each.text, file=each.file, line=each.line) for each in list(chosen.values())[:EVIDENCE])
+    lines = [Fact(each.text, file=each.file, line=each.line) for each in chosen.values()]
+    own = [each for each in best.facts if (each.file, each.line) not in chosen and len(each.text) >= _SHORTEST]
+    if best.sightings:
+        return (*lines[:2], *own[:4], *lines[2:])[:EVIDENCE]
+    return (*own[:6], *lines)[:EVIDENCE]
 
 
 def filled(text: str, fields: dict[str, str]) -> str:

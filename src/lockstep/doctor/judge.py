@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from lockstep.doctor.conditions import Seen, same_speaker
 from lockstep.doctor.sightings import Sighting
 from lockstep.doctor.story import Story, order
+from lockstep.watch.verdict import Fact
 
 SIGN_AT_MOST = 0.6
 """What a class is worth of which only signs were seen."""
@@ -36,6 +37,8 @@ class Candidate:
     """From the structure; None: as the sightings' rules say."""
     collective: str = ""
     explanation: str = ""
+    facts: list[Fact] = field(default_factory=list)
+    """Evidence beside the sightings."""
 
     @property
     def first(self) -> tuple[float, int, int]:
@@ -115,7 +118,8 @@ def _joined(one: Candidate, other: Candidate) -> Candidate:
     weight = min(AT_MOST, 1 - (1 - one.weight) * (1 - other.weight))
     return Candidate(one.cls, weight, [*one.sightings, *other.sightings],
                      other.culprits if one.culprits is None else one.culprits,
-                     one.collective or other.collective, one.explanation or other.explanation)  # fmt: skip
+                     one.collective or other.collective, one.explanation or other.explanation,
+                     [*one.facts, *other.facts])  # fmt: skip
 
 
 def _first_counts(candidates: Mapping[str, Candidate]) -> None:

@@ -5,11 +5,12 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lockstep.doctor import kinds, prefixes, tracebacks
+from lockstep.doctor import kinds, prefixes, stacks, tracebacks
 from lockstep.doctor.filter import Filter, groups
 from lockstep.doctor.lines import Page, numbered, shown, text
 from lockstep.doctor.prefixes import NOBODY, Who
 from lockstep.doctor.rules import Rule, Rules
+from lockstep.doctor.stacks import Stack
 from lockstep.doctor.times import Clock
 from lockstep.doctor.tracebacks import Traceback
 
@@ -19,6 +20,8 @@ TAIL = 1 << 20
 PER_SPEAKER = 12
 """Sightings of one rule by one speaker that are kept from the start; of later ones the last."""
 PER_RULE = 2_000
+LAST = 12
+"""Lines of each rank that are kept from the end."""
 _BACK = 12
 """Lines before a line without a time in which one is looked for."""
 
@@ -72,6 +75,15 @@ class Tick:
     bar: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A line near the end of a file."""
+
+    line: int
+    when: float | None
+    text: str
+
+
 @dataclass
 class Reading:
     """Of one source all that was seen."""
@@ -88,6 +100,9 @@ class Reading:
     tracebacks: list[tuple[Who, float | None, Traceback]] = field(default_factory=list)
     speakers: dict[Who, int] = field(default_factory=dict)
     """Who speaks, and the last line in which."""
+    said: dict[int | None, deque["Said"]] = field(default_factory=dict)
+    """By rank, its last lines."""
+    stacks: list[Stack] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """By rule, how often."""
 
@@ -111,6 +126,9 @@ class Reader:
         for page in pages:
             if page.first == 1:
                 self._kind = kinds.of_file(self.reading.name, page.data[:4096].decode("utf-8", "replace"))
+                if self._kind == "stack":
+                    lines = ((number, text(raw)) for number, raw in numbered(page))
+                    self.reading.stacks += stacks.read(lines, self.reading.who, self.reading.name)
                 self._head(page)
             for number, start, end in self._filter.candidates(page):
                 self._candidate(page, number, start, end)
@@ -158,10 +176,14 @@ class Reader:
         who = said.who
         if who:
             found.speakers[who] = number
+        when = said.when if said.when is not None else self._stamp[1] if self._stamp else None
         for tick in _ticks(line):
             rank = who if who.rank is not None else _with_rank(who, prefixes.mentioned(line))
-            when = said.when if said.when is not None else self._stamp[1] if self._stamp else None
             found.ticks.append(Tick(rank.over(found.who), number, when, *tick))
+        if line.strip():
+            rank_of = who.rank if who.rank is not None else found.who.rank
+            last = shown(line, line.rfind("\r") + 1 if "\r" in line else 0)
+            found.said.setdefault(rank_of, deque(maxlen=LAST)).append(Said(number, when, last))
 
     def _candidate(self, page: Page, number: int, start: int, end: int) -> None:
         line = text(page.data[start:end])

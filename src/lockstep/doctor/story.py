@@ -83,6 +83,10 @@ class Story:
         return {reading.source: [tick for tick in reading.ticks if tick.line >= self.starts.get(reading.source, 0)]
                 for reading in self.readings if reading.source not in self.old}  # fmt: skip
 
+    def current(self, source: int, line: int) -> bool:
+        """Whether a line belongs to the last attempt."""
+        return source not in self.old and line >= self.starts.get(source, 0)
+
     def survived(self, seen: Sighting) -> bool:
         """The same file shows steps made after it, by the same rank where ranks are known."""
         after = [tick for tick in self._ticks_of.get(seen.source, ()) if tick.line > seen.line]
@@ -220,8 +224,7 @@ def tell(readings: Sequence[Reading]) -> Story:
     story = Story(readings, starts=starts, old=old)
     for reading in readings:
         for each in reading.sightings:
-            current = reading.source not in old and each.line >= starts[reading.source]
-            (story.sightings if current else story.earlier).append(each)
+            (story.sightings if story.current(each.source, each.line) else story.earlier).append(each)
     story.sightings.sort(key=order)
     return story
 

@@ -1,14 +1,84 @@
-"""Candidates that no single line shows: who is silent, who is behind, who called something else."""
+"""Candidates that no single line shows: who is in another place, who is behind, who never came.
 
-from collections.abc import Iterator
+Of a time-out in a collective the structure decides: all in one place is the transport's fault, ranks in different
+places took different ways or had different amounts of data, and of one that did not come counts what it did meanwhile.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from lockstep.doctor.judge import Candidate
-from lockstep.doctor.story import Story
+from lockstep.doctor.sightings import Said
+from lockstep.doctor.story import Story, steps_by_rank
+from lockstep.doctor.waits import Wait, stacks_of, waits
+from lockstep.watch.verdict import Fact
+
+_SHARDED = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
+_GENERATES = re.compile(r"(?i)generat|sampl|rollout|decod|greedy|evaluat|predict|validat|infer")
+_LATER = re.compile(r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of")
+_DOES = (
+    (
+        "checkpoint_timeout",
+        re.compile(
+            r"(?i)(?:\b|_)(?:save|saving|write|writing|consolidat\w*|checkpoint\w*|serializ\w*|export\w*)(?:\b|_)"
+        ),
+    ),
+    (
+        "slow_rank_preprocess",
+        re.compile(
+            r"(?i)tokeniz|tokenis|preprocess|\bmap\b|filter|download|compil|building|loading|load_|packing|cache|prepar"
+            r"|index|decompress|shuffl|warm|fetch|autotun|jit"
+        ),
+    ),
+    ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),
+)
+"""What a rank says while its peers wait for it, the first that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The ranks and where they were at the end."""
+
+    story: Story
+    waits: Mapping[int, Wait]
+    absent: tuple[int, ...]
+    """Known by their own lines, and in no collective that ended."""
+
+    @property
+    def timed_out(self) -> list[Wait]:
+        return [each for each in self.waits.values() if each.timed_out]
+
+
+def scene(story: Story) -> Scene:
+    """Who waits, and who is known and does not."""
+    found = waits(story)
+    heard = set()
+    for reading in story.readings:
+        if reading.source not in story.old:
+            heard |= {rank for rank in reading.said if rank is not None}
+            heard |= {tick.who.rank for tick in reading.ticks if tick.who.rank is not None}
+    raised = {story.rank(each) for each in story.exceptions}
+    return Scene(story, found, tuple(sorted(heard - set(found) - raised)))
 
 
 def candidates(story: Story) -> Iterator[Candidate]:
     """What the structure of the job argues for."""
     yield from _mismatched(story)
+    seen = scene(story)
+    if not seen.timed_out:
+        return
+    behind = _behind(seen)
+    groups = _places(seen)
+    if behind:
+        yield from _never_entered(seen, behind)
+    elif len(groups) > 1:
+        yield from _elsewhere(seen, groups)
+    elif seen.absent:
+        yield from _did_not_come(seen)
+    elif len(seen.waits) > 1:
+        yield from _all_in_one_place(seen)
 
 
 def _mismatched(story: Story) -> Iterator[Candidate]:
@@ -23,3 +93,179 @@ def _mismatched(story: Story) -> Iterator[Candidate]:
         yield Candidate("uneven_data", 0.7, list(said), tuple(ranks), operation)
     else:
         yield Candidate("rank_divergent_branch", 0.8, list(said), tuple(ranks), operation)
+
+
+def _behind(seen: Scene) -> tuple[int, ...]:
+    """Ranks whose last enqueued work is before the one that others timed out in, of the same group."""
+    wanted = max((each.seq for each in seen.timed_out if each.seq is not None), default=None)
+    if wanted is None:
+        return ()
+    last: dict[int, int] = {}
+    states = seen.story.facts("work_state")
+    groups = {each.fields.get("pg") for each in states if each.fields.get("seq")}
+    for each in states:
+        rank = seen.story.rank(each)
+        if rank is not None and (not groups or each.fields.get("pg") in groups):
+            last[rank] = max(last.get(rank, -1), int(each.fields["enqueued"]))
+    late = tuple(sorted(rank for rank, number in last.items() if 0 <= number < wanted))
+    return late if len(late) < len(last) else ()
+
+
+def _never_entered(seen: Scene, behind: Sequence[int]) -> Iterator[Candidate]:
+    first = seen.timed_out[0]
+    facts = _facts(seen, behind)
+    text = f"{_spoken(behind)} never entered the {first.operation} in which the others timed out."
+    does = _meanwhile(seen, behind)
+    if does is not None:
+        yield _candidate(does[0], does[1], behind, first, text, facts)
+    yield _candidate("rank_divergent_branch", 0.5 if does else 0.6, behind, first, text, facts)
+
+
+def _candidate(cls: str, weight: float, ranks: Sequence[int], wait: Wait, text: str, facts: list[Fact]) -> Candidate:
+    return Candidate(cls, weight, [], tuple(ranks), wait.operation, text, facts)
+
+
+def _places(seen: Scene) -> list[list[Wait]]:
+    """The waits by place, the fullest first."""
+    groups: dict[object, list[Wait]] = defaultdict(list)
+    framed = any(each.path for each in seen.waits.values())
+    for each in seen.waits.values():
+        if framed:
+            if each.path:
+                groups[each.operation, each.place].append(each)
+        elif each.timed_out and each.operation:
+            groups[each.operation, each.numel, each.seq].append(each)
+    return sorted(groups.values(), key=len, reverse=True)
+
+
+def _elsewhere(seen: Scene, groups: Sequence[Sequence[Wait]]) -> Iterator[Candidate]:
+    """Not all in one place: those who are fewer, or further, are the ones to look at."""
+    most, others = groups[0], [each for group in groups[1:] for each in group]
+    ahead = [each for each in others if _further(each, most[0])]
+    fewer = sorted(each.rank for each in (ahead or others) if each.rank is not None)
+    if len(most) == len(others) and not ahead:
+        fewer = sorted(each.rank for each in [*most, *others] if each.rank is not None) if len(others) > 1 else fewer
+    steps = steps_by_rank(seen.story.ticks)
+    counts = {rank: (tick.epoch, tick.step) for rank, tick in steps.items() if rank in seen.waits}
+    uneven = bool(ahead) or _another_step(counts, fewer) or any(_LATER.search(each.where) for each in others)
+    facts = _facts(seen, [*fewer[:2], *(each.rank for each in most[:2] if each.rank is not None)])
+    where = others[0].where or f"{others[0].operation} of {others[0].numel} elements"
+    text = (
+        f"{_spoken(fewer)} waited in {others[0].operation or 'a collective'} ({where}), "
+        f"the others in {most[0].operation or 'a collective'} ({most[0].where or f'{most[0].numel} elements'})."
+    )
+    operation = most[0].operation
+    if _sharded_generation(seen):
+        yield Candidate("zero3_generate_desync", 0.7, culprits=(), collective=operation, explanation=text, facts=facts)
+        return
+    cls, other = ("uneven_data", "rank_divergent_branch") if uneven else ("rank_divergent_branch", "uneven_data")
+    yield Candidate(cls, 0.7, culprits=tuple(fewer), collective=operation, explanation=text, facts=facts)
+    yield Candidate(other, 0.4, culprits=tuple(fewer), collective=operation, explanation=text, facts=facts)
+
+
+def _further(one: Wait, other: Wait) -> bool:
+    """It is on a later line of the last function that both are in."""
+    for mine, its in zip(one.path, other.path, strict=False):
+        if mine.file != its.file or mine.function != its.function:
+            return False
+        if mine.line != its.line:
+            return mine.line > its.line
+    return False
+
+
+def _another_step(counts: Mapping[int, tuple[int, int]], ranks: Sequence[int]) -> bool:
+    mine = {counts[rank] for rank in ranks if rank in counts}
+    rest = {count for rank, count in counts.items() if rank not in ranks}
+    return bool(mine and rest) and not mine & rest
+
+
+def _sharded_generation(seen: Scene) -> bool:
+    stacks = [" ".join(map(str, each.path)) for each in seen.waits.values()]
+    generates = any(_GENERATES.search(each) for each in stacks)
+    sharded = any(_SHARDED.search(each.text) for each in seen.story.sightings) or any(
+        _SHARDED.search(frame.file + frame.function)
+        for reading in seen.story.readings for _, _, traceback in reading.tracebacks for frame in traceback.frames
+    )  # fmt: skip
+    return generates and sharded
+
+
+def _did_not_come(seen: Scene) -> Iterator[Candidate]:
+    """Some ranks are known and reported nothing: what they did meanwhile tells what kept them."""
+    absent = seen.absent
+    first = seen.timed_out[0]
+    text = f"{_spoken(absent)} did not come to the {first.operation or 'collective'} in which the others timed out."
+    facts = _facts(seen, absent) + [_fact_of(seen, rank) for rank in absent[:3] if _last_words(seen.story, rank)]
+    waiting = " ".join(f"{frame.function} {frame.source}" for each in seen.timed_out for frame in each.path)
+    does = _meanwhile(seen, absent)
+    cls, weight = does if does is not None else (_doing(waiting), 0.45)
+    if cls is None:
+        return
+    if len(absent) > max(1, len(seen.waits)):
+        weight = min(weight, 0.45)
+    yield _candidate(cls, weight, absent, first, text, facts)
+
+
+def _meanwhile(seen: Scene, ranks: Sequence[int]) -> tuple[str, float] | None:
+    """What ranks did while the others waited for them, and how sure that is: by their stack, what they said while the
+    others waited, or, less sure, what they said last."""
+    stacks = stacks_of(seen.story)
+    for rank in ranks:
+        cls = _doing(" ".join(frame.function for frame in stacks[rank].frames)) if rank in stacks else None
+        if cls is not None:
+            return cls, 0.75
+    began = min((each.started for each in seen.timed_out if each.started is not None), default=None)
+    moved = False
+    for rank in ranks:
+        for each in reversed(_last_words(seen.story, rank)):
+            during = began is not None and each.when is not None and each.when > began + 1.0
+            moved = moved or during
+            cls = _doing(each.text)
+            if cls is not None:
+                return cls, 0.7 if during else 0.55
+    return ("slow_collective_timeout", 0.5) if moved else None
+
+
+def _doing(text: str) -> str | None:
+    return next((cls for cls, pattern in _DOES if pattern.search(text)), None)
+
+
+def _all_in_one_place(seen: Scene) -> Iterator[Candidate]:
+    """Everybody came, and nothing went through: the path between them, or all wait for each other's message."""
+    first = seen.timed_out[0]
+    facts = _facts(seen, [each.rank for each in seen.timed_out[:3] if each.rank is not None])
+    traits = seen.story.traits
+    where = f" ({first.where})" if first.where else ""
+    text = f"All ranks waited in the same {first.operation or 'collective'}{where}, and none got through."
+    if first.operation in ("recv", "send"):
+        text = f"All ranks waited in {first.operation} for each other{where}."
+        yield _candidate("rank_divergent_branch", 0.6, (), first, text, facts)
+    elif len(seen.waits) >= len(seen.story.ranks):
+        if "first_collective" in traits and "many_hosts" not in traits:
+            yield _candidate("p2p_path_broken", 0.6, (), first, text, facts)
+        elif "many_hosts" in traits:
+            yield _candidate("network_blocked", 0.5, (), first, text, facts)
+
+
+def _last_words(story: Story, rank: int) -> list[Said]:
+    """What a rank said last, in the file where it spoke last."""
+    found = [list(reading.said[rank]) for reading in story.readings
+             if rank in reading.said and reading.source not in story.old]  # fmt: skip
+    return max(found, key=lambda each: each[-1].when or 0.0, default=[])
+
+
+def _fact_of(seen: Scene, rank: int) -> Fact:
+    last = _last_words(seen.story, rank)[-1]
+    file = next(reading.name for reading in seen.story.readings
+                if rank in reading.said and reading.said[rank][-1] == last)  # fmt: skip
+    return Fact(last.text, file=file, line=last.line)
+
+
+def _facts(seen: Scene, ranks: Sequence[int]) -> list[Fact]:
+    shown = [seen.waits[rank] for rank in ranks if rank in seen.waits] or seen.timed_out[:2]
+    return [Fact(each.text, file=each.file, line=each.line) for each in shown[:4]]
+
+
+def _spoken(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]}"
+    return f"Ranks {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''}"

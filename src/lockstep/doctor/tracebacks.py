@@ -11,7 +11,7 @@ _ERROR = re.compile(
     r"|[a-z]\w*)(?:\([\w.]+\))?)(?::\s?(?P<message>.*))?$"
 )
 _CHAIN = re.compile(r"The above exception was the direct cause|During handling of the above exception")
-_LIBRARY = re.compile(
+LIBRARY = re.compile(
     r"site-packages/|dist-packages/|lib/python3|<frozen |/bin/|torch/distributed|<string>|/ray/_private/"
 )
 _MOST = 200
@@ -53,7 +53,7 @@ class Traceback:
     def user(self) -> Frame | None:
         """The innermost frame that is no library's; else the innermost."""
         for each in reversed(self.frames):
-            if not _LIBRARY.search(each.file):
+            if not LIBRARY.search(each.file):
                 return each
         return self.frames[-1] if self.frames else None
 

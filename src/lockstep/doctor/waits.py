@@ -1,0 +1,171 @@
+"""Where ranks waited: from tracebacks that end in a collective, watchdog lines, and stacks of live processes."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.doctor.prefixes import Who
+from lockstep.doctor.sightings import Reading
+from lockstep.doctor.stacks import Stack
+from lockstep.doctor.story import Story
+from lockstep.doctor.tracebacks import LIBRARY, Frame, Traceback
+
+TIMED_OUT = re.compile(
+    r"Timed out waiting \d+ms|[Ww]atchdog caught collective|collective operation timeout|Application timeout caused"
+    r"|wait timeout after|timed out in (?:send|recv)|monitoredBarrier|[Tt]imeout(?:Error)?.{0,40}(?:barrier|collective)"
+)
+LOST = re.compile(
+    r"(?i)connection (?:closed|reset|refused) by|connection reset|remote(?: |_)?(?:peer|process|error)|broken pipe"
+    r"|ncclRemoteError|NCCL communicator was aborted|socket ?timeout|read error \[|socket closed|Connection was likely"
+)
+_NAMES = (
+    ("reduce_scatter", re.compile(r"reduce_?scatter")), ("allreduce", re.compile(r"all_?reduce")),
+    ("allgather", re.compile(r"all_?gather")), ("alltoall", re.compile(r"all_?to_?all")),
+    ("broadcast", re.compile(r"broadcast|_bcast|_sync_module_states|_sync_params")),
+    ("barrier", re.compile(r"(?:^|_)barrier$|wait_for_everyone")), ("gather", re.compile(r"^gather")),
+    ("scatter", re.compile(r"^scatter")), ("reduce", re.compile(r"^reduce$")),
+    ("send", re.compile(r"^i?send(?:_object_list)?$")), ("recv", re.compile(r"^i?recv(?:_object_list)?$")),
+    ("allreduce", re.compile(r"run_backward|^backward$|_engine_run_backward")),
+    ("allgather", re.compile(r"^unshard$|wait_for_unshard|_pre_forward_unshard")),
+)  # fmt: skip
+"""Of functions, the innermost frame first; a backward pass that waits does so in the reducer's all-reduce."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank in a collective.
+
+    Attributes:
+        path: The frames outside of libraries, the outermost first; empty where only the watchdog spoke.
+        timed_out: Its own time-out ended the wait; else a peer left, or it still waits.
+        file, line, text: What shows it.
+    """
+
+    rank: int | None
+    who: Who
+    operation: str
+    path: tuple[Frame, ...] = ()
+    timed_out: bool = False
+    lost: bool = False
+    seq: int | None = None
+    numel: int | None = None
+    started: float | None = None
+    ended: float | None = None
+    file: str = ""
+    line: int = 0
+    text: str = ""
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """File, function and line of the innermost frame that is no library's."""
+        if not self.path:
+            return "", "", 0
+        last = self.path[-1]
+        return last.file.rsplit("/", 1)[-1], last.function, last.line
+
+    @property
+    def where(self) -> str:
+        file, function, line = self.place
+        return f"{function}() at {file}:{line}" if file else ""
+
+
+def operation(frames: Iterable[Frame]) -> str:
+    """The collective that a stack is in; "" where none of its frames names one."""
+    known = list(frames)
+    for frame in reversed(known):
+        for name, pattern in _NAMES:
+            if pattern.search(frame.function):
+                return name
+    return ""
+
+
+def of_traceback(who: Who, when: float | None, found: Traceback, reading: Reading) -> Wait | None:
+    """The wait that an exception ended; None where no collective raised it."""
+    message = f"{found.type}: {found.message}"
+    timed_out, lost = bool(TIMED_OUT.search(message)), bool(LOST.search(message))
+    if not (timed_out or lost):
+        return None
+    return Wait(who.rank, who, operation(found.frames), path(found.frames), timed_out, lost and not timed_out,
+                ended=when, file=reading.name, line=found.number, text=found.text)  # fmt: skip
+
+
+def path(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    own = tuple(each for each in frames if not LIBRARY.search(each.file))
+    return own or tuple(each for each in frames if "torch/" not in each.file)
+
+
+def waits(story: Story) -> Mapping[int, Wait]:
+    """By rank, the first wait that ended it; what the watchdog says of it is added."""
+    found: dict[int, Wait] = {}
+    for each in _from_tracebacks(story):
+        if each.rank is not None and each.rank not in found:
+            found[each.rank] = each
+    _watched(story, found)
+    _entered(story, found)
+    return found
+
+
+def _watched(story: Story, found: dict[int, Wait]) -> None:
+    """Adds what the watchdogs say of the ranks that timed out."""
+    for timeout in story.timeouts:
+        rank = timeout.who.rank
+        if rank is None:
+            continue
+        known, seen = found.get(rank), timeout.sighting
+        ran = timeout.ran_ms if timeout.ran_ms is not None else timeout.timeout_ms
+        started = None if seen.when is None or ran is None else seen.when - ran / 1000
+        if known is None:
+            named = "" if timeout.seq is None and timeout.operation in ("send", "recv") else timeout.operation
+            found[rank] = Wait(rank, timeout.who, _plain(named), (), True, False, timeout.seq, timeout.numel, started,
+                               seen.when, seen.file, seen.line, seen.text)  # fmt: skip
+        else:
+            found[rank] = replace(
+                known, seq=timeout.seq if known.seq is None else known.seq,
+                numel=timeout.numel if known.numel is None else known.numel,
+                started=started if known.started is None else known.started,
+                timed_out=True, lost=False, operation=known.operation or _plain(timeout.operation),
+            )  # fmt: skip
+
+
+def _entered(story: Story, found: dict[int, Wait]) -> None:
+    """Adds those who say that they entered what the others timed out in, and did not complete it."""
+    first = next((each for each in found.values() if each.seq is not None), None)
+    if first is None or first.seq is None:
+        return
+    for each in story.facts("work_state"):
+        rank, said = story.rank(each), each.fields
+        if rank is not None and rank not in found and int(said["completed"]) < first.seq <= int(said["enqueued"]):
+            found[rank] = Wait(rank, each.who, first.operation, (), True, False, first.seq, first.numel, first.started,
+                               each.when, each.file, each.line, each.text)  # fmt: skip
+
+
+def _from_tracebacks(story: Story) -> Iterator[Wait]:
+    for reading in story.readings:
+        for who, when, traceback in reading.tracebacks:
+            if not story.current(reading.source, traceback.number):
+                continue
+            found = of_traceback(who, when, traceback, reading)
+            if found is not None and (found.operation or found.path):
+                yield found
+
+
+def _plain(said: str) -> str:
+    """`_ALLGATHER_BASE`, `all_reduce` -> `allgather`, `allreduce`."""
+    low = said.lower().strip("_")
+    for name, pattern in _NAMES[:11]:
+        if pattern.search(low):
+            return name
+    return low
+
+
+def stacks_of(story: Story) -> Mapping[int, Stack]:
+    """By rank, the main thread of those whose stack was taken."""
+    found: dict[int, Stack] = {}
+    for reading in story.readings:
+        for stack in reading.stacks:
+            rank = stack.who.rank
+            if rank is None and stack.pid is not None:
+                rank = story.rank_of_pid.get(stack.pid)
+            if rank is not None and stack.main:
+                found.setdefault(rank, stack)
+    return found
