@@ -8,15 +8,16 @@ from pathlib import Path
 
 from lockstep.doctor import recorded, structure
 from lockstep.doctor import waits as waiting
+from lockstep.doctor.culprits import blamed
 from lockstep.doctor.filter import Filter
-from lockstep.doctor.judge import Candidate, Judgement, judge, speakers
+from lockstep.doctor.judge import Candidate, Judgement, judge
 from lockstep.doctor.lines import pages
 from lockstep.doctor.rules import Rules, load
-from lockstep.doctor.sightings import Reader, Reading, Sighting
+from lockstep.doctor.sightings import Reader, Reading, Sighting, date
 from lockstep.doctor.sources import Gathered, blocks, gather
 from lockstep.doctor.story import Story, tell
 from lockstep.doctor.tracebacks import START
-from lockstep.watch.verdict import SURE, Alternative, Collective, Culprit, Fact, Kind, Level, Verdict
+from lockstep.watch.verdict import SURE, Alternative, Collective, Fact, Kind, Level, Verdict
 
 EVIDENCE = 8
 _SHORTEST = 4
@@ -75,8 +76,10 @@ def explain(
 def read(found: Gathered, rules: Rules) -> list[Reading]:
     """All sources, one after the other."""
     prefilter = Filter([*rules.by_literal, START])
-    return [Reader(rules, prefilter, source.name, number).read(pages(blocks(source, found.gaps)))
-            for number, source in enumerate(found.sources)]  # fmt: skip
+    readings = [Reader(rules, prefilter, source.name, number).read(pages(blocks(source, found.gaps)))
+                for number, source in enumerate(found.sources)]  # fmt: skip
+    date(readings)
+    return readings
 
 
 def _verdict(judgement: Judgement, story: Story, rules: Rules, gaps: Sequence[str]) -> Verdict:
@@ -91,7 +94,7 @@ def _verdict(judgement: Judgement, story: Story, rules: Rules, gaps: Sequence[st
     return Verdict(
         kind=Kind.UNKNOWN if best.cls in _NO_FAULT else _KINDS.get(best.cls, Kind.UNKNOWN),
         level=Level.CONFIRMED if judgement.confidence >= SURE and best.cls not in _NO_FAULT else Level.NOTICE,
-        culprits=tuple(_culprit(each, story) for each in speakers(best, story)),
+        culprits=blamed(best, story),
         cause=best.cls,
         collective=_collective(best, story),
         confidence=judgement.confidence,
@@ -103,12 +106,6 @@ def _verdict(judgement: Judgement, story: Story, rules: Rules, gaps: Sequence[st
     )
 
 
-def _culprit(who: str | int, story: Story) -> Culprit:
-    if isinstance(who, int):
-        return Culprit(rank=who, host="")
-    return Culprit(rank=None, host=who, name=who)
-
-
 def _collective(best: Candidate, story: Story) -> Collective | None:
     """What the ranks waited in, or what the cause names."""
     operation = best.collective
@@ -118,8 +115,8 @@ def _collective(best: Candidate, story: Story) -> Collective | None:
             operation = waiting.operation(each.traceback.frames)
     seq = None
     if not operation:
-        ended = waiting.waits(story).values()
-        counted = Counter(each.operation for each in ended if each.operation)
+        ended = list(waiting.waits(story).values())
+        counted = Counter(each.operation for each in ended if each.operation) or waiting.operations(story)
         operation = counted.most_common(1)[0][0] if counted else ""
         seq = next((each.seq for each in ended if each.operation == operation), None)
     if not operation or best.cls == "benign":

@@ -9,13 +9,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lockstep.doctor.conditions import Seen, same_speaker
+from lockstep.doctor.conditions import Seen
 from lockstep.doctor.sightings import Sighting
 from lockstep.doctor.story import Story, order
 from lockstep.watch.verdict import Fact
 
 SIGN_AT_MOST = 0.6
 """What a class is worth of which only signs were seen."""
+VICTIM_AT_MOST = 0.5
+"""What a class is worth of which only wrappers and consequences were seen."""
 SURVIVED = 0.25
 """The weight of what the job survived, unless its rule says that nobody does."""
 LATER = 0.75
@@ -42,7 +44,9 @@ class Candidate:
 
     @property
     def first(self) -> tuple[float, int, int]:
-        return min((order(each) for each in self.sightings), default=(float("inf"), 0, 0))
+        """When its strongest reason was seen first."""
+        strongest = [each for each in self.sightings if each.rule.id == self.sightings[0].rule.id]
+        return min((order(each) for each in strongest), default=(float("inf"), 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,13 @@ def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
     seen = Seen(story)
     telling = [each for each in story.sightings if each.rule.cls and each.rule.signature.role != "context"]
     held = [each for each in telling if seen.allows(each)]
-    causes = [each for each in held if each.rule.signature.role in ("cause", "sign")]
-    causes = _unexplained(causes)
+    causes = _unexplained([each for each in held if each.rule.signature.role in ("cause", "sign")])
     candidates = _by_class(story, causes)
     for each in structural:
         known = candidates.get(each.cls)
         candidates[each.cls] = each if known is None else _joined(known, each)
+    if all(each.weight < DECIDED for each in candidates.values()):
+        _last_resort(story, [each for each in held if each.rule.signature.role == "victim"], candidates)
     _first_counts(candidates)
     _healthy(story, [each for each in held if each.rule.signature.role == "healthy"], candidates)
     ranked = sorted(candidates.values(), key=lambda each: (-each.weight, each.first))
@@ -114,6 +119,13 @@ def _by_class(story: Story, causes: Sequence[Sighting]) -> dict[str, Candidate]:
     return found
 
 
+def _last_resort(story: Story, victims: Sequence[Sighting], candidates: dict[str, Candidate]) -> None:
+    """What wraps other failures counts where nothing else is there."""
+    for cls, each in _by_class(story, victims).items():
+        each.weight = min(each.weight, VICTIM_AT_MOST)
+        candidates[cls] = each if cls not in candidates else _joined(candidates[cls], each)
+
+
 def _joined(one: Candidate, other: Candidate) -> Candidate:
     weight = min(AT_MOST, 1 - (1 - one.weight) * (1 - other.weight))
     return Candidate(one.cls, weight, [*one.sightings, *other.sightings],
@@ -133,6 +145,11 @@ def _first_counts(candidates: Mapping[str, Candidate]) -> None:
             each.weight *= LATER
 
 
+def _ends_with_trouble(story: Story, candidates: Mapping[str, Candidate]) -> bool:
+    """The last thing that a file says of the job is a reason to worry: no step was made after it."""
+    return any(not story.survived(seen) for each in candidates.values() for seen in each.sightings)
+
+
 def _healthy(story: Story, healthy: Sequence[Sighting], candidates: dict[str, Candidate]) -> None:
     """How much speaks for nothing being wrong."""
     traits = story.traits
@@ -142,6 +159,8 @@ def _healthy(story: Story, healthy: Sequence[Sighting], candidates: dict[str, Ca
         weight = 0.9
     elif "running" in traits:
         weight = 0.75 if "progressed" in traits else 0.3
+        if _ends_with_trouble(story, candidates):
+            weight *= 0.5
     if healthy and weight:
         weight = 1 - (1 - weight) * (1 - max(each.rule.signature.strength for each in healthy) / 2)
     if "ended_well" in traits:
@@ -154,35 +173,3 @@ def _healthy(story: Story, healthy: Sequence[Sighting], candidates: dict[str, Ca
         known = candidates.get("benign")
         own = Candidate("benign", min(AT_MOST, weight), [*healthy, *done])
         candidates["benign"] = own if known is None else _joined(known, own)
-
-
-def speakers(candidate: Candidate, story: Story) -> tuple[str | int, ...]:
-    """Who is to blame, as the rule of the first of the strongest sightings says."""
-    if candidate.culprits is not None:
-        return candidate.culprits
-    found: dict[str | int, None] = {}
-    first = candidate.sightings[0] if candidate.sightings else None
-    for seen in candidate.sightings:
-        if first is not None and seen.rule.id == first.rule.id and (seen is first or not same_speaker(seen, first)):
-            for each in _culprits(seen, story):
-                found.setdefault(each)
-    return tuple(found)
-
-
-def _culprits(seen: Sighting, story: Story) -> Iterable[str | int]:
-    said = seen.rule.signature.culprit
-    if isinstance(said, str):
-        if said == "none":
-            return
-        rank = seen.who.rank if seen.who.rank is not None else story.rank(seen)
-        if rank is not None:
-            yield rank
-        elif seen.who.host:
-            yield seen.who.host
-        return
-    groups = (said.group,) if isinstance(said.group, str) else said.group
-    for group in groups:
-        value = seen.fields.get(group)
-        if value:
-            yield int(value) if value.isdigit() and group in ("rank", "peer", "pid", "port") else value
-            return

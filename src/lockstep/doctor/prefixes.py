@@ -57,13 +57,14 @@ _PREFIX = re.compile(
     r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"
     r"|\((?P<daemon>raylet|gcs_server|autoscaler|bundle_reservation_check_func)(?:, ip=(?P<dip>[\w.:-]+))?\)"
     r"|\((?:head|worker\d+),? rank=(?P<sky>\d+)[^)]*\)"
-    rf"|\[(?P<bracket>{_HOST})(?::(?P<blocal>\d+))?\]:?(?=\s|$)"
+    rf"|\[(?!c10d\b)(?P<bracket>{_HOST})(?::(?P<blocal>\d+))?\]:?(?=\s|$)"
     r"|^(?P<slurm>\d{1,5}):(?= |$) ?"
     rf"|^(?P<pdsh>{_HOST}):(?= |$) ?"
     r"|(?P<nhost>[A-Za-z][\w.-]*):(?P<npid>\d+):\d+ \[(?P<dev>-?\d+)\]"
     r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
     r"|\[[IWEF](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: \d+)? [\w./-]+:\d+\]"
     r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
+    r"|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[\w./-]+:\d+\]"
     r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
     r"|\[[\w.]{2,40}\](?=\[|\s-\s|\s\[)|- (?=\[)"
     r")"
@@ -74,7 +75,7 @@ _INSIDE = re.compile(
 )
 _STRUCTURED = re.compile(r"^\{.*\"rank\": ?(?P<rank>\d+)")
 _PG = re.compile(r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|^\[Rank (?P<b>\d+)\]|^\[rank(?P<c>\d+)\]:")
-_WORKER = re.compile(r"^(?:VllmWorker|Worker|RayWorkerWrapper|EngineCore|WorkerDict)?_?(?:TP|DP|PP|EP)?-?(?P<n>\d+)$")
+_WORKER = re.compile(r"^(?:VllmWorker|Worker)_?(?:TP|PP|DP)?-?(?P<n>\d+)$")
 
 _FILE_RANK = re.compile(
     r"(?:^|[/_.-])(?:rank|RANK|local_rank|trainer|worker|proc|process|stage|global_rank|r)[_.-]?(?P<rank>\d{1,6})(?=[/_.-]|$)"
@@ -82,6 +83,7 @@ _FILE_RANK = re.compile(
 _FILE_NODE = re.compile(r"(?:^|[/_.-])(?:node|host|n)[_.-]?(?P<node>\d{1,5})(?=[/_.-]|$)")
 _ATTEMPT = re.compile(r"(?:^|/)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/(?:stdout|stderr|error)")
 _FILE_HOST = re.compile(rf"(?:^|[/_])(?P<host>{_HOST})$")
+_TOOLS = re.compile(r"^(?:pyspy|py-spy|probe|dmesg|nvidia-smi|gpu|ps|stack|env|ibstat|strace|top)_")
 _JOB_NAMES = re.compile(
     r"^(?:slurm|job|ray_job|job-driver|train|run|driver|console|launcher|log|stdout|stderr|raysubmit|eval|grpo|sft|ppo"
     r"|step|checkpoint|output|out)[-_.\d]"
@@ -165,9 +167,14 @@ def of_file(name: str) -> tuple[Who, int | None]:
     return Who(host=_host_in(stem, last)), int(node["node"]) if node else None
 
 
+_RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
+"""Names that experiment trackers and schedulers make up."""
+
+
 def _host_in(stem: str, last: str) -> str:
-    if _JOB_NAMES.match(last):
+    if _JOB_NAMES.match(last) or _RUN_NAME.search(last):
         return ""
+    last = _TOOLS.sub("", last)
     found = _FILE_HOST.search(last)
     if found:
         return found["host"]

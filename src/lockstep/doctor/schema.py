@@ -65,6 +65,8 @@ class Culprit(_Model):
     """Who is to blame: what the groups of the pattern captured, or all who say such a line."""
 
     group: str | tuple[str, ...]
+    all: bool = False
+    """All groups that captured something, not the first of them."""
 
 
 class Signature(_Model):

@@ -1,9 +1,10 @@
 """What was seen in one source: matches of rules with who said them and when, tracebacks, counters, times."""
 
 import re
+import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from lockstep.doctor import kinds, prefixes, stacks, tracebacks
 from lockstep.doctor.filter import Filter, groups
@@ -11,7 +12,7 @@ from lockstep.doctor.lines import Page, numbered, shown, text
 from lockstep.doctor.prefixes import NOBODY, Who
 from lockstep.doctor.rules import Rule, Rules
 from lockstep.doctor.stacks import Stack
-from lockstep.doctor.times import Clock
+from lockstep.doctor.times import UNDATED, Clock, in_year, year_in
 from lockstep.doctor.tracebacks import Traceback
 
 HEAD = 512 << 10
@@ -103,6 +104,8 @@ class Reading:
     said: dict[int | None, deque["Said"]] = field(default_factory=dict)
     """By rank, its last lines."""
     stacks: list[Stack] = field(default_factory=list)
+    dated: bool = False
+    """Some line names the year."""
     counts: Counter[str] = field(default_factory=Counter)
     """By rule, how often."""
 
@@ -125,7 +128,9 @@ class Reader:
         recent: deque[Page] = deque(maxlen=2)
         for page in pages:
             if page.first == 1:
-                self._kind = kinds.of_file(self.reading.name, page.data[:4096].decode("utf-8", "replace"))
+                head = page.data[: 64 << 10].decode("utf-8", "replace")
+                self._kind = kinds.of_file(self.reading.name, head[:4096])
+                self._clock.year = year_in(head)
                 if self._kind == "stack":
                     lines = ((number, text(raw)) for number, raw in numbered(page))
                     self.reading.stacks += stacks.read(lines, self.reading.who, self.reading.name)
@@ -138,6 +143,7 @@ class Reader:
         kept = {id(each) for each in found.sightings}
         found.sightings += [each for each in self._latest.values() if id(each) not in kept]
         found.sightings.sort(key=lambda each: each.line)
+        found.dated = bool(self._clock.year)
         return found
 
     def _head(self, page: Page) -> None:
@@ -237,7 +243,7 @@ class Reader:
                 continue
             match = rule.match(whole)
             if match is not None:
-                fields = {"where": found.where, "exception": found.type, **groups(match.groupdict())}
+                fields = {"where": found.where, "exception": found.type, "ip": found.ip, **groups(match.groupdict())}
                 self._keep(Sighting(rule, who, when, self.reading.name, self.reading.source, found.number,
                                     shown(found.text), fields, found))  # fmt: skip
 
@@ -273,6 +279,25 @@ class Reader:
                 return when
             end = begin - 1
         return None
+
+
+def date(readings: Sequence[Reading]) -> None:
+    """Gives the files that name no year the year of those that do."""
+    years = [time.gmtime(each.first).tm_year for each in readings if each.dated and each.first is not None]
+    if not years or years[0] == UNDATED:
+        return
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else in_year(at, years[0])
+
+    for each in readings:
+        if not each.dated and each.first is not None:
+            each.first, each.last = moved(each.first), moved(each.last)
+            each.sightings = [replace(seen, when=moved(seen.when)) for seen in each.sightings]
+            each.ticks = [replace(tick, when=moved(tick.when)) for tick in each.ticks]
+            each.tracebacks = [(who, moved(when), traceback) for who, when, traceback in each.tracebacks]
+            each.said = {rank: deque((replace(said, when=moved(said.when)) for said in lines), maxlen=LAST)
+                         for rank, lines in each.said.items()}  # fmt: skip
 
 
 def _with_rank(who: Who, rank: int | None) -> Who:

@@ -120,6 +120,21 @@ class Story:
         return found
 
     @cached_property
+    def _names(self) -> Mapping[str, str]:
+        """Host names by address and addresses by name, where a line has both."""
+        found: dict[str, str] = {}
+        for each in self.facts("named"):
+            host, address = each.fields.get("host") or each.who.host, each.fields.get("address", "")
+            if host and address and host != address:
+                found.setdefault(host, address)
+                found.setdefault(address, host)
+        return found
+
+    def alias(self, host: str) -> str:
+        """The other name of a host, or the same where none is known."""
+        return self._names.get(host, host)
+
+    @cached_property
     def rank_of_pid(self) -> Mapping[int, int]:
         return {int(each.fields["pid"]): int(each.fields["rank"]) for each in self.facts("placed") + self.facts("exit")
                 if each.fields.get("pid") and each.fields.get("rank")}  # fmt: skip

@@ -12,11 +12,20 @@ from dataclasses import dataclass
 from lockstep.doctor.judge import Candidate
 from lockstep.doctor.sightings import Said
 from lockstep.doctor.story import Story, steps_by_rank
-from lockstep.doctor.waits import Wait, stacks_of, waits
+from lockstep.doctor.tracebacks import Traceback
+from lockstep.doctor.waits import LOST, TIMED_OUT, Wait, stacks_of, waits
 from lockstep.watch.verdict import Fact
 
 _SHARDED = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
 _GENERATES = re.compile(r"(?i)generat|sampl|rollout|decod|greedy|evaluat|predict|validat|infer")
+_VLLM = re.compile(r"(?i)vllm|worker_?tp|enginecore|apiserver")
+_WRAPPERS = re.compile(
+    r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|EngineDead|EngineGenerateError|ProcessExitedException"
+    r"|ProcessRaisedException|CalledProcessError|SystemExit|KeyboardInterrupt|SignalException|TaskCancelled"
+    r"|Engine core initialization|Dist(?:Network|Store|Backend)Error|Rendezvous\w+Error|BrokenProcessPool|CancelledError|GetTimeoutError"
+    r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
+)
+"""Exceptions that tell of another failure."""
 _LATER = re.compile(r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of")
 _DOES = (
     (
@@ -35,6 +44,10 @@ _DOES = (
     ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),
 )
 """What a rank says while its peers wait for it, the first that fits."""
+
+
+_MACHINERY = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
+"""Lines of threads that speak while the rank itself is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +79,7 @@ def scene(story: Story) -> Scene:
 def candidates(story: Story) -> Iterator[Candidate]:
     """What the structure of the job argues for."""
     yield from _mismatched(story)
+    yield from _raised(story)
     seen = scene(story)
     if not seen.timed_out:
         return
@@ -79,6 +93,31 @@ def candidates(story: Story) -> Iterator[Candidate]:
         yield from _did_not_come(seen)
     elif len(seen.waits) > 1:
         yield from _all_in_one_place(seen)
+
+
+def _raised(story: Story) -> Iterator[Candidate]:
+    """The first exception that is neither a wait that ended nor a wrapper of another one."""
+    found = [(when if when is not None else float("inf"), reading.source, traceback.number, who, traceback, reading)
+             for reading in story.readings for who, when, traceback in reading.tracebacks
+             if story.current(reading.source, traceback.number) and _own(traceback)]  # fmt: skip
+    if not found:
+        return
+    _, _, _, who, traceback, reading = min(found, key=lambda each: each[:3])
+    said = who.over(reading.who)
+    fact = Fact(traceback.text, file=reading.name, line=traceback.number)
+    text = f"{f'Rank {said.rank}' if said.rank is not None else 'A process'} raised {traceback.type}"
+    text += f" in {traceback.where}." if traceback.where else "."
+    culprits = None if said.rank is None else (said.rank,)
+    if _VLLM.search(said.role) or (traceback.frames and "/vllm/" in traceback.frames[-1].file):
+        yield Candidate("vllm_engine_failure", 0.5, [], culprits, "", text, [fact])
+        return
+    victims = bool(story.facts("peer_lost") or story.timeouts) and said.rank is not None
+    yield Candidate("rank_exception_masked", 0.6 if victims else 0.45, [], culprits, "", text, [fact])
+
+
+def _own(traceback: Traceback) -> bool:
+    message = f"{traceback.type}: {traceback.message}"
+    return not (TIMED_OUT.search(message) or LOST.search(message) or _WRAPPERS.search(message))
 
 
 def _mismatched(story: Story) -> Iterator[Candidate]:
@@ -217,6 +256,8 @@ def _meanwhile(seen: Scene, ranks: Sequence[int]) -> tuple[str, float] | None:
     moved = False
     for rank in ranks:
         for each in reversed(_last_words(seen.story, rank)):
+            if _MACHINERY.search(each.text):
+                continue
             during = began is not None and each.when is not None and each.when > began + 1.0
             moved = moved or during
             cls = _doing(each.text)

@@ -2,6 +2,7 @@
 
 import calendar
 import re
+import time
 from dataclasses import dataclass
 
 _MONTHS = {
@@ -25,6 +26,13 @@ _CLOCK = re.compile(r"(?:^|[\[ ])(?P<h>[01]\d|2[0-3]):(?P<m>[0-5]\d):(?P<s>[0-5]
 _HEAD = 240
 """Characters of a line that its time stands in."""
 DAY = 86_400.0
+UNDATED = 2000
+"""The year of stamps in a file that names none."""
+_YEAR = re.compile(
+    r"(?:^|[\s\[\"T])(20\d\d)-[01]\d-[0-3]\d[ T_]|\"t\": ?(1[5-9]\d{8})\b"
+    r"|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} .{0,24}?\b(20\d\d)\b",
+    re.MULTILINE,
+)
 
 
 @dataclass(slots=True)
@@ -40,14 +48,17 @@ class Clock:
         head = line[:_HEAD]
         found = _ISO.search(head)
         if found:
-            return self._keep(_of(found, int(found["year"]), int(found["month"])))
+            self.year = int(found["year"])
+            return self._keep(_of(found, self.year, int(found["month"])))
         if "." in head:
             found = _GLOG.search(head)
             if found:
                 return self._keep(_of(found, int(found["year"] or self._year()), int(found["month"])))
             found = _EPOCH.search(head)
             if found:
-                return self._keep(float(found["t"]))
+                at = float(found["t"])
+                self.year = time.gmtime(at).tm_year
+                return self._keep(at)
         found = _SYSLOG.search(head)
         if found:
             month = _MONTHS[found["name"].lower()]
@@ -62,14 +73,26 @@ class Clock:
         return at if at > self._last - DAY / 2 else at + DAY
 
     def _year(self) -> int:
-        return self.year or 2000
+        return self.year or UNDATED
 
     def _keep(self, at: float | None) -> float | None:
         if at is not None:
             self.day, self._last = at - at % DAY, at
-            if not self.year and at > 0:
-                self.year = 1970 + int(at // (365.2425 * DAY))
         return at
+
+
+def year_in(text: str) -> int:
+    """The year that the first full date of a text has; 0 where there is none."""
+    found = _YEAR.search(text)
+    if found is None:
+        return 0
+    return int(found[1] or found[3] or time.gmtime(int(found[2])).tm_year)
+
+
+def in_year(at: float, year: int) -> float:
+    """The same day and time in another year."""
+    was = time.gmtime(at)
+    return calendar.timegm((year, *was[1:6], 0, 0, 0)) + at % 1.0
 
 
 def _of(found: re.Match[str], year: int, month: int) -> float | None:

@@ -11,6 +11,8 @@ _ERROR = re.compile(
     r"|[a-z]\w*)(?:\([\w.]+\))?)(?::\s?(?P<message>.*))?$"
 )
 _CHAIN = re.compile(r"The above exception was the direct cause|During handling of the above exception")
+_REMOTE = re.compile(r"^(?:ray\.exceptions\.)?RayTaskError.*?\(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?")
+"""The traceback of the remote task follows."""
 LIBRARY = re.compile(
     r"site-packages/|dist-packages/|lib/python3|<frozen |/bin/|torch/distributed|<string>|/ray/_private/"
 )
@@ -48,6 +50,8 @@ class Traceback:
     first: int
     text: str
     chained: bool = False
+    ip: str = ""
+    """Of the node that a remote task raised it on."""
 
     @property
     def user(self) -> Frame | None:
@@ -70,6 +74,7 @@ def assemble(said: Sequence[tuple[int, str]]) -> Traceback | None:
         said: Number and what is said, prefixes taken off.
     """
     frames: list[Frame] = []
+    held: Traceback | None = None
     lines = iter(range(1, min(len(said), _MOST)))
     indent = len(said[0][1]) - len(said[0][1].lstrip())
     for at in lines:
@@ -85,12 +90,19 @@ def assemble(said: Sequence[tuple[int, str]]) -> Traceback | None:
         error = _ERROR.match(body.rstrip())
         if error is None:
             if frames:
-                return None
+                return held
             continue
         message = _message(error["message"] or "", said, at + 1, indent)
+        remote = _REMOTE.match(body)
+        if remote:
+            frames.clear()
+            address = (remote["ip"] or "").rstrip(",")
+            held = Traceback(error["type"], error["message"] or "", (), number, said[0][0], line.strip(), ip=address)
+            continue
         chained = any(_CHAIN.search(each) for _, each in said[at + 1 : at + 4])
-        return Traceback(error["type"], message, tuple(frames), number, said[0][0], line.strip(), chained)
-    return None
+        address = held.ip if held else ""
+        return Traceback(error["type"], message, tuple(frames), number, said[0][0], line.strip(), chained, address)
+    return held
 
 
 def _message(first: str, said: Sequence[tuple[int, str]], at: int, indent: int) -> str:

@@ -1,6 +1,7 @@
 """Where ranks waited: from tracebacks that end in a collective, watchdog lines, and stacks of live processes."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ TIMED_OUT = re.compile(
 LOST = re.compile(
     r"(?i)connection (?:closed|reset|refused) by|connection reset|remote(?: |_)?(?:peer|process|error)|broken pipe"
     r"|ncclRemoteError|NCCL communicator was aborted|socket ?timeout|read error \[|socket closed|Connection was likely"
+    r"|connectFullMesh"
 )
 _NAMES = (
     ("reduce_scatter", re.compile(r"reduce_?scatter")), ("allreduce", re.compile(r"all_?reduce")),
@@ -147,6 +149,14 @@ def _from_tracebacks(story: Story) -> Iterator[Wait]:
             found = of_traceback(who, when, traceback, reading)
             if found is not None and (found.operation or found.path):
                 yield found
+
+
+def operations(story: Story) -> Counter[str]:
+    """Of all tracebacks, however they ended, the collectives that they were in."""
+    return Counter(
+        name for reading in story.readings for _, _, traceback in reading.tracebacks
+        if story.current(reading.source, traceback.number) and (name := operation(traceback.frames))
+    )  # fmt: skip
 
 
 def _plain(said: str) -> str:

@@ -1,0 +1,147 @@
+"""Who is to blame for what was found: ranks, hosts, addresses, interfaces, devices, services."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+from lockstep.doctor.judge import Candidate
+from lockstep.doctor.prefixes import Who
+from lockstep.doctor.sightings import Sighting
+from lockstep.doctor.story import Story, order
+from lockstep.watch.verdict import Culprit
+
+_MOST = 64
+_FALLS = frozenset((
+    "host_oom", "rank_oom", "cuda_kernel_error", "gpu_hardware_fault", "rank_exception_masked", "shm_too_small",
+    "os_limits", "storage_fault", "external_kill", "watchdog_or_heartbeat", "framework_bug",
+))  # fmt: skip
+"""Classes in which somebody falls first: where no line says who, the first who ended with a fault does."""
+_ADDRESS = r"\d{1,3}(?:\.\d{1,3}){3}"
+_MENTIONED = re.compile(
+    rf"\b(?:ip|IP)[=:] ?(?P<a>{_ADDRESS})|\b(?:on|at|of|this) node (?P<b>{_ADDRESS}|(?=[\w.-]*\d)[A-Za-z][\w.-]+)"
+    rf"|[Nn]ode failure on (?P<c>[\w.-]+)|\baddress: (?P<d>{_ADDRESS})|\b(?:on|of) host (?P<e>[\w.-]+)"
+)
+_SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|router|engine|gateway|proxy)")
+_DRIVERS = re.compile(
+    r"(?i)task_?runner|main_task|driver|entrypoint|raylet|gcs_server|autoscaler|apiserver|engine_?core$"
+)
+_TERMINATED = ("SIGTERM", "Terminated", "-15", "15", "143")
+_KILLED = ("SIGKILL", "Killed", "-9", "137", "Out Of Memory")
+
+
+def blamed(candidate: Candidate, story: Story) -> tuple[Culprit, ...]:
+    """All who are at fault, as far as the logs tell; empty where they do not."""
+    if candidate.culprits is not None:
+        found = [
+            _of_rank(each, story) if isinstance(each, int) else Culprit(None, name=each) for each in candidate.culprits
+        ]
+    else:
+        found = list(_of_sightings(candidate, story))
+    return tuple(dict.fromkeys(found))[:_MOST]
+
+
+def _of_sightings(candidate: Candidate, story: Story) -> Iterator[Culprit]:
+    if not candidate.sightings:
+        return
+    rule = candidate.sightings[0].rule
+    same = [each for each in candidate.sightings if each.rule.id == rule.id]
+    telling = _who_fell(same, story)
+    found: dict[object, Culprit] = {}
+    for seen in telling:
+        for each in _named(seen, story):
+            found.setdefault((each.rank, each.host if each.rank is None else "", each.name), each)
+    if not found and rule.signature.culprit == "line" and candidate.cls in _FALLS:
+        found = {each.rank if each.rank is not None else each.host: each for each in fallen(story)}
+    yield from found.values()
+
+
+def _who_fell(same: Sequence[Sighting], story: Story) -> list[Sighting]:
+    """Of those who say the same only the ones that raised something, where some did: the others only warned."""
+    raised = {_key(who.over(reading.who)) for reading in story.readings for who, _, _ in reading.tracebacks} - {None}
+    fell = [each for each in same if _key(each.who) in raised]
+    return fell or list(same)
+
+
+def _key(who: Who) -> object:
+    return who.rank if who.rank is not None else (who.pid or who.host or None)
+
+
+def _named(seen: Sighting, story: Story) -> Iterator[Culprit]:
+    said = seen.rule.signature.culprit
+    if said == "none":
+        return
+    if isinstance(said, str):
+        yield from speaker(seen, story)
+        return
+    groups = (said.group,) if isinstance(said.group, str) else said.group
+    for group in groups:
+        value = seen.fields.get(group)
+        if value:
+            yield from _of_group(group, value, seen, story)
+            if not said.all:
+                return
+
+
+def _of_group(group: str, value: str, seen: Sighting, story: Story) -> Iterator[Culprit]:
+    if group == "rank" or (group == "peer" and re.fullmatch(r"[\d, ]+", value)):
+        for number in re.findall(r"\d+", value):
+            yield _of_rank(int(number), story)
+    elif group == "pid":
+        rank = story.rank_of_pid.get(int(value)) if value.isdigit() else None
+        yield (
+            _of_rank(rank, story) if rank is not None else Culprit(None, host=seen.who.host, pid=int(value), name=value)
+        )
+    elif group in ("host", "address", "peer"):
+        yield Culprit(None, host=story.alias(value), name=value)
+    else:
+        yield Culprit(None, host=seen.who.host, name=value)
+
+
+def speaker(seen: Sighting, story: Story) -> Iterator[Culprit]:
+    """Who says a line: its rank, else the node that it speaks of, its host, the service whose log it is, its role."""
+    where = seen.traceback.where if seen.traceback else ""
+    rank = seen.who.rank if seen.who.rank is not None else story.rank(seen)
+    mentioned = _MENTIONED.search(seen.text)
+    node = next((each for each in mentioned.groups() if each), "") if mentioned else ""
+    remote = seen.fields.get("ip", "")
+    role = "" if _DRIVERS.search(seen.who.role) else seen.who.role
+    if rank is not None:
+        yield replace(_of_rank(rank, story), where=where, role=seen.who.role, pid=seen.who.pid)
+    elif remote or node:
+        yield Culprit(None, host=story.alias(remote or node), name=remote or node, where=where, role=role)
+    elif seen.who.host:
+        yield Culprit(
+            None, host=seen.who.host, name=story.alias(seen.who.host), where=where, role=role, pid=seen.who.pid
+        )
+    elif _SERVICE.search(PurePosixPath(seen.file).stem):
+        name = PurePosixPath(seen.file).stem
+        yield Culprit(None, name=name, role=name, where=where)
+    elif role:
+        yield Culprit(None, name=role, role=role, where=where, pid=seen.who.pid)
+
+
+def _of_rank(rank: int, story: Story) -> Culprit:
+    return Culprit(rank, host=story.hosts.get(rank, ""))
+
+
+def fallen(story: Story) -> Iterator[Culprit]:
+    """Who ended first with a fault of its own: killed ones before others, those that the launcher ended never."""
+    exits = [each for each in story.facts("exit") if not _ended_by_launcher(each)]
+    killed = [each for each in exits if _code(each) in _KILLED]
+    first = killed or sorted(story.facts("first_failure"), key=order)[:1] or exits[:1]
+    for each in first:
+        task = each.fields.get("task", "")
+        rank = int(task) if task.isdigit() else story.rank(each)
+        if rank is not None:
+            yield replace(_of_rank(rank, story), host=story.hosts.get(rank, each.fields.get("host", "")))
+        elif each.fields.get("host"):
+            yield Culprit(None, host=each.fields["host"], name=each.fields["host"])
+
+
+def _code(seen: Sighting) -> str:
+    return seen.fields.get("signal") or seen.fields.get("code", "")
+
+
+def _ended_by_launcher(seen: Sighting) -> bool:
+    return _code(seen) in (*_TERMINATED, "0", "")
