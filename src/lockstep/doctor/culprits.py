@@ -1,7 +1,7 @@
 """Who is to blame for what was found: ranks, hosts, addresses, interfaces, devices, services."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
@@ -33,12 +33,16 @@ _KILLED = ("SIGKILL", "Killed", "-9", "137", "Out Of Memory")
 def blamed(candidate: Candidate, story: Story) -> tuple[Culprit, ...]:
     """All who are at fault, as far as the logs tell; empty where they do not."""
     if candidate.culprits is not None:
-        found = [
-            _of_rank(each, story) if isinstance(each, int) else Culprit(None, name=each) for each in candidate.culprits
-        ]
+        found = [_plain(each, story) for each in candidate.culprits]
     else:
         found = list(_of_sightings(candidate, story))
     return tuple(dict.fromkeys(found))[:_MOST]
+
+
+def _plain(who: int | str | Culprit, story: Story) -> Culprit:
+    if isinstance(who, Culprit):
+        return who
+    return _of_rank(who, story) if isinstance(who, int) else Culprit(None, name=who)
 
 
 def _of_sightings(candidate: Candidate, story: Story) -> Iterator[Culprit]:
@@ -46,14 +50,23 @@ def _of_sightings(candidate: Candidate, story: Story) -> Iterator[Culprit]:
         return
     rule = candidate.sightings[0].rule
     same = [each for each in candidate.sightings if each.rule.id == rule.id]
-    telling = _who_fell(same, story)
+    telling = _who_fell(same, story) if rule.signature.culprit == "line" else same
     found: dict[object, Culprit] = {}
     for seen in telling:
         for each in _named(seen, story):
             found.setdefault((each.rank, each.host if each.rank is None else "", each.name), each)
     if not found and rule.signature.culprit == "line" and candidate.cls in _FALLS:
         found = {each.rank if each.rank is not None else each.host: each for each in fallen(story)}
-    yield from found.values()
+    yield from _all_of(found.values(), story)
+
+
+def _all_of(found: Iterable[Culprit], story: Story) -> list[Culprit]:
+    """As many processes as there are ranks, by their numbers only, are all ranks."""
+    culprits = list(found)
+    unknown = [each for each in culprits if each.rank is None and each.name == str(each.pid)]
+    if unknown and len(unknown) == len(culprits) == len(story.ranks):
+        return [_of_rank(rank, story) for rank in sorted(story.ranks)]
+    return culprits
 
 
 def _who_fell(same: Sequence[Sighting], story: Story) -> list[Sighting]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.doctor import recorded, structure
+from lockstep.doctor import recorded, snapshots, structure
 from lockstep.doctor import waits as waiting
 from lockstep.doctor.culprits import blamed
 from lockstep.doctor.filter import Filter
@@ -65,7 +65,7 @@ def explain(
     left = recorded.take(found, paths, ranks=ranks, world_size=world_size)
     readings = read(found, rules)
     story = tell(readings)
-    judgement = judge(story, structure.candidates(story))
+    judgement = judge(story, [*structure.candidates(story), *snapshots.candidates(story)])
     verdict = _verdict(judgement, story, rules, found.gaps)
     before = recorded.stands(verdict, left, logs_read=bool(readings))
     if before:

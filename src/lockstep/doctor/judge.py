@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from lockstep.doctor.conditions import Seen
 from lockstep.doctor.sightings import Sighting
 from lockstep.doctor.story import Story, order
-from lockstep.watch.verdict import Fact
+from lockstep.watch.verdict import Culprit, Fact
 
 SIGN_AT_MOST = 0.6
 """What a class is worth of which only signs were seen."""
@@ -35,7 +35,7 @@ class Candidate:
     weight: float
     sightings: list[Sighting] = field(default_factory=list)
     """The strongest first."""
-    culprits: tuple[str | int, ...] | None = None
+    culprits: tuple[str | int | Culprit, ...] | None = None
     """From the structure; None: as the sightings' rules say."""
     collective: str = ""
     explanation: str = ""

@@ -15,6 +15,7 @@ _HEADS = (
     ("process", re.compile(r"^ *(?:USER +)?PID +.*\b(?:COMMAND|CMD)\b", re.MULTILINE)),
     ("gpu", re.compile(r"^timestamp, |\| NVIDIA-SMI \d+", re.MULTILINE)),
 )
+_PROCESS_LINE = re.compile(r"^\s*(?:[a-z_][\w-]*\s+)?\d+\s+(?:\d+\s+)?(?:[\d.]+\s+){0,4}\S*\s*[RSDZTI][sl<NL+]*\s+\S+")
 _KERNEL_LINE = re.compile(r" kernel: |\bNVRM: |^\[ *\d+\.\d{6}\] ")
 _ENOUGH = 2_000
 """Bytes of a file that a heading decides for: a job's log may hold a list of processes, but is none."""
@@ -34,4 +35,6 @@ def of_file(name: str, head: str) -> str:
 
 def of_line(kind: str, line: str) -> str:
     """The kind of a line in a file of a kind."""
-    return "kernel" if _KERNEL_LINE.search(line) else kind
+    if _KERNEL_LINE.search(line):
+        return "kernel"
+    return "process" if _PROCESS_LINE.match(line) else kind

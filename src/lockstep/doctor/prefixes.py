@@ -58,13 +58,13 @@ _PREFIX = re.compile(
     r"|\((?P<daemon>raylet|gcs_server|autoscaler|bundle_reservation_check_func)(?:, ip=(?P<dip>[\w.:-]+))?\)"
     r"|\((?:head|worker\d+),? rank=(?P<sky>\d+)[^)]*\)"
     rf"|\[(?!c10d\b)(?P<bracket>{_HOST})(?::(?P<blocal>\d+))?\]:?(?=\s|$)"
-    r"|^(?P<slurm>\d{1,5}):(?= |$) ?"
-    rf"|^(?P<pdsh>{_HOST}):(?= |$) ?"
+    r"|(?P<slurm>\d{1,5}):(?= |$) ?"
+    rf"|(?P<pdsh>{_HOST}):(?= |$) ?"
     r"|(?P<nhost>[A-Za-z][\w.-]*):(?P<npid>\d+):\d+ \[(?P<dev>-?\d+)\]"
     r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
     r"|\[[IWEF](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: \d+)? [\w./-]+:\d+\]"
     r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
-    r"|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[\w./-]+:\d+\]"
+    r"|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]+:\d+\]"
     r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
     r"|\[[\w.]{2,40}\](?=\[|\s-\s|\s\[)|- (?=\[)"
     r")"
@@ -74,7 +74,7 @@ _INSIDE = re.compile(
     r"|\brank[ =:_]{1,2}(?P<d>\d+)\b|\bRank[ =:]{1,2}(?P<e>\d+)\b|\[rank(?P<f>\d+)\]"
 )
 _STRUCTURED = re.compile(r"^\{.*\"rank\": ?(?P<rank>\d+)")
-_PG = re.compile(r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|^\[Rank (?P<b>\d+)\]|^\[rank(?P<c>\d+)\]:")
+_PG = re.compile(r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|^\[Rank (?P<b>\d+)\]|\[rank(?P<c>\d+)\]:")
 _WORKER = re.compile(r"^(?:VllmWorker|Worker)_?(?:TP|PP|DP)?-?(?P<n>\d+)$")
 
 _FILE_RANK = re.compile(
@@ -116,10 +116,12 @@ def read(line: str, clock: Clock) -> Said:
         found = _PREFIX.match(line, at)
         if not found or found.end() == at:
             break
+        if line[:at].strip() and (found["slurm"] or found["pdsh"]):
+            break
         who = _merged(who, found)
         at = found.end()
     if who.rank is None and "ank" in line[:400]:
-        found = _PG.search(line[at : at + 240])
+        found = _PG.search(line[at : at + 400])
         if found:
             who = replace(who, rank=int(found["a"] or found["b"] or found["c"]))
     return Said(who, at, clock.read(line))

@@ -119,7 +119,7 @@ def joined(logs: Verdict, left: Left) -> Verdict:
         culprits=logs.culprits or dump.culprits,
         collective=dump.collective if dump.collective and dump.collective.operation else logs.collective,
         waiting=dump.waiting or logs.waiting,
-        evidence=(*logs.evidence, *_facts(dump)),
+        explanation=" ".join(part for part in (logs.explanation, f"The dumps: {dump.explanation}") if part),
     )
 
 
@@ -133,7 +133,7 @@ def _of_dumps(logs: Verdict, dump: Verdict) -> Verdict:
     confidence = dump.confidence if cause == dump.cause else min(dump.confidence, GUESSED)
     others = tuple(each for each in classes if each.what != cause)
     return replace(dump, cause=cause, confidence=confidence, alternatives=others,
-                   evidence=(*_facts(dump), *logs.evidence[:3]))  # fmt: skip
+                   evidence=logs.evidence or _facts(dump))  # fmt: skip
 
 
 def _facts(dump: Verdict) -> tuple[Fact, ...]:

@@ -26,12 +26,15 @@ LAST = 12
 _BACK = 12
 """Lines before a line without a time in which one is looked for."""
 
+_GLUED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
 PROGRESS = re.compile(
     r"(?:\"(?:step|iteration|global_step|it)\": ?|\b(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration|Iter"
     r"|STEP|update|batch|Batch|it)(?:s)?[ =:#\[(]{1,4})(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
     r"|\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<"
     r"|Epoch:? ?\[(?P<epoch>\d+)\](?: ?\[ *(?P<in>\d+)/(?P<last>\d+)\])?"
     r"|\b[Ee]poch[ =:]{1,2}(?P<epochs>\d{1,6})(?:/(?P<epochs_of>\d+))?\b"
+    r"|\b(?:rows|samples|requests|prompts|episodes|documents|tasks|images|examples|trials|trajectories)(?: \w+)?"
+    r"[ =:]{1,2}(?P<count>\d+)\b|\b(?:rollout|episode|game|sample|request|trial|question) #?(?P<number>\d+)\b"
 )
 
 
@@ -257,6 +260,8 @@ class Reader:
             end = page.data.find(b"\n", at)
             end = len(page.data) if end < 0 else end
             line = text(page.data[at:end])
+            if own is None:
+                line = line[_glued(line) :]
             part = prefixes.read(line, Clock())
             if own is None:
                 own = part.who
@@ -279,6 +284,12 @@ class Reader:
                 return when
             end = begin - 1
         return None
+
+
+def _glued(line: str) -> int:
+    """Where a traceback begins that follows on what another thread had not ended with a newline."""
+    found = _GLUED.search(line)
+    return found.start() if found else 0
 
 
 def date(readings: Sequence[Reading]) -> None:
@@ -313,6 +324,6 @@ def _ticks(line: str) -> Iterator[tuple[int, int, int, bool]]:
     if found is None:
         return
     epoch = int(found["epoch"] or found["epochs"] or 0)
-    step = found["step"] or found["bar"] or found["in"]
+    step = found["step"] or found["bar"] or found["in"] or found["count"] or found["number"]
     of = found["of"] or found["total"] or found["last"] or found["epochs_of"] or 0
     yield epoch, int(step) if step is not None else 0, int(of), found["bar"] is not None

@@ -11,8 +11,13 @@ _PROCESS = re.compile(r"^Process (?P<pid>\d+)(?:: (?P<command>.*))?")
 _THREAD = re.compile(
     r"^(?:Current thread|Thread) (?P<id>0x[0-9a-f]+|\d+)(?: \((?P<state>[\w+]+)\))?(?::? \"(?P<name>[^\"]*)\")?"
 )
+_REFUSED = re.compile(r"^Error: (?:Failed to|Permission|.*[Oo]peration not permitted|.*timed out)")
 _FRAME = re.compile(r"^ {2,}(?P<function>\S.*?) \((?P<file>[^():]+):(?P<line>\d+)\)$")
 _DUMPED = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)$')
+
+
+UNREADABLE = "unreadable"
+"""The state of a process that could not be stopped to look at: it sits in the kernel, or belongs to somebody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ def read(lines: Iterator[tuple[int, str]], who: Who, file: str) -> Iterator[Stac
             pid = int(process["pid"])
         elif thread:
             stack = Stack(who or NOBODY, pid, thread["name"] or "", thread["state"] or "", (), file, number, line)
+        elif pid is not None and stack is None and _REFUSED.match(line):
+            yield Stack(who or NOBODY, pid, "", UNREADABLE, (), file, number, line)
         elif stack is not None:
             found = _FRAME.match(line) or _DUMPED.match(line)
             if found:

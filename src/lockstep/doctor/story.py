@@ -27,10 +27,12 @@ TRAITS = {
     "exception": "a rank raised an exception that no collective raised",
     "one_rank": "only one rank or process is known",
     "many_hosts": "more than one host takes part",
+    "foreign_address": "a connection was tried to an address outside of the networks that Ray knows the hosts in",
 }
 """What `story:` in a condition may ask for."""
 
 _RUN_FOLDER = re.compile(r"(?:^|/)(?:run|attempt|try|restart|job)[_-]?0*(\d+)(?=/)")
+_ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _MOST_RANKS = 100_000
 _SURVIVED_STEPS = 2
 
@@ -118,6 +120,23 @@ class Story:
             if each.who.rank is not None and each.who.host:
                 found.setdefault(each.who.rank, each.who.host)
         return found
+
+    @cached_property
+    def nodes(self) -> frozenset[str]:
+        """Hosts that take part. Ray names the host of a line only where it is not the driver's."""
+        speakers = [who for reading in self.readings for who in (*reading.speakers, reading.who)]
+        found = {who.host for who in speakers if who.host} | set(self.hosts.values())
+        found = {min(each, self.alias(each)) for each in found}
+        remote = any(who.host and who.role for who in speakers)
+        return frozenset(found | ({"the driver's"} if remote and len(found) == 1 else set()))
+
+    @cached_property
+    def foreign(self) -> list[Sighting]:
+        """Connections that were tried to addresses of networks in which no host is known to be."""
+        speakers = [who for reading in self.readings for who in reading.speakers]
+        known = {_network(who.host) for who in speakers if _ADDRESS.fullmatch(who.host)}
+        tried = [each for each in self.facts("connect") if each.fields.get("address")]
+        return [each for each in tried if known and _network(each.fields["address"]) not in known]
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
@@ -214,8 +233,10 @@ class Story:
             found.add("exception")
         if len(self.ranks) <= 1:
             found.add("one_rank")
-        if len(set(self.hosts.values())) > 1:
+        if len(self.nodes) > 1:
             found.add("many_hosts")
+        if self.foreign:
+            found.add("foreign_address")
         saves, done = self.facts("checkpoint"), self.facts("checkpoint_done")
         if saves and (not done or order(saves[-1]) > order(done[-1])):
             found.add("saving")
@@ -225,6 +246,11 @@ class Story:
 def order(seen: Sighting) -> tuple[float, int, int]:
     """By time; what has none stands last among the sources, in the order of lines."""
     return seen.when if seen.when is not None else float("inf"), seen.source, seen.line
+
+
+def _network(address: str) -> str:
+    """Its first two numbers: hosts of one cluster are rarely in several such networks, and then on purpose."""
+    return ".".join(address.split(".")[:2])
 
 
 def _exit_code(seen: Sighting) -> int | None:

@@ -13,7 +13,7 @@ from lockstep.doctor.judge import Candidate
 from lockstep.doctor.sightings import Said
 from lockstep.doctor.story import Story, steps_by_rank
 from lockstep.doctor.tracebacks import Traceback
-from lockstep.doctor.waits import LOST, TIMED_OUT, Wait, stacks_of, waits
+from lockstep.doctor.waits import LOST, TIMED_OUT, Wait, doing, stacks_of, waits
 from lockstep.watch.verdict import Fact
 
 _SHARDED = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
@@ -22,30 +22,15 @@ _VLLM = re.compile(r"(?i)vllm|worker_?tp|enginecore|apiserver")
 _WRAPPERS = re.compile(
     r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|EngineDead|EngineGenerateError|ProcessExitedException"
     r"|ProcessRaisedException|CalledProcessError|SystemExit|KeyboardInterrupt|SignalException|TaskCancelled"
-    r"|Engine core initialization|Dist(?:Network|Store|Backend)Error|Rendezvous\w+Error|BrokenProcessPool|CancelledError|GetTimeoutError"
+    r"|Engine core initialization|Dist(?:Network|Store|Backend)Error|Rendezvous\w+Error|BrokenProcessPool"
+    r"|CancelledError|GetTimeoutError"
     r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
 )
 """Exceptions that tell of another failure."""
 _LATER = re.compile(r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of")
-_DOES = (
-    (
-        "checkpoint_timeout",
-        re.compile(
-            r"(?i)(?:\b|_)(?:save|saving|write|writing|consolidat\w*|checkpoint\w*|serializ\w*|export\w*)(?:\b|_)"
-        ),
-    ),
-    (
-        "slow_rank_preprocess",
-        re.compile(
-            r"(?i)tokeniz|tokenis|preprocess|\bmap\b|filter|download|compil|building|loading|load_|packing|cache|prepar"
-            r"|index|decompress|shuffl|warm|fetch|autotun|jit"
-        ),
-    ),
-    ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),
-)
-"""What a rank says while its peers wait for it, the first that fits."""
 
 
+_A_PAIR = 2
 _MACHINERY = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
 """Lines of threads that speak while the rank itself is stuck."""
 
@@ -236,7 +221,7 @@ def _did_not_come(seen: Scene) -> Iterator[Candidate]:
     facts = _facts(seen, absent) + [_fact_of(seen, rank) for rank in absent[:3] if _last_words(seen.story, rank)]
     waiting = " ".join(f"{frame.function} {frame.source}" for each in seen.timed_out for frame in each.path)
     does = _meanwhile(seen, absent)
-    cls, weight = does if does is not None else (_doing(waiting), 0.45)
+    cls, weight = does if does is not None else (doing(waiting), 0.45)
     if cls is None:
         return
     if len(absent) > max(1, len(seen.waits)):
@@ -249,7 +234,7 @@ def _meanwhile(seen: Scene, ranks: Sequence[int]) -> tuple[str, float] | None:
     others waited, or, less sure, what they said last."""
     stacks = stacks_of(seen.story)
     for rank in ranks:
-        cls = _doing(" ".join(frame.function for frame in stacks[rank].frames)) if rank in stacks else None
+        cls = doing(" ".join(frame.function for frame in stacks[rank].frames)) if rank in stacks else None
         if cls is not None:
             return cls, 0.75
     began = min((each.started for each in seen.timed_out if each.started is not None), default=None)
@@ -260,14 +245,10 @@ def _meanwhile(seen: Scene, ranks: Sequence[int]) -> tuple[str, float] | None:
                 continue
             during = began is not None and each.when is not None and each.when > began + 1.0
             moved = moved or during
-            cls = _doing(each.text)
+            cls = doing(each.text)
             if cls is not None:
                 return cls, 0.7 if during else 0.55
     return ("slow_collective_timeout", 0.5) if moved else None
-
-
-def _doing(text: str) -> str | None:
-    return next((cls for cls, pattern in _DOES if pattern.search(text)), None)
 
 
 def _all_in_one_place(seen: Scene) -> Iterator[Candidate]:
@@ -284,7 +265,9 @@ def _all_in_one_place(seen: Scene) -> Iterator[Candidate]:
         if "first_collective" in traits and "many_hosts" not in traits:
             yield _candidate("p2p_path_broken", 0.6, (), first, text, facts)
         elif "many_hosts" in traits:
-            yield _candidate("network_blocked", 0.5, (), first, text, facts)
+            hosts = sorted(set(seen.story.hosts.values()))
+            yield Candidate("network_blocked", 0.5, [], tuple(hosts) if len(hosts) == _A_PAIR else (), first.operation,
+                            text, facts)  # fmt: skip
 
 
 def _last_words(story: Story, rank: int) -> list[Said]:

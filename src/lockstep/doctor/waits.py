@@ -30,7 +30,27 @@ _NAMES = (
     ("allreduce", re.compile(r"run_backward|^backward$|_engine_run_backward")),
     ("allgather", re.compile(r"^unshard$|wait_for_unshard|_pre_forward_unshard")),
 )  # fmt: skip
+_CALL = re.compile(r"\b(?:dist|distributed|collective|c10d|group|comm|pg)\.(\w+)\(")
 """Of functions, the innermost frame first; a backward pass that waits does so in the reducer's all-reduce."""
+
+
+_DOES = (
+    (
+        "checkpoint_timeout",
+        re.compile(
+            r"(?i)(?:\b|_)(?:save|saving|write|writing|consolidat\w*|checkpoint\w*|serializ\w*|export\w*)(?:\b|_)"
+        ),
+    ),
+    (
+        "slow_rank_preprocess",
+        re.compile(
+            r"(?i)tokeniz|tokenis|preprocess|\bmap\b|filter|download|compil|building|loading|load_|packing|cache|prepar"
+            r"|index|decompress|shuffl|warm|fetch|autotun|jit"
+        ),
+    ),
+    ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),
+)
+"""What a rank says while its peers wait for it, the first that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +95,9 @@ def operation(frames: Iterable[Frame]) -> str:
     """The collective that a stack is in; "" where none of its frames names one."""
     known = list(frames)
     for frame in reversed(known):
+        called = _CALL.search(frame.source)
         for name, pattern in _NAMES:
-            if pattern.search(frame.function):
+            if pattern.search(frame.function) or (called and pattern.search(called[1])):
                 return name
     return ""
 
@@ -179,3 +200,8 @@ def stacks_of(story: Story) -> Mapping[int, Stack]:
             if rank is not None and stack.main:
                 found.setdefault(rank, stack)
     return found
+
+
+def doing(text: str) -> str | None:
+    """The class that names or words of functions, or what a rank says, point to."""
+    return next((cls for cls, pattern in _DOES if pattern.search(text)), None)

@@ -1,0 +1,80 @@
+"""Candidates from stacks of live processes: who is in another place than the others."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lockstep.doctor.judge import Candidate
+from lockstep.doctor.stacks import UNREADABLE, Stack
+from lockstep.doctor.story import Story
+from lockstep.doctor.waits import doing, operation
+from lockstep.watch.verdict import Culprit, Fact
+
+_FILES = re.compile(r"(?i)(?:^|_)(?:open|read|write|save|load|fsync|close|flush|_?serialize|dump|stat|listdir)")
+
+
+@dataclass(frozen=True, slots=True)
+class Snap:
+    """The main thread of a process: the collective that it is in, "" for none, and the function that called it."""
+
+    stack: Stack
+    operation: str
+    caller: str
+
+
+def snaps(story: Story) -> list[Snap]:
+    """Of all processes whose stack was taken in the last attempt."""
+    found = []
+    for reading in story.readings:
+        for stack in reading.stacks if reading.source not in story.old else ():
+            if stack.main:
+                own = [frame.function for frame in stack.frames if "torch/" not in frame.file]
+                found.append(Snap(stack, operation(stack.frames), own[-1] if own else ""))
+    return found
+
+
+def candidates(story: Story) -> Iterator[Candidate]:
+    """Nothing without stacks of several processes, of which most are in one collective."""
+    found = snaps(story)
+    counted = Counter(each.operation for each in found if each.operation)
+    if len(found) < 2 or not counted:
+        return
+    waited, many = counted.most_common(1)[0]
+    others = [each for each in found if each.operation != waited]
+    if not others or many < len(others):
+        return
+    facts = [Fact(each.stack.text, file=each.stack.file, line=each.stack.number) for each in others[:3]]
+    stuck = [each for each in others if each.stack.state == UNREADABLE or _in_kernel(story, each.stack)]
+    culprits = tuple(_culprit(each.stack, story) for each in stuck or others)
+    where = others[0].caller or "a place that could not be looked at"
+    text = f"{many} processes wait in {waited}; {len(others)} {'is' if len(others) == 1 else 'are'} in {where}."
+    cls, weight = _what(story, stuck, others)
+    yield Candidate(cls, weight, [], culprits, waited, text, facts)
+
+
+def _what(story: Story, stuck: Sequence[Snap], others: Sequence[Snap]) -> tuple[str, float]:
+    frames = " ".join(frame.function for each in others for frame in each.stack.frames)
+    if stuck:
+        return "storage_fault", 0.55
+    cls = doing(frames)
+    if cls is not None:
+        return cls, 0.65
+    return ("storage_fault", 0.45) if _FILES.search(frames) else ("rank_divergent_branch", 0.5)
+
+
+def _in_kernel(story: Story, stack: Stack) -> bool:
+    """A list of processes shows it in uninterruptible sleep."""
+    pid = str(stack.pid)
+    return any(each.fields.get("pid") == pid for each in story.facts("uninterruptible"))
+
+
+def _culprit(stack: Stack, story: Story) -> Culprit:
+    rank = stack.who.rank
+    if rank is None and stack.pid is not None:
+        rank = story.rank_of_pid.get(stack.pid)
+    host = stack.who.host or (story.hosts.get(rank, "") if rank is not None else "")
+    frame = next((each for each in reversed(stack.frames) if "torch/" not in each.file), None)
+    where = f"{frame.function}() at {frame.file}:{frame.line}" if frame else ""
+    name = "" if rank is not None else host or str(stack.pid)
+    return Culprit(rank, host=host, pid=stack.pid, where=where, name=name)
