@@ -94,6 +94,8 @@ def _named(seen: Sighting, story: Story) -> Iterator[Culprit]:
             yield from _of_group(group, value, seen, story)
             if not said.all:
                 return
+    if not any(seen.fields.get(group) for group in groups):
+        yield from speaker(seen, story)
 
 
 def _of_group(group: str, value: str, seen: Sighting, story: Story) -> Iterator[Culprit]:
@@ -120,7 +122,8 @@ def speaker(seen: Sighting, story: Story) -> Iterator[Culprit]:
     remote = seen.fields.get("ip", "")
     role = "" if _DRIVERS.search(seen.who.role) else seen.who.role
     if rank is not None:
-        yield replace(_of_rank(rank, story), where=where, role=seen.who.role, pid=seen.who.pid)
+        known = _of_rank(rank, story)
+        yield replace(known, where=where or known.where, role=seen.who.role, pid=seen.who.pid)
     elif remote or node:
         yield Culprit(None, host=story.alias(remote or node), name=remote or node, where=where, role=role)
     elif seen.who.host:
@@ -135,7 +138,7 @@ def speaker(seen: Sighting, story: Story) -> Iterator[Culprit]:
 
 
 def _of_rank(rank: int, story: Story) -> Culprit:
-    return Culprit(rank, host=story.hosts.get(rank, ""))
+    return Culprit(rank, host=story.hosts.get(rank, ""), where=story.places.get(rank, ""))
 
 
 def fallen(story: Story) -> Iterator[Culprit]:

@@ -4,6 +4,7 @@ The parse tree of `re` says it: of a sequence the best part counts, of an altern
 """
 
 import re
+from functools import cache
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -20,16 +21,26 @@ def literals(pattern: str) -> tuple[str, ...]:
     Raises:
         ValueError: There are none of at least `SHORTEST` characters.
     """
-    try:
-        tree = parser.parse(pattern)
-    except (re.error, RecursionError) as error:
-        raise ValueError(f"not a regular expression: {error}") from error
-    found = _best(list(tree))
+    found = _best(list(parsed(pattern)))
     if not found or min(map(len, found)) < SHORTEST:
         raise ValueError(f"holds no text of {SHORTEST} or more characters that each match contains")
     if len(found) > _MOST:
         raise ValueError(f"needs {len(found)} different texts, more than {_MOST}; split it")
     return tuple(sorted(found))
+
+
+@cache
+def parsed(pattern: str) -> Any:
+    """The parse tree; `.state.groupdict` has its named groups. Much quicker than to compile it, which waits until a
+    line has one of its literals.
+
+    Raises:
+        ValueError: It is no regular expression.
+    """
+    try:
+        return parser.parse(pattern)
+    except (re.error, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from error
 
 
 def _best(items: list[Any]) -> frozenset[str]:

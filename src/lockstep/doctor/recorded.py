@@ -48,7 +48,6 @@ def take(found: Gathered, paths: Sequence[str], *, ranks: str | None, world_size
         ValueError: A file says that it is an incident and is none, or `ranks` fits no file.
         NothingToRead: There is neither a log nor a dump nor an incident.
     """
-    from lockstep.watch.dumps.explain import explain_dumps
     from lockstep.watch.dumps.files import find
 
     stored: list[Verdict] = []
@@ -63,6 +62,8 @@ def take(found: Gathered, paths: Sequence[str], *, ranks: str | None, world_size
         taken |= set(incidents)
         files = [] if incidents else find(top, ranks)
         if files:
+            from lockstep.watch.dumps.explain import explain_dumps
+
             dumps += explain_dumps(top, ranks=ranks, world_size=world_size)
             taken |= {each.path for each in files}
     if ranks is not None and not dumps:

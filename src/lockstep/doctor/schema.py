@@ -1,9 +1,10 @@
 """The shape of a knowledge file. `docs/knowledge.md` tells it to those who write rules."""
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from lockstep.doctor.literals import parsed
 
 Classes = Literal[
     "rendezvous_incomplete", "master_unreachable", "port_in_use", "wrong_network_interface", "network_blocked",
@@ -116,7 +117,7 @@ class Signature(_Model):
     def _whole(self) -> Self:
         if not self.all_patterns:
             raise ValueError("pattern: missing")
-        groups = {name for each in self.all_patterns for name in re.compile(each).groupindex}
+        groups = {name for each in self.all_patterns for name in parsed(each).state.groupdict}
         if isinstance(self.culprit, Culprit):
             wanted = (self.culprit.group,) if isinstance(self.culprit.group, str) else self.culprit.group
             for each in wanted:
@@ -130,14 +131,14 @@ class Signature(_Model):
     @classmethod
     def _compiles(cls, value: str | None) -> str | None:
         if value is not None:
-            _compile(value)
+            parsed(value)
         return value
 
     @field_validator("patterns")
     @classmethod
     def _compile_all(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         for each in values:
-            _compile(each)
+            parsed(each)
         return values
 
 
@@ -163,10 +164,3 @@ class Knowledge(_Model):
         if self.cls is not None and not (self.title and self.explanation):
             raise ValueError("title and explanation: missing")
         return self
-
-
-def _compile(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from error

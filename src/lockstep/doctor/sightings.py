@@ -200,7 +200,7 @@ class Reader:
         said = prefixes.read(line, self._clock)
         who = said.who.over(self.reading.who)
         rules = {rule.id: rule for each in texts for rule in self._rules.by_literal.get(each, ())}
-        when = said.when if said.when is not None else self._before(page, start)
+        when: float | None = said.when
         for rule in rules.values():
             if self.reading.counts[rule.id] < PER_RULE or self._kept[rule.id, who] < PER_SPEAKER:
                 self._match(rule, page, number, start, end, line, who, when)
@@ -218,6 +218,7 @@ class Reader:
         found = rule.match(whole)
         if found is None:
             return
+        when = self._before(page, start) if when is None else when
         at = found.start()
         before = whole.count("\n", 0, at)
         if before:
@@ -238,6 +239,7 @@ class Reader:
         found = tracebacks.assemble(self._speech(page, number, start, 200))
         if found is None or len(self.reading.tracebacks) >= PER_RULE:
             return
+        when = self._before(page, start) if when is None else when
         self.reading.tracebacks.append((who, when, found))
         whole = f"{found.type}: {found.message}"
         frames = "\n".join(str(each) for each in found.frames)

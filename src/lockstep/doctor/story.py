@@ -4,6 +4,7 @@ Nothing here knows of classes; rules and the judge ask for traits.
 """
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,9 +82,9 @@ class Story:
                 if tick.line >= self.starts.get(reading.source, 0)]  # fmt: skip
 
     @cached_property
-    def _ticks_of(self) -> Mapping[int, list[Tick]]:
-        return {reading.source: [tick for tick in reading.ticks if tick.line >= self.starts.get(reading.source, 0)]
-                for reading in self.readings if reading.source not in self.old}  # fmt: skip
+    def _steps_after(self) -> Mapping[int, Mapping[int | None, tuple[list[int], list[int]]]]:
+        """By source and rank, the lines with a counter, and how many different ones stand on each and after it."""
+        return {reading.source: _counted(reading.ticks) for reading in self.readings if reading.source not in self.old}
 
     def current(self, source: int, line: int) -> bool:
         """Whether a line belongs to the last attempt."""
@@ -91,10 +92,15 @@ class Story:
 
     def survived(self, seen: Sighting) -> bool:
         """The same file shows steps made after it, by the same rank where ranks are known."""
-        after = [tick for tick in self._ticks_of.get(seen.source, ()) if tick.line > seen.line]
-        own = [tick for tick in after if tick.who.rank == seen.who.rank]
-        steps = {(tick.epoch, tick.step) for tick in (own or after)}
-        return len(steps) > _SURVIVED_STEPS
+        counted = self._steps_after.get(seen.source)
+        if counted is None:
+            return False
+        for rank in (seen.who.rank, _ANYBODY):
+            lines, left = counted.get(rank, ((), ()))
+            at = bisect_right(lines, seen.line)
+            if at < len(lines):
+                return left[at] > _SURVIVED_STEPS
+        return False
 
     @cached_property
     def ranks(self) -> frozenset[int]:
@@ -152,6 +158,17 @@ class Story:
     def alias(self, host: str) -> str:
         """The other name of a host, or the same where none is known."""
         return self._names.get(host, host)
+
+    @cached_property
+    def places(self) -> Mapping[int, str]:
+        """By rank, the line of the user's code that its first traceback ended in."""
+        found: dict[int, str] = {}
+        for reading in self.readings:
+            for who, _, traceback in reading.tracebacks:
+                rank = who.over(reading.who).rank
+                if rank is not None and self.current(reading.source, traceback.number):
+                    found.setdefault(rank, traceback.where)
+        return found
 
     @cached_property
     def rank_of_pid(self) -> Mapping[int, int]:
@@ -241,6 +258,25 @@ class Story:
         if saves and (not done or order(saves[-1]) > order(done[-1])):
             found.add("saving")
         return frozenset(found)
+
+
+_ANYBODY = -1
+
+
+def _counted(ticks: Sequence[Tick]) -> dict[int | None, tuple[list[int], list[int]]]:
+    of_rank: dict[int | None, list[Tick]] = defaultdict(list)
+    for tick in ticks:
+        of_rank[_ANYBODY].append(tick)
+        of_rank[tick.who.rank].append(tick)
+    found = {}
+    for rank, own in of_rank.items():
+        seen: set[tuple[int, int]] = set()
+        left = []
+        for tick in reversed(own):
+            seen.add((tick.epoch, tick.step))
+            left.append(len(seen))
+        found[rank] = [tick.line for tick in own], left[::-1]
+    return found
 
 
 def order(seen: Sighting) -> tuple[float, int, int]:

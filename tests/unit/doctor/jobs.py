@@ -1,0 +1,61 @@
+"""Small made-up logs of jobs, as launchers and frameworks print them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+TIMED_OUT = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation to complete"
+)
+LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:31133."
+
+
+def steps(rank: int, count: int, start: int = 0) -> list[str]:
+    """Counters of a rank, a second each."""
+    return [f"2026-11-21 14:{10 + at // 60:02d}:{at % 60:02d},000 [rank {rank}] INFO step {at} loss 0.5"
+            for at in range(start, start + count)]  # fmt: skip
+
+
+def raised(rank: int, last: str, *frames: tuple[str, int, str, str]) -> list[str]:
+    """A traceback as torchrun's ranks print it; frames are file, line, function and source."""
+    lines = ["Traceback (most recent call last):"]
+    for file, line, function, source in frames or (("/home/u/train.py", 12, "step", "x = f(y)"),):
+        lines += [f'  File "{file}", line {line}, in {function}', f"    {source}"]
+    return [f"[rank{rank}]: {line}" for line in [*lines, last]]
+
+
+def waited(rank: int, operation: str, *, line: int, function: str = "train", last: str = TIMED_OUT) -> list[str]:
+    """A traceback of a rank that waited in a collective."""
+    return raised(
+        rank, last, ("/home/u/train.py", 100, "<module>", "main()"),
+        ("/home/u/train.py", 80 if function == "train" else line, "main", f"{function}()"),
+        ("/home/u/train.py", line, function, f"dist.{operation}(x)"),
+        ("/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, operation, "work.wait()"),
+    )  # fmt: skip
+
+
+def watchdog(rank: int, seq: int, operation: str = "ALLREDUCE", numel: int = 1000, at: str = "14:30:00") -> list[str]:
+    """What NCCL's watchdog says of a time-out."""
+    stamp = f"[rank{rank}]:[E1121 {at}.000000000 ProcessGroupNCCL.cpp:629]"
+    said = (
+        f"Watchdog caught collective operation timeout: WorkNCCL(SeqNum={seq}, OpType={operation}, NumelIn={numel}, "
+        f"NumelOut={numel}, Timeout(ms)=600000) ran for 600021 milliseconds before timing out."
+    )
+    return [f"{stamp} [Rank {rank}] {said}"]
+
+
+def state(rank: int, enqueued: int, completed: int, at: str = "14:30:01") -> list[str]:
+    """What a rank says of its group when another one timed out."""
+    return [
+        f"[rank{rank}]:[E1121 {at}.000000000 ProcessGroupNCCL.cpp:1681] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
+        "Received a dump signal due to a collective timeout from rank 0 and we will try our best to dump the debug "
+        f"info. Last enqueued NCCL work: {enqueued}, last completed NCCL work: {completed}."
+    ]
+
+
+def write(folder: Path, **files: Sequence[str]) -> str:
+    """Files by name (`a__b` is `a/b`, `.log` is added), and the folder as the command takes it."""
+    for name, lines in files.items():
+        path = folder / (name.replace("__", "/") + ".log")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n")
+    return str(folder)

@@ -1,0 +1,115 @@
+"""First causes against victims, attempts, what jobs survive, who is to blame."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.doctor.explain import explain
+from lockstep.watch.verdict import Verdict
+
+from .jobs import LOST, raised, steps, waited, write
+
+_OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+_XID = "Apr 13 14:44:59 gpu10 kernel: [3543143.5] NVRM: Xid (PCI:0000:00:0a): 79, GPU has fallen off the bus."
+
+
+def judged(folder: Path, **files: list[str]) -> Verdict:
+    return explain([write(folder, **files)]).verdict
+
+
+def test_what_the_job_survived_is_no_cause(tmp_path: Path) -> None:
+    lines = [*steps(0, 20), "OSError: [Errno 28] No space left on device, will try again", *steps(0, 400, 20)]
+    assert judged(tmp_path, train=[*lines, "Training completed"]).cause == "benign"
+    running = judged(tmp_path, train=lines)
+    assert running.cause == "benign"
+
+
+def test_only_the_last_attempt_counts(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        run_001__driver=[*steps(0, 5), *raised(0, _OOM)],
+        run_002__driver=[*steps(0, 5), *raised(0, "OSError: [Errno 98] Address already in use")],
+    )
+    assert verdict.cause == "port_in_use"
+
+
+def test_attempts_in_one_file(tmp_path: Path) -> None:
+    first = [
+        "START TIME: Fri",
+        *steps(0, 5),
+        *raised(0, _OOM),
+        "failed (exitcode: 1) local_rank: 0 (pid: 9) of binary: x",
+    ]
+    verdict = judged(tmp_path, train=[*first, "START TIME: Sat", *steps(0, 400, 60), "Training completed"])
+    assert verdict.cause == "benign"
+
+
+def test_a_kernel_line_explains_the_errors_of_the_process(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        dmesg=[_XID],
+        train=[*steps(0, 9), *raised(0, "RuntimeError: CUDA error: an illegal memory access was encountered")],
+    )
+    assert verdict.cause == "gpu_hardware_fault"
+    assert verdict.culprits[0].name == "0000:00:0a" and verdict.culprits[0].host == "gpu10"
+
+
+def test_a_wrapper_counts_only_alone(tmp_path: Path) -> None:
+    wrapper = ["(APIServer pid=7) vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."]
+    assert judged(tmp_path, serve=wrapper).cause == "vllm_engine_failure"
+    verdict = judged(tmp_path, serve=[f"(Worker_TP1 pid=8) {_OOM}", *wrapper])
+    assert verdict.cause == "rank_oom" and verdict.culprits[0].rank == 1
+
+
+def test_the_one_that_was_killed(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        slurm=[
+            *steps(0, 9),
+            *waited(1, "all_reduce", line=4, last=LOST),
+            "srun: error: c0417: task 3: Killed",
+            "srun: error: c0417: task 0: Terminated",
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=884.0. Some of the tasks have been OOM Killed.",
+        ],
+    )
+    assert verdict.cause == "host_oom"
+    assert [(each.rank, each.host) for each in verdict.culprits] == [(3, "c0417")]
+
+
+def test_the_node_that_a_line_speaks_of(tmp_path: Path) -> None:
+    line = "(raylet) 1 Workers (tasks / actors) killed due to memory pressure (OOM) at node (ID: 5, IP: 10.9.1.2)"
+    verdict = judged(tmp_path, driver=[*steps(0, 3), line])
+    assert verdict.cause == "host_oom" and verdict.culprits[0].host == "10.9.1.2"
+
+
+def test_a_remote_traceback(tmp_path: Path) -> None:
+    lines = [
+        "(TaskRunner pid=1) Traceback (most recent call last):",
+        '(TaskRunner pid=1)   File "/venv/lib/python3.11/site-packages/ray/_private/worker.py", line 2, in get',
+        "(TaskRunner pid=1)     raise value.as_instanceof_cause()",
+        "(TaskRunner pid=1) ray.exceptions.RayTaskError(OutOfDiskError): ray::W.update() (pid=4, ip=192.168.7.1, x=3)",
+        '(TaskRunner pid=1)   File "/home/u/worker.py", line 3, in update',
+        "(TaskRunner pid=1)     put(x)",
+        "(TaskRunner pid=1) ray.exceptions.OutOfDiskError: Local disk is full",
+    ]
+    verdict = judged(tmp_path, driver=[*steps(0, 9), *lines])
+    assert verdict.cause == "storage_fault"
+
+
+@pytest.mark.parametrize("noise", [b"\x00\xff\xfe" * 200, b"\n" * 5000, b"{" * 20000, "é€😀".encode() * 300])
+def test_any_bytes_give_an_answer(tmp_path: Path, noise: bytes) -> None:
+    (tmp_path / "a.log").write_bytes(noise + b"\nRuntimeError: x\n" + noise)
+    verdict = explain([str(tmp_path)]).verdict
+    assert verdict.json()["class"]
+
+
+def test_dumps_and_logs_give_one_verdict(tmp_path: Path) -> None:
+    from shutil import copytree
+
+    files = Path(__file__).parents[1] / "watch" / "dumps" / "files" / "gloo_absent"
+    copytree(files, tmp_path / "dumps")
+    (tmp_path / "rank2.log").write_text("\n".join([*steps(2, 9), *raised(2, "KeyError: 'labels'")]))
+    verdict = explain([str(tmp_path)]).verdict
+    assert verdict.cause == "rank_exception_masked" and verdict.culprits[0].rank == 2
+    assert verdict.collective is not None and verdict.collective.seq == 7
+    assert "dumps" in verdict.explanation

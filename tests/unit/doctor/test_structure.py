@@ -1,0 +1,130 @@
+"""What the structure of a job says where no line does."""
+
+from pathlib import Path
+
+from lockstep.doctor.explain import explain
+from lockstep.watch.verdict import Verdict
+
+from .jobs import LOST, TIMED_OUT, raised, state, steps, waited, watchdog, write
+
+
+def judged(folder: Path, **files: list[str]) -> Verdict:
+    return explain([write(folder, **files)]).verdict
+
+
+def ranks(verdict: Verdict) -> list[int | None]:
+    return [each.rank for each in verdict.culprits]
+
+
+def test_a_rank_that_left_its_loop_had_fewer_batches(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 40), *waited(0, "all_reduce", line=54)],
+        rank1=[*steps(1, 40), *waited(1, "all_reduce", line=54)],
+        rank2=[*steps(2, 36), *waited(2, "barrier", line=71)],
+    )
+    assert verdict.cause == "uneven_data" and ranks(verdict) == [2]
+    assert verdict.collective is not None and verdict.collective.operation == "allreduce"
+    assert {each.file for each in verdict.evidence} >= {"rank2.log"}
+
+
+def test_ranks_in_another_branch_of_the_same_step_diverged(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 40), *waited(0, "all_reduce", line=30, function="dense_first")],
+        rank1=[*steps(1, 40), *waited(1, "all_reduce", line=20, function="sparse_first")],
+        rank2=[*steps(2, 40), *waited(2, "all_reduce", line=30, function="dense_first")],
+    )
+    assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [1]
+
+
+def test_a_rank_that_still_tokenises(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=waited(0, "barrier", line=33, function="load"),
+        rank1=waited(1, "barrier", line=33, function="load"),
+        rank2=[f"Tokenizing train split: {at}%|##| {at}/100 [00:{at}<00:10, 8it/s]" for at in range(10, 60, 10)],
+    )
+    assert verdict.cause == "slow_rank_preprocess" and ranks(verdict) == [2]
+
+
+def test_a_rank_that_saves_a_checkpoint(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 20), "2026-11-21 14:11:00,000 saving checkpoint to out/step_20"],
+        rank1=[*steps(1, 20), *waited(1, "all_reduce", line=54)],
+        rank2=[*steps(2, 20), *waited(2, "all_reduce", line=54)],
+    )
+    assert verdict.cause == "checkpoint_timeout" and ranks(verdict) == [0]
+
+
+def test_a_stack_tells_what_the_silent_rank_does(tmp_path: Path) -> None:
+    stack = ['Process 77: python train.py', 'Thread 77 (idle): "MainThread"', "    write (torch/serialization.py:8)",
+             "    save_checkpoint (main.py:148)", "    main (main.py:139)"]  # fmt: skip
+    verdict = judged(
+        tmp_path,
+        rank0=steps(0, 20),
+        rank1=[*steps(1, 20), *waited(1, "all_reduce", line=54)],
+        pyspy_rank0=stack,
+    )
+    assert verdict.cause == "checkpoint_timeout" and ranks(verdict) == [0]
+
+
+def test_who_is_behind_never_entered(tmp_path: Path) -> None:
+    lines = [line for rank in range(4) for line in steps(rank, 8)]
+    lines += watchdog(0, 9, "ALLGATHER") + watchdog(1, 9, "ALLGATHER")
+    lines += state(0, 9, 8) + state(1, 9, 8) + state(2, 8, 8) + state(3, 8, 8)
+    verdict = judged(tmp_path, train=lines)
+    assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [2, 3]
+    assert verdict.collective is not None and verdict.collective.operation == "allgather"
+
+
+def test_other_sizes_under_one_number(tmp_path: Path) -> None:
+    lines = [line for rank in range(2) for line in steps(rank, 9)]
+    verdict = judged(tmp_path, train=[*lines, *watchdog(0, 9, numel=94705057), *watchdog(1, 9, numel=1)])
+    assert verdict.cause in ("uneven_data", "rank_divergent_branch")
+    assert verdict.confidence < 0.8
+
+
+def test_all_in_the_first_collective_of_one_host(tmp_path: Path) -> None:
+    lines = watchdog(0, 1) + watchdog(1, 1) + state(0, 1, 0) + state(1, 1, 0)
+    verdict = judged(tmp_path, train=["world_size: 2", *lines])
+    assert verdict.cause == "p2p_path_broken"
+
+
+def test_everybody_receives(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, **{f"rank{at}": [*steps(at, 9), *waited(at, "recv", line=9)] for at in range(3)})
+    assert verdict.cause == "rank_divergent_branch"
+
+
+def test_a_time_out_alone_is_unknown(tmp_path: Path) -> None:
+    lines = ["world size: 8", *steps(0, 30), *watchdog(0, 30, numel=1)]
+    verdict = judged(tmp_path, train=lines)
+    assert verdict.cause == "unknown" and not verdict.culprits
+
+
+def test_an_exception_comes_before_its_victims(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 9), *waited(0, "all_reduce", line=54, last=LOST)],
+        rank1=[*steps(1, 9), *raised(1, "ZeroDivisionError: division by zero")],
+        rank2=[*steps(2, 9), *waited(2, "all_reduce", line=54, last=TIMED_OUT)],
+    )
+    assert verdict.cause == "rank_exception_masked" and ranks(verdict) == [1]
+    assert verdict.culprits[0].where == "step() at train.py:12"
+
+
+def test_stacks_alone(tmp_path: Path) -> None:
+    def taken(pid: int, *frames: str) -> list[str]:
+        return [f"Process {pid}: python", f'Thread {pid} (active): "MainThread"', *(f"    {each}" for each in frames)]
+
+    waiting = ("barrier (torch/distributed/distributed_c10d.py:1)", "train (trainer.py:2)")
+    verdict = judged(
+        tmp_path,
+        train=steps(0, 50),
+        pyspy_node1=[*taken(1, *waiting), *taken(2, *waiting), *taken(3, *waiting)],
+        pyspy_node2=[*taken(4, *waiting), *taken(5, "tokenize (data.py:3)", "load (data.py:9)", "main (train.py:4)")],
+    )
+    assert verdict.cause == "slow_rank_preprocess"
+    assert [each.pid for each in verdict.culprits] == [5]
+    assert verdict.collective is not None and verdict.collective.operation == "barrier"
