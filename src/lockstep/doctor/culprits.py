@@ -50,11 +50,15 @@ def _of_sightings(candidate: Candidate, story: Story) -> Iterator[Culprit]:
         return
     rule = candidate.sightings[0].rule
     same = [each for each in candidate.sightings if each.rule.id == rule.id]
-    telling = _who_fell(same, story) if rule.signature.culprit == "line" else same
+    if rule.signature.culprit == "others":
+        yield from _others(same, story)
+        return
     found: dict[object, Culprit] = {}
-    for seen in telling:
-        for each in _named(seen, story):
+    for telling in (_who_fell(same, story), same):
+        for each in (each for seen in telling for each in _named(seen, story)):
             found.setdefault((each.rank, each.host if each.rank is None else "", each.name), each)
+        if found:
+            break
     if not found and rule.signature.culprit == "line" and candidate.cls in _FALLS:
         found = {each.rank if each.rank is not None else each.host: each for each in fallen(story)}
     yield from _all_of(found.values(), story)
@@ -69,9 +73,24 @@ def _all_of(found: Iterable[Culprit], story: Story) -> list[Culprit]:
     return culprits
 
 
+def _others(same: Sequence[Sighting], story: Story) -> list[Culprit]:
+    """Who is known and does not say it: as many ranks as are said to be missing, else hosts with a file of their own."""
+    said = {story.rank(each) for each in same}
+    missing = [rank for rank in sorted(story.ranks) if rank not in said]
+    counts = {int(each.fields["size"]) - int(each.fields["joined"]) for each in same
+              if {"size", "joined"} <= each.fields.keys()}  # fmt: skip
+    if missing and None not in said and counts <= {len(missing)}:
+        return [_of_rank(rank, story) for rank in missing]
+    files = {each.source for each in same}
+    hosts = {reading.who.host for reading in story.readings if reading.who.host and reading.source not in files}
+    return [Culprit(None, host=each, name=each) for each in sorted(hosts)]
+
+
 def _who_fell(same: Sequence[Sighting], story: Story) -> list[Sighting]:
     """Of those who say the same only the ones that raised something, where some did: the others only warned."""
-    raised = {_key(who.over(reading.who)) for reading in story.readings for who, _, _ in reading.tracebacks} - {None}
+    if not same or same[0].rule.signature.culprit != "line":
+        return list(same)
+    raised = {_key(who) for who, _, _, _ in story.tracebacks} - {None}
     fell = [each for each in same if _key(each.who) in raised]
     return fell or list(same)
 
@@ -88,6 +107,12 @@ def _named(seen: Sighting, story: Story) -> Iterator[Culprit]:
         yield from speaker(seen, story)
         return
     groups = (said.group,) if isinstance(said.group, str) else said.group
+    if said.fact is not None:
+        for each in story.facts(said.fact):
+            for group in groups:
+                if each.fields.get(group):
+                    yield from _of_group(group, each.fields[group], each, story)
+        return
     for group in groups:
         value = seen.fields.get(group)
         if value:
@@ -109,8 +134,10 @@ def _of_group(group: str, value: str, seen: Sighting, story: Story) -> Iterator[
         )
     elif group in ("host", "address", "peer"):
         yield Culprit(None, host=story.alias(value), name=value)
-    else:
+    elif group == "device":
         yield Culprit(None, host=seen.who.host, name=value)
+    else:
+        yield Culprit(None, name=value)
 
 
 def speaker(seen: Sighting, story: Story) -> Iterator[Culprit]:

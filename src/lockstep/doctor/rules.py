@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from lockstep.doctor.literals import SHORTEST, literals
-from lockstep.doctor.schema import Condition, Knowledge, Signature
+from lockstep.doctor.schema import Condition, Culprit, Knowledge, Signature
 
 HOME = Path(__file__).parent / "knowledge"
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -173,6 +173,9 @@ def _check_references(rules: Rules) -> None:
                     raise BadRule(HOME, rule.id, key, f"there is no rule {name!r}")
                 if isinstance(each, Condition) and each.fact is not None and each.fact not in facts:
                     raise BadRule(HOME, rule.id, key, f"there is no fact {each.fact!r}; known are {sorted(facts)}")
+        culprit = rule.signature.culprit
+        if isinstance(culprit, Culprit) and culprit.fact is not None and culprit.fact not in facts:
+            raise BadRule(HOME, rule.id, "culprit", f"there is no fact {culprit.fact!r}; known are {sorted(facts)}")
         for name in rule.signature.explains:
             if name not in rules.by_id and name not in classes:
                 raise BadRule(HOME, rule.id, "explains", f"{name!r} is neither a rule nor a class with rules")

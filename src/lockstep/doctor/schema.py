@@ -66,6 +66,8 @@ class Culprit(_Model):
     """Who is to blame: what the groups of the pattern captured, or all who say such a line."""
 
     group: str | tuple[str, ...]
+    fact: str | None = None
+    """The groups are those of this fact's sightings in the same attempt: an interface that is set on another line."""
     all: bool = False
     """All groups that captured something, not the first of them."""
 
@@ -92,8 +94,8 @@ class Signature(_Model):
     unless: tuple[Condition | str, ...] = ()
     explains: tuple[str, ...] = ()
     """Classes or ids whose sightings are consequences of this one, whatever comes first in the files."""
-    culprit: Literal["line", "none"] | Culprit = "line"
-    """line: who says it (rank, else host)."""
+    culprit: Literal["line", "others", "none"] | Culprit = "line"
+    """line: who says it (rank, else host); others: the known ranks or hosts that do not say it."""
     collective: str | None = None
     """The operation that it shows, where there is no group `op`."""
     fact: str | None = None
@@ -120,7 +122,7 @@ class Signature(_Model):
         groups = {name for each in self.all_patterns for name in parsed(each).state.groupdict}
         if isinstance(self.culprit, Culprit):
             wanted = (self.culprit.group,) if isinstance(self.culprit.group, str) else self.culprit.group
-            for each in wanted:
+            for each in wanted if self.culprit.fact is None else ():
                 if each not in groups:
                     raise ValueError(f"culprit: the pattern has no group {each!r}, only {sorted(groups)}")
         if self.frames is not None and self.match != "exception":

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from lockstep.doctor.prefixes import Who
 from lockstep.doctor.sightings import Reading, Sighting, Tick
+from lockstep.doctor.tracebacks import Traceback
 
 TRAITS = {
     "ended_well": "the last attempt says that it is done, and nothing fatal came after that",
@@ -92,15 +93,28 @@ class Story:
 
     def survived(self, seen: Sighting) -> bool:
         """The same file shows steps made after it, by the same rank where ranks are known."""
-        counted = self._steps_after.get(seen.source)
+        return self._went_on(seen.source, seen.who.rank, seen.line)
+
+    def _went_on(self, source: int, rank: int | None, line: int) -> bool:
+        counted = self._steps_after.get(source)
         if counted is None:
             return False
-        for rank in (seen.who.rank, _ANYBODY):
-            lines, left = counted.get(rank, ((), ()))
-            at = bisect_right(lines, seen.line)
+        for each in (rank, _ANYBODY):
+            lines, left = counted.get(each, ((), ()))
+            at = bisect_right(lines, line)
             if at < len(lines):
                 return left[at] > _SURVIVED_STEPS
         return False
+
+    @cached_property
+    def tracebacks(self) -> list[tuple[Who, float | None, Traceback, Reading]]:
+        """Of the last attempt, those after which nobody went on."""
+        return [
+            (who.over(reading.who), when, traceback, reading)
+            for reading in self.readings for who, when, traceback in reading.tracebacks
+            if self.current(reading.source, traceback.number)
+            and not self._went_on(reading.source, who.rank, traceback.number)
+        ]  # fmt: skip
 
     @cached_property
     def ranks(self) -> frozenset[int]:
@@ -163,11 +177,9 @@ class Story:
     def places(self) -> Mapping[int, str]:
         """By rank, the line of the user's code that its first traceback ended in."""
         found: dict[int, str] = {}
-        for reading in self.readings:
-            for who, _, traceback in reading.tracebacks:
-                rank = who.over(reading.who).rank
-                if rank is not None and self.current(reading.source, traceback.number):
-                    found.setdefault(rank, traceback.where)
+        for who, _, traceback, _ in self.tracebacks:
+            if who.rank is not None:
+                found.setdefault(who.rank, traceback.where)
         return found
 
     @cached_property
@@ -209,7 +221,10 @@ class Story:
         if not done:
             return False
         bad = [each for each in self.failures + self.exceptions if self._ends(each)]
-        return not any(order(each) > order(done[0]) or each.source != done[0].source for each in bad)
+        if any(order(each) > order(done[0]) or each.source != done[0].source for each in bad):
+            return False
+        return not any(reading.source == done[0].source and traceback.number < done[0].line
+                       for _, _, traceback, reading in self.tracebacks)  # fmt: skip
 
     def _ends(self, seen: Sighting) -> bool:
         return seen.rule.signature.fact != "peer_lost" and _exit_code(seen) != 0 and not self.survived(seen)
@@ -227,7 +242,7 @@ class Story:
             found.add("ended_well")
         if len({(tick.epoch, tick.step) for tick in self.ticks}) > 1:
             found.add("progressed")
-        if not self.failures and not self.exceptions:
+        if not self.failures and not self.tracebacks:
             found.add("running")
         if timeouts:
             found.add("collective_timeout")
@@ -246,7 +261,7 @@ class Story:
                 found.add(name)
         if any(_exit_code(each) for each in self.facts("exit")):
             found.add("crashed")
-        if self.exceptions:
+        if self.tracebacks:
             found.add("exception")
         if len(self.ranks) <= 1:
             found.add("one_rank")

@@ -83,12 +83,10 @@ def candidates(story: Story) -> Iterator[Candidate]:
 def _raised(story: Story) -> Iterator[Candidate]:
     """The first exception that is neither a wait that ended nor a wrapper of another one."""
     found = [(when if when is not None else float("inf"), reading.source, traceback.number, who, traceback, reading)
-             for reading in story.readings for who, when, traceback in reading.tracebacks
-             if story.current(reading.source, traceback.number) and _own(traceback)]  # fmt: skip
+             for who, when, traceback, reading in story.tracebacks if _own(traceback)]  # fmt: skip
     if not found:
         return
-    _, _, _, who, traceback, reading = min(found, key=lambda each: each[:3])
-    said = who.over(reading.who)
+    _, _, _, said, traceback, reading = min(found, key=lambda each: each[:3])
     fact = Fact(traceback.text, file=reading.name, line=traceback.number)
     text = f"{f'Rank {said.rank}' if said.rank is not None else 'A process'} raised {traceback.type}"
     text += f" in {traceback.where}." if traceback.where else "."

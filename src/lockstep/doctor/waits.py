@@ -163,21 +163,16 @@ def _entered(story: Story, found: dict[int, Wait]) -> None:
 
 
 def _from_tracebacks(story: Story) -> Iterator[Wait]:
-    for reading in story.readings:
-        for who, when, traceback in reading.tracebacks:
-            if not story.current(reading.source, traceback.number):
-                continue
-            found = of_traceback(who, when, traceback, reading)
-            if found is not None and (found.operation or found.path):
-                yield found
+    for who, when, traceback, reading in story.tracebacks:
+        found = of_traceback(who, when, traceback, reading)
+        if found is not None and (found.operation or found.path):
+            yield found
 
 
 def operations(story: Story) -> Counter[str]:
     """Of all tracebacks, however they ended, the collectives that they were in."""
-    return Counter(
-        name for reading in story.readings for _, _, traceback in reading.tracebacks
-        if story.current(reading.source, traceback.number) and (name := operation(traceback.frames))
-    )  # fmt: skip
+    names = (operation(traceback.frames) for _, _, traceback, _ in story.tracebacks)
+    return Counter(name for name in names if name)
 
 
 def _plain(said: str) -> str:
