@@ -74,7 +74,7 @@ def _all_of(found: Iterable[Culprit], story: Story) -> list[Culprit]:
 
 
 def _others(same: Sequence[Sighting], story: Story) -> list[Culprit]:
-    """Who is known and does not say it: as many ranks as are said to be missing, else hosts with a file of their own."""
+    """Who is known and does not say it: as many ranks as are missing, else the hosts with a file of their own."""
     said = {story.rank(each) for each in same}
     missing = [rank for rank in sorted(story.ranks) if rank not in said]
     counts = {int(each.fields["size"]) - int(each.fields["joined"]) for each in same
