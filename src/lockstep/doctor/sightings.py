@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from lockstep.doctor import kinds, prefixes, stacks, tracebacks
 from lockstep.doctor.filter import Filter, groups
-from lockstep.doctor.lines import Page, numbered, shown, text
+from lockstep.doctor.lines import Page, count, numbered, shown, text
 from lockstep.doctor.prefixes import NOBODY, Who
 from lockstep.doctor.rules import Rule, Rules
 from lockstep.doctor.stacks import Stack
@@ -150,24 +150,23 @@ class Reader:
         return found
 
     def _head(self, page: Page) -> None:
-        for number, raw in numbered(Page(page.data, min(page.own, HEAD), 1, last=False)):
+        for number, raw in numbered(page, HEAD):
             self._window(number, text(raw))
 
     def _tail(self, recent: list[Page]) -> None:
         if not recent:
             return
         last = recent[-1]
-        self.reading.lines = last.first + last.data.count(b"\n", 0, last.own)
+        self.reading.lines = last.first + last.newlines
         left = TAIL
         windows: list[Page] = []
         for page in reversed(recent):
-            start = max(0, page.own - left, HEAD if page.first == 1 else 0)
-            if start >= page.own:
-                continue
-            start = 0 if not start else page.data.find(b"\n", start) + 1
-            data = page.data[start : page.own]
-            windows.append(Page(data, len(data), page.first + page.data.count(b"\n", 0, start), last=False))
-            left -= len(data)
+            start = max(0, len(page.data) - left, HEAD if page.first == 1 else 0)
+            start = page.data.find(b"\n", start - 1) + 1 if start else 0
+            if start < len(page.data):
+                data = page.data[start:]
+                windows.append(Page(data, page.first + page.newlines - count(data)))
+                left -= len(data)
             if left <= 0:
                 break
         for page in reversed(windows):
@@ -257,11 +256,11 @@ class Reader:
         said: list[tuple[int, str]] = []
         own = None
         misses = 0
-        at = start
-        while at < len(page.data) and len(said) < most and misses < 400:
-            end = page.data.find(b"\n", at)
-            end = len(page.data) if end < 0 else end
-            line = text(page.data[at:end])
+        data, at = page.onwards(start), 0
+        while at < len(data) and len(said) < most and misses < 400:
+            end = data.find(b"\n", at)
+            end = len(data) if end < 0 else end
+            line = text(data[at:end])
             if own is None:
                 line = line[_glued(line) :]
             part = prefixes.read(line, Clock())

@@ -66,7 +66,7 @@ def test_utf16_becomes_text() -> None:
 def test_a_page_sees_what_follows_it() -> None:
     blocks = [b"a\n" * 10, b"b\n" * 10, b"c\n" * 10]
     seen: list[Page] = list(pages(iter(blocks)))
-    assert [page.own for page in seen] == [20, 20, 20]
-    assert seen[0].data.startswith(b"a\n" * 10 + b"b\n")
+    assert [page.data for page in seen] == blocks
+    assert seen[0].onwards(16) == b"a\na\n" + b"b\n" * 10
     assert [page.first for page in seen] == [1, 11, 21]
-    assert [page.last for page in seen] == [False, False, True]
+    assert [page.newlines for page in seen] == [10, 10, 10]
