@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 
+from lockstep.doctor.ends import first_to_fall, of_rank
 from lockstep.doctor.judge import Candidate
 from lockstep.doctor.prefixes import Who
 from lockstep.doctor.sightings import Sighting
-from lockstep.doctor.story import Story, order
+from lockstep.doctor.story import Story
 from lockstep.watch.verdict import Culprit
 
 _MOST = 64
@@ -26,12 +27,12 @@ _SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|route
 _DRIVERS = re.compile(
     r"(?i)task_?runner|main_task|driver|entrypoint|raylet|gcs_server|autoscaler|apiserver|engine_?core$"
 )
-_TERMINATED = ("SIGTERM", "Terminated", "-15", "15", "143")
-_KILLED = ("SIGKILL", "Killed", "-9", "137", "Out Of Memory")
 
 
 def blamed(candidate: Candidate, story: Story) -> tuple[Culprit, ...]:
     """All who are at fault, as far as the logs tell; empty where they do not."""
+    if candidate.cls in ("benign", "unknown"):
+        return ()
     if candidate.culprits is not None:
         found = [_plain(each, story) for each in candidate.culprits]
     else:
@@ -42,7 +43,7 @@ def blamed(candidate: Candidate, story: Story) -> tuple[Culprit, ...]:
 def _plain(who: int | str | Culprit, story: Story) -> Culprit:
     if isinstance(who, Culprit):
         return who
-    return _of_rank(who, story) if isinstance(who, int) else Culprit(None, name=who)
+    return of_rank(who, story) if isinstance(who, int) else Culprit(None, name=who)
 
 
 def _of_sightings(candidate: Candidate, story: Story) -> Iterator[Culprit]:
@@ -60,7 +61,7 @@ def _of_sightings(candidate: Candidate, story: Story) -> Iterator[Culprit]:
         if found:
             break
     if not found and rule.signature.culprit == "line" and candidate.cls in _FALLS:
-        found = {each.rank if each.rank is not None else each.host: each for each in fallen(story)}
+        found = {each.rank if each.rank is not None else each.host: each for each in first_to_fall(story)}
     yield from _all_of(found.values(), story)
 
 
@@ -69,7 +70,7 @@ def _all_of(found: Iterable[Culprit], story: Story) -> list[Culprit]:
     culprits = list(found)
     unknown = [each for each in culprits if each.rank is None and each.name == str(each.pid)]
     if unknown and len(unknown) == len(culprits) == len(story.ranks):
-        return [_of_rank(rank, story) for rank in sorted(story.ranks)]
+        return [of_rank(rank, story) for rank in sorted(story.ranks)]
     return culprits
 
 
@@ -80,7 +81,7 @@ def _others(same: Sequence[Sighting], story: Story) -> list[Culprit]:
     counts = {int(each.fields["size"]) - int(each.fields["joined"]) for each in same
               if {"size", "joined"} <= each.fields.keys()}  # fmt: skip
     if missing and None not in said and counts <= {len(missing)}:
-        return [_of_rank(rank, story) for rank in missing]
+        return [of_rank(rank, story) for rank in missing]
     files = {each.source for each in same}
     hosts = {reading.who.host for reading in story.readings if reading.who.host and reading.source not in files}
     return [Culprit(None, host=each, name=each) for each in sorted(hosts)]
@@ -126,11 +127,11 @@ def _named(seen: Sighting, story: Story) -> Iterator[Culprit]:
 def _of_group(group: str, value: str, seen: Sighting, story: Story) -> Iterator[Culprit]:
     if group == "rank" or (group == "peer" and re.fullmatch(r"[\d, ]+", value)):
         for number in re.findall(r"\d+", value):
-            yield _of_rank(int(number), story)
+            yield of_rank(int(number), story)
     elif group == "pid":
         rank = story.rank_of_pid.get(int(value)) if value.isdigit() else None
         yield (
-            _of_rank(rank, story) if rank is not None else Culprit(None, host=seen.who.host, pid=int(value), name=value)
+            of_rank(rank, story) if rank is not None else Culprit(None, host=seen.who.host, pid=int(value), name=value)
         )
     elif group in ("host", "address", "peer"):
         yield Culprit(None, host=story.alias(value), name=value)
@@ -149,7 +150,7 @@ def speaker(seen: Sighting, story: Story) -> Iterator[Culprit]:
     remote = seen.fields.get("ip", "")
     role = "" if _DRIVERS.search(seen.who.role) else seen.who.role
     if rank is not None:
-        known = _of_rank(rank, story)
+        known = of_rank(rank, story)
         yield replace(known, where=where or known.where, role=seen.who.role, pid=seen.who.pid)
     elif remote or node:
         yield Culprit(None, host=story.alias(remote or node), name=remote or node, where=where, role=role)
@@ -162,29 +163,3 @@ def speaker(seen: Sighting, story: Story) -> Iterator[Culprit]:
         yield Culprit(None, name=name, role=name, where=where)
     elif role:
         yield Culprit(None, name=role, role=role, where=where, pid=seen.who.pid)
-
-
-def _of_rank(rank: int, story: Story) -> Culprit:
-    return Culprit(rank, host=story.hosts.get(rank, ""), where=story.places.get(rank, ""))
-
-
-def fallen(story: Story) -> Iterator[Culprit]:
-    """Who ended first with a fault of its own: killed ones before others, those that the launcher ended never."""
-    exits = [each for each in story.facts("exit") if not _ended_by_launcher(each)]
-    killed = [each for each in exits if _code(each) in _KILLED]
-    first = killed or sorted(story.facts("first_failure"), key=order)[:1] or exits[:1]
-    for each in first:
-        task = each.fields.get("task", "")
-        rank = int(task) if task.isdigit() else story.rank(each)
-        if rank is not None:
-            yield replace(_of_rank(rank, story), host=story.hosts.get(rank, each.fields.get("host", "")))
-        elif each.fields.get("host"):
-            yield Culprit(None, host=each.fields["host"], name=each.fields["host"])
-
-
-def _code(seen: Sighting) -> str:
-    return seen.fields.get("signal") or seen.fields.get("code", "")
-
-
-def _ended_by_launcher(seen: Sighting) -> bool:
-    return _code(seen) in (*_TERMINATED, "0", "")

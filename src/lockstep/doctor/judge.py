@@ -70,6 +70,7 @@ def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
         candidates[each.cls] = each if known is None else _joined(known, each)
     if all(each.weight < DECIDED for each in candidates.values()):
         _last_resort(story, [each for each in held if each.rule.signature.role == "victim"], candidates)
+    _specific(candidates)
     _first_counts(candidates)
     _healthy(story, [each for each in held if each.rule.signature.role == "healthy"], candidates)
     ranked = sorted(candidates.values(), key=lambda each: (-each.weight, each.first))
@@ -132,6 +133,18 @@ def _joined(one: Candidate, other: Candidate) -> Candidate:
                      other.culprits if one.culprits is None else one.culprits,
                      one.collective or other.collective, one.explanation or other.explanation,
                      [*one.facts, *other.facts])  # fmt: skip
+
+
+def _specific(candidates: Mapping[str, Candidate]) -> None:
+    """That a rank raised something says less than what it raised."""
+    general = candidates.get("rank_exception_masked")
+    if general is None:
+        return
+    places = {(fact.file, fact.line) for fact in general.facts} | {(e.file, e.line) for e in general.sightings}
+    for each in candidates.values():
+        if each is not general and any((seen.file, seen.line) in places for seen in each.sightings):
+            general.weight *= LATER
+            return
 
 
 def _first_counts(candidates: Mapping[str, Candidate]) -> None:

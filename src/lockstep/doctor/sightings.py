@@ -27,6 +27,8 @@ _BACK = 12
 """Lines before a line without a time in which one is looked for."""
 
 _GLUED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
+_CODE = "    "
+"""Source in a traceback: `if step == 11` is no counter."""
 PROGRESS = re.compile(
     r"(?:\"(?:step|iteration|global_step|it)\": ?|\b(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration|Iter"
     r"|STEP|update|batch|Batch|it)(?:s)?[ =:#\[(]{1,4})(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
@@ -185,7 +187,7 @@ class Reader:
         if who:
             found.speakers[who] = number
         when = said.when if said.when is not None else self._stamp[1] if self._stamp else None
-        for tick in _ticks(line):
+        for tick in () if line.startswith(_CODE, said.at) else _ticks(line):
             rank = who if who.rank is not None else _with_rank(who, prefixes.mentioned(line))
             found.ticks.append(Tick(rank.over(found.who), number, when, *tick))
         if line.strip():

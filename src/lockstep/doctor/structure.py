@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from lockstep.doctor.ends import by_signal, first_to_fall
 from lockstep.doctor.judge import Candidate
 from lockstep.doctor.sightings import Said
 from lockstep.doctor.story import Story, steps_by_rank
@@ -67,6 +68,7 @@ def candidates(story: Story) -> Iterator[Candidate]:
     yield from _raised(story)
     seen = scene(story)
     if not seen.timed_out:
+        yield from _left(seen)
         return
     behind = _behind(seen)
     groups = _places(seen)
@@ -115,6 +117,22 @@ def _mismatched(story: Story) -> Iterator[Candidate]:
         yield Candidate("uneven_data", 0.7, list(said), tuple(ranks), operation)
     else:
         yield Candidate("rank_divergent_branch", 0.8, list(said), tuple(ranks), operation)
+
+
+def _left(seen: Scene) -> Iterator[Candidate]:
+    """Nobody timed out, some lost a peer: who is known and says nothing has left."""
+    lost = [each for each in seen.waits.values() if each.lost]
+    if not lost or any(_own(traceback) for _, _, traceback, _ in seen.story.tracebacks):
+        return
+    gone = [each for each in first_to_fall(seen.story) if each.rank is not None and each.rank not in seen.waits]
+    ranks = tuple(each.rank for each in gone if each.rank is not None)
+    if ranks and not by_signal(seen.story):
+        text = f"{_spoken(ranks)} ended first, without a word; the others lost the connection to it."
+        yield Candidate("rank_exception_masked", 0.5, [], tuple(gone), lost[0].operation, text, _facts(seen, ()))
+    elif not ranks and seen.absent and len(seen.absent) <= len(lost):
+        facts = [_fact_of(seen, rank) for rank in seen.absent[:3] if _last_words(seen.story, rank)]
+        text = f"{_spoken(seen.absent)} left while the others were still in {lost[0].operation or 'a collective'}."
+        yield Candidate("uneven_data", 0.45, [], seen.absent, lost[0].operation, text, facts + _facts(seen, ()))
 
 
 def _behind(seen: Scene) -> tuple[int, ...]:
@@ -284,6 +302,7 @@ def _fact_of(seen: Scene, rank: int) -> Fact:
 
 def _facts(seen: Scene, ranks: Sequence[int]) -> list[Fact]:
     shown = [seen.waits[rank] for rank in ranks if rank in seen.waits] or seen.timed_out[:2]
+    shown = shown or list(seen.waits.values())[:2]
     return [Fact(each.text, file=each.file, line=each.line) for each in shown[:4]]
 
 
