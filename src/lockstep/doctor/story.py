@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from lockstep.doctor.attempts import last_start, old_sources
 from lockstep.doctor.prefixes import Who
 from lockstep.doctor.sightings import Reading, Sighting, Tick
 from lockstep.doctor.tracebacks import Traceback
@@ -33,7 +34,8 @@ TRAITS = {
 }
 """What `story:` in a condition may ask for."""
 
-_RUN_FOLDER = re.compile(r"(?:^|/)(?:run|attempt|try|restart|job)[_-]?0*(\d+)(?=/)")
+_LASTING = ("gpu_hardware_fault",)
+"""Classes that the next attempt has too when it gets the same hosts."""
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _MOST_RANKS = 100_000
 _SURVIVED_STEPS = 2
@@ -311,36 +313,15 @@ def _exit_code(seen: Sighting) -> int | None:
 
 def tell(readings: Sequence[Reading]) -> Story:
     """The story of all that was read."""
-    old = _old_sources(readings)
-    starts = {each.source: _last_start(each) for each in readings if each.source not in old}
+    old = old_sources(readings)
+    starts = {each.source: last_start(each) for each in readings if each.source not in old}
     story = Story(readings, starts=starts, old=old)
     for reading in readings:
         for each in reading.sightings:
-            (story.sightings if story.current(each.source, each.line) else story.earlier).append(each)
+            current = story.current(each.source, each.line) or each.rule.cls in _LASTING
+            (story.sightings if current else story.earlier).append(each)
     story.sightings.sort(key=order)
     return story
-
-
-def _old_sources(readings: Sequence[Reading]) -> frozenset[int]:
-    """Of folders such as `run_001` and `run_002` all but the last."""
-    numbers = {each.source: int(found[1]) for each in readings if (found := _RUN_FOLDER.search(each.name))}
-    if len(set(numbers.values())) < 2:
-        return frozenset()
-    last = max(numbers.values())
-    return frozenset(source for source, number in numbers.items() if number < last)
-
-
-_ENDS = ("exit", "crash", "cancelled", "done")
-
-
-def _last_start(reading: Reading) -> int:
-    """The line on which the last attempt in one file begins: marks of a start after a failure or an end."""
-    failures = [each.line for each in reading.sightings if each.rule.signature.fact in _ENDS]
-    begin = 0
-    for each in reading.sightings:
-        if each.rule.signature.fact == "attempt" and any(begin <= line < each.line for line in failures):
-            begin = each.line
-    return begin
 
 
 def steps_by_rank(ticks: Iterable[Tick]) -> Mapping[int, Tick]:

@@ -28,7 +28,7 @@ def test_only_the_last_attempt_counts(tmp_path: Path) -> None:
     verdict = judged(
         tmp_path,
         run_001__driver=[*steps(0, 5), *raised(0, _OOM)],
-        run_002__driver=[*steps(0, 5), *raised(0, "OSError: [Errno 98] Address already in use")],
+        run_002__driver=[*steps(0, 5, 100), *raised(0, "OSError: [Errno 98] Address already in use")],
     )
     assert verdict.cause == "port_in_use"
 
@@ -113,3 +113,22 @@ def test_dumps_and_logs_give_one_verdict(tmp_path: Path) -> None:
     assert verdict.cause == "rank_exception_masked" and verdict.culprits[0].rank == 2
     assert verdict.collective is not None and verdict.collective.seq == 7
     assert "dumps" in verdict.explanation
+
+
+def test_folders_that_number_something_else_are_one_attempt(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        run_1__driver=[*steps(0, 50), *raised(0, "OSError: [Errno 98] Address already in use")],
+        run_2__driver=[*steps(1, 50)],
+    )
+    assert verdict.cause == "port_in_use"
+
+
+def test_a_job_that_was_submitted_again(tmp_path: Path) -> None:
+    first = ["Job started on host a", *steps(0, 5), *raised(0, _OOM)]
+    second = ["Job started on host a", *steps(0, 5, 100), *raised(0, "OSError: [Errno 98] Address already in use")]
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / "slurm-100.out").write_text("\n".join(first))
+    (folder / "slurm-101.out").write_text("\n".join(second))
+    assert explain([str(folder)]).verdict.cause == "port_in_use"
