@@ -3,7 +3,7 @@
 import typer
 
 from lockstep import __version__
-from lockstep.cli import explain, report, tiny, top, train, watch
+from lockstep.cli import check, explain, report, tiny, top, train, watch
 
 app = typer.Typer(
     name="lockstep",
@@ -29,6 +29,7 @@ def main(
 
 app.command("train")(train.command)
 app.command("tiny")(tiny.command)
+app.command("check")(check.command)
 app.command("watch")(watch.command)
 app.command("top")(top.command)
 app.command("report")(report.command)
