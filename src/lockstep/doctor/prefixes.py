@@ -65,6 +65,7 @@ _PREFIX = re.compile(
     r"|\[[IWEF](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: \d+)? [\w./-]+:\d+\]"
     r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
     r"|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]+:\d+\]"
+    r"|r(?P<short>\d{1,5}) (?=\w+ [DIWEC] )|(?:worker|rank|Rank|stage|process) (?P<named>\d{1,5}):(?= )"
     r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
     r"|\[[\w.]{2,40}\](?=\[|\s-\s|\s\[)|- (?=\[)"
     r")"
@@ -129,7 +130,8 @@ def read(line: str, clock: Clock) -> Said:
 
 def _merged(who: Who, found: re.Match[str]) -> Who:
     """What one prefix adds."""
-    rank = found["rank"] or found["mpi"] or found["arank"] or found["slurm"] or found["sky"] or found["srank"]
+    names = ("rank", "mpi", "arank", "slurm", "sky", "srank", "short", "named")
+    rank = next((found[name] for name in names if found[name]), None)
     if rank is not None and who.rank is None:
         who = replace(who, rank=int(rank))
     host = found["ip"] or found["dip"] or found["bracket"] or found["pdsh"] or found["nhost"] or found["khost"]

@@ -26,6 +26,8 @@ LAST = 12
 _BACK = 12
 """Lines before a line without a time in which one is looked for."""
 
+_SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
+"""What torch.multiprocessing.spawn puts before the traceback of a process."""
 _GLUED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
 _CODE = "    "
 """Source in a traceback: `if step == 11` is no counter."""
@@ -241,6 +243,9 @@ class Reader:
         if found is None or len(self.reading.tracebacks) >= PER_RULE:
             return
         when = self._before(page, start) if when is None else when
+        spawned = _SPAWNED.match(text(page.data[page.data.rfind(b"\n", 0, max(0, start - 1)) + 1 : start]))
+        if spawned and who.rank is None:
+            who = _with_rank(who, int(spawned["rank"]))
         self.reading.tracebacks.append((who, when, found))
         whole = f"{found.type}: {found.message}"
         frames = "\n".join(str(each) for each in found.frames)

@@ -59,7 +59,8 @@ def scene(story: Story) -> Scene:
             heard |= {rank for rank in reading.said if rank is not None}
             heard |= {tick.who.rank for tick in reading.ticks if tick.who.rank is not None}
     raised = {story.rank(each) for each in story.exceptions}
-    return Scene(story, found, tuple(sorted(heard - set(found) - raised)))
+    named = {int(rank) for each in story.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
+    return Scene(story, found, tuple(sorted(named or heard - set(found) - raised)))
 
 
 def candidates(story: Story) -> Iterator[Candidate]:
