@@ -84,6 +84,10 @@ class Story:
         return [tick for reading in self.readings if reading.source not in self.old for tick in reading.ticks
                 if tick.line >= self.starts.get(reading.source, 0)]  # fmt: skip
 
+    def ticks_of(self, source: int) -> list[Tick]:
+        """Counters in one file."""
+        return next((reading.ticks for reading in self.readings if reading.source == source), [])
+
     @cached_property
     def _steps_after(self) -> Mapping[int, Mapping[int | None, tuple[list[int], list[int]]]]:
         """By source and rank, the lines with a counter, and how many different ones stand on each and after it."""

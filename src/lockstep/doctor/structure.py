@@ -31,6 +31,11 @@ _WRAPPERS = re.compile(
 _LATER = re.compile(r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of")
 
 
+_BEGUN = (
+    ("checkpoint", "checkpoint_timeout"), ("preparing", "slow_rank_preprocess"),
+    ("generating", "slow_collective_timeout"), ("checkpoint_done", ""),
+)  # fmt: skip
+"""Facts, and the class that each argues for; none for what is over."""
 _A_PAIR = 2
 _MACHINERY = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
 """Lines of threads that speak while the rank itself is stuck."""
@@ -81,6 +86,7 @@ def candidates(story: Story) -> Iterator[Candidate]:
         yield from _did_not_come(seen)
     elif len(seen.waits) > 1:
         yield from _all_in_one_place(seen)
+    yield from _begun(seen)
 
 
 def _raised(story: Story) -> Iterator[Candidate]:
@@ -285,6 +291,25 @@ def _all_in_one_place(seen: Scene) -> Iterator[Candidate]:
             hosts = sorted(set(seen.story.hosts.values()))
             yield Candidate("network_blocked", 0.5, [], tuple(hosts) if len(hosts) == _A_PAIR else (), first.operation,
                             text, facts)  # fmt: skip
+
+
+def _begun(seen: Scene) -> Iterator[Candidate]:
+    """What was begun before the time-out and after the last step that was made: it may be what took so long."""
+    story, first = seen.story, min((each for each in seen.timed_out), key=lambda each: (each.ended or 0.0, each.line))
+    source = next((reading.source for reading in story.readings if reading.name == first.file), -1)
+    ticks = [tick.line for tick in story.ticks_of(source) if tick.line < first.line]
+    last = max(ticks, default=0)
+    found = [
+        (each.line, cls, each)
+        for name, cls in _BEGUN for each in story.facts(name)
+        if each.source == source and last <= each.line < first.line
+    ]  # fmt: skip
+    if not found:
+        return
+    _, cls, each = max(found, key=lambda one: one[0])
+    text = "The last thing that was begun before the time-out: " + each.text[:120]
+    if cls:
+        yield _candidate(cls, 0.4, (), first, text, [Fact(each.text, file=each.file, line=each.line)])
 
 
 def _last_words(story: Story, rank: int) -> list[Said]:
