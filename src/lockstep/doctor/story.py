@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from lockstep.doctor.attempts import last_start, old_sources
 from lockstep.doctor.prefixes import Who
@@ -202,6 +203,10 @@ class Story:
         pid = seen.fields.get("pid") or seen.who.pid
         return self.rank_of_pid.get(int(pid)) if pid is not None and str(pid).isdigit() else None
 
+    def said_by(self, seen: Sighting) -> int | None:
+        """Who says it: what follows `Rank` in the middle of a line of c10d counts in its group, not in the job."""
+        return seen.who.rank if seen.who.rank is not None else self.rank(seen)
+
     @cached_property
     def timeouts(self) -> list[Timeout]:
         found = []
@@ -209,8 +214,8 @@ class Story:
             said = each.fields
             numbers = {key: float(said[key]) if said.get(key) else None for key in ("ran_ms", "timeout_ms")}
             found.append(Timeout(
-                Who(self.rank(each), each.who.host, each.who.role, each.who.pid), said.get("op", "").lower(),
-                int(said["seq"]) if said.get("seq") else None, int(said["numel"]) if said.get("numel") else None,
+                Who(self.said_by(each), each.who.host, each.who.role, each.who.pid), said.get("op", "").lower(),
+                int(said["seq"]) if said.get("seq") else None, _elements(said),
                 numbers["ran_ms"], numbers["timeout_ms"], each))  # fmt: skip
         return found
 
@@ -303,6 +308,13 @@ def _counted(ticks: Sequence[Tick]) -> dict[int | None, tuple[list[int], list[in
 def order(seen: Sighting) -> tuple[float, int, int]:
     """By time; what has none stands last among the sources, in the order of lines."""
     return seen.when if seen.when is not None else float("inf"), seen.source, seen.line
+
+
+def _elements(said: Mapping[str, str]) -> int | None:
+    if said.get("numel"):
+        return int(said["numel"])
+    sizes = re.findall(r"\d+", said.get("shape", ""))
+    return prod(map(int, sizes)) if sizes else None
 
 
 def _network(address: str) -> str:

@@ -117,8 +117,9 @@ def _mismatched(story: Story) -> Iterator[Candidate]:
     said = story.facts("mismatch")
     if not said:
         return
-    operations = {each.fields.get("op", "") for each in said}
-    ranks = sorted({int(each.fields["rank"]) for each in said if each.fields.get("rank")})
+    operations = {each.fields[key] for each in said for key in ("op", "peer_op") if key in each.fields}
+    first = [each for each in said if each.fields.get("peer_seq", each.fields.get("seq")) == each.fields.get("seq")]
+    ranks = sorted({int(each.fields["rank"]) for each in first or said if each.fields.get("rank")})
     operation = said[0].fields.get("op", "").lower()
     if len(operations) == 1:
         yield Candidate("uneven_data", 0.7, list(said), tuple(ranks), operation)
@@ -151,7 +152,7 @@ def _behind(seen: Scene) -> tuple[int, ...]:
     states = seen.story.facts("work_state")
     groups = {each.fields.get("pg") for each in states if each.fields.get("seq")}
     for each in states:
-        rank = seen.story.rank(each)
+        rank = seen.story.said_by(each)
         if rank is not None and (not groups or each.fields.get("pg") in groups):
             last[rank] = max(last.get(rank, -1), int(each.fields["enqueued"]))
     late = tuple(sorted(rank for rank, number in last.items() if 0 <= number < wanted))

@@ -156,7 +156,7 @@ def _entered(story: Story, found: dict[int, Wait]) -> None:
     if first is None or first.seq is None:
         return
     for each in story.facts("work_state"):
-        rank, said = story.rank(each), each.fields
+        rank, said = story.said_by(each), each.fields
         if rank is not None and rank not in found and int(said["completed"]) < first.seq <= int(said["enqueued"]):
             found[rank] = Wait(rank, each.who, first.operation, (), True, False, first.seq, first.numel, first.started,
                                each.when, each.file, each.line, each.text)  # fmt: skip
