@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from lockstep.watch.verdict import SURE, Alternative, Collective, Fact, Kind, Le
 
 EVIDENCE = 8
 _SHORTEST = 4
+_OF_RULE, _FIRST, _VICTIMS = 3, 4, 2
 _NO_FAULT = ("unknown", "benign")
 _KINDS = {
     "uneven_data": Kind.MISMATCH, "rank_divergent_branch": Kind.MISMATCH, "zero3_generate_desync": Kind.MISMATCH,
@@ -125,18 +126,26 @@ def _collective(best: Candidate, story: Story) -> Collective | None:
 
 
 def _evidence(best: Candidate, story: Story) -> tuple[Fact, ...]:
-    """The strongest lines, one for each speaker and rule, then what the victims say."""
-    chosen: dict[tuple[str, int], Sighting] = {}
-    rules: dict[str, int] = {}
-    for each in [*best.sightings, *story.failures[:3]] if best.cls != "benign" else best.sightings:
-        if rules.get(each.rule.id, 0) < 3 and (each.file, each.line) not in chosen and len(each.text) >= _SHORTEST:
-            chosen[each.file, each.line] = each
-            rules[each.rule.id] = rules.get(each.rule.id, 0) + 1
-    lines = [Fact(each.text, file=each.file, line=each.line) for each in chosen.values()]
-    own = [each for each in best.facts if (each.file, each.line) not in chosen and len(each.text) >= _SHORTEST]
-    if best.sightings:
-        return (*lines[:2], *own[:4], *lines[2:])[:EVIDENCE]
-    return (*own[:6], *lines)[:EVIDENCE]
+    """What shows it, those who are to blame first, then what shows the structure, then what the first victims say."""
+    blame = {each.rank for each in blamed(best, story)} - {None}
+    own = [each for each in best.facts if len(each.text) >= _SHORTEST]
+    shown = _lines(sorted(best.sightings, key=lambda each: story.rank(each) not in blame) if blame else best.sightings)
+    victims = [each for each in story.failures if each.rule.signature.fact != "cancelled"]
+    last = _lines(victims[:_VICTIMS]) if best.cls != "benign" else []
+    first = [*own[:_FIRST], *shown[:_FIRST]] if best.culprits else [*shown[:_FIRST], *own[:_FIRST]]
+    kept = {(each.file, each.line): each for each in [*first, *shown[_FIRST:], *own[_FIRST:], *last]}
+    return tuple(kept.values())[:EVIDENCE]
+
+
+def _lines(sightings: Iterable[Sighting]) -> list[Fact]:
+    """Of each rule a few lines."""
+    rules: Counter[str] = Counter()
+    found = []
+    for each in sightings:
+        rules[each.rule.id] += 1
+        if rules[each.rule.id] <= _OF_RULE and len(each.text) >= _SHORTEST:
+            found.append(Fact(each.text, file=each.file, line=each.line))
+    return found
 
 
 def filled(text: str, fields: dict[str, str]) -> str:

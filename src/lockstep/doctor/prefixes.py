@@ -171,6 +171,7 @@ def of_file(name: str) -> tuple[Who, int | None]:
     return Who(host=_host_in(stem, last)), int(node["node"]) if node else None
 
 
+_NUMBERED = re.compile(r"(?:(?:global|local)_?)?(?:rank|proc|process|stage|r|trainer)[_.-]?\d+$", re.IGNORECASE)
 _RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
 """Names that experiment trackers and schedulers make up."""
 
@@ -181,7 +182,7 @@ def _host_in(stem: str, last: str) -> str:
     last = _TOOLS.sub("", last)
     found = _FILE_HOST.search(last)
     if found:
-        return found["host"]
+        return "" if _NUMBERED.match(found["host"]) else found["host"]
     parent = PurePosixPath(stem).parent.name
     found = _FILE_HOST.match(parent) if parent else None
     return found["host"] if found else ""

@@ -5,10 +5,13 @@ import gzip
 import io
 import lzma
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.doctor.sources import Gathered, NoSuchPath, Source, blocks, gather
 
@@ -99,3 +102,29 @@ def test_what_is_not_there_is_refused() -> None:
 
 def test_standard_input() -> None:
     assert gather(["-"]).sources == [Source("stdin", None)]
+
+
+_PACKS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(
+        st.lists(st.sampled_from(["a", "rank3", "x.y", "ü"]), min_size=1, max_size=3).map("/".join),
+        st.tuples(st.binary(max_size=200), st.sampled_from(sorted(_PACKS))),
+        max_size=6,
+    )
+)
+def test_any_tree_of_files_comes_out_as_it_was_put_in(tree: dict[str, tuple[bytes, str]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        expected = {}
+        for name, (data, pack) in tree.items():
+            path = Path(folder) / (name + ".log" + pack)
+            if any(parent.is_file() for parent in path.parents):
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_PACKS[pack](data))
+            expected[name + ".log" + pack] = data
+        found = gather([folder])
+        assert _all(found) == expected
+        assert not found.gaps
