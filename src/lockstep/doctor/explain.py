@@ -77,7 +77,8 @@ def explain(
 def read(found: Gathered, rules: Rules) -> list[Reading]:
     """All sources, one after the other."""
     prefilter = Filter([*rules.by_literal, START])
-    readings = [Reader(rules, prefilter, source.name, number).read(pages(blocks(source, found.gaps)))
+    many = len(found.sources)
+    readings = [Reader(rules, prefilter, source.name, number, many).read(pages(blocks(source, found.gaps)))
                 for number, source in enumerate(found.sources)]  # fmt: skip
     date(readings)
     return readings

@@ -128,28 +128,29 @@ def read(line: str, clock: Clock) -> Said:
     return Said(who, at, clock.read(line))
 
 
+_RANKS = ("rank", "mpi", "arank", "slurm", "sky", "srank", "short", "named")
+_HOSTS = ("ip", "dip", "bracket", "pdsh", "nhost", "khost")
+
+
 def _merged(who: Who, found: re.Match[str]) -> Who:
     """What one prefix adds."""
-    names = ("rank", "mpi", "arank", "slurm", "sky", "srank", "short", "named")
-    rank = next((found[name] for name in names if found[name]), None)
-    if rank is not None and who.rank is None:
-        who = replace(who, rank=int(rank))
-    host = found["ip"] or found["dip"] or found["bracket"] or found["pdsh"] or found["nhost"] or found["khost"]
-    if host and not who.host:
-        who = replace(who, host=host)
-    role = found["actor"] or found["daemon"]
-    if role and not who.role:
-        who = replace(who, role=role)
+    if found.lastindex is None:
+        return who
+    rank, host, role, pid, local = who.rank, who.host, who.role, who.pid, who.local
+    if rank is None:
+        number = next((found[name] for name in _RANKS if found[name]), None)
+        rank = None if number is None else int(number)
+    host = host or next((found[name] for name in _HOSTS if found[name]), "")
+    said = found["actor"] or found["daemon"]
+    if said and not role:
+        role = said
         worker = _WORKER.match(role)
-        if worker and who.rank is None:
-            who = replace(who, rank=int(worker["n"]))
-    pid = found["pid"] or found["npid"]
-    if pid and who.pid is None:
-        who = replace(who, pid=int(pid))
-    local = found["dev"] or found["blocal"]
-    if local and who.local is None and not local.startswith("-"):
-        who = replace(who, local=int(local))
-    return who
+        rank = int(worker["n"]) if worker and rank is None else rank
+    process = found["pid"] or found["npid"]
+    pid = int(process) if process and pid is None else pid
+    device = found["dev"] or found["blocal"]
+    local = int(device) if device and local is None and not device.startswith("-") else local
+    return Who(rank, host, role, pid, local)
 
 
 def mentioned(line: str) -> int | None:

@@ -17,7 +17,10 @@ from lockstep.doctor.tracebacks import Traceback
 
 HEAD = 512 << 10
 TAIL = 1 << 20
-"""Bytes at both ends of a source of which each line is looked at, for counters and times."""
+"""Bytes at both ends of a source of which each line is looked at, for counters and times: some 15 us each."""
+LEAST = 4 << 10
+LOOKED_AT = 16 << 20
+"""Of all sources together; of many each has a smaller part, `LEAST` at the least."""
 PER_SPEAKER = 12
 """Sightings of one rule by one speaker that are kept from the start; of later ones the last."""
 PER_RULE = 2_000
@@ -29,6 +32,7 @@ _BACK = 12
 _SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 """What torch.multiprocessing.spawn puts before the traceback of a process."""
 _GLUED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
+_DIGIT = re.compile(r"\d")
 _CODE = "    "
 """Source in a traceback: `if step == 11` is no counter."""
 PROGRESS = re.compile(
@@ -108,7 +112,7 @@ class Reading:
     tracebacks: list[tuple[Who, float | None, Traceback]] = field(default_factory=list)
     speakers: dict[Who, int] = field(default_factory=dict)
     """Who speaks, and the last line in which."""
-    said: dict[int | None, deque["Said"]] = field(default_factory=dict)
+    said: dict[int | None, list["Said"]] = field(default_factory=dict)
     """By rank, its last lines."""
     stacks: list[Stack] = field(default_factory=list)
     dated: bool = False
@@ -120,14 +124,19 @@ class Reading:
 class Reader:
     """Reads one source."""
 
-    def __init__(self, rules: Rules, prefilter: Filter, name: str, source: int) -> None:
+    def __init__(self, rules: Rules, prefilter: Filter, name: str, source: int, sources: int = 1) -> None:
+        """`sources` are all that there are."""
         self._rules, self._filter = rules, prefilter
+        share = LOOKED_AT // max(1, sources)
+        self._head_bytes = min(HEAD, max(LEAST, share // 3))
+        self._tail_bytes = min(TAIL, max(LEAST, share * 2 // 3))
         who, node = prefixes.of_file(name)
         self.reading = Reading(name, source, who, node)
         self._kind = "log"
         self._clock = Clock()
         self._kept: Counter[tuple[str, Who]] = Counter()
         self._latest: dict[tuple[str, Who], Sighting] = {}
+        self._said: dict[int | None, deque[tuple[int, float | None, str]]] = {}
         self._stamp: tuple[int, float] | None = None
         self._skip_to: dict[Who, int] = {}
 
@@ -139,8 +148,8 @@ class Reader:
                 self._kind = kinds.of_file(self.reading.name, head[:4096])
                 self._clock.year = year_in(head)
                 if self._kind == "stack":
-                    lines = ((number, text(raw)) for number, raw in numbered(page))
-                    self.reading.stacks += stacks.read(lines, self.reading.who, self.reading.name)
+                    whole = ((number, text(raw)) for number, raw in numbered(page))
+                    self.reading.stacks += stacks.read(whole, self.reading.who, self.reading.name)
                 self._head(page)
             for number, start, end in self._filter.candidates(page):
                 self._candidate(page, number, start, end)
@@ -151,10 +160,12 @@ class Reader:
         found.sightings += [each for each in self._latest.values() if id(each) not in kept]
         found.sightings.sort(key=lambda each: each.line)
         found.dated = bool(self._clock.year)
+        for rank, lines in self._said.items():
+            found.said[rank] = [Said(number, when, shown(line, line.rfind("\r") + 1)) for number, when, line in lines]
         return found
 
     def _head(self, page: Page) -> None:
-        for number, raw in numbered(page, HEAD):
+        for number, raw in numbered(page, self._head_bytes):
             self._window(number, text(raw))
 
     def _tail(self, recent: list[Page]) -> None:
@@ -162,10 +173,10 @@ class Reader:
             return
         last = recent[-1]
         self.reading.lines = last.first + last.newlines
-        left = TAIL
+        left = self._tail_bytes
         windows: list[Page] = []
         for page in reversed(recent):
-            start = max(0, len(page.data) - left, HEAD if page.first == 1 else 0)
+            start = max(0, len(page.data) - left, self._head_bytes if page.first == 1 else 0)
             start = page.data.find(b"\n", start - 1) + 1 if start else 0
             if start < len(page.data):
                 data = page.data[start:]
@@ -189,13 +200,16 @@ class Reader:
         if who:
             found.speakers[who] = number
         when = said.when if said.when is not None else self._stamp[1] if self._stamp else None
-        for tick in () if line.startswith(_CODE, said.at) else _ticks(line):
+        tick = None if line.startswith(_CODE, said.at) else _tick(line)
+        if tick is not None:
             rank = who if who.rank is not None else _with_rank(who, prefixes.mentioned(line))
             found.ticks.append(Tick(rank.over(found.who), number, when, *tick))
-        if line.strip():
+        if line and not line.isspace():
             rank_of = who.rank if who.rank is not None else found.who.rank
-            last = shown(line, line.rfind("\r") + 1 if "\r" in line else 0)
-            found.said.setdefault(rank_of, deque(maxlen=LAST)).append(Said(number, when, last))
+            lines = self._said.get(rank_of)
+            if lines is None:
+                lines = self._said[rank_of] = deque(maxlen=LAST)
+            lines.append((number, when, line))
 
     def _candidate(self, page: Page, number: int, start: int, end: int) -> None:
         line = text(page.data[start:end])
@@ -315,7 +329,7 @@ def date(readings: Sequence[Reading]) -> None:
             each.sightings = [replace(seen, when=moved(seen.when)) for seen in each.sightings]
             each.ticks = [replace(tick, when=moved(tick.when)) for tick in each.ticks]
             each.tracebacks = [(who, moved(when), traceback) for who, when, traceback in each.tracebacks]
-            each.said = {rank: deque((replace(said, when=moved(said.when)) for said in lines), maxlen=LAST)
+            each.said = {rank: [replace(said, when=moved(said.when)) for said in lines]
                          for rank, lines in each.said.items()}  # fmt: skip
 
 
@@ -323,15 +337,15 @@ def _with_rank(who: Who, rank: int | None) -> Who:
     return who if rank is None else Who(rank, who.host, who.role, who.pid, who.local)
 
 
-def _ticks(line: str) -> Iterator[tuple[int, int, int, bool]]:
+def _tick(line: str) -> tuple[int, int, int, bool] | None:
     """Epoch, step, total, whether of a progress bar; of a rewritten bar the last."""
-    if not any(each.isdigit() for each in line[:400]):
-        return
+    if _DIGIT.search(line, 0, 400) is None:
+        return None
     last = line[line.rfind("\r") + 1 :] if "\r" in line else line
     found = PROGRESS.search(last[:600])
     if found is None:
-        return
+        return None
     epoch = int(found["epoch"] or found["epochs"] or 0)
     step = found["step"] or found["bar"] or found["in"] or found["count"] or found["number"]
     of = found["of"] or found["total"] or found["last"] or found["epochs_of"] or 0
-    yield epoch, int(step) if step is not None else 0, int(of), found["bar"] is not None
+    return epoch, int(step) if step is not None else 0, int(of), found["bar"] is not None
