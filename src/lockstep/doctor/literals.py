@@ -11,8 +11,21 @@ from typing import Any
 
 SHORTEST = 4
 """Characters: shorter literals stand in too many lines."""
-_MOST = 64
+_MOST = 256
 """Literals of one pattern; more is a list of words, not a signature."""
+_TOGETHER = 64
+_FEW = 3
+_NOTHING = frozenset([""])
+_WORDS = """
+    rank ranks error errors warning warn info debug model step steps loss epoch epochs train training time start started
+    run running wait waiting load loading server rollout rollouts generation generate sample samples checkpoint complete
+    completed finish finished done exit fail failed state weight weights save saved saving world policy cluster connect
+    connected port number timeout timed pid nccl enginecore please require required parameter parameters inference
+    building validation exception attempt actor worker workers node nodes host hosts device devices cuda memory tensor
+    batch data dataset process processes group torch distributed python file line with from this that while request
+    requests token tokens rate learning grad norm reward value values eval test init version config """
+_COMMON = frozenset(_WORDS.split())
+"""Words of healthy logs: a pattern that needs one of them and nothing rarer makes most lines candidates."""
 
 
 def literals(pattern: str) -> tuple[str, ...]:
@@ -44,37 +57,58 @@ def parsed(pattern: str) -> Any:
 
 
 def _best(items: list[Any]) -> frozenset[str]:
-    """Of the texts that a sequence offers those that are the most selective; empty where there are none."""
+    """Of the texts that a sequence offers those that are the most selective; empty where there are none.
+
+    Neighbours of which all texts are known are put together: `(?:run|job) (?:is )?done` needs `run done`,
+    `run is done`, `job done` or `job is done`, each of which is rarer than its parts.
+    """
     offers: list[frozenset[str]] = []
-    run = ""
+    run = _NOTHING
     for op, value in items:
-        letter = _letter(op, value)
-        if letter:
-            run += letter
+        exact = _exact(op, value)
+        if exact and len(run) * len(exact) <= _TOGETHER:
+            run = frozenset(before + after for before in run for after in exact)
             continue
-        if run:
-            offers.append(frozenset([run]))
-            run = ""
-        offers.append(_of(op, value))
-    if run:
-        offers.append(frozenset([run]))
-    return max(offers, key=_worth, default=frozenset())
+        offers += [run, _of(op, value)]
+        run = exact or _NOTHING
+    return max((each for each in (*offers, run) if all(each)), key=_worth, default=frozenset())
 
 
-def _letter(op: Any, value: Any) -> str:
-    """The one character, in lower case, that an item matches; "" where it matches several."""
+def _exact(op: Any, value: Any) -> frozenset[str]:
+    """All texts, in lower case, that an item matches, where these are few; else empty."""
     if op is ops.LITERAL:
-        return chr(value).lower() if value < 128 else ""
-    if op is ops.IN and all(each is ops.LITERAL and code < 128 for each, code in value):
-        letters = {chr(code).lower() for _, code in value}
-        return letters.pop() if len(letters) == 1 else ""
-    return ""
+        return frozenset([chr(value).lower()]) if value < 128 else frozenset()
+    if op is ops.IN and len(value) <= _FEW and all(each is ops.LITERAL and code < 128 for each, code in value):
+        return frozenset(chr(code).lower() for _, code in value)
+    if op is ops.AT and value in (ops.AT_BOUNDARY, ops.AT_BEGINNING, ops.AT_END):
+        return _NOTHING
+    if op is ops.SUBPATTERN:
+        return _all_of(value[3])
+    if op is ops.BRANCH:
+        branches = [_all_of(each) for each in value[1]]
+        return frozenset().union(*branches) if all(branches) else frozenset()
+    if op in (ops.MAX_REPEAT, ops.MIN_REPEAT) and value[:2] == (0, 1):
+        inside = _all_of(value[2])
+        return inside | _NOTHING if inside else frozenset()
+    return frozenset()
 
 
-def _worth(offer: frozenset[str]) -> tuple[int, int]:
+def _all_of(items: Any) -> frozenset[str]:
+    found = _NOTHING
+    for op, value in items:
+        exact = _exact(op, value)
+        if not exact or len(found) * len(exact) > _TOGETHER:
+            return frozenset()
+        found = frozenset(before + after for before in found for after in exact)
+    return found
+
+
+def _worth(offer: frozenset[str]) -> tuple[bool, bool, int, int]:
     if not offer:
-        return 0, 0
-    return min(10, min(map(len, offer))), -len(offer)
+        return False, False, 0, 0
+    shortest = min(map(len, offer))
+    common = any(each.strip(" :=[](){}'\"-_.,") in _COMMON for each in offer)
+    return shortest >= SHORTEST, not common, min(12, shortest), -len(offer)
 
 
 def _of(op: Any, value: Any) -> frozenset[str]:

@@ -177,13 +177,13 @@ def _plain(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _unpacked(raw: IO[bytes]) -> Any:
-    head = raw.read(6)
+    head = raw.read(10)
     raw.seek(0)
-    if head[:2] == b"\x1f\x8b":
+    if head[:3] == b"\x1f\x8b\x08":
         return gzip.GzipFile(fileobj=raw)
-    if head[:3] == b"BZh":
+    if head[:3] == b"BZh" and head[4:] == b"1AY&SY":
         return bz2.BZ2File(raw)
-    if head == b"\xfd7zXZ\x00":
+    if head[:6] == b"\xfd7zXZ\x00":
         return lzma.LZMAFile(raw)
     if head[:4] == b"\x28\xb5\x2f\xfd":
         return _zstd(raw)
