@@ -181,7 +181,7 @@ def _unpacked(raw: IO[bytes]) -> Any:
     raw.seek(0)
     if head[:3] == b"\x1f\x8b\x08":
         return gzip.GzipFile(fileobj=raw)
-    if head[:3] == b"BZh" and head[4:] == b"1AY&SY":
+    if head[:3] == b"BZh" and head[4:] in (b"1AY&SY", b"\x17rE8P\x90"):
         return bz2.BZ2File(raw)
     if head[:6] == b"\xfd7zXZ\x00":
         return lzma.LZMAFile(raw)
