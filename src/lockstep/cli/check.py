@@ -1,6 +1,7 @@
 """`lockstep check`: is this going to work, and if not, which host, which cable, which variable."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,26 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values in place of the file's.")
     ] = None,
+    env: Annotated[
+        bool, typer.Option("--env", help="Look at the environment only: variables that do not do what is meant.")
+    ] = False,
+    env_files: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--env-file",
+            metavar="FILE",
+            help="In place of this shell's environment: exports, `env` output, docker -e, YAML, JSON, an incident's "
+            "environment.json; '-' for standard input. Several are several hosts.",
+        ),
+    ] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How workers on other hosts are started: accelerate, deepspeed, mpirun, openrlhf, ray, slurm, ssh, "
+            "torchrun, verl. Says what of this shell they will not see.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, nothing else.")] = False,
 ) -> None:
     """Check, before a run, what would make it fail, hang or crawl, and say what helps.
@@ -36,13 +57,19 @@ def command(
         lockstep check examples/grpo_sort.yaml
 
         lockstep check run.yaml --json
+
+        lockstep check --env --launcher ray
+
+        docker inspect trainer | lockstep check --env-file -
     """
     from lockstep.doctor.finding import Report
 
     try:
         config = load_config(Path(file), list(overrides or [])) if file is not None else None
         report = Report()
-        _climb(report, config)
+        if not env and not env_files:
+            _climb(report, config)
+        _environment(report, env_files or (), launcher)
     except (ConfigError, ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
@@ -55,6 +82,14 @@ def command(
 
 def _climb(report: "Report", config: "RunConfig | None") -> None:
     """The rungs, from the host outwards."""
+
+
+def _environment(report: "Report", files: Sequence[str], launcher: str | None) -> None:
+    from lockstep.doctor.environment.here import from_files, here, versions
+    from lockstep.doctor.environment.lint import lint
+
+    places = from_files(files) if files else [here()]
+    report.add("environment", "Environment", lint(places, {} if files else versions(), launcher))
 
 
 def _show(report: "Report") -> None:

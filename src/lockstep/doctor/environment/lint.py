@@ -1,0 +1,319 @@
+"""Findings from the environments of one or more places. Pure: nothing is read, nothing is remembered."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lockstep.doctor.environment.schema import Conflict, Harm, Launcher, Library, Variable
+from lockstep.doctor.environment.values import distance, meant, nearest, wrong
+from lockstep.doctor.environment.variables import Known, Table, load, reached
+from lockstep.doctor.finding import Finding, Severity
+from lockstep.watch.secrets import HIDDEN, is_secret_name, kind_of
+
+SHELL = "shell"
+"""The role of the environment that a job is started from."""
+_LONGEST = 60
+"""Characters of a value that are shown."""
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An environment."""
+
+    host: str
+    variables: Mapping[str, str]
+    role: str = ""
+    """`shell` for where the job is started; else whose it is."""
+
+    @property
+    def who(self) -> str:
+        return " ".join(part for part in (self.host, self.role if self.role != SHELL else "") if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A finding that still says where it was made, so that equal ones of several places become one."""
+
+    finding: Finding
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is looked at, and with what knowledge."""
+
+    places: Sequence[Place]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of libraries, as the data files name them: `nccl`, `torch`, `vllm`. Without one nothing is said of versions."""
+    launcher: str | None = None
+    """How workers on other hosts are started, see `launchers.yaml`."""
+    table: Table = field(default_factory=load)
+
+
+def lint(
+    places: Iterable[Place],
+    versions: Mapping[str, str] | None = None,
+    launcher: str | None = None,
+    table: Table | None = None,
+) -> list[Finding]:
+    """What is wrong, or worth to know, with these environments; one `ok` where nothing is.
+
+    Raises:
+        ValueError: For a launcher that is not known.
+    """
+    asked = Asked(tuple(places), versions or {}, launcher, table or load())
+    if launcher is not None and launcher not in asked.table.launchers:
+        raise ValueError(f"launcher {launcher!r} is not known, only {', '.join(sorted(asked.table.launchers))}")
+    told = [told for place in asked.places for told in _of_place(place, asked)]
+    found = [*_together(told), *_between(asked), *_unseen(asked)]
+    if not any(each.severity in ("error", "warning") for each in found):
+        count = len({name for place in asked.places for name in place.variables if name in asked.table.names})
+        text = f"{count} variables that libraries read are set, and nothing is wrong with them"
+        found.append(Finding("env-fine", "ok", "", text))
+    return found
+
+
+def shown(name: str, value: str, table: Table) -> str:
+    """`NAME=value`; the value is hidden where the variable is not known, or where it is or looks like a secret."""
+    known = table.known.get(name)
+    hide = known is None or known.variable.secret or is_secret_name(name) or kind_of(value) is not None
+    text = HIDDEN if hide and value else value
+    return f"{name}={text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}"
+
+
+# ---------------------------------------------------------------- in one environment
+
+
+def _of_place(place: Place, asked: Asked) -> Iterator[Told]:
+    for name in sorted(place.variables):
+        value = place.variables[name]
+        known = asked.table.known.get(name)
+        found = _of_known(known, value, place, asked) if known is not None else _of_unknown(name, asked)
+        for finding in found:
+            yield Told(finding, (place.who,))
+
+
+def _of_known(known: Known, value: str, place: Place, asked: Asked) -> Iterator[Finding]:
+    variable = known.variable
+    dead = list(_dead(known, value, asked))
+    yield from dead
+    if any(each.id in ("env-unread", "env-gone") for each in dead):
+        return  # what nobody reads contradicts nothing, and no value of it is bad
+    if problem := wrong(variable, value):
+        why = variable.bad or _taken(variable, problem)
+        seen = f"{shown(variable.name, value, asked.table)} is not {problem}"
+        yield _finding("env-value", variable.bad_severity, seen, why, "", variable)
+    yield from (_harm(variable, value, harm, asked) for harm in variable.left_on if meant(value, harm.when))
+    for conflict in variable.conflicts:
+        other = place.variables.get(conflict.other)
+        if other is not None and meant(value, conflict.when) and meant(other, conflict.other_when):
+            yield _conflict(variable, value, other, conflict, asked)
+
+
+def _dead(known: Known, value: str, asked: Asked) -> Iterator[Finding]:
+    """Unread, renamed, not yet or not any more."""
+    variable, library = known.variable, known.library
+    installed = asked.versions.get(library.library)
+    seen = shown(variable.name, value, asked.table)
+    if not variable.readers:
+        fix = f"set {variable.renamed}" if variable.renamed else variable.instead
+        yield _finding("env-unread", "warning", f"{seen} is read by nobody", variable.does, fix, variable)
+        return
+    gone = reached(installed, variable.until)
+    if gone or (gone is None and variable.until is not None):
+        yield _gone(variable, library.title, seen, installed)
+        return
+    if variable.renamed is not None and reached(installed, variable.renamed_since) is not False:
+        since = f" since {library.title} {variable.renamed_since}" if variable.renamed_since else ""
+        text = f"{seen}: the name is now {variable.renamed}{since}"
+        yield _finding("env-renamed", "note", text, variable.does, f"set {variable.renamed} instead", variable)
+    elif reached(installed, variable.since) is False:
+        text = f"{seen}: read since {library.title} {variable.since}, and {installed} is installed"
+        yield _finding("env-unread", "warning", text, variable.does, f"unset {variable.name}", variable)
+
+
+def _gone(variable: Variable, title: str, seen: str, installed: str | None) -> Finding:
+    fix = f"set {variable.renamed} instead" if variable.renamed else variable.instead or f"unset {variable.name}"
+    if installed is None:
+        text = f"{seen}: not read since {title} {variable.until}"
+        return _finding("env-gone", "warning", text, variable.does, fix, variable)
+    text = f"{seen}: not read since {title} {variable.until}, and {installed} is installed"
+    return _finding("env-gone", "warning", text, variable.does, fix, variable)
+
+
+def _long_gone(name: str, library: Library, asked: Asked) -> Iterator[Finding]:
+    installed, until = asked.versions.get(library.library), library.gone[name]
+    if reached(installed, until) is not False:
+        told = "" if installed is None else f", and {installed} is installed"
+        seen = f"{name}: not read since {library.title} {until}{told}"
+        why = "What it settled is settled otherwise today, or not at all."
+        yield Finding("env-gone", "warning", "", seen, why, f"unset {name}", library.names_source or "")
+
+
+def _of_unknown(name: str, asked: Asked) -> Iterator[Finding]:
+    """A slip in a name, within the names that belong to a library: users' own are left alone."""
+    table = asked.table
+    library = table.library_of(name)
+    if library is not None and name in library.gone:
+        yield from _long_gone(name, library, asked)
+    if name in table.names or table.free(name):
+        return
+    if library is not None:
+        mates = frozenset(each for each in table.names if table.library_of(each) is library)
+        near = nearest(name, mates)
+        source = library.names_source or ""
+        if near is not None:
+            seen = f"{name} is read by nobody: {near} is meant?"
+            why = f"{library.title} has no variable of this name, so what is set has no effect."
+            source = _source(table, near) or source
+            yield Finding("env-misspelt", "error", "", seen, why, f"rename it to {near}", source)
+            return
+        seen = f"{name} is in no list of {library.title}'s variables"
+        why = f"Names that begin so are {library.title}'s; those of {library.read} were looked through."
+        yield Finding("env-unknown", "note", "", seen, why, f"unset {name}, unless a plug-in reads it", source)
+    elif (near := _prefix_slip(name, table)) is not None:
+        seen = f"{name} is read by nobody: {near} is meant?"
+        why = "A variable with a slip in its first letters has no effect."
+        yield Finding("env-misspelt", "error", "", seen, why, f"rename it to {near}", _source(table, near))
+
+
+def _prefix_slip(name: str, table: Table) -> str | None:
+    """`NCLL_DEBUG`, `nccl_debug`: a known name but for one or two letters swapped or another case."""
+    upper = name.upper()
+    if upper != name and (found := next((each for each in table.names if each.upper() == upper), None)) is not None:
+        return found if table.library_of(found) is not None else None
+    begin, _, rest = name.partition("_")
+    if len(begin) < 4 or not rest:
+        return None
+    # Of the same letters: HCCL and RCCL have variables of their own.
+    begins = {prefix.partition("_")[0] for library in table.libraries for prefix in library.prefixes}
+    near = (each for each in begins if set(each) == set(begin) and distance(each, begin, 1) == 1)
+    return next((f"{each}_{rest}" for each in near if f"{each}_{rest}" in table.names), None)
+
+
+def _harm(variable: Variable, value: str, harm: Harm, asked: Asked) -> Finding:
+    fix = harm.fix or f"unset {variable.name} when the fault is found"
+    return _finding("env-left-on", harm.severity, shown(variable.name, value, asked.table), harm.why, fix, variable)
+
+
+def _conflict(variable: Variable, value: str, other: str, conflict: Conflict, asked: Asked) -> Finding:
+    seen = f"{shown(variable.name, value, asked.table)} with {shown(conflict.other, other, asked.table)}"
+    fix = conflict.fix or f"unset one of {variable.name} and {conflict.other}"
+    return _finding("env-conflict", conflict.severity, seen, conflict.why, fix, variable)
+
+
+def _finding(id: str, severity: Severity, seen: str, why: str, fix: str, variable: Variable) -> Finding:
+    return Finding(id, severity, "", seen, why, fix, variable.sources[0])
+
+
+def _taken(variable: Variable, problem: str) -> str:
+    if variable.kind == "flag":
+        return "It is read as a number: a word such as `true` counts as 0."
+    return f"{_readers(variable)} takes {problem}."
+
+
+def _readers(variable: Variable) -> str:
+    return " and ".join(variable.readers)
+
+
+def _source(table: Table, name: str) -> str:
+    known = table.known.get(name)
+    return known.variable.sources[0] if known is not None else ""
+
+
+def _together(told: Iterable[Told]) -> Iterator[Finding]:
+    """Equal findings of several places as one."""
+    places: dict[Finding, list[str]] = {}
+    for each in told:
+        places.setdefault(each.finding, []).extend(each.places)
+    for finding, who in places.items():
+        yield replace(finding, host=_listed([each for each in who if each]))
+
+
+def _listed(who: Sequence[str]) -> str:
+    every = list(dict.fromkeys(who))
+    more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
+    return ", ".join(every[:_NAMED]) + more
+
+
+# ---------------------------------------------------------------- between environments
+
+
+def _between(asked: Asked) -> Iterator[Finding]:
+    """Variables that differ between hosts and are known to belong together."""
+    by_role: dict[str, list[Place]] = {}
+    for place in asked.places:
+        by_role.setdefault(place.role, []).append(place)
+    for role, places in by_role.items():
+        if role != SHELL and len({place.host for place in places}) > 1:
+            yield from _differing(places, asked)
+
+
+def _differing(places: Sequence[Place], asked: Asked) -> Iterator[Finding]:
+    for name in sorted({name for place in places for name in place.variables}):
+        known = asked.table.known.get(name)
+        if known is None or known.variable.differs == "expected" or not known.variable.readers:
+            continue
+        values: dict[str | None, list[str]] = {}
+        for place in places:
+            values.setdefault(place.variables.get(name), []).append(place.who)
+        if len(values) > 1:
+            parts = [_value_on(name, value, who, asked.table) for value, who in values.items()]
+            fix = f"set {name} to the same on all hosts"
+            seen = f"{name} differs: {'; '.join(parts)}"
+            yield Finding(
+                "env-differs", known.variable.differs, _listed([place.who for place in places]), seen,
+                known.variable.does, fix, known.variable.sources[0],
+            )  # fmt: skip
+
+
+def _value_on(name: str, value: str | None, who: Sequence[str], table: Table) -> str:
+    return f"{'not set' if value is None else shown(name, value, table)} on {_listed(who)}"
+
+
+def _unseen(asked: Asked) -> Iterator[Finding]:
+    """What is set where the job is started, and does not arrive where it is read."""
+    shells = [place for place in asked.places if place.role == SHELL]
+    workers = [place for place in asked.places if place.role != SHELL]
+    for shell in shells:
+        if workers:
+            yield from _missing(shell, workers, asked)
+        elif asked.launcher is not None:
+            yield from _not_forwarded(shell, asked.table.launchers[asked.launcher], asked.table)
+
+
+def _missing(shell: Place, workers: Sequence[Place], asked: Asked) -> Iterator[Finding]:
+    for name, known in _travelling(shell, asked.table):
+        lacking = [place.who for place in workers if name not in place.variables]
+        if lacking:
+            seen = f"{shown(name, shell.variables[name], asked.table)} of the shell is not set on {_listed(lacking)}"
+            launcher = asked.table.launchers.get(asked.launcher or "")
+            fix = launcher.fix if launcher else f"set {name} on every host, or have the launcher pass it on"
+            yield Finding(
+                "env-not-seen", "warning", _listed(lacking), seen, known.variable.does, fix.format(name=name),
+                known.variable.sources[0],
+            )  # fmt: skip
+
+
+def _not_forwarded(shell: Place, launcher: Launcher, table: Table) -> Iterator[Finding]:
+    names = [name for name, _ in _travelling(shell, table) if not _matches(name, launcher.forwards)]
+    if names:
+        text = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+        seen = f"{text} {'is' if len(names) == 1 else 'are'} set in this shell and will not reach workers"
+        yield Finding(
+            "env-not-seen", "warning", shell.host, f"{seen} on other hosts ({launcher.title})", launcher.why,
+            launcher.fix.format(name=names[0]), launcher.sources[0],
+        )  # fmt: skip
+
+
+def _travelling(shell: Place, table: Table) -> Iterator[tuple[str, Known]]:
+    """Variables of a shell that workers read and that are alike on all hosts."""
+    for name in sorted(shell.variables):
+        known = table.known.get(name)
+        if known is not None and known.variable.readers and known.variable.differs != "expected":
+            yield name, known
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    fits: Callable[[str], bool] = lambda each: name.startswith(each[:-1]) if each.endswith("*") else name == each  # noqa: E731
+    return any(fits(each) for each in patterns)

@@ -1,0 +1,131 @@
+"""The shape of the data files: one library each, its variables, and what is known of them."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Url = Annotated[str, Field(pattern=r"^https://\S+$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Version = Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")]
+Gravity = Literal["error", "warning", "note"]
+When = Annotated[str, Field(min_length=1)] | tuple[str, ...]
+"""Which values are meant: `set` (any), `on`, `off`, `>N`, `<N`, a value as it is written, or several of these."""
+Kind = Literal[
+    "boolean", "flag", "integer", "number", "choice", "choices", "interface", "address", "port", "path", "text"
+]
+"""flag: 0 or 1, and a word counts as 0; choices: several of `values`, by commas."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class Harm(_Model):
+    """What a value does to a run when nobody looks for a fault any more, or anywhere."""
+
+    when: When = "on"
+    severity: Gravity = "warning"
+    why: str
+    fix: str = ""
+
+
+class Conflict(_Model):
+    """Two variables that contradict each other."""
+
+    when: When = "set"
+    other: Name
+    other_when: When = "set"
+    severity: Gravity = "warning"
+    why: str
+    fix: str = ""
+
+
+class Variable(_Model):
+    name: Name
+    readers: tuple[str, ...]
+    """Who reads it. Nobody where it is empty: then `instead` says what is meant, or that there is no such thing."""
+    does: str
+    """What it really does."""
+    use: str = ""
+    hurts: str = ""
+    kind: Kind = "text"
+    values: tuple[str, ...] = ()
+    """Of choices; of other kinds: what is allowed besides."""
+    ignore_case: bool = False
+    range: tuple[float | None, float | None] | None = None
+    bad: str = ""
+    """What happens with another value."""
+    bad_severity: Gravity = "error"
+    default: str = ""
+    since: Version | None = None
+    until: Version | None = None
+    """The first version that does not read it any more."""
+    renamed: Name | None = None
+    renamed_since: Version | None = None
+    instead: str = ""
+    left_on: tuple[Harm, ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
+    differs: Gravity | Literal["expected"] = "note"
+    """What it means where hosts have other values; expected: each has its own."""
+    secret: bool = False
+    sources: tuple[Url, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.kind in ("choice", "choices") and not self.values:
+            raise ValueError(f"values: missing for kind {self.kind}")
+        if self.range is not None and self.kind not in ("integer", "number", "port"):
+            raise ValueError(f"range: not for kind {self.kind}")
+        if not self.readers and not (self.instead or self.renamed):
+            raise ValueError("instead: nobody reads it, so say what is meant")
+        if self.renamed_since is not None and self.renamed is None:
+            raise ValueError("renamed: missing, renamed_since is there")
+        return self
+
+
+class Library(_Model):
+    """One file."""
+
+    library: Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
+    """As versions are given by."""
+    title: str
+    read: str
+    """Which version the lists were read from."""
+    prefixes: tuple[str, ...] = ()
+    """Names that begin so belong to this library: one that is not listed is a slip, or read by nobody."""
+    open: tuple[str, ...] = ()
+    """Beginnings within `prefixes` that others may continue freely."""
+    links: tuple[Url, ...] = ()
+    """Sources that several variables share."""
+    names_source: Url | None = None
+    names: tuple[Name, ...] = ()
+    """Further names that it reads, of which nothing is said here."""
+    gone: dict[Name, Version] = {}
+    """Names that it read once, of which nothing else is said here: the first version that does not any more."""
+    variables: tuple[Variable, ...]
+
+    @model_validator(mode="after")
+    def _once(self) -> Self:
+        every = [each.name for each in self.variables] + [*self.names, *self.gone]
+        twice = sorted({name for name in every if every.count(name) > 1})
+        if twice:
+            raise ValueError(f"names: {', '.join(twice)} more than once")
+        if (self.names or self.gone) and self.names_source is None:
+            raise ValueError("names_source: missing")
+        return self
+
+
+class Launcher(_Model):
+    """How variables of the shell that starts a job reach its workers on other hosts."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z]+$")]
+    title: str
+    forwards: tuple[str, ...] = ()
+    """Names, or beginnings with `*`."""
+    why: str
+    fix: str
+    sources: tuple[Url, ...] = Field(min_length=1)
+
+
+class Launchers(_Model):
+    launchers: tuple[Launcher, ...]

@@ -1,0 +1,118 @@
+"""What a value is: on or off, of the kind that its reader takes, near to another name."""
+
+import re
+
+from lockstep.doctor.environment.schema import Variable, When
+
+ON = ("1", "true", "yes", "on", "y", "t", "enable", "enabled")
+OFF = ("0", "false", "no", "off", "n", "f", "", "disable", "disabled")
+_BOOLEAN = ("0", "1", "true", "false", "yes", "no", "y", "n", "t", "f")
+_INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d{1,30})")
+_NUMBER = re.compile(r"[+-]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][+-]?\d{1,3})?")
+
+
+def resolved(value: str) -> bool:
+    """Whether it is the value itself, not a reference to another variable or a command's output."""
+    return "$" not in value and "`" not in value and "{{" not in value
+
+
+def meant(value: str, when: When) -> bool:
+    """Whether a value is one of those."""
+    if not isinstance(when, str):
+        return any(meant(value, each) for each in when)
+    plain = value.strip().lower()
+    match when:
+        case "set":
+            return True
+        case "on":
+            return plain in ON
+        case "off":
+            return plain in OFF
+    if when[0] in "<>" and (limit := number(when[1:])) is not None:
+        given = number(plain)
+        return given is not None and (given > limit if when[0] == ">" else given < limit)
+    return plain == when.lower()
+
+
+def number(text: str) -> float | None:
+    """As its readers take it: decimal, hexadecimal, fractions."""
+    text = text.strip()
+    if _INTEGER.fullmatch(text):
+        return float(int(text, 16) if "x" in text.lower() else int(text))
+    return float(text) if _NUMBER.fullmatch(text) else None
+
+
+def wrong(variable: Variable, value: str) -> str:
+    """What is wrong with the value, empty where nothing is."""
+    plain = value.strip()
+    if not resolved(value) or any(_same(variable, plain, each) for each in variable.values):
+        return ""
+    match variable.kind:
+        case "boolean":
+            return "" if plain.lower() in _BOOLEAN else "0, 1, true or false"
+        case "flag":
+            return "" if _INTEGER.fullmatch(plain) else "0 or 1"
+        case "choice":
+            return f"one of {_listed(variable)}"
+        case "choices":
+            parts = [part.strip().lstrip("^") for part in plain.split(",")]
+            fits = all(any(_same(variable, part, each) for each in variable.values) for part in parts)
+            return "" if fits else f"a list of {_listed(variable)}"
+        case "integer" | "number" | "port":
+            return _wrong_number(variable, plain)
+        case "address" | "interface":
+            return "" if plain and not re.search(r"\s", plain) else "a name without blanks"
+    return ""
+
+
+def _same(variable: Variable, value: str, allowed: str) -> bool:
+    return value.lower() == allowed.lower() if variable.ignore_case else value == allowed
+
+
+def _listed(variable: Variable) -> str:
+    return ", ".join(variable.values)
+
+
+def _wrong_number(variable: Variable, value: str) -> str:
+    low, high = variable.range or ((1, 65535) if variable.kind == "port" else (None, None))
+    given = number(value)
+    whole = variable.kind != "number"
+    if given is None or (whole and given != int(given)):
+        return "a whole number" if whole else "a number"
+    if (low is not None and given < low) or (high is not None and given > high):
+        return _between(low, high)
+    return ""
+
+
+def _between(low: float | None, high: float | None) -> str:
+    """`from 1 to 64`, `at least 1`, `at most 64`."""
+    if low is not None and high is not None:
+        return f"from {low:.15g} to {high:.15g}"
+    return f"at least {low:.15g}" if low is not None else f"at most {high:.15g}"
+
+
+def distance(one: str, other: str, limit: int) -> int:
+    """Damerau-Levenshtein (optimal string alignment): insertions, deletions, replacements, swaps of neighbours; more
+    than the limit where it is more."""
+    if abs(len(one) - len(other)) > limit:
+        return limit + 1
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, left in enumerate(one, 1):
+        row = [i]
+        for j, right in enumerate(other, 1):
+            cost = min(row[-1] + 1, last[j] + 1, last[j - 1] + (left != right))
+            if i > 1 and j > 1 and left == other[j - 2] and right == one[i - 2]:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        if min(row) > limit:
+            return limit + 1
+        before, last = last, row
+    return last[-1]
+
+
+def nearest(name: str, names: frozenset[str]) -> str | None:
+    """The name that was meant: one or two slips away, three in a long one; None where none is near."""
+    limit = 1 if len(name) < 8 else 2 if len(name) < 18 else 3
+    best = min(((distance(name.upper(), each.upper(), limit), each) for each in names), default=(limit + 1, ""))
+    return best[1] if best[0] <= limit else None

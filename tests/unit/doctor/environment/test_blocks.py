@@ -1,0 +1,79 @@
+"""Environments out of the texts in which people have them."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.doctor.environment.blocks import read
+from lockstep.doctor.environment.lint import Place, lint
+
+WANTED = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0,eth1"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL_DEBUG=INFO\nNCCL_SOCKET_IFNAME=eth0,eth1\n",
+        "export NCCL_DEBUG=INFO; export NCCL_SOCKET_IFNAME='eth0,eth1'",
+        'declare -x NCCL_DEBUG="INFO"\ndeclare -x NCCL_SOCKET_IFNAME="eth0,eth1"',
+        "# NCCL_P2P_DISABLE=1\nexport NCCL_DEBUG=INFO # NCCL_ALGO=Ring\n\nexport NCCL_SOCKET_IFNAME=eth0,eth1",
+        "docker run -e NCCL_DEBUG=INFO --env=NCCL_SOCKET_IFNAME=eth0,eth1 -e HOME image",
+        "NCCL_DEBUG=INFO \\\n  NCCL_SOCKET_IFNAME=eth0,eth1 \\\n  torchrun --nnodes=2 train.py --lr=1e-5",
+        "mpirun -x NCCL_DEBUG=INFO -x NCCL_SOCKET_IFNAME=eth0,eth1 python train.py",
+        "ENV NCCL_DEBUG INFO\nENV NCCL_SOCKET_IFNAME=eth0,eth1",
+        "setenv NCCL_DEBUG INFO\nsetenv NCCL_SOCKET_IFNAME eth0,eth1",
+        "set -gx NCCL_DEBUG INFO\nset -x NCCL_SOCKET_IFNAME 'eth0,eth1'",
+        'os.environ["NCCL_DEBUG"] = "INFO"\nos.environ.setdefault("NCCL_SOCKET_IFNAME", "eth0,eth1")',
+        "export NCCL_ALGO=Ring\nunset NCCL_ALGO\nexport NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=eth0,eth1",
+        "HOME=/root\0NCCL_DEBUG=INFO\0NCCL_SOCKET_IFNAME=eth0,eth1\0",
+        "env:\n  NCCL_DEBUG: INFO\n  NCCL_SOCKET_IFNAME: eth0,eth1\n",
+        "spec:\n  containers:\n  - name: a\n    env:\n    - name: NCCL_DEBUG\n      value: INFO\n"
+        "    - name: NCCL_SOCKET_IFNAME\n      value: 'eth0,eth1'\n    - name: IP\n      valueFrom: {fieldRef: x}\n",
+        "services:\n  a:\n    environment:\n      - NCCL_DEBUG=INFO\n      - NCCL_SOCKET_IFNAME=eth0,eth1\n",
+        json.dumps({"env_vars": WANTED}),
+        json.dumps(WANTED),
+        json.dumps([{"Config": {"Env": [f"{name}={value}" for name, value in WANTED.items()]}}]),
+    ],
+)
+def test_forms(text: str) -> None:
+    values = read(text)[""]
+    assert {name: value for name, value in values.items() if name.startswith("NCCL_")} == WANTED
+
+
+def test_hosts() -> None:
+    both = {"a1": {"NCCL_DEBUG": "INFO"}, "b2": {"NCCL_DEBUG": "WARN"}}
+    assert read(json.dumps(both)) == both
+    assert read("a1: NCCL_DEBUG=INFO\nb2: export NCCL_DEBUG=WARN\n") == both
+
+
+def test_slurms_list_and_what_is_quoted() -> None:
+    assert read("#SBATCH --export=ALL,NCCL_DEBUG=INFO,X=1")[""] == {"NCCL_DEBUG": "INFO", "X": "1"}
+    assert read('export A="a b # c" B=\'d "e"\' C=f\\ g D=$HOME/x')[""] == {
+        "A": "a b # c", "B": 'd "e"', "C": "f g", "D": "$HOME/x",
+    }  # fmt: skip
+
+
+@given(st.text())
+def test_any_text_is_read(text: str) -> None:
+    lint([Place(host, values) for host, values in read(text).items()])
+
+
+@given(
+    st.lists(
+        st.sampled_from(["NCCL_DEBUG", "=", "INFO", "'", '"', "\n", " ", "\\", "{", "}", ":", "- ", "env", "#", "$"])
+    )
+)
+def test_any_text_of_such_words_is_read(words: list[str]) -> None:
+    lint([Place(host, values) for host, values in read("".join(words)).items()])
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.text() | st.integers(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_any_json_is_read(document: object) -> None:
+    read(json.dumps(document))

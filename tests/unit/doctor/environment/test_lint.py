@@ -1,0 +1,121 @@
+"""Findings from environments, on blocks as well-known posts recommend them."""
+
+import pytest
+
+from lockstep.doctor.environment.lint import SHELL, Place, lint
+from lockstep.doctor.finding import Finding
+
+
+def found(values: dict[str, str], **versions: str) -> list[Finding]:
+    return lint([Place("", values)], versions)
+
+
+def ids(findings: list[Finding], about: str) -> set[str]:
+    return {each.id for each in findings if about in each.seen}
+
+
+# (what is set, the variable in question, which findings it must give), one per line of the blocks that posts recommend
+BLOCKS = [
+    ({"NCCL_TIMEOUT": "3600"}, "NCCL_TIMEOUT", {"env-unread"}),
+    ({"NCCL_BLOCKING_WAIT": "1"}, "NCCL_BLOCKING_WAIT", {"env-renamed", "env-left-on"}),
+    (
+        {"NCCL_BLOCKING_WAIT": "1", "NCCL_ASYNC_ERROR_HANDLING": "1"},
+        "with NCCL_ASYNC_ERROR_HANDLING",
+        {"env-conflict"},
+    ),
+    ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "NCCL_ASYNC_ERROR_HANDLING", {"env-renamed", "env-left-on"}),
+    ({"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "NVL"}, "with NCCL_P2P_LEVEL", {"env-conflict"}),
+    ({"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_0"}, "with NCCL_IB_HCA", {"env-conflict"}),
+    ({"NCCL_IBEXT_DISABLE": "1"}, "NCCL_IBEXT_DISABLE", {"env-left-on"}),
+    ({"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE", set()),
+    ({"NCCL_NVLS_ENABLE": "0"}, "NCCL_NVLS_ENABLE", {"env-left-on"}),
+    ({"NCCL_MAX_RINGS": "8"}, "NCCL_MAX_RINGS", {"env-unread"}),
+    ({"NCCL_MIN_NRINGS": "8"}, "NCCL_MIN_NRINGS", {"env-renamed"}),
+    ({"NCCL_BUFFSIZE": "4194304"}, "NCCL_BUFFSIZE", set()),
+    ({"NCCL_BUFFSIZE": "67108864"}, "NCCL_BUFFSIZE", {"env-left-on"}),
+    ({"NCCL_BUFFSIZE": "4M"}, "NCCL_BUFFSIZE", {"env-value"}),
+    ({"NCCL_IB_TC": "106"}, "NCCL_IB_TC", set()),
+    ({"NCCL_IB_TC": "300"}, "NCCL_IB_TC", {"env-value"}),
+    ({"NCCL_IB_MTU": "4096"}, "NCCL_IB_MTU", {"env-unread"}),
+    ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"}, "TORCH_NCCL_TRACE_BUFFER_SIZE", {"env-renamed"}),
+    ({"VLLM_USE_V1": "0"}, "VLLM_USE_V1", {"env-gone"}),
+    ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "VLLM_ENABLE_V1_MULTIPROCESSING", set()),
+]
+
+
+@pytest.mark.parametrize(("values", "about", "expected"), BLOCKS, ids=lambda each: str(each)[:60])
+def test_what_posts_recommend(values: dict[str, str], about: str, expected: set[str]) -> None:
+    assert ids(found(values), about) - {"env-fine"} == expected
+
+
+def test_an_old_name_is_right_where_the_version_is_old() -> None:
+    assert not ids(found({"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}, torch="2.5.1"), "TRACE_BUFFER")
+    assert ids(found({"TORCH_FR_BUFFER_SIZE": "2000"}, torch="2.5.1"), "TORCH_FR") == {"env-unread"}
+    assert not ids(found({"VLLM_USE_V1": "1"}, vllm="0.8.5"), "VLLM_USE_V1")
+    assert ids(found({"VLLM_USE_V1": "1"}, vllm="0.32.0"), "VLLM_USE_V1") == {"env-gone"}
+    assert not ids(found({"NCCL_CUMEM_ENABLE": "0"}, nccl="2.27.3"), "NCCL_CUMEM_ENABLE")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NCCL_SOCKET_IFNMAE", "NCCL_SOCKET_IFNAME"),
+        ("NCCL_SOCKET_IFACE_NAME", None),
+        ("NCCL_DEBG", "NCCL_DEBUG"),
+        ("NCLL_DEBUG", "NCCL_DEBUG"),
+        ("nccl_debug", "NCCL_DEBUG"),
+        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SECS", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"),
+        ("VLLM_WORKER_MULTIPROCESS_METHOD", "VLLM_WORKER_MULTIPROC_METHOD"),
+        ("VLLM_WORKER_MULTIPROC_METHODS", "VLLM_WORKER_MULTIPROC_METHOD"),
+    ],
+)
+def test_a_slip_names_what_was_meant(name: str, meant: str | None) -> None:
+    findings = found({name: "x"})
+    slips = [each for each in findings if each.id == "env-misspelt"]
+    if meant is None:
+        assert not slips
+    else:
+        assert len(slips) == 1 and slips[0].severity == "error" and meant in slips[0].seen
+
+
+@pytest.mark.parametrize("name", ["MY_NCCL_DEBUG", "NCC", "TIMEOUT", "PATH", "DEBUG", "VLLM_SERVICE_HOST", "_", "FOO"])
+def test_users_own_variables_are_left_alone(name: str) -> None:
+    assert [each.id for each in found({name: "x"})] == ["env-fine"]
+
+
+def test_a_word_where_a_number_is_read() -> None:
+    assert ids(found({"NCCL_SHM_DISABLE": "true"}), "NCCL_SHM_DISABLE") >= {"env-value"}
+    assert ids(found({"TORCH_NCCL_ENABLE_MONITORING": "true"}), "MONITORING") == set()
+    assert ids(found({"TORCH_NCCL_ENABLE_MONITORING": "on"}), "MONITORING") == {"env-value"}
+    assert ids(found({"NCCL_IB_TIMEOUT": "$TIMEOUT"}), "NCCL_IB_TIMEOUT") == set()
+
+
+def test_hosts_are_compared_and_equal_findings_are_one() -> None:
+    hosts = [
+        Place(f"n{i}", {"NCCL_IB_DISABLE": "1" if i else "0", "NCCL_TIMEOUT": "1", "RANK": str(i)}) for i in range(3)
+    ]
+    findings = lint(hosts)
+    differs = [each for each in findings if each.id == "env-differs"]
+    assert [each.severity for each in differs] == ["error"]
+    assert "NCCL_IB_DISABLE=0 on n0; NCCL_IB_DISABLE=1 on n1, n2" in differs[0].seen
+    assert [each.host for each in findings if each.id == "env-unread"] == ["n0, n1, n2"]
+
+
+def test_what_workers_do_not_see() -> None:
+    shell = Place("", {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0", "HOME": "/root", "RANK": "0"}, SHELL)
+    missing = [
+        each for each in lint([shell, Place("n1", {"NCCL_DEBUG": "INFO"}, "policy")]) if each.id == "env-not-seen"
+    ]
+    assert len(missing) == 1 and "NCCL_IB_HCA=mlx5_0" in missing[0].seen and missing[0].host == "n1 policy"
+    by_ray = [each for each in lint([shell], launcher="ray") if each.id == "env-not-seen"]
+    assert len(by_ray) == 1 and "NCCL_DEBUG, NCCL_IB_HCA are set" in by_ray[0].seen and "ray start" in by_ray[0].fix
+    assert "NCCL_IB_HCA is set" in next(e for e in lint([shell], launcher="openrlhf") if e.id == "env-not-seen").seen
+    assert not [each for each in lint([shell], launcher="slurm") if each.id == "env-not-seen"]
+    with pytest.raises(ValueError, match="launcher 'x' is not known, only accelerate"):
+        lint([shell], launcher="x")
+
+
+def test_nothing_wrong_is_said_once() -> None:
+    findings = found({"NCCL_DEBUG": "WARN", "HOME": "/root"})
+    assert [(each.id, each.severity) for each in findings] == [("env-fine", "ok")]
+    assert findings[0].seen.startswith("1 variable")
