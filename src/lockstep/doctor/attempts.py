@@ -1,6 +1,7 @@
 """Which of the files, and which part of a file, belong to the last attempt of a job."""
 
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,6 +9,8 @@ from itertools import pairwise
 from lockstep.doctor.sightings import Reading
 
 _RUN = re.compile(r"(?:^|[/_.-])(?:run|attempt|try|restart|launch|submission)[_-]?0*(\d+)(?=[/_.-])")
+_OLD = re.compile(r"(?i)(?:^|[/_.-])(?:old|prev|previous|bak|backup|earlier)(?=[/_.-]|$)")
+_SHAPE = 60
 _ENDS = ("exit", "crash", "cancelled", "done")
 
 
@@ -18,17 +21,18 @@ def old_sources(readings: Sequence[Reading]) -> frozenset[int]:
     if len(set(numbers.values())) > 1 and not _at_once(readings, numbers):
         last = max(numbers.values())
         return frozenset(source for source, number in numbers.items() if number < last)
-    return _before(readings)
+    aside = frozenset(each.source for each in readings if _OLD.search(each.name))
+    return _before(readings) | (aside if len(aside) < len(readings) else frozenset())
 
 
 def _at_once(readings: Sequence[Reading], numbers: dict[int, int]) -> bool:
-    """The numbers do not follow on each other in time, so they number something else."""
+    """They overlap in time, so the numbers count something else."""
     spans: dict[int, list[float]] = defaultdict(list)
     for each in readings:
         if each.source in numbers and each.first is not None and each.last is not None:
             spans[numbers[each.source]] += [each.first, each.last]
     ordered = [(min(times), max(times)) for _, times in sorted(spans.items())]
-    return any(later[0] < earlier[1] - 1.0 for earlier, later in pairwise(ordered))
+    return any(later[0] < earlier[1] - 1.0 and earlier[0] < later[1] - 1.0 for earlier, later in pairwise(ordered))
 
 
 def _before(readings: Sequence[Reading]) -> frozenset[int]:
@@ -52,10 +56,24 @@ def _is_attempt(reading: Reading) -> bool:
 
 
 def last_start(reading: Reading) -> int:
-    """The line on which the last attempt in one file begins: marks of a start after a failure or an end."""
-    ends = [each.line for each in reading.sightings if each.rule.signature.fact in _ENDS]
+    """The line on which the last attempt in one file begins: where a start is announced after an end, or where a banner
+    that was there before comes again after one."""
+    ends = sorted({each.line for each in reading.sightings if each.rule.signature.fact in _ENDS}
+                  | {traceback.number for _, _, traceback in reading.tracebacks})  # fmt: skip
     begin = 0
+    banners: dict[str, int] = {}
     for each in reading.sightings:
-        if each.rule.signature.fact == "attempt" and any(begin <= line < each.line for line in ends):
+        fact = each.rule.signature.fact
+        if fact == "attempt" and _ended(ends, begin, each.line):
             begin = each.line
+        elif fact == "banner":
+            shape = re.sub(r"[\d.:,-]+", "#", each.text)[:_SHAPE]
+            if shape in banners and _ended(ends, max(begin, banners[shape]), each.line):
+                begin = each.line
+            banners[shape] = each.line
     return begin
+
+
+def _ended(ends: Sequence[int], after: int, before: int) -> bool:
+    at = bisect_right(ends, after)
+    return at < len(ends) and ends[at] < before

@@ -332,9 +332,11 @@ def tell(readings: Sequence[Reading]) -> Story:
     old = old_sources(readings)
     starts = {each.source: last_start(each) for each in readings if each.source not in old}
     story = Story(readings, starts=starts, old=old)
+    hosts = {who.host for reading in readings if reading.source not in old for who in reading.speakers if who.host}
     for reading in readings:
         for each in reading.sightings:
-            current = story.current(each.source, each.line) or each.rule.cls in _LASTING
+            lasts = each.rule.cls in _LASTING and (not each.who.host or each.who.host in hosts)
+            current = story.current(each.source, each.line) or lasts
             (story.sightings if current else story.earlier).append(each)
     story.sightings.sort(key=order)
     return story

@@ -132,3 +132,32 @@ def test_a_job_that_was_submitted_again(tmp_path: Path) -> None:
     (folder / "slurm-100.out").write_text("\n".join(first))
     (folder / "slurm-101.out").write_text("\n".join(second))
     assert explain([str(folder)]).verdict.cause == "port_in_use"
+
+
+def test_a_banner_that_comes_again_after_a_failure_begins_an_attempt(tmp_path: Path) -> None:
+    banner = "wandb: Tracking run with wandb version 0.19.8"
+    first = [banner, *steps(0, 5), *raised(0, _OOM)]
+    verdict = judged(
+        tmp_path, train=[*first, banner, *steps(0, 5, 100), *raised(0, "OSError: [Errno 98] Address already in use")]
+    )
+    assert verdict.cause == "port_in_use"
+    once = judged(tmp_path, train=[*first, "wandb: Run data is saved locally", *steps(0, 1, 100)])
+    assert once.cause == "rank_oom"
+
+
+def test_what_is_set_aside_as_old(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        old__train=[*steps(0, 5), *raised(0, _OOM)],
+        train=[*steps(0, 5, 100), *raised(0, "OSError: [Errno 98] Address already in use")],
+    )
+    assert verdict.cause == "port_in_use"
+
+
+def test_a_broken_gpu_stays_broken(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        run_1__driver=[*steps(0, 5), *raised(0, "RuntimeError: CUDA error: uncorrectable ECC error encountered")],
+        run_2__driver=[*steps(0, 5, 100), *raised(0, _OOM)],
+    )
+    assert verdict.cause == "gpu_hardware_fault"
