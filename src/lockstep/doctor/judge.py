@@ -20,6 +20,8 @@ VICTIM_AT_MOST = 0.5
 """What a class is worth of which only wrappers and consequences were seen."""
 SURVIVED = 0.25
 """The weight of what the job survived, unless its rule says that nobody does."""
+TROUBLED = 0.4
+"""How much of being healthy is left where the last words of a file are those of trouble."""
 LATER = 0.75
 """The weight of a cause that comes after another one's, on another rank or in the same."""
 DECIDED = 0.35
@@ -160,7 +162,7 @@ def _first_counts(candidates: Mapping[str, Candidate]) -> None:
 
 def _ends_with_trouble(story: Story, candidates: Mapping[str, Candidate]) -> bool:
     """The last thing that a file says of the job is a reason to worry: no step was made after it."""
-    return any(not story.survived(seen) for each in candidates.values() for seen in each.sightings)
+    return story.ends_badly or any(not story.survived(seen) for each in candidates.values() for seen in each.sightings)
 
 
 def _healthy(story: Story, healthy: Sequence[Sighting], candidates: dict[str, Candidate]) -> None:
@@ -172,10 +174,10 @@ def _healthy(story: Story, healthy: Sequence[Sighting], candidates: dict[str, Ca
         weight = 0.9
     elif "running" in traits:
         weight = 0.75 if "progressed" in traits else 0.3
-        if _ends_with_trouble(story, candidates):
-            weight *= 0.5
     if healthy and weight:
         weight = 1 - (1 - weight) * (1 - max(each.rule.signature.strength for each in healthy) / 2)
+    if "ended_well" not in traits and _ends_with_trouble(story, candidates):
+        weight *= TROUBLED
     if "ended_well" in traits:
         for each in candidates.values():
             each.weight *= 0.3

@@ -37,6 +37,11 @@ TRAITS = {
 
 _LASTING = ("gpu_hardware_fault",)
 """Classes that the next attempt has too when it gets the same hosts."""
+_LAST = 4
+_TROUBLE = re.compile(
+    r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead)\b"
+    r"|^\[[^\]]{10,40} [EF] \d+ \d+\]|\berror:"
+)
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _MOST_RANKS = 100_000
 _SURVIVED_STEPS = 2
@@ -239,6 +244,17 @@ class Story:
 
     def _ends(self, seen: Sighting) -> bool:
         return seen.rule.signature.fact != "peer_lost" and _exit_code(seen) != 0 and not self.survived(seen)
+
+    @cached_property
+    def ends_badly(self) -> bool:
+        """The last words of some file, after its last counter, are those of trouble, whatever trouble."""
+        for reading in self.readings:
+            lines = sorted((said for of_rank in reading.said.values() for said in of_rank), key=lambda said: said.line)
+            after = max((tick.line for tick in reading.ticks), default=0)
+            last = [said.text for said in lines[-_LAST:] if said.line > after]
+            if reading.source not in self.old and any(_TROUBLE.search(each) for each in last):
+                return True
+        return False
 
     @cached_property
     def exceptions(self) -> list[Sighting]:
