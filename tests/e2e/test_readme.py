@@ -296,7 +296,7 @@ def test_the_demo_with_faults_breaks_the_same_run(tmp_path: Path) -> None:
 
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -314,7 +314,11 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"} <= linked
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "examples").glob("*.*"))], ids=lambda page: page.name)
+OURS = [page for page in PAGES if page.name != "failures.md"]
+"""All but the one that shows lines of other programs' logs, with their addresses and paths."""
+
+
+@pytest.mark.parametrize("page", [*OURS, *sorted((ROOT / "examples").glob("*.*"))], ids=lambda page: page.name)
 def test_paths_are_those_of_the_checkout_and_of_no_machine(page: Path) -> None:
     text = page.read_text()
     assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|mnt|data|opt)\b", text)
