@@ -177,6 +177,8 @@ class Reader:
         windows: list[Page] = []
         for page in reversed(recent):
             start = max(0, len(page.data) - left, self._head_bytes if page.first == 1 else 0)
+            if start >= len(page.data):
+                continue
             start = page.data.find(b"\n", start - 1) + 1 if start else 0
             if start < len(page.data):
                 data = page.data[start:]

@@ -87,3 +87,9 @@ def test_the_package_knows_no_example_job() -> None:
     for file in home.rglob("*"):
         if file.is_file() and file.suffix in (".py", ".yaml"):
             assert "cases/jobs" not in file.read_text() and "truth.json" not in file.read_text()
+
+
+def test_lines_of_a_short_file_are_counted_once(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("".join(f"step {at} loss 0.5\n" for at in range(8)))
+    found = explain([str(tmp_path)])
+    assert [tick.step for tick in found.story.ticks] == list(range(8))
