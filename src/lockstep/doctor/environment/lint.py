@@ -103,7 +103,10 @@ def _of_known(known: Known, value: str, place: Place, asked: Asked) -> Iterator[
         why = variable.bad or _taken(variable, problem)
         seen = f"{shown(variable.name, value, asked.table)} is not {problem}"
         yield _finding("env-value", variable.bad_severity, seen, why, "", variable)
-    yield from (_harm(variable, value, harm, asked) for harm in variable.left_on if meant(value, harm.when))
+    installed = asked.versions.get(known.library.library)
+    for harm in variable.left_on:
+        if meant(value, harm.when) and reached(installed, harm.since) is not False:
+            yield _harm(variable, value, harm, asked)
     for conflict in variable.conflicts:
         other = place.variables.get(conflict.other)
         if other is not None and meant(value, conflict.when) and meant(other, conflict.other_when):
@@ -160,13 +163,15 @@ def _of_unknown(name: str, asked: Asked) -> Iterator[Finding]:
         return
     if library is not None:
         mates = frozenset(each for each in table.names if table.library_of(each) is library)
-        near = nearest(name, mates)
+        near = nearest(name, mates, len(table.prefix_of(name)))
         source = library.names_source or ""
         if near is not None:
             seen = f"{name} is read by nobody: {near} is meant?"
             why = f"{library.title} has no variable of this name, so what is set has no effect."
             source = _source(table, near) or source
             yield Finding("env-misspelt", "error", "", seen, why, f"rename it to {near}", source)
+            return
+        if library.shared:
             return
         seen = f"{name} is in no list of {library.title}'s variables"
         why = f"Names that begin so are {library.title}'s; those of {library.read} were looked through."

@@ -4,12 +4,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Url = Annotated[str, Field(pattern=r"^https://\S+$")]
+Url = Annotated[str, Field(pattern=r"^(https://\S+|docs/[\w-]+\.md)$")]
+"""Of Lockstep itself, the page."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Version = Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")]
 Gravity = Literal["error", "warning", "note"]
 When = Annotated[str, Field(min_length=1)] | tuple[str, ...]
-"""Which values are meant: `set` (any), `on`, `off`, `>N`, `<N`, a value as it is written, or several of these."""
+"""Which values are meant: `set` (any), `empty`, `on`, `off`, `>N`, `<N`, a value as it is written, or several of
+these."""
 Kind = Literal[
     "boolean", "flag", "integer", "number", "choice", "choices", "interface", "address", "port", "path", "text"
 ]
@@ -24,6 +26,8 @@ class Harm(_Model):
     """What a value does to a run when nobody looks for a fault any more, or anywhere."""
 
     when: When = "on"
+    since: Version | None = None
+    """Nothing is said where an older version is installed."""
     severity: Gravity = "warning"
     why: str
     fix: str = ""
@@ -93,13 +97,15 @@ class Library(_Model):
     """Which version the lists were read from."""
     prefixes: tuple[str, ...] = ()
     """Names that begin so belong to this library: one that is not listed is a slip, or read by nobody."""
+    shared: bool = False
+    """Others have names of these beginnings too: only slips are told, not every name that is not listed."""
     open: tuple[str, ...] = ()
     """Beginnings within `prefixes` that others may continue freely."""
     links: tuple[Url, ...] = ()
     """Sources that several variables share."""
     names_source: Url | None = None
     names: tuple[Name, ...] = ()
-    """Further names that it reads, of which nothing is said here."""
+    """Further names that it reads, or that images and builds set, of which nothing is said here."""
     gone: dict[Name, Version] = {}
     """Names that it read once, of which nothing else is said here: the first version that does not any more."""
     variables: tuple[Variable, ...]

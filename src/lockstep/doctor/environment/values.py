@@ -8,6 +8,7 @@ ON = ("1", "true", "yes", "on", "y", "t", "enable", "enabled")
 OFF = ("0", "false", "no", "off", "n", "f", "", "disable", "disabled")
 _BOOLEAN = ("0", "1", "true", "false", "yes", "no", "y", "n", "t", "f")
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d{1,30})")
+_NUMBERED = re.compile(r"_?\d+$")
 _NUMBER = re.compile(r"[+-]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][+-]?\d{1,3})?")
 
 
@@ -24,6 +25,8 @@ def meant(value: str, when: When) -> bool:
     match when:
         case "set":
             return True
+        case "empty":
+            return plain == ""
         case "on":
             return plain in ON
         case "off":
@@ -111,8 +114,12 @@ def distance(one: str, other: str, limit: int) -> int:
     return last[-1]
 
 
-def nearest(name: str, names: frozenset[str]) -> str | None:
-    """The name that was meant: one or two slips away, three in a long one; None where none is near."""
-    limit = 1 if len(name) < 8 else 2 if len(name) < 18 else 3
+def nearest(name: str, names: frozenset[str], begin: int = 0) -> str | None:
+    """The name that was meant: one slip away, two or three where what follows the first `begin` letters is long; None
+    where none is near, or where a name is numbered on purpose."""
+    if _NUMBERED.sub("", name) in names:
+        return None
+    length = len(name) - begin
+    limit = 1 if length < 6 else 2 if length < 14 else 3
     best = min(((distance(name.upper(), each.upper(), limit), each) for each in names), default=(limit + 1, ""))
     return best[1] if best[0] <= limit else None

@@ -53,13 +53,13 @@ class Table:
 
     def library_of(self, name: str) -> Library | None:
         """The library to which a name belongs by its beginning, the longest that fits."""
-        found = [
-            (len(prefix), library)
-            for library in self.libraries
-            for prefix in library.prefixes
-            if name.startswith(prefix)
-        ]
-        return max(found, key=lambda each: each[0])[1] if found else None
+        prefix = self.prefix_of(name)
+        return next((each for each in self.libraries if prefix in each.prefixes), None) if prefix else None
+
+    def prefix_of(self, name: str) -> str:
+        """The beginning by which it belongs there; empty where it belongs to none."""
+        fits = (each for library in self.libraries for each in library.prefixes if name.startswith(each))
+        return max(fits, key=len, default="")
 
     def free(self, name: str) -> bool:
         """Whether users may make up names of this beginning."""

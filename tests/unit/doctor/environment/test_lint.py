@@ -53,7 +53,8 @@ def test_an_old_name_is_right_where_the_version_is_old() -> None:
     assert ids(found({"TORCH_FR_BUFFER_SIZE": "2000"}, torch="2.5.1"), "TORCH_FR") == {"env-unread"}
     assert not ids(found({"VLLM_USE_V1": "1"}, vllm="0.8.5"), "VLLM_USE_V1")
     assert ids(found({"VLLM_USE_V1": "1"}, vllm="0.32.0"), "VLLM_USE_V1") == {"env-gone"}
-    assert not ids(found({"NCCL_CUMEM_ENABLE": "0"}, nccl="2.27.3"), "NCCL_CUMEM_ENABLE")
+    assert not ids(found({"NCCL_CUMEM_ENABLE": "0"}, nccl="2.21.5"), "NCCL_CUMEM_ENABLE")
+    assert ids(found({"NCCL_CUMEM_ENABLE": "0"}, nccl="2.27.3"), "NCCL_CUMEM_ENABLE") == {"env-left-on"}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,20 @@ def test_a_slip_names_what_was_meant(name: str, meant: str | None) -> None:
 @pytest.mark.parametrize("name", ["MY_NCCL_DEBUG", "NCC", "TIMEOUT", "PATH", "DEBUG", "VLLM_SERVICE_HOST", "_", "FOO"])
 def test_users_own_variables_are_left_alone(name: str) -> None:
     assert [each.id for each in found({name: "x"})] == ["env-fine"]
+
+
+CONTAINER = """
+PATH HOME NVIDIA_VISIBLE_DEVICES NVIDIA_DRIVER_CAPABILITIES NVIDIA_REQUIRE_CUDA NVIDIA_PRODUCT_NAME CUDA_VERSION
+CUDA_HOME CUDA_PATH NCCL_VERSION NV_LIBNCCL_PACKAGE NV_CUDA_LIB_VERSION CUDA_DRIVER_VERSION CUBLAS_VERSION
+PYTORCH_VERSION PYTORCH_BUILD_VERSION TORCH_CUDA_ARCH_LIST TORCH_HOME UCX_HOME VLLM_USAGE_SOURCE VLLM_SERVICE_HOST
+VLLM_SERVICE_PORT RAY_VERSION RAY_HEAD_IP HF_USER HF_MODEL HF_TOKEN2 MASTER_HOST MASTER_NODE TORCH_DEVICE CUDA_ARCH
+CUDA_HOME2 TRANSFORMERS_VERSION OMP_PROC_BIND LD_LIBRARY_PATH PYTHONPATH SLURM_JOB_ID KUBERNETES_SERVICE_HOST
+"""
+
+
+def test_what_containers_and_jobs_have_anyway_gives_no_finding() -> None:
+    findings = found(dict.fromkeys(CONTAINER.split(), "1.2.3"))
+    assert [each.id for each in findings] == ["env-fine"]
 
 
 def test_a_word_where_a_number_is_read() -> None:

@@ -1,0 +1,124 @@
+"""The data files: their schema, and each statement for itself."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.doctor.environment.lint import Place, lint
+from lockstep.doctor.environment.schema import Variable, When
+from lockstep.doctor.environment.values import distance, meant, nearest, wrong
+from lockstep.doctor.environment.variables import BadData, load, reached, version
+
+TABLE = load()
+KNOWN = [each.variable for each in TABLE.known.values()]
+READ = [each for each in KNOWN if each.readers and each.until is None]
+
+
+def an_example(when: When) -> str:
+    """A value of those that are meant."""
+    if not isinstance(when, str):
+        return an_example(when[0])
+    special = {"set": "x", "empty": "", "on": "1", "off": "0"}
+    if when in special:
+        return special[when]
+    return str(int(float(when[1:])) + (1 if when[0] == ">" else -1)) if when[0] in "<>" else when
+
+
+@pytest.mark.parametrize("variable", KNOWN, ids=lambda each: each.name)
+def test_what_it_says_fits_together(variable: Variable) -> None:
+    assert not wrong(variable, variable.default) or not variable.default
+    assert all(not wrong(variable, value) for value in variable.values)
+    if variable.renamed is not None:
+        target = TABLE.known.get(variable.renamed)
+        assert variable.renamed in TABLE.names and (target is None or target.variable.readers)
+    for conflict in variable.conflicts:
+        assert conflict.other in TABLE.names
+        assert meant(an_example(conflict.when), conflict.when)
+    for harm in variable.left_on:
+        assert meant(an_example(harm.when), harm.when)
+    assert variable.does.endswith((".", ")", "!"))
+    for text in (variable.does, variable.use, variable.hurts, variable.bad, *(harm.why for harm in variable.left_on)):
+        assert text == text.strip() and "  " not in text
+
+
+@pytest.mark.parametrize("variable", [each for each in READ if each.left_on], ids=lambda each: each.name)
+def test_what_hurts_is_told(variable: Variable) -> None:
+    for harm in variable.left_on:
+        findings = lint([Place("", {variable.name: an_example(harm.when)})])
+        assert any(each.id == "env-left-on" and each.why == harm.why for each in findings)
+
+
+@pytest.mark.parametrize("variable", [each for each in READ if each.conflicts], ids=lambda each: each.name)
+def test_contradictions_are_told(variable: Variable) -> None:
+    for conflict in variable.conflicts:
+        values = {variable.name: an_example(conflict.when), conflict.other: an_example(conflict.other_when)}
+        findings = lint([Place("", values)])
+        assert any(each.id == "env-conflict" and each.why == conflict.why for each in findings)
+
+
+@pytest.mark.parametrize("variable", [each for each in KNOWN if not each.readers], ids=lambda each: each.name)
+def test_what_nobody_reads_is_told_with_what_is_meant(variable: Variable) -> None:
+    found = [each for each in lint([Place("", {variable.name: "1"})]) if each.id == "env-unread"]
+    assert len(found) == 1 and found[0].fix and found[0].source
+
+
+def test_every_source_is_named_and_nobody_is_named_twice() -> None:
+    assert all(each.sources for each in KNOWN)
+    assert len(KNOWN) > 200 and len(TABLE.names) > 1500
+    assert {each.library for each in TABLE.libraries} >= {
+        "nccl", "torch", "gloo", "fabric", "cuda", "vllm", "ray", "deepspeed", "openrlhf", "verl", "hub", "lockstep",
+    }  # fmt: skip
+    pages = {source for each in KNOWN for source in each.sources if source.startswith("docs/")}
+    assert all((Path(__file__).parents[4] / page).is_file() for page in pages)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("library: x\ntitle: X\nread: x\nvariables: [{name: A}]", "x.yaml: variables.A.readers"),
+        (
+            "library: x\ntitle: X\nread: x\n"
+            "variables: [{name: A, readers: [x], does: d, sources: [https://a], huts: b}]",
+            "x.yaml: variables.A.huts: Extra",
+        ),
+        (
+            "library: x\ntitle: X\nread: x\nvariables: [{name: A, readers: [], does: d, sources: [https://a]}]",
+            "variables.A: Value error, instead: nobody reads it",
+        ),
+        (
+            "library: x\ntitle: X\nread: x\n"
+            "variables: [{name: A, readers: [x], does: d, kind: choice, sources: [https://a]}]",
+            "variables.A: Value error, values: missing",
+        ),
+        ("library: x\ntitle: X\nread: x\nvariables: [{name: A, readers: [x], does: d, sources: [no]}]", "sources"),
+        ("{", "x.yaml: no YAML"),
+    ],
+)
+def test_a_file_that_is_not_of_the_schema_is_refused_by_name(text: str, place: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(BadData) as refused:
+        load(tmp_path)
+    assert place in str(refused.value)
+
+
+def test_two_files_may_not_have_the_same_variable(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        text = (
+            f"library: {name}\ntitle: X\nread: x\nvariables: [{{name: A, readers: [x], does: d, sources: [https://a]}}]"
+        )
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(BadData, match=r"y\.yaml: A: x\.yaml has it already"):
+        load(tmp_path)
+
+
+def test_versions() -> None:
+    assert version("2.27.3+cuda12.2") == (2, 27, 3) and version("v1.2rc1") == (1, 2) and version("dev") == ()
+    assert reached("2.10", "2.9") and not reached("2.9.1", "2.10") and reached("2.9.0", "2.9")
+    assert reached(None, "2.9") is None and reached("main", "2.9") is None
+
+
+def test_slips() -> None:
+    assert distance("abcd", "abdc", 2) == 1 and distance("abcd", "abcd", 2) == 0 and distance("abcd", "ab", 2) == 2
+    assert distance("abcdefgh", "hgfedcba", 2) == 3
+    assert nearest("NCCL_IB_TIMEOUTS", frozenset({"NCCL_IB_TIMEOUT", "NCCL_IB_TC"})) == "NCCL_IB_TIMEOUT"
+    assert nearest("NCCL_FOO", frozenset({"NCCL_BAR"})) is None
