@@ -93,3 +93,37 @@ def test_lines_of_a_short_file_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("".join(f"step {at} loss 0.5\n" for at in range(8)))
     found = explain([str(tmp_path)])
     assert [tick.step for tick in found.story.ticks] == list(range(8))
+
+
+def test_standard_input() -> None:
+    done = CliRunner().invoke(app, ["explain", "-", "--json"], input="OSError: [Errno 98] Address already in use\n")
+    said = json.loads(done.stdout)
+    assert said["class"] == "port_in_use" and said["evidence"][0]["file"] == "stdin"
+
+
+def test_what_stands_in_a_log_is_no_markup(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("OSError: [Errno 98] Address already in use <script>alert(1)</script> [bold red]x[/]\n")
+    page = tmp_path / "a.html"
+    done = CliRunner().invoke(app, ["explain", str(log), "--html", str(page)])
+    assert "<script>" not in page.read_text() and "&lt;script&gt;" in page.read_text()
+    assert "[bold red]x[/]" in " ".join(done.stdout.split())
+
+
+def test_an_archive_and_a_pattern(tmp_path: Path) -> None:
+    import tarfile
+
+    (tmp_path / "rank1.log").write_text("".join(f"step {at}\n" for at in range(9)) + _traceback(1, "KeyError: 'x'"))
+    with tarfile.open(tmp_path / "logs.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "rank1.log", "job/rank1.log")
+    packed = explain([str(tmp_path / "logs.tar.gz")]).verdict
+    plain = explain([str(tmp_path / "rank*.log")]).verdict
+    assert packed.cause == plain.cause == "rank_exception_masked"
+    assert packed.evidence[0].file == "logs.tar.gz/job/rank1.log"
+
+
+def test_a_bad_rule_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("class: nonsense\nsignatures: []\n")
+    (tmp_path / "a.log").write_text("x\n")
+    done = CliRunner().invoke(app, ["explain", str(tmp_path / "a.log"), "--rules", str(tmp_path)])
+    assert done.exit_code == 2 and "own.yaml" in done.stderr.replace("\n", "")
