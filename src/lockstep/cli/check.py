@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from lockstep.cli.errors import FAILED, REFUSED, show_refusal
+from lockstep.cli.errors import FAILED, REFUSED, show_note, show_refusal
 from lockstep.config.errors import ConfigError
 from lockstep.config.load import load_config
 
@@ -44,6 +44,24 @@ def command(
             "torchrun, verl. Says what of this shell they will not see.",
         ),
     ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="A,B,C", help="Check these hosts together; says what to start on each.")
+    ] = None,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Be the probe of this host for the check that runs there.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --join: what the check calls this host.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="By which of this host's addresses the others reach it.")
+    ] = None,
+    ports: Annotated[
+        str | None, typer.Option(metavar="PORTS", help="Ports that the run will use, such as 29500,10002-10100.")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="How long probes that people start are waited for.")
+    ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, nothing else.")] = False,
 ) -> None:
     """Check, before a run, what would make it fail, hang or crawl, and say what helps.
@@ -61,15 +79,26 @@ def command(
         lockstep check --env --launcher ray
 
         docker inspect trainer | lockstep check --env-file -
+
+        lockstep check run.yaml --hosts node-a,node-b
+
+        lockstep check --join 192.0.2.7:41234 --name node-b
     """
+    from lockstep.cli import check_hosts
     from lockstep.doctor.finding import Report
 
     try:
+        if join is not None:
+            check_hosts.join(join, name, address)
+            raise typer.Exit
         config = load_config(Path(file), list(overrides or [])) if file is not None else None
         report = Report()
+        beyond = check_hosts.Beyond(check_hosts.split_names(hosts), address, check_hosts.split_ports(ports), wait)
         if not env and not env_files:
             _climb(report, config)
         _environment(report, env_files or (), launcher)
+        if not env and not env_files:
+            check_hosts.climb(report, config, beyond, show_note)
     except (ConfigError, ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error

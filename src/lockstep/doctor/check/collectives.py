@@ -1,0 +1,248 @@
+"""The collective self-test, seen from the head: started on all hosts at once, its results, what they mean."""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.doctor.check.communicators import Communicator, processes
+from lockstep.doctor.check.meeting import Head
+from lockstep.doctor.check.protocol import Card
+from lockstep.doctor.finding import Finding
+
+BOUND_S = 30.0
+START_S = 8.0
+"""Of the bound, for importing torch and telling the port of the store."""
+BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Of one collective: large enough to be limited by bandwidth."""
+_SLOW = 0.5
+_BUS = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
+
+
+@dataclass(slots=True)
+class Tested:
+    """What the ranks of one self-test said."""
+
+    communicators: tuple[Communicator, ...]
+    ranks: tuple[str, ...]
+    """Names of processes; a rank is a place in here."""
+    hosts: Mapping[str, str]
+    """Of processes."""
+    device: Literal["cpu", "cuda"]
+    at: dict[str, str] = field(default_factory=dict)
+    """By process, what it was last about to do; `done` where it has finished."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """By process, what it failed with."""
+    rates: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """By communicator and operation, the bus bandwidth in MB/s on each rank."""
+    latency_ms: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    pairs: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    """By communicator and two processes, MB/s each way while both send."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Hosts whose probe did not answer, or whose ranks could not be started, and why."""
+    took_s: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed and not self.lost and all(self.at.get(each) == "done" for each in self.ranks)
+
+    @property
+    def why_not(self) -> str:
+        """The first reasons, each once; empty where it passed."""
+        if self.passed:
+            return ""
+        reasons = [*self.failed.values(), *self.lost.values()]
+        reasons.sort(key=lambda why: why.startswith(("WaitTimeout", "did not end", "DistNetworkError")))
+        stuck = [f"{name} did not finish (at: {at})" for name, at in self.at.items() if at != "done"]
+        return "; ".join(list(dict.fromkeys([*reasons, *stuck]))[:2]) or "no rank said anything"
+
+
+def self_test(
+    head: Head,
+    cards: Mapping[str, Card],
+    communicators: Sequence[Communicator],
+    hosts: Mapping[str, str],
+    device: Literal["cpu", "cuda"],
+    bound_s: float = BOUND_S,
+    environment: Mapping[str, str] | None = None,
+) -> Tested:
+    """Has the hosts of the processes run all communicators' collectives.
+
+    Args:
+        hosts: of every process that is in a communicator.
+        environment: variables of the ranks beside those of the probes, `NCCL_*` and `GLOO_*` alone.
+    """
+    began = time.monotonic()
+    ranks = tuple(processes(communicators))
+    found = Tested(tuple(communicators), ranks, hosts, device)
+    absent = sorted({hosts[name] for name in ranks} - head.members.keys())
+    if absent or not ranks:
+        found.lost = dict.fromkeys(absent, "it has not joined")
+        return found
+    first = hosts[ranks[0]]
+    on_host = {host: [k for k, name in enumerate(ranks) if hosts[name] == host] for host in map(hosts.get, ranks)}
+    spec: dict[str, Any] = {
+        "world": len(ranks), "device": device, "bound_s": max(5.0, bound_s - START_S), "bytes": BYTES[device],
+        "communicators": [each.json(ranks) for each in communicators], "host": cards[first].address, "port": 0,
+    }  # fmt: skip
+
+    def order(host: str, **more: Any) -> dict[str, Any]:
+        own = {**_interface(cards[host], len(cards) > 1), **(environment or {})}
+        task = {**spec, "ranks": on_host[host], "address": cards[host].address, **more}
+        return {"do": "ranks", "what": "start", "environment": own, "spec": task}
+
+    answers, lost = head.ask({first: order(first, serve=True)}, bound_s, "the store of the self-test")
+    port = int(answers.get(first, {}).get("port", -1))
+    if port <= 0:
+        results, gone = head.ask(
+            {first: {"do": "ranks", "what": "results", "bound_s": 1.0}} if first in head.members else {}, 5.0, "why"
+        )
+        said = results.get(first, {}).get("errors", "").strip().splitlines()[-1:]
+        found.lost = {first: (lost | gone).get(first) or f"its ranks could not be started: {' '.join(said)}"}
+        return found
+    spec["port"] = port
+    others = [str(host) for host in on_host if host != first]
+    _, lost = head.ask({host: order(host) for host in others}, 10.0, "ranks of the self-test start")
+    found.lost |= lost
+    left = max(2.0, bound_s - (time.monotonic() - began))
+    ask = {"do": "ranks", "what": "results", "bound_s": left}
+    answers, lost = head.ask({str(h): ask for h in on_host if h in head.members}, left + 5.0, "the self-test")
+    found.lost |= lost
+    for host, answer in sorted(answers.items()):
+        _take(found, str(host), answer)
+    found.took_s = time.monotonic() - began
+    return found
+
+
+def _interface(card: Card, several: bool) -> dict[str, str]:
+    """Of gloo and NCCL, as Lockstep sets it for its workers: the one that has the host's address."""
+    if not card.interface:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": card.interface}
+
+
+def _take(found: Tested, host: str, answer: Mapping[str, Any]) -> None:
+    spoke = False
+    for line in answer.get("lines", ()):
+        if "rank" not in line:
+            continue
+        spoke, name = True, found.ranks[int(line["rank"])]
+        if "at" in line:
+            found.at[name] = line["at"]
+        elif "failed" in line:
+            found.failed[name] = line["failed"]
+        elif "pair" in line:
+            one, other = (found.ranks[rank] for rank in line["pair"])
+            found.pairs[line["communicator"], one, other] = float(line["mb_per_s"])
+        elif line.get("ok"):
+            key = line["communicator"], line["operation"]
+            found.rates.setdefault(key, []).append(float(line["mb_per_s"]))
+            found.latency_ms.setdefault(key, []).append(float(line["ms"]))
+    if not spoke:
+        last = (answer.get("errors") or "").strip().splitlines()[-1:]
+        found.lost[host] = f"its ranks said nothing (exit code {answer.get('ended')}): {' '.join(last)}"
+
+
+def judge(tested: Tested) -> list[Finding]:
+    """One finding per communicator that is right, the failure where one is not, and the slowest pair."""
+    if not tested.communicators:
+        what = "the config makes no communicator of two processes (one rank, weights through memory that both see)"
+        return [Finding("collectives", "ok", "", what)]
+    if not tested.passed:
+        return [_failure(tested)]
+    found = []
+    for each in tested.communicators:
+        rows = [
+            f"{operation} {statistics.median(tested.latency_ms[each.name, operation]):.2f} ms, "
+            f"{min(tested.rates[each.name, operation]):,.0f} MB/s"
+            for operation in each.operations
+        ]
+        found.append(
+            Finding(
+                "collectives", "ok", "",
+                f"{each.name} ({len(each.members)} ranks on {each.backend}: {each.does}): all sums right; "
+                + "; ".join(rows), source=_BUS,
+            )
+        )  # fmt: skip
+    return found + _slowest(tested)
+
+
+def _slowest(tested: Tested) -> list[Finding]:
+    found = []
+    for communicator in tested.communicators:
+        pairs = {key[1:]: rate for key, rate in tested.pairs.items() if key[0] == communicator.name}
+        if len(pairs) < 3:
+            continue
+        (one, other), rate = min(pairs.items(), key=lambda item: item[1])
+        middle = statistics.median(pairs.values())
+        a, b = tested.hosts[one], tested.hosts[other]
+        where = f"both on {a}" if a == b else f"{a} and {b}"
+        slow = rate < _SLOW * middle and a != b
+        found.append(
+            Finding(
+                "slowest-pair", "warning" if slow else "note", "" if a == b else f"{a}, {b}",
+                f"slowest pair of {communicator.name}: {one} and {other} ({where}) with {rate:,.0f} MB/s each way, the "
+                f"median is {middle:,.0f}",
+                "a collective is as fast as its slowest link" if slow else "",
+                "compare the link's speed and errors on both hosts (`ethtool`, `ip -s link`, `ibstat`)" if slow else "",
+            )
+        )  # fmt: skip
+    return found
+
+
+def _failure(tested: Tested) -> Finding:
+    """Who is to blame: who says what is wrong, else who is behind the others."""
+    lost = "; ".join(f"{host}: {why}" for host, why in tested.lost.items())
+    said = {
+        name: why for name, why in tested.failed.items() if not why.startswith(("WaitTimeout", "did not end"))
+    } or tested.failed
+    causes: dict[str, list[str]] = {}
+    for name, why in said.items():
+        causes.setdefault(why, []).append(name)
+    rows = [f"{_named(names, tested)}: {why}" for why, names in list(causes.items())[:3]]
+    never = [name for name in tested.ranks if name not in tested.at]
+    behind = [name for name in tested.ranks if tested.at.get(name) in ("rendezvous",)]
+    if never and not tested.lost:
+        rows.append(f"{_named(never, tested)} never started")
+    if behind and len(behind) < len(tested.ranks):
+        rows.append(f"{_named(behind, tested)} did not reach the store")
+    stages = {tested.at.get(name, "") for name in said} - {"done", ""}
+    where = f" (at: {', '.join(sorted(stages))})" if stages else ""
+    backends = " and ".join(sorted({each.backend for each in tested.communicators}))
+    told = "; ".join([lost, *rows] if lost else rows)
+    seen = f"the self-test of {len(tested.ranks)} ranks on {backends} failed{where}: {told}"
+    hosts = ", ".join(dict.fromkeys(tested.hosts[name] for name in [*behind, *never] or said)) or ", ".join(tested.lost)
+    return Finding(
+        "collectives", "error", hosts, seen, "the run's first collective would fail or hang in the same way",
+        _advice(seen, tested),
+    )  # fmt: skip
+
+
+_ADVICE = (
+    ("checksum", "data is corrupted between these ranks: on GPUs try NCCL_P2P_DISABLE=1 (see the isolation below) and "
+     "read the kernel log for Xid and PCIe errors"),
+    ("Duplicate GPU", "two ranks share a GPU, which NCCL refuses: use as many GPUs as ranks"),
+    ("no socket interface", "the interface in NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME is not on every host: unset it "
+     "or name one that is"),
+    ("nable to find address for", "the interface in GLOO_SOCKET_IFNAME is not there, or has no address: name one that "
+     "has"),
+    ("nable to resolve", "gloo looks for this host's own name: set GLOO_SOCKET_IFNAME, or put the name into the hosts "
+     "file"),
+    ("CUDA", "see the checks of the GPUs and versions on the hosts named"),
+    ("did not reach the store", "the port of the store is closed from there: see the pairs above"),
+)  # fmt: skip
+
+
+def _advice(seen: str, tested: Tested) -> str:
+    for sign, advice in _ADVICE:
+        if sign in seen:
+            return advice
+    nccl = any(each.backend == "nccl" for each in tested.communicators)
+    more = "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,NET" if nccl else "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    return f"look at the pairs and interfaces above for the hosts named; {more} says more"
+
+
+def _named(names: Sequence[str], tested: Tested) -> str:
+    shown = ", ".join(f"{name} ({tested.hosts[name]})" for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,261 @@
+"""Every pair of hosts, both ways, on the ports that a run uses: reached or not, round trip, bandwidth."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.doctor.check.meeting import Head
+from lockstep.doctor.check.peers import Dialled
+from lockstep.doctor.check.protocol import Card
+from lockstep.doctor.check.tournament import LANES, Budget, budget, measured, opponents, ports_of_pair
+from lockstep.doctor.finding import Finding
+
+BOUND_S = 10.0
+_KERNEL = "kernel-"
+_SHOWN = 6
+_SLOW = 0.5
+"""Of the median bandwidth: what is below is named."""
+_FAR = 5.0
+"""Times the median round trip: what is above is named, from `_FAR_MS` on."""
+_FAR_MS = 2.0
+_ENOUGH = 6
+"""Measurements from which on a median means something."""
+
+
+@dataclass(slots=True)
+class Pairs:
+    """What was found between hosts. A pair is (who dials, who listens)."""
+
+    hosts: tuple[str, ...]
+    budget: Budget
+    reached: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Round trip in ms, over the kernel's port or the first that worked."""
+    blocked: dict[tuple[str, str], list[Dialled]] = field(default_factory=dict)
+    """Ports that were not reached."""
+    mb_per_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    """Hosts that did not answer the head any more, and why."""
+    took_s: float = 0.0
+
+
+def try_pairs(head: Head, cards: Mapping[str, Card], bound_s: float = BOUND_S) -> Pairs:
+    """Has all members dial each other, then measure in the rounds for which there is time."""
+    began = time.monotonic()
+    hosts = tuple(name for name in sorted(cards) if name in head.members)
+    ports = max((len(card.ports) for card in cards.values()), default=1)
+    plan = budget(len(hosts), ports, bound_s)
+    found = Pairs(hosts, plan)
+    if len(hosts) < 2:
+        return found
+    orders = {
+        name: {
+            "do": "reach",
+            "targets": targets_of(hosts, cards, number),
+            "dial_s": plan.dial_s,
+            "bound_s": plan.reach_s,
+            "lanes": LANES,
+        }
+        for number, name in enumerate(hosts)
+    }
+    answers, lost = head.ask(orders, plan.reach_s + 1.0, "whom they reach")
+    found.lost |= lost
+    for name, answer in answers.items():
+        _note_dialled(found, name, [Dialled(**one) for one in answer["dialled"]])
+    for pairs in measured(len(hosts), plan.slots):
+        if time.monotonic() - began > bound_s - 2 * plan.slot_s:
+            break
+        for one_way in (pairs, [(b, a) for a, b in pairs]):
+            _measure(head, cards, found, [(hosts[a], hosts[b]) for a, b in one_way])
+    found.took_s = time.monotonic() - began
+    return found
+
+
+def targets_of(hosts: Sequence[str], cards: Mapping[str, Card], number: int) -> list[list[object]]:
+    """What a host dials, in the order of the tournament: `[peer, address, port, label]`."""
+    found: list[list[object]] = []
+    for other in opponents(len(hosts), number):
+        card = cards[hosts[other]]
+        labels = sorted(card.ports, key=lambda label: (label.startswith(_KERNEL), label))
+        named = sum(not label.startswith(_KERNEL) for label in labels)
+        for k in ports_of_pair(number, other, len(hosts), named, len(labels) - named):
+            found.append([card.name, card.address, card.ports[labels[k]], labels[k]])
+    return found
+
+
+def _note_dialled(found: Pairs, name: str, dialled: Sequence[Dialled]) -> None:
+    for one in dialled:
+        pair = (name, one.peer)
+        if one.why:
+            found.blocked.setdefault(pair, []).append(one)
+        else:
+            found.reached[pair] = min(one.rtt_ms, found.reached.get(pair, one.rtt_ms))
+
+
+def _measure(head: Head, cards: Mapping[str, Card], found: Pairs, pairs: Sequence[tuple[str, str]]) -> None:
+    """One round in one direction."""
+    orders = {}
+    for dialler, listener in pairs:
+        closed = {one.label for one in found.blocked.get((dialler, listener), ())}
+        open_ports = [label for label in cards[listener].ports if label not in closed]
+        if (dialler, listener) in found.reached and open_ports and dialler in head.members:
+            port = cards[listener].ports[open_ports[-1]]
+            target = [listener, cards[listener].address, port, open_ports[-1]]
+            orders[dialler] = {
+                "do": "rate", "target": target, "seconds": found.budget.slot_s, "dial_s": found.budget.dial_s,
+            }  # fmt: skip
+    answers, lost = head.ask(orders, found.budget.slot_s + 2 * found.budget.dial_s + 1.0, "how fast they are")
+    found.lost |= lost
+    for name, answer in answers.items():
+        if "mb_per_s" in answer:
+            found.mb_per_s[name, str(answer["peer"])] = float(answer["mb_per_s"])
+
+
+def judge(pairs: Pairs) -> list[Finding]:
+    """Blocked hosts, directions and ports, each once and by name; then what is far or slow beside the others."""
+    many = len(pairs.hosts)
+    if many < 2:
+        return [Finding("pairs", "unchecked", "", "one host has no pair: name others with --hosts to try the network")]
+    found = [
+        Finding(
+            "pair-lost", "error", name, f"its probe fell silent while hosts tried each other: {why}",
+            "traffic between hosts may take its link down", "look at its log, and at the kernel's (`dmesg`)",
+        )
+        for name, why in pairs.lost.items()
+    ]  # fmt: skip
+    found += _blocked(pairs)
+    found += _uneven(pairs)
+    if not any(each.severity == "error" for each in found):
+        found.insert(0, Finding("pairs", "ok", "", _summary(pairs)))
+    return found
+
+
+def _summary(pairs: Pairs) -> str:
+    many = len(pairs.hosts)
+    trips = f"round trips {_spread(pairs.reached.values(), 'ms', 2)}" if pairs.reached else ""
+    rates = f"; bandwidth {_spread(pairs.mb_per_s.values(), 'MB/s', 0)}" if pairs.mb_per_s else ""
+    of_all = many * (many - 1)
+    part = f" (of {len(pairs.mb_per_s)} of {of_all} directions)" if 0 < len(pairs.mb_per_s) < of_all else ""
+    return f"{len(pairs.reached)} of {of_all} directions between {many} hosts are open: {trips}{rates}{part}"
+
+
+def _spread(values: Iterable[float], unit: str, digits: int) -> str:
+    ordered = sorted(values)
+    low, middle, high = ordered[0], statistics.median(ordered), ordered[-1]
+    return f"{low:,.{digits}f} to {high:,.{digits}f} {unit}, median {middle:,.{digits}f}"
+
+
+def _blocked(pairs: Pairs) -> list[Finding]:
+    """Grouped: whom nobody reaches, who reaches nobody, then directions and ports."""
+    whole = {pair for pair in pairs.blocked if pair not in pairs.reached}
+    many = len(pairs.hosts) - 1
+    into, out = defaultdict(set), defaultdict(set)
+    for dialler, listener in whole:
+        into[listener].add(dialler)
+        out[dialler].add(listener)
+    deaf = {name for name in pairs.hosts if len(into[name]) == many and many > 1}
+    mute = {name for name in pairs.hosts if len(out[name]) == many and many > 1}
+    found = []
+    for name in sorted(deaf | mute):
+        kind = _kinds([one for pair in whole if name in pair for one in pairs.blocked[pair]])
+        both = "reaches nobody and nobody reaches it" if name in deaf & mute else (
+            "nobody reaches it, and it reaches others" if name in deaf else "it reaches nobody, and others reach it"
+        )  # fmt: skip
+        found.append(_error(name, f"{name}: {both} ({kind})", kind))
+    for dialler, listener in sorted(whole):
+        if listener in deaf or dialler in mute:
+            continue
+        ones = pairs.blocked[dialler, listener]
+        back = "the other way is open" if (listener, dialler) in pairs.reached else "neither does the other way"
+        kind = _kinds(ones)
+        tried = ", ".join(str(one.port) for one in ones[:_SHOWN])
+        seen = f"{dialler} does not reach {listener} (ports {tried}: {kind}); {back}"
+        found.append(_error(f"{dialler}, {listener}", seen, kind))
+    return found + _closed_ports(pairs, whole)
+
+
+def _closed_ports(pairs: Pairs, whole: set[tuple[str, str]]) -> list[Finding]:
+    """Ports that are closed between hosts which reach each other on others."""
+    by_port: dict[tuple[str, str], list[tuple[str, str, Dialled]]] = defaultdict(list)
+    for (dialler, listener), ones in pairs.blocked.items():
+        if (dialler, listener) not in whole:
+            for one in ones:
+                by_port[listener, one.label].append((dialler, listener, one))
+    found = []
+    for (listener, label), closed in sorted(by_port.items()):
+        port = closed[0][2].port
+        kind = _kinds([one for _, _, one in closed])
+        who = ", ".join(dialler for dialler, _, _ in closed[:_SHOWN]) + (" and more" if len(closed) > _SHOWN else "")
+        what = f"port {port}" + (" (of the range that the kernel gives out)" if label.startswith(_KERNEL) else "")
+        seen = f"{what} of {listener} is not reached from {who}, though other ports are ({kind})"
+        found.append(_error(listener, seen, kind, port=port, kernels=label.startswith(_KERNEL)))
+    return found
+
+
+def _error(host: str, seen: str, kind: str, port: int | None = None, kernels: bool = False) -> Finding:
+    ports = f"port {port}" if port else "all TCP ports"
+    if kernels:
+        ports = "all ports of the range in /proc/sys/net/ipv4/ip_local_port_range"
+    if "something else" in kind:
+        fix = f"end what listens on that port of the host (`ss -ltnp`), or choose another port than {port}"
+    else:
+        fix = (
+            f"open {ports} between the hosts of the run (firewall, security group, network policy), both ways; NCCL, "
+            "gloo and Ray's workers take ports of the kernel's range unless they are told others"
+        )
+    why = "collectives connect every rank with others in both directions, and wait for a dropped packet in silence"
+    return Finding("pair-blocked", "error", host, seen, why, fix)
+
+
+def _kinds(ones: Sequence[Dialled]) -> str:
+    words = {
+        "refused": "refused: a firewall says no, or nothing listens",
+        "silent": "no answer: packets are dropped",
+        "no_route": "no route",
+        "stranger": "something else listens there",
+        "broke": "the connection breaks",
+    }
+    kinds = list(dict.fromkeys(words.get(one.kind, one.why) for one in ones))
+    return "; ".join(kinds[:3]) or "no answer"
+
+
+def _uneven(pairs: Pairs) -> list[Finding]:
+    found = []
+    if len(pairs.mb_per_s) >= _ENOUGH:
+        middle = statistics.median(pairs.mb_per_s.values())
+        slow = sorted((rate, pair) for pair, rate in pairs.mb_per_s.items() if rate < _SLOW * middle)
+        if slow:
+            rate, (one, other) = slow[0]
+            rest = f", and {len(slow) - 1} directions more" if len(slow) > 1 else ""
+            found.append(
+                Finding(
+                    "pair-slow", "warning", f"{one}, {other}",
+                    f"{one} to {other} carries {rate:,.0f} MB/s where the median is {middle:,.0f}{rest}"
+                    + _common(slow),
+                    "a collective is as fast as its slowest link",
+                    "compare the link's speed and errors on both (`ethtool`, `ip -s link`) and the interface in use",
+                )
+            )  # fmt: skip
+    if len(pairs.reached) >= _ENOUGH:
+        middle = statistics.median(pairs.reached.values())
+        far = sorted((-trip, pair) for pair, trip in pairs.reached.items() if trip > max(_FAR_MS, _FAR * middle))
+        if far:
+            trip, (one, other) = far[0]
+            rest = f", and {len(far) - 1} directions more" if len(far) > 1 else ""
+            found.append(
+                Finding(
+                    "pair-far", "warning", f"{one}, {other}",
+                    f"{one} to {other} and back takes {-trip:.2f} ms where the median is {middle:.2f}{rest}"
+                    + _common(far),
+                    "small collectives take a round trip each",
+                    "look for a VPN, another site or zone, or a busy host between them",
+                )
+            )  # fmt: skip
+    return found
+
+
+def _common(worst: Sequence[tuple[float, tuple[str, str]]]) -> str:
+    """The one host that all of several bad directions share."""
+    shared = set.intersection(*(set(pair) for _, pair in worst)) if len(worst) > 2 else set()
+    return f"; {shared.pop()} is in all of them" if len(shared) == 1 else ""

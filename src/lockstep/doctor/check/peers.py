@@ -1,0 +1,251 @@
+"""What a probe does with its peers: it answers on its ports, dials theirs, and measures."""
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.doctor.check.protocol import RUN
+from lockstep.watch import waits, wire
+from lockstep.watch.waits import WaitTimeout
+from lockstep.watch.wire import Connection, Listener, Refused, WireError
+
+PINGS = 3
+CHUNK = 1 << 20
+"""Bytes of a frame while bandwidth is measured."""
+_ANSWER_S = 30.0
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL_RANGE = 32768, 60999
+_ATTEMPTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One port of a peer."""
+
+    peer: str
+    address: str
+    port: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dialled:
+    """What became of one dial."""
+
+    peer: str
+    label: str
+    port: int
+    rtt_ms: float = 0.0
+    """The shortest of some small frames there and back; 0 where it was not reached."""
+    why: str = ""
+    """Empty where it was reached."""
+    kind: str = ""
+    """`refused`, `silent`, `no_route`, `stranger` (something else listens there) or `broke`; empty where reached."""
+
+
+class Answering:
+    """Listens on ports of one address for peers of the same check, and answers them in threads.
+
+    The sockets are bound here and stay bound: a port that was seen free and is bound later can be lost in between.
+
+    Args:
+        named: ports that a run will use.
+        kernels: how many more, spread over the range from which the kernel gives ports to whoever asks for any.
+    """
+
+    def __init__(self, token: str, name: str, address: str, named: Sequence[int], kernels: int) -> None:
+        self.ports: dict[str, int] = {}
+        self.taken: dict[str, str] = {}
+        self._token, self._name, self._address = token, name, address
+        self._listeners: list[Listener] = []
+        self._stop = threading.Event()
+        for port in named:
+            try:
+                self._listen(str(port), port)
+            except OSError as error:
+                self.taken[str(port)] = error.strerror or str(error)
+        for number in range(kernels):
+            self._listen_in_range(number, kernels)
+
+    def close(self) -> None:
+        """Frees the ports. Idempotent."""
+        self._stop.set()
+        for listener in self._listeners:
+            listener.close()
+
+    def _listen(self, label: str, port: int) -> None:
+        listener = Listener(self._token, RUN, 0, self._name, self._address, port, max_frame=4 * CHUNK, handshake_s=5.0)
+        self._listeners.append(listener)
+        self.ports[label] = listener.port
+        threading.Thread(target=self._accept, args=(listener,), name=f"port {listener.port}", daemon=True).start()
+
+    def _listen_in_range(self, number: int, of: int) -> None:
+        low, high = port_range()
+        step = (high - low) // of
+        first = low + number * step + zlib.crc32(self._name.encode()) % max(step, 1)
+        for attempt in range(_ATTEMPTS):
+            with contextlib.suppress(OSError):
+                self._listen(f"kernel-{number}", low + (first - low + attempt) % (high - low + 1))
+                return
+        self._listen(f"kernel-{number}", 0)
+
+    def _accept(self, listener: Listener) -> None:
+        while not self._stop.is_set():
+            try:
+                connection = listener.accept(0.5)
+            except (OSError, ValueError):
+                return  # closed by `close`
+            if connection is not None:
+                threading.Thread(target=_answer, args=(connection,), name="peer", daemon=True).start()
+
+
+def port_range() -> tuple[int, int]:
+    """From which this host's kernel takes ports for those that ask for any."""
+    try:
+        low, high = (int(word) for word in _RANGE.read_text().split())
+    except (OSError, ValueError):
+        return _USUAL_RANGE
+    return low, high
+
+
+def _answer(connection: Connection) -> None:
+    """Small frames go back as they are, large ones are counted; `end` is answered by the count."""
+    received = 0
+    with connection, contextlib.suppress(WireError):
+        while (frame := connection.recv(_ANSWER_S)) is not None:
+            if frame == b"end":
+                connection.send(str(received).encode(), timeout_s=5.0)
+            elif len(frame) < 1024:
+                connection.send(frame, timeout_s=5.0)
+            else:
+                received += len(frame)
+
+
+def dial(target: Target, token: str, name: str, dial_s: float) -> Dialled:
+    """Connects, proves both sides, and sends some small frames there and back."""
+    try:
+        with _connected(target, token, name, dial_s) as connection:
+            best = min(_ping(connection, dial_s) for _ in range(PINGS))
+    except (WireError, WaitTimeout, OSError) as error:
+        kind, why = _why_not(error)
+        return Dialled(target.peer, target.label, target.port, why=why, kind=kind)
+    return Dialled(target.peer, target.label, target.port, rtt_ms=round(1e3 * best, 4))
+
+
+def _connected(target: Target, token: str, name: str, dial_s: float) -> Connection:
+    return wire.connect(
+        target.address, target.port, token=token, run=RUN, generation=0, name=name, timeout_s=dial_s,
+        max_frame=4 * CHUNK,
+    )  # fmt: skip
+
+
+def _ping(connection: Connection, bound_s: float) -> float:
+    began = time.monotonic()
+    connection.send(b"ping", timeout_s=bound_s)
+    if connection.recv(bound_s) is None:
+        raise TimeoutError(f"no answer within {bound_s:g} s")
+    return time.monotonic() - began
+
+
+def _why_not(error: OSError) -> tuple[str, str]:
+    if isinstance(error, Refused):
+        return "stranger", error.why
+    why = error.why if isinstance(error, WireError) else str(error)
+    lower = why.lower()
+    if "refused" in lower:
+        return "refused", why
+    if "timed out" in lower or "no answer" in lower:
+        return "silent", why
+    if "no route" in lower or "unreachable" in lower:
+        return "no_route", why
+    return "broke", why
+
+
+def reach(targets: Sequence[Target], token: str, name: str, dial_s: float, bound_s: float, lanes: int) -> list[Dialled]:
+    """Dials all, in their order, `lanes` of them at once, so that one that hangs delays no other. Those that hung are
+    tried once more in the time that is left. What is not known at the bound is said to be so."""
+    until = time.monotonic() + bound_s
+    pool = ThreadPoolExecutor(lanes, thread_name_prefix="dial")
+    try:
+        found = _all([(t, pool.submit(dial, t, token, name, dial_s)) for t in targets], until)
+        hung = [target for target, one in zip(targets, found, strict=True) if one.kind in ("silent", "broke")]
+        left = until - time.monotonic()
+        if hung and left > 0.2:
+            again_s = min(dial_s, 0.8 * left / -(-len(hung) // lanes))
+            second = _all([(t, pool.submit(dial, t, token, name, again_s)) for t in hung], until)
+            better = {(one.peer, one.label): one for one in second if not one.why}
+            found = [better.get((one.peer, one.label), one) for one in found]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return found
+
+
+def _all(pending: Sequence[tuple[Target, "Future[Dialled]"]], until: float) -> list[Dialled]:
+    found = []
+    for target, future in pending:
+        left = max(0.0, until - time.monotonic())
+        try:
+            found.append(waits.future(future, whom=target.peer, why="dial", timeout_s=left, notice_after_s=None))
+        except WaitTimeout:
+            found.append(Dialled(target.peer, target.label, target.port, why="no answer in time", kind="silent"))
+    return found
+
+
+def rate(target: Target, token: str, name: str, seconds: float, dial_s: float) -> dict[str, object]:
+    """Megabytes per second (1e6 bytes) that the peer received on one connection; `why` where it could not be told."""
+    payload = bytes(CHUNK)
+    try:
+        with _connected(target, token, name, dial_s) as connection:
+            _ping(connection, dial_s)
+            began = time.monotonic()
+            while time.monotonic() - began < seconds:
+                connection.send(payload, timeout_s=max(dial_s, seconds))
+            connection.send(b"end", timeout_s=dial_s)
+            bound_s = dial_s + seconds
+            counted = connection.recv(bound_s)
+            took = time.monotonic() - began
+    except (WireError, OSError) as error:
+        return {"peer": target.peer, "why": _why_not(error)[1]}
+    if counted is None:
+        return {"peer": target.peer, "why": "the peer did not say what it received"}
+    return {"peer": target.peer, "mb_per_s": round(int(bytes(counted)) / took / 1e6, 1)}
+
+
+def as_json(found: Sequence[Dialled]) -> list[dict[str, object]]:
+    """For the head."""
+    return [asdict(one) for one in found]
+
+
+def host_answers(address: str, ports: Sequence[int] = (22, 1), bound_s: float = 1.0) -> str:
+    """Whether a host without a probe is there at all: `answers` (it accepts or refuses), `silent`, or the error."""
+    said = "silent"
+    for port in ports:
+        try:
+            code = _knock(address, port, bound_s)
+        except (OSError, WaitTimeout) as error:
+            said = "silent" if isinstance(error, TimeoutError) else error.strerror or str(error)
+            continue
+        if code in (0, errno.ECONNREFUSED):
+            return "answers"
+        if code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            said = "no route to it"
+    return said
+
+
+def _knock(address: str, port: int, bound_s: float) -> int:
+    """The error code of a connect, 0 where something listens there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
+        trial.setblocking(False)
+        code = trial.connect_ex((address, port))
+        if code != errno.EINPROGRESS:
+            return code
+        waits.writable(trial, whom=address, why="is there a host", timeout_s=bound_s, notice_after_s=None)
+        return trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -1,0 +1,206 @@
+"""The small process that a check starts on every host: it joins the head, tells what it sees, and does five things for
+it: reach peers, measure to one, start and end ranks of the self-test, look at its host, leave."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.doctor.check import peers
+from lockstep.doctor.check.protocol import MAX_ORDER, RUN, Card, Message, hear, tell
+from lockstep.doctor.check.ranks import Ranks
+from lockstep.watch import waits, wire
+from lockstep.watch.wire import Connection, ConnectionClosed, Refused, WireError
+
+JOIN_S = 30.0
+"""A head that does not answer for so long is not reached."""
+IDLE_S = 600.0
+"""A probe that hears nothing for so long leaves."""
+KERNELS_PORTS = 3
+
+Looks = Callable[[Mapping[str, Any]], Message]
+"""What is looked at on the host itself when the head asks, as JSON."""
+
+
+class NotJoined(ConnectionError):
+    """The head could not be reached from this host, or did not take the probe."""
+
+
+def join(host: str, port: int, token: str, name: str, bound_s: float = JOIN_S) -> Connection:
+    """The connection with the head; one that does not listen yet is tried again.
+
+    Raises:
+        NotJoined: with the address that was given, the one of this host that was used, and what to look at.
+    """
+    until = time.monotonic() + bound_s
+    while True:
+        try:
+            left = max(0.2, until - time.monotonic())
+            return wire.connect(
+                host, port, token=token, run=RUN, generation=0, name=name, timeout_s=min(5.0, left),
+                max_frame=MAX_ORDER,
+            )  # fmt: skip
+        except Refused as error:
+            raise NotJoined(f"{host}:{port} refuses this probe: {error.why}") from error
+        except ConnectionClosed as error:
+            if time.monotonic() >= until:
+                raise NotJoined(
+                    f"{host}:{port}, the address that was given for the head, cannot be reached from {name} "
+                    f"({own_address_towards(host) or 'no route'}): {error.why}. Check that the address is one that "
+                    "this host can route to, and that no firewall is in between"
+                ) from error
+        waits.sleep(0.2, "the head does not listen yet")
+
+
+def own_address_towards(peer: str) -> str:
+    """The address of this host that its kernel would use; nothing is sent. Empty where there is no route."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+            probe.setblocking(False)
+            probe.connect_ex(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Of this host, with their IPv4 and IPv6 addresses."""
+    states = psutil.net_if_stats()
+    return [
+        {
+            "name": name,
+            "address": each.address.partition("%")[0],
+            "bridge": Path("/sys/class/net", name, "bridge").is_dir(),
+            "up": name not in states or states[name].isup,
+        }
+        for name, addresses in sorted(psutil.net_if_addrs().items())
+        for each in addresses
+        if each.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+
+
+def resolved(name: str, bound_s: float = 2.0) -> tuple[str, ...]:
+    """The addresses of a name, none where it is not known in time."""
+    found: list[str] = []
+
+    def look() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            found.extend(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(name, None)))
+
+    looking = threading.Thread(target=look, name="resolve", daemon=True)
+    looking.start()
+    with contextlib.suppress(waits.WaitTimeout):
+        waits.join(looking, whom=name, why="its addresses", timeout_s=bound_s, notice_after_s=None)
+    return tuple(found)
+
+
+def serve(
+    host: str, port: int, token: str, name: str, address: str | None = None, look: Looks | None = None,
+    bound_s: float = JOIN_S,
+) -> None:  # fmt: skip
+    """Joins the head and does what it says, until it says to leave or is gone.
+
+    Args:
+        host, port: of the head, as they were given.
+        address: by which others are to reach this host; the one of the route to the head when absent.
+
+    Raises:
+        NotJoined: the head could not be reached.
+        OSError: this host does not have `address`.
+    """
+    if address is not None:
+        _must_have(address)
+    with join(host, port, token, name, bound_s) as head:
+        Probe(head, host, token, name, address, look).serve()
+
+
+class Probe:
+    """One connection with the head."""
+
+    def __init__(
+        self, head: Connection, dialled: str, token: str, name: str, address: str | None, look: Looks | None
+    ) -> None:
+        self._head, self._dialled, self._token, self._name = head, dialled, token, name
+        self._address = address or own_address_towards(head_address(head) or dialled)
+        self._look = look
+        self._answering: peers.Answering | None = None
+        self._ranks = Ranks()
+
+    def serve(self) -> None:
+        """Returns when the head is done, or gone."""
+        doing: dict[str, Callable[[Message], Message]] = {
+            "card": self._card, "reach": self._reach, "rate": self._rate, "ranks": self._start_ranks,
+            "look": self._looked,
+        }  # fmt: skip
+        try:
+            while (order := hear(self._head, IDLE_S)) is not None:
+                act = doing.get(str(order.get("do")))
+                if act is None:
+                    return
+                tell(self._head, act(order))
+        except WireError:
+            return
+        finally:
+            self._ranks.end()
+            if self._answering is not None:
+                self._answering.close()
+
+    def _card(self, order: Message) -> Message:
+        named = [int(port) for port in order["ports"]]
+        kernels = int(order.get("kernels", KERNELS_PORTS))
+        if self._answering is None:
+            self._answering = peers.Answering(self._token, self._name, self._address, named, kernels)
+        hostname = socket.gethostname()
+        return asdict(
+            Card(
+                self._name, hostname, self._address, dialled=self._dialled, interfaces=tuple(interfaces()),
+                resolves_to=resolved(hostname), ports=self._answering.ports, taken=self._answering.taken,
+            )
+        )  # fmt: skip
+
+    def _reach(self, order: Message) -> Message:
+        targets = [peers.Target(*each) for each in order["targets"]]
+        found = peers.reach(
+            targets, self._token, self._name, float(order["dial_s"]), float(order["bound_s"]), int(order["lanes"])
+        )
+        return {"dialled": peers.as_json(found)}
+
+    def _rate(self, order: Message) -> Message:
+        target = peers.Target(*order["target"])
+        return dict(peers.rate(target, self._token, self._name, float(order["seconds"]), float(order["dial_s"])))
+
+    def _start_ranks(self, order: Message) -> Message:
+        return self._ranks.run(order)
+
+    def _looked(self, order: Message) -> Message:
+        return {} if self._look is None else self._look(order)
+
+
+def head_address(head: Connection) -> str:
+    """Its numeric address, as this end is connected with it."""
+    return ends(head)[1]
+
+
+def ends(connection: Connection) -> tuple[str, str]:
+    """Numeric addresses of this end and of the other; empty where the connection is gone."""
+    with contextlib.suppress(OSError), contextlib.closing(socket.socket(fileno=os.dup(connection.fileno()))) as view:
+        return str(view.getsockname()[0]), str(view.getpeername()[0])
+    return "", ""
+
+
+def _must_have(address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError as error:
+            has = ", ".join(f"{each['address']} ({each['name']})" for each in interfaces())
+            raise OSError(error.errno, f"this host has no address {address}: it has {has}") from error

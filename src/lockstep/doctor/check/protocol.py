@@ -1,0 +1,126 @@
+"""What a check's head and the probes on hosts say to each other: JSON objects, one per frame of an authenticated
+connection (`lockstep.watch.wire`). A probe carries out five fixed orders and nothing else."""
+
+import contextlib
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lockstep.watch import waits
+from lockstep.watch.wire import Connection, WireError
+
+TOKEN_VARIABLE = "LOCKSTEP_CHECK_TOKEN"
+"""Where a probe finds the token: never in its arguments, which every user of its host can read."""
+RUN = "check"
+MAX_ORDER = 16 << 20
+"""Bytes of a message: a table of a thousand hosts has some hundred kilobytes."""
+
+Message = dict[str, Any]
+
+
+class Launcher(Protocol):
+    """Starts one probe per host, where the check itself is not."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of all hosts that are to have one."""
+
+    def start(self, head: str, port: int, token: str) -> None:
+        """Has every host start `lockstep check --join HEAD:PORT --name HOST`, with the token in its environment.
+        Returns at once."""
+
+    def failed(self) -> Mapping[str, str]:
+        """By host, why its probe could not be started or has ended, in the probe's own last words where it has any."""
+
+    def stop(self) -> None:
+        """Ends what is left of them. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a probe says of its host when it joins."""
+
+    name: str
+    """As the launcher or the person who started it calls the host."""
+    hostname: str
+    address: str
+    """Of its end of the connection with the head, or the one it was told to use: by this, others are to reach it."""
+    came_from: str = ""
+    """Of the same end as the head sees it; another one where something between translates addresses."""
+    dialled: str = ""
+    """The head's address as it was given to the probe."""
+    interfaces: tuple[Mapping[str, Any], ...] = ()
+    """`name`, `address`, `bridge` and `up` of each."""
+    resolves_to: tuple[str, ...] = ()
+    """What its own name resolves to there."""
+    ports: Mapping[str, int] = field(default_factory=dict)
+    """On which it listens for its peers, by what was asked for: `29500`, or `kernel-0`, .. of the kernel's range."""
+    taken: Mapping[str, str] = field(default_factory=dict)
+    """Of the named ports, those that it could not have, and why."""
+
+    @property
+    def interface(self) -> str:
+        """Name of the interface that has its address, empty where none has."""
+        return next((str(each["name"]) for each in self.interfaces if each["address"] == self.address), "")
+
+
+def new_token() -> str:
+    """Some words' worth of randomness, short enough to be typed."""
+    return secrets.token_hex(16)
+
+
+def tell(connection: Connection, message: Mapping[str, Any]) -> None:
+    """Raises WireError."""
+    connection.send(json.dumps(message).encode(), timeout_s=5.0)
+
+
+def hear(connection: Connection, timeout_s: float) -> Message | None:
+    """The next message, None where there is none in time.
+
+    Raises:
+        WireError: the connection is gone, or what came is no message.
+    """
+    frame = connection.recv(timeout_s)
+    if frame is None:
+        return None
+    with contextlib.suppress(ValueError):
+        message = json.loads(bytes(frame))
+        if isinstance(message, dict):
+            return message
+    connection.close()
+    raise WireError(connection.peer.name, "it sent what is no message")
+
+
+def ask_all(
+    connections: Mapping[str, Connection], orders: Mapping[str, Mapping[str, Any]], bound_s: float, why: str
+) -> tuple[dict[str, Message], dict[str, str]]:
+    """Sends each its order and waits for all answers at once: those that came, and why others did not."""
+    answers: dict[str, Message] = {}
+    lost: dict[str, str] = {}
+    for name, order in orders.items():
+        try:
+            tell(connections[name], order)
+        except WireError as error:
+            lost[name] = error.why
+
+    def all_there() -> bool | None:
+        for name in [name for name in orders if name not in answers and name not in lost]:
+            try:
+                answer = hear(connections[name], 0.0)
+            except WireError as error:
+                lost[name] = error.why
+                continue
+            if answer is not None:
+                answers[name] = answer
+        return True if len(answers) + len(lost) == len(orders) else None
+
+    try:
+        waits.poll(
+            all_there, kind="probe", whom=f"{len(orders)} probes", why=why, every_s=0.005, timeout_s=bound_s,
+            notice_after_s=None,
+        )  # fmt: skip
+    except waits.WaitTimeout:
+        lost |= {name: f"no answer within {bound_s:g} s" for name in orders if name not in answers | lost}
+    return answers, lost

@@ -1,0 +1,229 @@
+"""What a rendezvous says: who came, who did not and why that may be, and addresses that others cannot use. Pure."""
+
+import ipaddress
+from collections.abc import Iterable, Mapping, Sequence
+
+from lockstep.doctor.check.meeting import Meeting, Missing
+from lockstep.doctor.check.protocol import Card
+from lockstep.doctor.finding import Finding
+
+_CONTAINERS = (
+    "docker", "podman", "cni", "br-", "virbr", "lxcbr", "lxdbr", "flannel", "cali", "cilium", "veth", "vxlan",
+)  # fmt: skip
+"""Beginnings of names that container runtimes give to bridges and their ends."""
+_DOCKER = ipaddress.ip_network("172.17.0.0/16")
+"""Of docker0, unless somebody has changed it."""
+_BRIDGE_DOC = "https://docs.docker.com/engine/network/drivers/bridge/"
+_IFNAME_DOC = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname"
+_RAY_DOC = "https://docs.ray.io/en/latest/cluster/cli.html#ray-start"
+
+
+def advertised(
+    host: str, address: str, of: str, fix: str, several: bool, interfaces: Iterable[Mapping[str, object]] = ()
+) -> list[Finding]:
+    """Whether others can use an address that a head gives them.
+
+    Args:
+        of: what it is the address of: `the head of the check`, `MASTER_ADDR`, `the Ray head`.
+        fix: the setting that gives another one.
+        interfaces: of the host, as in `Card.interfaces`.
+    """
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return []  # a name: what it resolves to is looked at elsewhere
+    where = next((each for each in interfaces if each["address"] == address), None)
+    name = str(where["name"]) if where else ""
+    seen = f"{of} is given to others as {address}" + (f" ({name})" if name else "")
+
+    def bad(why: str, source: str = "") -> list[Finding]:
+        return [Finding("head-address", "error", host, seen, why, fix, source)]
+
+    if parsed.is_unspecified:
+        return bad(
+            "0.0.0.0 and :: mean every interface of the one who listens; who dials them reaches itself, so that "
+            "every host waits for a head that it takes itself to be",
+            _RAY_DOC,
+        )
+    if not several:
+        return []
+    if parsed.is_loopback:
+        return bad("loopback never leaves a host: every other host dials itself and finds nobody there")
+    if parsed.is_link_local:
+        return bad("a link-local address is not forwarded by any router, and needs a scope to be dialled")
+    bridge = bool(where and where["bridge"]) or name.startswith(_CONTAINERS) or (not name and parsed in _DOCKER)
+    if bridge:
+        return bad("it belongs to a bridge for the containers of that host, which no other host can reach", _BRIDGE_DOC)
+    if parsed.is_global:
+        return [
+            Finding(
+                "head-address", "warning", host, seen,
+                "it is a public address: traffic between hosts of a cluster then goes through a gateway or is dropped "
+                "by it, and the ports of a run have no encryption",
+                fix, _IFNAME_DOC,
+            )
+        ]  # fmt: skip
+    return []
+
+
+def judge(meeting: Meeting) -> list[Finding]:
+    """All that a rendezvous showed, those that are missing first."""
+    many = len(meeting.joined) + len(meeting.missing) + len(meeting.lost)
+    found = [_missing(each, meeting, many) for each in meeting.missing]
+    found += [
+        Finding(
+            "rendezvous-lost", "error", name, f"its probe joined and then fell silent: {why}",
+            "a host that is lost between joining and the first collective stops everybody",
+            "look for the end of the probe on that host (out of memory, a time limit), and at the link",
+        )
+        for name, why in meeting.lost.items()
+    ]  # fmt: skip
+    for name, card in meeting.joined.items():
+        found += _of_card(name, card, meeting, many > 1)
+    found += [
+        Finding(
+            "rendezvous-twice", "error", name, "more than one probe came under this name",
+            "two hosts with one name have one rank's place twice; of two launches, one is left over",
+            "give every host a name of its own, and end what is left of an earlier launch",
+        )
+        for name in meeting.twice
+    ]  # fmt: skip
+    found += [
+        Finding(
+            "rendezvous-stranger", "warning", name, "a probe came that was not asked for",
+            "it knows this check's token: a host too many was started", "name it with --hosts, or do not start it",
+        )
+        for name in meeting.strangers
+    ]  # fmt: skip
+    found += same_addresses(meeting.joined)
+    if not any(each.severity == "error" for each in found):
+        rows = ", ".join(f"{name} ({card.address})" for name, card in meeting.joined.items())
+        seen = f"{len(meeting.joined)} of {many} hosts joined within {meeting.took_s:.1f} s: {rows}"
+        found.insert(0, Finding("rendezvous", "ok", "", seen))
+    return found
+
+
+def same_addresses(joined: Mapping[str, Card]) -> list[Finding]:
+    """Hosts that have the same address for others."""
+    owners: dict[str, list[str]] = {}
+    for name, card in joined.items():
+        owners.setdefault(card.address, []).append(name)
+    return [
+        Finding(
+            "rendezvous-address", "error", ", ".join(names), f"{' and '.join(names)} both have the address {address}",
+            "who dials it reaches only one of them", "give each the address by which the others reach it (--address)",
+        )
+        for address, names in owners.items()
+        if len(names) > 1 and len({joined[name].hostname for name in names}) > 1
+    ]  # fmt: skip
+
+
+def _missing(missing: Missing, meeting: Meeting, many: int) -> Finding:
+    joined = ", ".join(meeting.joined) or "nobody"
+    given = f"it was given {missing.given} for the head; joined: {joined}"
+    seen = f"{missing.name} did not join within {meeting.took_s:.1f} s ({len(meeting.joined)} of {many} did)"
+    if missing.failed:
+        return Finding(
+            "rendezvous-missing", "error", missing.name, f"{seen}: {missing.failed}. {given[0].upper()}{given[1:]}",
+            "a rendezvous waits for everybody", _fix_of(missing.failed, missing),
+        )  # fmt: skip
+    if not missing.resolves_to:
+        return Finding(
+            "rendezvous-missing", "error", missing.name,
+            f"{seen}, and its name does not resolve to an address here. {given}",
+            "a host that cannot be found cannot be started or dialled",
+            f"check the name, add it to DNS or to the hosts file of every host, or start the probe on it by hand with "
+            f"`lockstep check --join {missing.given} --name {missing.name}`",
+        )  # fmt: skip
+    address = ", ".join(missing.resolves_to[:2])
+    if missing.there == "answers":
+        return Finding(
+            "rendezvous-missing", "error", missing.name,
+            f"{seen}. The host itself ({address}) is up and answers from here; its probe does not. {given}",
+            "the probe was not started, or its way back to the head is closed",
+            f"on {missing.name} run `lockstep check --join {missing.given} --name {missing.name}`: it says within "
+            f"seconds whether it reaches the head. If not, open the head's port or give --address another address",
+        )  # fmt: skip
+    return Finding(
+        "rendezvous-missing", "error", missing.name,
+        f"{seen}. Its address {address} does not answer from here either ({missing.there or 'not tried'}). {given}",
+        "the host is down, or nothing passes between it and this one",
+        f"check that {missing.name} is up, and the route and firewall between {meeting.head} and {address}",
+    )  # fmt: skip
+
+
+def _fix_of(failed: str, missing: Missing) -> str:
+    if "cannot be reached" in failed:
+        return (
+            f"the address given for the head does not lead there from {missing.name}: choose one that does with "
+            "--address, or open its port in the firewall"
+        )
+    if "refuses" in failed:
+        return "use the same token and the same version of lockstep on every host"
+    return f"mend what its probe said, then start it again on {missing.name}"
+
+
+def _of_card(name: str, card: Card, meeting: Meeting, several: bool) -> list[Finding]:
+    found = advertised(
+        name, card.address, f"{name}", f"start its probe with --address and an address of {name} that others can "
+        "reach, and set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME there to that interface", several, card.interfaces,
+    )  # fmt: skip
+    why = meeting.back.get(name, "")
+    if why:
+        found.append(
+            Finding(
+                "rendezvous-back", "error", name,
+                f"{name} ({card.address}) reached the head at {card.dialled}:{meeting.port}, and the head cannot "
+                f"reach {name} back: {why}",
+                "store and collectives dial in both directions: this host joins, and then everybody waits for it",
+                f"open the ports of {name} for the other hosts, or give it the address that they reach (--address)",
+            )
+        )  # fmt: skip
+    if card.came_from and card.came_from != card.address and not _is_loopback(card.came_from):
+        found.append(
+            Finding(
+                "rendezvous-translated", "warning", name,
+                f"{name} knows itself as {card.address} and arrives as {card.came_from}",
+                "an address is translated or routed in between: peers that are told the one it knows cannot dial it",
+                "take a network on which hosts see each other's own addresses (for containers: host networking)",
+            )
+        )  # fmt: skip
+    loops = [each for each in card.resolves_to if _is_loopback(each)]
+    if loops and several:
+        found.append(
+            Finding(
+                "name-loopback", "warning", name,
+                f"its own name {card.hostname} resolves to {', '.join(loops)} there",
+                "what finds its own address by its name (gloo without GLOO_SOCKET_IFNAME, torchrun's rendezvous) tells "
+                "the others to dial themselves",
+                f"remove the name from the 127.0.1.1 line of the hosts file on {name}, or set GLOO_SOCKET_IFNAME"
+                + (f"={card.interface}" if card.interface else ""),
+                "https://docs.pytorch.org/docs/stable/distributed.html#choosing-the-network-interface-to-use",
+            )
+        )  # fmt: skip
+    for port, why_not in card.taken.items():
+        found.append(port_taken(name, int(port), why_not))
+    return found
+
+
+def port_taken(host: str, port: int, why: str) -> Finding:
+    """A named port that could not be bound."""
+    return Finding(
+        "port-taken", "error", host, f"port {port} cannot be bound on {host}: {why}",
+        "a rendezvous or server that is told to use it fails there, or two jobs meet in one store",
+        f"end what listens on it (`ss -ltnp 'sport = :{port}'`), or choose another; best is port 0, where the process "
+        "that listens takes a free one and tells it: a port that is looked for first and bound later can be lost in "
+        "between",
+    )  # fmt: skip
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def names(found: Sequence[Finding]) -> list[str]:
+    """Hosts that are missing, for summaries."""
+    return [each.host for each in found if each.id == "rendezvous-missing"]

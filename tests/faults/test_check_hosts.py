@@ -1,0 +1,279 @@
+"""`lockstep check` between hosts, on network namespaces: hosts that do not join, ports that are closed, addresses that
+lead nowhere."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+
+import pytest
+from namespaces import Cable, needs_namespaces
+
+from lockstep.cluster.probes import LocalProbes
+from lockstep.doctor.check import collectives, pairs, rendezvous
+from lockstep.doctor.check.communicators import OPERATIONS, Communicator
+from lockstep.doctor.check.launchers import Several
+from lockstep.doctor.check.meeting import Head, Meeting
+from lockstep.doctor.check.peers import Answering, host_answers
+from lockstep.doctor.check.protocol import TOKEN_VARIABLE
+from lockstep.doctor.finding import Finding
+
+pytestmark = needs_namespaces
+
+TOKEN = "a-check's-token"
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    with Cable.any("ck", "10.80") as made:
+        yield made
+
+
+def probes(cable: Cable, *more: str) -> LocalProbes:
+    """`here` in this network, `there` in the namespace, and whoever else in this one."""
+    return LocalProbes({"here": (), "there": cable.inside, **dict.fromkeys(more, ())}, TOKEN_VARIABLE)
+
+
+def gather(head: Head, launcher: LocalProbes, ports: Sequence[int] = (), kernels: int = 2) -> Meeting:
+    return head.gather(launcher, ports=ports, kernels=kernels, bound_s=20.0)
+
+
+def errors(findings: Sequence[Finding]) -> list[Finding]:
+    return [each for each in findings if each.severity == "error"]
+
+
+def test_two_hosts_join_reach_each_other_and_sum(cable: Cable) -> None:
+    launcher = probes(cable)
+    try:
+        with Head(TOKEN, cable.here) as head:
+            meeting = gather(head, launcher)
+            assert not errors(rendezvous.judge(meeting))
+            assert meeting.joined["there"].address == cable.there
+            assert meeting.joined["there"].interface == cable.far
+
+            found = pairs.try_pairs(head, meeting.joined)
+            assert set(found.reached) == {("here", "there"), ("there", "here")} == set(found.mb_per_s)
+            assert not found.blocked and found.took_s < pairs.BOUND_S
+            assert [each.severity for each in pairs.judge(found)] == ["ok"]
+
+            ranks = ("policy-0", "policy-1", "policy-2")
+            trainer = Communicator("trainer", "gloo", ranks, OPERATIONS, "all")
+            weights = Communicator("weights", "gloo", (ranks[0], ranks[2]), ("broadcast",), "two of them")
+            hosts = {"policy-0": "here", "policy-1": "here", "policy-2": "there"}
+            tested = collectives.self_test(head, meeting.joined, [trainer, weights], hosts, "cpu")
+            assert tested.passed, tested.why_not
+            found_there = collectives.judge(tested)
+            assert not errors(found_there)
+            slowest = next(each for each in found_there if each.id == "slowest-pair")
+            assert "policy-" in slowest.seen
+    finally:
+        launcher.stop()
+
+
+def test_ports_that_a_firewall_closes_are_named_with_their_direction(cable: Cable) -> None:
+    cable.drop_in((29500, 29500))
+    launcher = probes(cable)
+    try:
+        with Head(TOKEN, cable.here) as head:
+            meeting = gather(head, launcher, ports=(29500, 29501))
+            found = pairs.try_pairs(head, meeting.joined)
+            assert found.took_s < pairs.BOUND_S + 1
+            (error,) = errors(pairs.judge(found))
+            assert error.host == "there" and "port 29500 of there is not reached from here" in error.seen
+            assert "packets are dropped" in error.seen and "open port 29500" in error.fix
+    finally:
+        launcher.stop()
+
+
+def test_a_host_that_takes_no_connections_joins_and_is_named(cable: Cable) -> None:
+    """It can dial the head; nobody can dial it."""
+    cable.drop_in((1024, 65534))
+    # What comes back on connections that it has opened itself goes to high ports too: let those in.
+    subprocess.run(
+        ["ip", "-n", cable.name, "rule", "add", "pref", "40", "iif", cable.far, "ipproto", "tcp", "sport",
+         "20000-20010", "lookup", "local"], check=True, timeout=10,
+    )  # fmt: skip
+    launcher = probes(cable)
+    try:
+        with Head(TOKEN, cable.here, 20001) as head:
+            meeting = gather(head, launcher, ports=(20002,), kernels=0)
+            assert "there" in meeting.joined
+            back = next(each for each in errors(rendezvous.judge(meeting)) if each.host == "there")
+            assert back.id == "rendezvous-back" and f"{cable.here}:20001" in back.seen and cable.there in back.seen
+            found = pairs.try_pairs(head, meeting.joined)
+            (error,) = errors(pairs.judge(found))
+            assert "here does not reach there" in error.seen
+    finally:
+        launcher.stop()
+
+
+def test_a_host_that_never_joins_is_named_within_five_seconds_and_a_bit(cable: Cable) -> None:
+    launcher = Several([probes(cable), Silent((cable.there, "nobody.invalid"))])
+    try:
+        with Head(TOKEN, cable.here) as head:
+            told: list[float] = []
+            began = time.monotonic()
+            meeting = head.gather(
+                launcher, bound_s=5.0, kernels=1, tell=lambda absent: told.append(time.monotonic() - began)
+            )
+            assert meeting.took_s < 5.2
+            missing = {each.host: each for each in errors(rendezvous.judge(meeting))}
+            assert set(missing) == {cable.there, "nobody.invalid"}
+            assert (
+                "up and answers" in missing[cable.there].seen
+                and f"{cable.here}:{head.port}" in missing[cable.there].seen
+            )
+            assert "does not resolve" in missing["nobody.invalid"].seen
+            assert "joined: here, there" in missing["nobody.invalid"].seen
+    finally:
+        launcher.stop()
+
+
+class Silent:
+    """A launcher of hosts on which nothing is started."""
+
+    def __init__(self, hosts: tuple[str, ...]) -> None:
+        self.hosts = hosts
+
+    def start(self, head: str, port: int, token: str) -> None:
+        pass
+
+    def failed(self) -> Mapping[str, str]:
+        return {}
+
+    def stop(self) -> None:
+        pass
+
+
+def test_a_host_that_says_nothing_is_told_from_one_that_is_up(cable: Cable) -> None:
+    assert host_answers(cable.there, bound_s=2.0) == "answers"
+    cable.drop_in((1, 65534))
+    assert host_answers(cable.there, bound_s=0.5) == "silent"
+
+
+def test_an_address_of_the_head_that_leads_elsewhere_is_told_by_the_probe(cable: Cable) -> None:
+    """The head says 127.0.0.1: on the other host, that is the other host."""
+    launcher = LocalProbes({"there": cable.inside}, TOKEN_VARIABLE)
+    try:
+        with Head(TOKEN, "127.0.0.1") as head:
+            (wrong,) = rendezvous.advertised("here", "127.0.0.1", "the head", "--address", True)
+            assert wrong.severity == "error" and "dials itself" in wrong.why
+            launcher.start("127.0.0.1", head.port, TOKEN)
+            meeting = head.gather(Silent(("there",)), bound_s=2.0)
+            assert [each.name for each in meeting.missing] == ["there"]
+    finally:
+        launcher.stop()
+
+
+def test_the_self_test_names_who_does_not_get_through(cable: Cable) -> None:
+    """The store's port and gloo's are closed between the hosts, as a firewall does that lets only the check's in."""
+    launcher = probes(cable)
+    try:
+        with Head(TOKEN, cable.here, 20001) as head:
+            meeting = gather(head, launcher)
+            cable.refuse_out((32768, 65534))
+            trainer = Communicator("trainer", "gloo", ("policy-0", "policy-1"), OPERATIONS, "all")
+            hosts = {"policy-0": "here", "policy-1": "there"}
+            tested = collectives.self_test(head, meeting.joined, [trainer], hosts, "cpu", bound_s=16.0)
+            assert not tested.passed
+            (error,) = errors(collectives.judge(tested))
+            assert "there" in error.host and "policy-1" in error.seen
+    finally:
+        launcher.stop()
+
+
+def test_a_bad_interface_in_the_environment_is_what_the_self_test_says(cable: Cable) -> None:
+    launcher = probes(cable)
+    try:
+        with Head(TOKEN, cable.here) as head:
+            meeting = gather(head, launcher)
+            trainer = Communicator("trainer", "gloo", ("policy-0", "policy-1"), OPERATIONS, "all")
+            hosts = {"policy-0": "here", "policy-1": "there"}
+            tested = collectives.self_test(
+                head, meeting.joined, [trainer], hosts, "cpu", 20.0, {"GLOO_SOCKET_IFNAME": "nosuch0"}
+            )
+            (error,) = errors(collectives.judge(tested))
+            assert "nosuch0" in error.seen or "address" in error.seen
+            assert "GLOO_SOCKET_IFNAME" in error.fix
+    finally:
+        launcher.stop()
+
+
+def test_a_host_that_freezes_while_it_is_asked_is_lost_by_name(cable: Cable) -> None:
+    launcher = probes(cable, "third")
+    try:
+        with Head(TOKEN, cable.here) as head:
+            meeting = gather(head, launcher)
+            os.kill(launcher.pid("third"), signal.SIGSTOP)
+            try:
+                found = pairs.try_pairs(head, meeting.joined)
+            finally:
+                os.kill(launcher.pid("third"), signal.SIGCONT)
+            assert "third" in found.lost
+            named = {each.host for each in errors(pairs.judge(found))}
+            assert "third" in named and not named & {"here", "there"}
+    finally:
+        launcher.stop()
+
+
+def test_a_named_port_that_is_taken_is_said_by_its_host(cable: Cable) -> None:
+    launcher = probes(cable)
+    with closing(socket.create_server((cable.here, 0))) as busy:
+        port = busy.getsockname()[1]
+        try:
+            with Head(TOKEN, cable.here) as head:
+                meeting = gather(head, launcher, ports=(port,))
+                taken = [each for each in rendezvous.judge(meeting) if each.id == "port-taken"]
+                assert [each.host for each in taken] == ["here"] and str(port) in taken[0].seen
+        finally:
+            launcher.stop()
+
+
+def test_two_that_want_one_port_do_not_both_believe_that_they_have_it() -> None:
+    """The one that will listen binds it; who comes second is told so, however close they are."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    barrier, made = threading.Barrier(4), []
+
+    def take(name: str) -> None:
+        barrier.wait(5)
+        made.append(Answering(TOKEN, name, "127.0.0.1", [port], 0))
+
+    threads = [threading.Thread(target=take, args=(f"host-{k}",)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    try:
+        assert sorted(bool(each.ports) for each in made) == [False, False, False, True]
+        assert sum(str(port) in each.taken for each in made) == 3
+    finally:
+        for each in made:
+            each.close()
+
+
+def test_the_command_checks_two_hosts_of_which_a_person_starts_one(cable: Cable) -> None:
+    """As it is printed: the token in the environment, nothing secret among the arguments."""
+    environment = {**os.environ, TOKEN_VARIABLE: TOKEN, "COLUMNS": "200"}
+    command = [sys.executable, "-m", "lockstep", "check", "--hosts", f"{cable.here},{cable.there}", "--wait", "30"]
+    head = subprocess.Popen(
+        [*command, "--address", cable.here, "--json"], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert head.stderr is not None
+    line = head.stderr.readline()
+    words = line.split("run: lockstep ")[1].split()
+    assert TOKEN not in line
+    probe = subprocess.Popen([*cable.inside, sys.executable, "-m", "lockstep", *words], env=environment)
+    out, said = head.communicate(timeout=60)
+    assert probe.wait(10) == 0
+    report = json.loads(out)
+    beyond = [each for each in report["findings"] if each["rung"] in ("rendezvous", "pairs")]
+    assert beyond and not [each for each in beyond if each["severity"] == "error"], (beyond, said)
+    assert {each["id"] for each in beyond} >= {"rendezvous", "pairs"}
