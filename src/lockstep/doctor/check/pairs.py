@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.doctor.check.meeting import Head
-from lockstep.doctor.check.peers import Dialled
+from lockstep.doctor.check.peers import KERNEL, Dialled
 from lockstep.doctor.check.protocol import Card
-from lockstep.doctor.check.tournament import LANES, Budget, budget, measured, opponents, ports_of_pair
+from lockstep.doctor.check.tournament import ALL_PORTS_UP_TO, LANES, Budget, budget, measured
 from lockstep.doctor.finding import Finding
 
 BOUND_S = 10.0
-_KERNEL = "kernel-"
 _SHOWN = 6
 _SLOW = 0.5
 """Of the median bandwidth: what is below is named."""
@@ -44,25 +43,22 @@ def try_pairs(head: Head, cards: Mapping[str, Card], bound_s: float = BOUND_S) -
     """Has all members dial each other, then measure in the rounds for which there is time."""
     began = time.monotonic()
     hosts = tuple(name for name in sorted(cards) if name in head.members)
-    ports = max((len(card.ports) for card in cards.values()), default=1)
-    plan = budget(len(hosts), ports, bound_s)
+    plan = budget(len(hosts), _ports_of_a_pair(len(hosts), cards), bound_s)
     found = Pairs(hosts, plan)
     if len(hosts) < 2:
         return found
-    orders = {
-        name: {
-            "do": "reach",
-            "targets": targets_of(hosts, cards, number),
-            "dial_s": plan.dial_s,
-            "bound_s": plan.reach_s,
-            "lanes": LANES,
-        }
-        for number, name in enumerate(hosts)
-    }
-    answers, lost = head.ask(orders, plan.reach_s + 1.0, "whom they reach")
+    # The same for all: a table of a thousand hosts is written once, and each finds its own row in it.
+    table = [(name, cards[name].address, cards[name].ports) for name in hosts]
+    order = {
+        "do": "reach", "hosts": table,
+        "dial_s": plan.dial_s, "bound_s": plan.reach_s, "lanes": LANES,
+    }  # fmt: skip
+    answers, lost = head.ask(dict.fromkeys(hosts, order), plan.reach_s + 1.0, "whom they reach")
     found.lost |= lost
     for name, answer in answers.items():
-        _note_dialled(found, name, [Dialled(**one) for one in answer["dialled"]])
+        found.reached |= {(name, peer): trip for peer, trip in zip(hosts, answer["ms"], strict=True) if trip}
+        for one in answer["failed"]:
+            found.blocked.setdefault((name, one["peer"]), []).append(Dialled(**one))
     for pairs in measured(len(hosts), plan.slots):
         if time.monotonic() - began > bound_s - 2 * plan.slot_s:
             break
@@ -72,25 +68,11 @@ def try_pairs(head: Head, cards: Mapping[str, Card], bound_s: float = BOUND_S) -
     return found
 
 
-def targets_of(hosts: Sequence[str], cards: Mapping[str, Card], number: int) -> list[list[object]]:
-    """What a host dials, in the order of the tournament: `[peer, address, port, label]`."""
-    found: list[list[object]] = []
-    for other in opponents(len(hosts), number):
-        card = cards[hosts[other]]
-        labels = sorted(card.ports, key=lambda label: (label.startswith(_KERNEL), label))
-        named = sum(not label.startswith(_KERNEL) for label in labels)
-        for k in ports_of_pair(number, other, len(hosts), named, len(labels) - named):
-            found.append([card.name, card.address, card.ports[labels[k]], labels[k]])
-    return found
-
-
-def _note_dialled(found: Pairs, name: str, dialled: Sequence[Dialled]) -> None:
-    for one in dialled:
-        pair = (name, one.peer)
-        if one.why:
-            found.blocked.setdefault(pair, []).append(one)
-        else:
-            found.reached[pair] = min(one.rtt_ms, found.reached.get(pair, one.rtt_ms))
+def _ports_of_a_pair(many: int, cards: Mapping[str, Card]) -> int:
+    """How many ports a host dials of another, at most."""
+    named = max((sum(not label.startswith(KERNEL) for label in card.ports) for card in cards.values()), default=0)
+    all_of_one = max((len(card.ports) for card in cards.values()), default=1)
+    return all_of_one if many <= ALL_PORTS_UP_TO else named + 1
 
 
 def _measure(head: Head, cards: Mapping[str, Card], found: Pairs, pairs: Sequence[tuple[str, str]]) -> None:
@@ -187,9 +169,9 @@ def _closed_ports(pairs: Pairs, whole: set[tuple[str, str]]) -> list[Finding]:
         port = closed[0][2].port
         kind = _kinds([one for _, _, one in closed])
         who = ", ".join(dialler for dialler, _, _ in closed[:_SHOWN]) + (" and more" if len(closed) > _SHOWN else "")
-        what = f"port {port}" + (" (of the range that the kernel gives out)" if label.startswith(_KERNEL) else "")
+        what = f"port {port}" + (" (of the range that the kernel gives out)" if label.startswith(KERNEL) else "")
         seen = f"{what} of {listener} is not reached from {who}, though other ports are ({kind})"
-        found.append(_error(listener, seen, kind, port=port, kernels=label.startswith(_KERNEL)))
+        found.append(_error(listener, seen, kind, port=port, kernels=label.startswith(KERNEL)))
     return found
 
 

@@ -6,17 +6,20 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.doctor.check.protocol import RUN
+from lockstep.doctor.check.tournament import opponents, ports_of_pair
 from lockstep.watch import waits, wire
 from lockstep.watch.waits import WaitTimeout
 from lockstep.watch.wire import Connection, Listener, Refused, WireError
 
 PINGS = 3
+KERNEL = "kernel-"
+"""Beginning of the labels of ports that are of the kernel's range."""
 CHUNK = 1 << 20
 """Bytes of a frame while bandwidth is measured."""
 _ANSWER_S = 30.0
@@ -92,9 +95,9 @@ class Answering:
         first = low + number * step + zlib.crc32(self._name.encode()) % max(step, 1)
         for attempt in range(_ATTEMPTS):
             with contextlib.suppress(OSError):
-                self._listen(f"kernel-{number}", low + (first - low + attempt) % (high - low + 1))
+                self._listen(f"{KERNEL}{number}", low + (first - low + attempt) % (high - low + 1))
                 return
-        self._listen(f"kernel-{number}", 0)
+        self._listen(f"{KERNEL}{number}", 0)
 
     def _accept(self, listener: Listener) -> None:
         while not self._stop.is_set():
@@ -218,9 +221,30 @@ def rate(target: Target, token: str, name: str, seconds: float, dial_s: float) -
     return {"peer": target.peer, "mb_per_s": round(int(bytes(counted)) / took / 1e6, 1)}
 
 
-def as_json(found: Sequence[Dialled]) -> list[dict[str, object]]:
-    """For the head."""
-    return [asdict(one) for one in found]
+def as_json(found: Sequence[Dialled], names: Sequence[str]) -> dict[str, object]:
+    """For the head, short: `ms`, the round trip to each host in the order of `names` (0: not reached), and `failed`."""
+    best: dict[str, float] = {}
+    for one in found:
+        if not one.why:
+            best[one.peer] = min(one.rtt_ms, best.get(one.peer, one.rtt_ms))
+    return {"ms": [best.get(name, 0) for name in names], "failed": [asdict(one) for one in found if one.why]}
+
+
+def targets_of(hosts: Sequence[tuple[str, str, Mapping[str, int]]], number: int) -> list[Target]:
+    """What a host dials, in the order of the tournament.
+
+    Args:
+        hosts: name, address and ports by label of all.
+        number: of the one that dials.
+    """
+    found = []
+    for other in opponents(len(hosts), number):
+        peer, address, ports = hosts[other]
+        labels = sorted(ports, key=lambda label: (label.startswith(KERNEL), label))
+        named = sum(not label.startswith(KERNEL) for label in labels)
+        for k in ports_of_pair(number, other, len(hosts), named, len(labels) - named):
+            found.append(Target(peer, address, ports[labels[k]], labels[k]))
+    return found
 
 
 def host_answers(address: str, ports: Sequence[int] = (22, 1), bound_s: float = 1.0) -> str:

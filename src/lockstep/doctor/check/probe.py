@@ -167,11 +167,12 @@ class Probe:
         )  # fmt: skip
 
     def _reach(self, order: Message) -> Message:
-        targets = [peers.Target(*each) for each in order["targets"]]
+        names = [each[0] for each in order["hosts"]]
+        targets = peers.targets_of(order["hosts"], names.index(self._name))
         found = peers.reach(
             targets, self._token, self._name, float(order["dial_s"]), float(order["bound_s"]), int(order["lanes"])
         )
-        return {"dialled": peers.as_json(found)}
+        return dict(peers.as_json(found, names))
 
     def _rate(self, order: Message) -> Message:
         target = peers.Target(*order["target"])

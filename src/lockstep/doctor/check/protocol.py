@@ -99,9 +99,12 @@ def ask_all(
     """Sends each its order and waits for all answers at once: those that came, and why others did not."""
     answers: dict[str, Message] = {}
     lost: dict[str, str] = {}
+    written: dict[int, bytes] = {}
     for name, order in orders.items():
         try:
-            tell(connections[name], order)
+            data = written.setdefault(id(order), b"") or json.dumps(order).encode()
+            written[id(order)] = data
+            connections[name].send(data, timeout_s=5.0)
         except WireError as error:
             lost[name] = error.why
 

@@ -16,6 +16,10 @@ ALL_PORTS_UP_TO = 64
 SLOT_S = 0.25
 """A measurement of bandwidth in one direction."""
 SHORTEST_SLOT_S = 0.05
+REACH, MEASURE = 0.45, 0.4
+"""Of the bound, for reaching each other and for bandwidth; what is left is for joining and judging."""
+HEAD_S = 2e-6
+"""Of the head, for the row of one host about another."""
 
 
 def rounds(many: int) -> Iterator[list[tuple[int, int]]]:
@@ -64,18 +68,18 @@ class Budget:
 
 
 def budget(many: int, ports: int, bound_s: float) -> Budget:
-    """Half of the bound for reaching each other, the other half less a margin for bandwidth.
+    """Nearly half of the bound for reaching each other, as much less the head's own work for bandwidth.
 
-    With 64 lanes all dials end within their half even where every one of them hangs. Above some tens of hosts not every
+    With 64 lanes all dials end within their part even where every one of them hangs. Above some tens of hosts not every
     round is measured; those that are, are spread over the tournament, so that every host has many different peers.
     """
-    reach_s = bound_s / 2
+    reach_s = bound_s * REACH
     dials = max(1, (many - 1) * ports)
     waves = -(-dials // LANES)
     dial_s = min(DIAL_S, 0.8 * reach_s / waves)
-    room = 0.4 * bound_s
+    room = max(0.0, (REACH + MEASURE) * bound_s - reach_s - HEAD_S * many**2)
     all_rounds = many - 1 + many % 2 if many > 1 else 0
-    # An order and its answer at every host beside the measurement itself: 50 us each for the head.
+    # An order and its answer at every host beside the measurement itself.
     overhead = 0.01 + 1e-4 * many
     slot_s = min(SLOT_S, max(SHORTEST_SLOT_S, room / (2 * max(all_rounds, 1)) - overhead))
     slots = min(all_rounds, int(room / (2 * (slot_s + overhead))))

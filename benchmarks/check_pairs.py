@@ -1,0 +1,138 @@
+"""How long `lockstep check` needs to try every pair of many hosts: the real schedule on links that are made up, in
+virtual time.
+
+    python -m benchmarks.check_pairs [HOSTS ...]
+
+What a dial costs is measured on this machine first, on one port of one process. Links: 0.1 ms there and back, 1 ms
+between halves of the hosts (two rooms), 1 Gbit/s for tables and answers of the head; some hosts drop every packet.
+"""
+
+import heapq
+import json
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from lockstep.doctor.check.peers import Answering, Target, reach
+from lockstep.doctor.check.tournament import LANES, budget, measured, opponents
+
+BOUND_S = 10.0
+ROUND_TRIPS = 5
+"""Of one dial: connect, proof, three small frames."""
+SAMPLE = 400
+"""Dials that are measured."""
+HEAD_BYTES_S = 125e6
+"""1 Gbit/s."""
+
+Link = Callable[[int, int], float | None]
+"""Round trip in seconds between two hosts, None where packets are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU seconds of one dial, at each end, measured; and of the head for what one host says of another."""
+
+    end_s: float
+    head_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What came of it."""
+
+    hosts: int
+    table_s: float
+    """Until every probe has the table."""
+    reach_s: float
+    """From then until the last host has dialled all others, or given up on them."""
+    answers_s: float
+    """Until the head has read all answers."""
+    rates_s: float
+    """Of the rounds in which bandwidth is measured."""
+    rounds: int
+    unreached: int
+
+    @property
+    def total_s(self) -> float:
+        return self.table_s + self.reach_s + self.answers_s + self.rates_s
+
+
+def cost() -> Cost:
+    """On this machine."""
+    answering = Answering("token", "listener", "127.0.0.1", [], 1)
+    label, port = next(iter(answering.ports.items()))
+    began = time.process_time()
+    found = reach([Target("listener", "127.0.0.1", port, label)] * SAMPLE, "token", "dialler", 2.0, 60.0, 2)
+    both = (time.process_time() - began) / SAMPLE
+    answering.close()
+    assert not any(one.why for one in found)
+    names = [f"host-{k}" for k in range(SAMPLE)]
+    answer = json.dumps({"ms": [0.1234] * SAMPLE, "failed": []})
+    began = time.process_time()
+    for name in names:
+        {(name, peer): trip for peer, trip in zip(names, json.loads(answer)["ms"], strict=True)}
+    return Cost(both / 2, (time.process_time() - began) / SAMPLE**2)
+
+
+def two_rooms(many: int, silent: Collection[int] = ()) -> Link:
+    """Links within and between two halves; nothing passes to those that are silent."""
+
+    def link(one: int, other: int) -> float | None:
+        if other in silent or one in silent:
+            return None
+        return 1e-4 if (one < many // 2) == (other < many // 2) else 1e-3
+
+    return link
+
+
+def simulate(many: int, link: Link, each: Cost, bound_s: float = BOUND_S) -> Simulated:
+    """All hosts at once, each with its lanes and one interpreter that computes one thing at a time."""
+    plan = budget(many, 1, bound_s)
+    row_bytes, answer_bytes = 70 * many, 8 * many
+    table_s = many * row_bytes / HEAD_BYTES_S
+    busy = [0.0] * many
+    order = [opponents(many, who) for who in range(many)]
+    position, unreached, last = [0] * many, 0, 0.0
+    lanes = [(0.0, who) for who in range(many) for _ in range(min(LANES, many - 1))]
+    heapq.heapify(lanes)
+    while lanes:
+        now, who = heapq.heappop(lanes)
+        if position[who] == len(order[who]):
+            last = max(last, now)
+            continue
+        other = order[who][position[who]]
+        position[who] += 1
+        busy[who] = max(busy[who], now) + each.end_s
+        trip = link(who, other)
+        if trip is None:
+            unreached += 1
+            done = busy[who] + plan.dial_s
+        else:
+            busy[other] = max(busy[other], busy[who]) + each.end_s
+            done = busy[other] + ROUND_TRIPS * trip
+        heapq.heappush(lanes, (done, who))
+    last = min(last, plan.reach_s)
+    answers_s = max(many * answer_bytes / HEAD_BYTES_S, many * (many - 1) * each.head_s)
+    rounds = len(measured(many, plan.slots))
+    rates_s = rounds * 2 * (plan.slot_s + 0.01 + 1e-4 * many)
+    return Simulated(many, table_s, last, answers_s, rates_s, rounds, unreached)
+
+
+def main() -> None:
+    sizes = [int(word) for word in sys.argv[1:]] or [8, 64, 256, 1024]
+    each = cost()
+    print(f"measured: a dial costs {1e3 * each.end_s:.2f} ms of CPU at each end, {1e6 * each.head_s:.1f} us there")
+    print("hosts  silent  table s  reach s  answers s  bandwidth s (rounds)  total s  one pair after another s")
+    for many in sizes:
+        for silent in ((), range(max(1, many // 16))):
+            found = simulate(many, two_rooms(many, silent), each)
+            turns = many * (many - 1) / 2 * 2 * (2 * each.end_s + ROUND_TRIPS * 5e-4)
+            print(
+                f"{many:5}  {len(silent):6}  {found.table_s:7.2f}  {found.reach_s:7.2f}  {found.answers_s:9.2f}"
+                f"  {found.rates_s:11.2f} ({found.rounds:4})     {found.total_s:8.2f}  {turns:12.0f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
