@@ -83,7 +83,7 @@ def found_pairs(hosts: int, dead: set[tuple[str, str]] = frozenset(), **ports: s
             found.reached[one, other] = 0.2
             found.mb_per_s[one, other] = 1000.0
     for port, closed in ports.items():
-        for pair in closed:
+        for pair in sorted(closed):
             number = int(port.removeprefix("p"))
             found.blocked[pair] = [Dialled(pair[1], str(number), number, why="refused", kind="refused")]
     return found
