@@ -111,6 +111,15 @@ def command(
 
 def _climb(report: "Report", config: "RunConfig | None") -> None:
     """The rungs, from the host outwards."""
+    from lockstep.doctor.check.host import RUNGS, gather, judge
+    from lockstep.doctor.check.system import System
+    from lockstep.doctor.check.wanted import needs_of
+
+    needs = needs_of(config)
+    facts = gather(System(), needs)
+    for rung, findings in judge(facts, needs).items():
+        title, parts = RUNGS[rung]
+        report.add(rung, title, findings, max((facts.seconds.get(part, 0.0) for part in parts), default=0.0))
 
 
 def _environment(report: "Report", files: Sequence[str], launcher: str | None) -> None:

@@ -1,0 +1,155 @@
+"""What is said about interfaces, addresses and names of one host: pure."""
+
+from collections.abc import Iterator
+
+from lockstep.doctor.check.addresses import judge
+from lockstep.doctor.check.facts import Names, Network
+from lockstep.doctor.check.interfaces import Choice, choices
+from lockstep.doctor.check.needs import Needs
+from lockstep.doctor.finding import Finding, Severity
+
+_FIX = {
+    "NCCL": "export NCCL_SOCKET_IFNAME={name}",
+    "Gloo": "export GLOO_SOCKET_IFNAME={name}",
+    "Ray": "ray start --node-ip-address {address}",
+    "vLLM": "export VLLM_HOST_IP={address} (on each host its own)",
+}
+
+
+def judge_network(host: str, network: Network, names: Names | None, needs: Needs) -> Iterator[Finding]:
+    """Which interface each library picks, whether peers could reach it, and what would be better."""
+    picked = choices(network, names)
+    for choice in picked:
+        yield _choice(host, choice, network, needs)
+    yield from _elsewhere(host, picked, needs)
+    yield from _variables(host, network)
+    if needs.interface is not None:
+        yield _configured(host, network, needs.interface)
+    for each in network.interfaces:
+        if each.up and not each.running and each.kind in ("physical", "infiniband") and each.addresses:
+            said = f"{each.name} ({', '.join(each.addresses)}) is up but has no carrier"
+            why = "a cable, a switch port or the other end is off; NCCL and others pass over it, or wait on it"
+            yield Finding("carrier", "warning", host, said, why, f"ethtool {each.name}")
+
+
+def better(network: Network) -> tuple[str, str] | None:
+    """The interface and address that peers probably reach: on the route to the internet if that is fine, else the first
+    that is."""
+    found = []
+    for each in network.interfaces:
+        for address in each.addresses:
+            plain = address.partition("/")[0]
+            if each.running and judge(plain, network.interfaces, each.name).reach == "fine":
+                found.append((each.name, plain))
+    by_route = [pair for pair in found if pair[1] in (network.route_v4, network.route_v6)]
+    four = [pair for pair in found if ":" not in pair[1]]
+    return next(iter(by_route or four or found), None)
+
+
+def _choice(host: str, choice: Choice, network: Network, needs: Needs) -> Finding:
+    id = f"interface-{choice.who.lower()}"
+    if choice.problem:
+        why = f"{choice.who} stops there: the name must be of an interface on every host"
+        return Finding(id, "error", host, choice.problem, why, _fix(choice.who, network), choice.source)
+    if not choice.picks:
+        return Finding(id, "unchecked", host, f"what {choice.who} picks is not known: {choice.because}")
+    name, address = choice.picks[0]
+    judged = judge(address, network.interfaces, name)
+    more = f" and {len(choice.picks) - 1} more" if len(choice.picks) > 1 else ""
+    said = f"{choice.who} will use {judged.said}{more} ({choice.because})"
+    if judged.reach in ("fine", "name"):
+        return Finding(id, "ok", host, said, source=choice.source)
+    if judged.reach == "public":
+        severity: Severity = "warning" if needs.several else "note"
+    elif not needs.several and address != "0.0.0.0":
+        said += "; that is right as long as the job has no other host"
+        severity = "ok" if judged.reach == "loopback" else "note"
+    else:
+        severity = "error" if judged.hopeless else "warning"
+    why = "" if severity == "ok" else "peers on other hosts wait for a connection that never comes"
+    fix = "" if severity == "ok" else _fix(choice.who, network)
+    return Finding(id, severity, host, said, why, fix, choice.source)
+
+
+def _fix(who: str, network: Network) -> str:
+    there = better(network)
+    if there is None:
+        return "give this host an address that its peers reach"
+    return _FIX[who].format(name=there[0], address=there[1])
+
+
+def _elsewhere(host: str, picked: list[Choice], needs: Needs) -> Iterator[Finding]:
+    """Libraries of one job on different networks are no fault, but must each be open between hosts."""
+    first = {choice.who: choice.picks[0][0] for choice in picked if choice.picks}
+    if needs.several and len(set(first.values())) > 1:
+        said = ", ".join(f"{who} on {name or 'no interface'}" for who, name in first.items())
+        why = "each of these networks must be open between all hosts; setting all to one is simplest"
+        yield Finding("interfaces-differ", "note", host, f"libraries use different interfaces: {said}", why)
+
+
+def _variables(host: str, network: Network) -> Iterator[Finding]:
+    if network.environ.get("HOST_IP") and not network.environ.get("VLLM_HOST_IP"):
+        said = f"HOST_IP={network.environ['HOST_IP']} is set, which vLLM does not read any more"
+        yield Finding("host-ip", "note", host, said, "", f"export VLLM_HOST_IP={network.environ['HOST_IP']}")
+    master = network.environ.get("MASTER_ADDR", "")
+    if master == "0.0.0.0":
+        why = "it means every interface: ranks of other hosts dial themselves"
+        fix = "export MASTER_ADDR=ADDRESS, the one by which the other hosts reach rank 0"
+        yield Finding("master-addr", "error", host, "MASTER_ADDR=0.0.0.0", why, fix)
+    vllm = network.environ.get("VLLM_HOST_IP", "")
+    if vllm and judge(vllm, network.interfaces).reach == "strange":
+        said = f"VLLM_HOST_IP={vllm} is no address of this host"
+        why = "it is often copied from another host: every host needs its own, or vLLM cannot bind"
+        yield Finding("vllm-host-ip", "error", host, said, why, _fix("vLLM", network))
+
+
+def _configured(host: str, network: Network, prefix: str) -> Finding:
+    matching = [each for each in network.interfaces if each.name.startswith(prefix) and each.up and each.addresses]
+    if matching:
+        first = matching[0]
+        return Finding("cluster-interface", "ok", host, f"cluster.interface {prefix} is {first.name}")
+    names = ", ".join(each.name for each in network.interfaces if each.up and each.addresses)
+    said = f"cluster.interface is {prefix}, and no interface that is up and has an address begins so"
+    return Finding("cluster-interface", "error", host, said, "", f"set cluster.interface to one of {names}")
+
+
+def judge_names(host: str, names: Names, network: Network | None, needs: Needs) -> Iterator[Finding]:
+    """Whether the own name and those of others resolve, and back."""
+    if names.problem:
+        fix = f"add a line to /etc/hosts: ADDRESS {names.host}"
+        why = "Gloo falls back to loopback, which other hosts do not reach"
+        yield Finding("own-name", "error" if needs.several else "warning", host, names.problem, why, fix)
+    else:
+        yield _own_name(host, names, network, needs)
+    for address, back in names.names.items():
+        if back.endswith((".ip6.arpa", ".in-addr.arpa")):
+            said = f"{address} has the name {back}, which is made of the address itself and does not resolve"
+            why = "torchrun --standalone and others hand that name to their workers"
+            yield Finding(
+                "reverse-name", "warning", host, said, why, "give MASTER_ADDR or --rdzv-endpoint as an address"
+            )
+    for name, addresses in names.asked.items():
+        if addresses:
+            yield Finding("name", "ok", host, f"{name} is {', '.join(addresses)}")
+        else:
+            said = f"{name} does not resolve here"
+            fix = "use its address, or add it to DNS or to /etc/hosts on every host"
+            yield Finding("name", "error", host, said, "what is given by this name is not found", fix)
+    if names.seconds > 1.0:
+        said = f"looking names up took {names.seconds:.1f} s"
+        why = "every connection of every rank waits so long; often the first DNS server does not answer"
+        yield Finding("resolver", "warning", host, said, why, "resolvectl status, cat /etc/resolv.conf")
+
+
+def _own_name(host: str, names: Names, network: Network | None, needs: Needs) -> Finding:
+    back = names.names.get(names.addresses[0], "") if names.addresses else ""
+    said = f"{names.host} is {', '.join(names.addresses)}" + (f", which is {back}" if back else ", which has no name")
+    known = network.interfaces if network is not None else []
+    judged = [judge(address, known) for address in names.addresses]
+    if known and judged and all(each.hopeless for each in judged):
+        fix = f"in /etc/hosts, give {names.host} the address that peers reach"
+        if not needs.several:
+            return Finding("own-name", "ok", host, f"{said}; that is right as long as the job has no other host")
+        why = "what binds to or announces its own name, Gloo among them, is not reached by peers"
+        return Finding("own-name", "warning", host, said, why, fix)
+    return Finding("own-name", "ok", host, said)

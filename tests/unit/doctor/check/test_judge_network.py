@@ -1,0 +1,113 @@
+"""What is said about addresses that peers cannot reach."""
+
+import pytest
+
+from lockstep.doctor.check.addresses import judge
+from lockstep.doctor.check.facts import Interface, Names, Network
+from lockstep.doctor.check.judge_network import better, judge_names, judge_network
+from lockstep.doctor.check.needs import Needs
+from lockstep.doctor.finding import Finding
+
+LO = Interface("lo", ["127.0.0.1/8"], kind="loopback")
+DOCKER = Interface("docker0", ["172.17.0.1/16"], kind="bridge", carries_host=False)
+ETH = Interface("eth0", ["10.0.0.5/24"])
+SEVERAL = Needs(several=True)
+
+
+def _by_id(findings: object) -> dict[str, Finding]:
+    return {finding.id: finding for finding in findings}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("address", "reach"),
+    [
+        ("0.0.0.0", "unspecified"),
+        ("::", "unspecified"),
+        ("127.0.1.1", "loopback"),
+        ("169.254.3.4", "link-local"),
+        ("fe80::1", "link-local"),
+        ("172.17.0.1", "bridge"),
+        ("10.0.0.5", "fine"),
+        ("10.0.0.6", "strange"),
+        ("8.8.4.4", "public"),
+        ("head-node", "name"),
+    ],
+)
+def test_addresses(address: str, reach: str) -> None:
+    known = [LO, DOCKER, ETH, Interface("wan0", ["8.8.4.4/24", "169.254.3.4/16", "fe80::1/64"])]
+    assert judge(address, known).reach == reach
+
+
+def test_a_bridge_that_carries_the_hosts_card_is_the_hosts_network() -> None:
+    assert judge("10.1.0.5", [Interface("vmbr0", ["10.1.0.5/24"], kind="bridge", carries_host=True)]).reach == "fine"
+    assert judge("10.1.0.5", [Interface("vmbr0", ["10.1.0.5/24"], kind="bridge", carries_host=False)]).reach == "bridge"
+
+
+def test_the_bridge_of_docker_is_an_error_with_other_hosts_and_the_fix_names_a_better_one() -> None:
+    network = Network([LO, DOCKER, ETH], "10.0.0.5", environ={"NCCL_SOCKET_IFNAME": "docker0"})
+    found = _by_id(judge_network("a", network, Names("a", ["10.0.0.5"]), SEVERAL))
+    assert found["interface-nccl"].severity == "error"
+    assert found["interface-nccl"].fix == "export NCCL_SOCKET_IFNAME=eth0"
+    assert found["interface-gloo"].severity == found["interface-ray"].severity == "ok"
+    alone = _by_id(judge_network("a", network, Names("a", ["10.0.0.5"]), Needs()))
+    assert alone["interface-nccl"].severity == "note"
+
+
+def test_loopback_is_right_alone_and_wrong_with_others() -> None:
+    names = Names("a", ["127.0.1.1"])
+    network = Network([LO, ETH], "10.0.0.5")
+    assert _by_id(judge_network("a", network, names, Needs()))["interface-gloo"].severity == "ok"
+    found = _by_id(judge_network("a", network, names, SEVERAL))["interface-gloo"]
+    assert found.severity == "error" and found.fix == "export GLOO_SOCKET_IFNAME=eth0"
+    assert _by_id(judge_names("a", names, network, SEVERAL))["own-name"].severity == "warning"
+
+
+def test_an_interface_that_is_not_there_is_an_error_even_alone() -> None:
+    network = Network([LO, ETH], "10.0.0.5", environ={"NCCL_SOCKET_IFNAME": "bond0"})
+    found = _by_id(judge_network("a", network, None, Needs()))
+    assert found["interface-nccl"].severity == "error" and "eth0" in found["interface-nccl"].seen
+    assert found["interface-gloo"].severity == "unchecked"
+
+
+def test_vllm_without_a_route_would_say_everywhere() -> None:
+    found = _by_id(judge_network("a", Network([LO, ETH]), Names("a", ["10.0.0.5"]), Needs()))["interface-vllm"]
+    assert found.severity == "error" and "0.0.0.0" in found.seen and "VLLM_HOST_IP=10.0.0.5" in found.fix
+
+
+def test_a_public_address_is_a_warning_with_others() -> None:
+    network = Network([LO, Interface("eth0", ["8.8.4.4/24"])], "8.8.4.4")
+    assert _by_id(judge_network("a", network, None, SEVERAL))["interface-ray"].severity == "warning"
+
+
+def test_variables_that_mislead() -> None:
+    environ = {"HOST_IP": "10.0.0.5", "MASTER_ADDR": "0.0.0.0"}
+    found = _by_id(judge_network("a", Network([LO, ETH], "10.0.0.5", environ=environ), None, SEVERAL))
+    assert found["host-ip"].severity == "note" and found["master-addr"].severity == "error"
+    copied = Network([LO, ETH], "10.0.0.5", environ={"VLLM_HOST_IP": "10.0.0.9"})
+    assert _by_id(judge_network("a", copied, None, SEVERAL))["vllm-host-ip"].severity == "error"
+
+
+def test_the_configs_interface() -> None:
+    network = Network([LO, ETH], "10.0.0.5")
+    assert _by_id(judge_network("a", network, None, Needs(interface="eth")))["cluster-interface"].severity == "ok"
+    found = _by_id(judge_network("a", network, None, Needs(interface="ib")))["cluster-interface"]
+    assert found.severity == "error" and "eth0" in found.fix
+
+
+def test_better_is_the_route_then_ipv4() -> None:
+    two = [LO, DOCKER, ETH, Interface("eth1", ["192.168.7.5/24"])]
+    assert better(Network(two, "192.168.7.5")) == ("eth1", "192.168.7.5")
+    assert better(Network(two)) == ("eth0", "10.0.0.5")
+    assert better(Network([LO, DOCKER])) is None
+
+
+def test_names_that_do_not_resolve_and_slow_resolvers() -> None:
+    names = Names("a", [], problem="the name of this host, a, does not resolve", asked={"head": []}, seconds=5.2)
+    found = _by_id(judge_names("a", names, Network([LO, ETH]), SEVERAL))
+    assert found["own-name"].severity == found["name"].severity == "error"
+    assert "head does not resolve" in found["name"].seen and "5.2 s" in found["resolver"].seen
+
+
+def test_a_name_made_of_the_address_is_told() -> None:
+    names = Names("a", ["10.0.0.5"], {"10.0.0.5": "5.0.0.10.in-addr.arpa"})
+    assert _by_id(judge_names("a", names, Network([LO, ETH]), Needs()))["reverse-name"].severity == "warning"
