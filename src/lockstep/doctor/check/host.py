@@ -125,8 +125,9 @@ def judge(facts: HostFacts, needs: Needs) -> dict[str, list[Finding]]:
     }
     for rung, (_, parts) in RUNGS.items():
         for part in parts:
-            if part in facts.unchecked:
-                seen = f"{_WORDS[part]} could not be checked: {facts.unchecked[part]}"
+            why = facts.unchecked.get(part) or (facts.faults.get(part) if part != "gpus" else None)
+            if why is not None:
+                seen = f"{_WORDS[part]} could not be checked: {why}"
                 said[rung].append(Finding(part, "unchecked", facts.host, seen))
     return said
 

@@ -109,7 +109,10 @@ def _gpu(index: int, node: ElementTree.Element, ours: set[int]) -> Gpu:
 def bus_of(text: str) -> str:
     """`00000000:07:00.0` as sysfs has it, `0000:07:00.0`."""
     domain, _, rest = text.strip().lower().partition(":")
-    return f"{domain[-4:]}:{rest}" if rest else text
+    try:
+        return f"{int(domain, 16):04x}:{rest}"
+    except ValueError:
+        return text
 
 
 def _throttled(node: ElementTree.Element) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Made-up hosts: roots of sysfs and procfs in a folder, and a runner that answers from a table.
 
-There is no GPU and no InfiniBand where these tests run: outputs of nvidia-smi, chronyc and dmesg are written in the formats
-that those programs print, and the files of sysfs as the kernel's documentation names them.
+There is no GPU and no InfiniBand where these tests run: outputs of nvidia-smi, chronyc and dmesg are written in the
+formats that those programs print, and the files of sysfs as the kernel's documentation names them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def made(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for folder in ("sys", "proc", "dev"):
-        (root / folder).mkdir(exist_ok=True)
+        (root / folder).mkdir(parents=True, exist_ok=True)
     return System(root / "sys", root / "proc", root / "dev", runner(answers or {}), {})
 
 
@@ -53,6 +53,7 @@ def smi_gpu(bus: str = "00000000:07:00.0", name: str = "NVIDIA H100 80GB HBM3", 
         "remapped_row_pending": "No", "remapped_row_failure": "No", "state": "Completed", "status": "Success",
         "processes": "",
     } | changes  # fmt: skip
+    hot = "clocks_event_reason_hw_thermal_slowdown"
     return f"""
 	<gpu id="{bus}">
 		<product_name>{name}</product_name>
@@ -78,9 +79,8 @@ def smi_gpu(bus: str = "00000000:07:00.0", name: str = "NVIDIA H100 80GB HBM3", 
 		</pci>
 		<clocks_event_reasons>
 			<clocks_event_reason_gpu_idle>{values["gpu_idle"]}</clocks_event_reason_gpu_idle>
-			<clocks_event_reason_applications_clocks_setting>Not Active</clocks_event_reason_applications_clocks_setting>
 			<clocks_event_reason_hw_slowdown>{values["hw_slowdown"]}</clocks_event_reason_hw_slowdown>
-			<clocks_event_reason_hw_thermal_slowdown>{values["hw_thermal_slowdown"]}</clocks_event_reason_hw_thermal_slowdown>
+			<{hot}>{values["hw_thermal_slowdown"]}</{hot}>
 		</clocks_event_reasons>
 		<fb_memory_usage>
 			<total>{values["total"]}</total>

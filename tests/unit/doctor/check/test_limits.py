@@ -92,7 +92,8 @@ def test_shared_memory(total: int, free: int, severity: str) -> None:
 def test_a_real_tmpfs_of_docker_size(tmp_path: Path) -> None:
     (tmp_path / "dev/shm").mkdir(parents=True)
     script = (
-        f"mount -t tmpfs -o size=64m,noexec tmpfs {tmp_path}/dev/shm && truncate -s 2m {tmp_path}/dev/shm/nccl-AbCdEf && "
+        f"mount -t tmpfs -o size=64m,noexec tmpfs {tmp_path}/dev/shm && "
+        f"truncate -s 2m {tmp_path}/dev/shm/nccl-AbCdEf && "
         f"dd if=/dev/zero of={tmp_path}/dev/shm/nccl-x bs=1M count=2 status=none && exec {sys.executable} -c '"
         "import json, sys; from pathlib import Path; from dataclasses import asdict; "
         "from lockstep.doctor.check.limits import gather_shm; from lockstep.doctor.check.system import System; "
