@@ -16,6 +16,8 @@ _MOST = 256
 _TOGETHER = 64
 _FEW = 3
 _NOTHING = frozenset([""])
+_NEWLINE = 10
+"""The prefilter looks at single lines: a text never goes over the end of one."""
 _WORDS = """
     rank ranks error errors warning warn info debug model step steps loss epoch epochs train training time start started
     run running wait waiting load loading server rollout rollouts generation generate sample samples checkpoint complete
@@ -77,8 +79,10 @@ def _best(items: list[Any]) -> frozenset[str]:
 def _exact(op: Any, value: Any) -> frozenset[str]:
     """All texts, in lower case, that an item matches, where these are few; else empty."""
     if op is ops.LITERAL:
-        return frozenset([chr(value).lower()]) if value < 128 else frozenset()
-    if op is ops.IN and len(value) <= _FEW and all(each is ops.LITERAL and code < 128 for each, code in value):
+        return frozenset([chr(value).lower()]) if value < 128 and value != _NEWLINE else frozenset()
+    if op is ops.IN and len(value) <= _FEW and all(
+        each is ops.LITERAL and code < 128 and code != _NEWLINE for each, code in value
+    ):
         return frozenset(chr(code).lower() for _, code in value)
     if op is ops.AT and value in (ops.AT_BOUNDARY, ops.AT_BEGINNING, ops.AT_END):
         return _NOTHING

@@ -31,6 +31,8 @@ _BACK = 12
 
 _SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 """What torch.multiprocessing.spawn puts before the traceback of a process."""
+_IGNORED = "Exception ignored in"
+"""What Python puts before the traceback of a finaliser, after which it goes on."""
 _GLUED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
 _DIGIT = re.compile(r"\d")
 _CODE = "    "
@@ -259,7 +261,10 @@ class Reader:
         if found is None or len(self.reading.tracebacks) >= PER_RULE:
             return
         when = self._before(page, start) if when is None else when
-        spawned = _SPAWNED.match(text(page.data[page.data.rfind(b"\n", 0, max(0, start - 1)) + 1 : start]))
+        before = text(page.data[page.data.rfind(b"\n", 0, max(0, start - 1)) + 1 : start])
+        if _IGNORED in before:
+            return
+        spawned = _SPAWNED.match(before)
         if spawned and who.rank is None:
             who = _with_rank(who, int(spawned["rank"]))
         self.reading.tracebacks.append((who, when, found))

@@ -11,7 +11,10 @@ _ERROR = re.compile(
     r"|[a-z]\w*)(?:\([\w.]+\))?)(?::\s?(?P<message>.*))?$"
 )
 _CHAIN = re.compile(r"The above exception was the direct cause|During handling of the above exception")
-_REMOTE = re.compile(r"^(?:ray\.exceptions\.)?RayTaskError.*?\(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?")
+_REMOTE = re.compile(
+    r"^(?:ray\.exceptions\.)?(?:RayTaskError|\w*Actor\w*Error: The actor died because of an error raised in its creation task)"
+    r".*?\(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?"
+)
 """The traceback of the remote task follows."""
 LIBRARY = re.compile(
     r"site-packages/|dist-packages/|lib/python3|<frozen |/bin/|torch/distributed|<string>|/ray/_private/"

@@ -127,3 +127,10 @@ def test_a_bad_rule_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("x\n")
     done = CliRunner().invoke(app, ["explain", str(tmp_path / "a.log"), "--rules", str(tmp_path)])
     assert done.exit_code == 2 and "own.yaml" in done.stderr.replace("\n", "")
+
+
+def test_what_a_finaliser_raised_does_no_harm(tmp_path: Path) -> None:
+    ignored = _traceback(0, "AttributeError: 'NoneType' object has no attribute 'close'").replace("[rank0]: ", "")
+    steps = "".join(f"step {at} loss 0.5\n" for at in range(30))
+    (tmp_path / "a.log").write_text(f"{steps}training finished\nException ignored in: <function E.__del__>\n{ignored}")
+    assert explain([str(tmp_path)]).verdict.cause == "benign"

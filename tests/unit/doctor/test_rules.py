@@ -85,6 +85,7 @@ def test_an_id_may_be_used_once_in_a_folder_and_replaced_from_another(tmp_path: 
     ("pattern", "expected"),
     [
         (r"Bus error", ("bus error",)),
+        (r"Root Cause:\n +rank", ("root cause:",)),
         (r"(?:abcd|efgh) \d+", ("abcd ", "efgh ")),
         (r"\b(?:run|job) (?:is )?done\b", ("job done", "job is done", "run done", "run is done")),
         (r"rank \d+ has fallen", (" has fallen",)),
