@@ -12,7 +12,8 @@ _ERROR = re.compile(
 )
 _CHAIN = re.compile(r"The above exception was the direct cause|During handling of the above exception")
 _REMOTE = re.compile(
-    r"^(?:ray\.exceptions\.)?(?:RayTaskError|\w*Actor\w*Error: The actor died because of an error raised in its creation task)"
+    r"^(?:ray\.exceptions\.)?"
+    r"(?:RayTaskError|\w*Actor\w*Error: The actor died because of an error raised in its creation task)"
     r".*?\(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?"
 )
 """The traceback of the remote task follows."""

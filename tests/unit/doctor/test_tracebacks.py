@@ -45,7 +45,8 @@ def test_an_actor_that_could_not_be_made_ends_with_what_its_constructor_raised()
     found = assemble(_read("""Traceback (most recent call last):
   File "/home/u/main.py", line 1, in <module>
     ray.get(x)
-ray.exceptions.ActorDiedError: The actor died because of an error raised in its creation task, ray::W.__init__() (pid=4, ip=10.0.0.7)
+ray.exceptions.ActorDiedError: The actor died because of an error raised in its creation task, \
+ray::W.__init__() (pid=4, ip=10.0.0.7)
   File "/home/u/worker.py", line 3, in __init__
     config.rollout.n
 AttributeError: 'NoneType' object has no attribute 'n'"""))  # fmt: skip
