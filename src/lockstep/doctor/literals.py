@@ -80,8 +80,10 @@ def _exact(op: Any, value: Any) -> frozenset[str]:
     """All texts, in lower case, that an item matches, where these are few; else empty."""
     if op is ops.LITERAL:
         return frozenset([chr(value).lower()]) if value < 128 and value != _NEWLINE else frozenset()
-    if op is ops.IN and len(value) <= _FEW and all(
-        each is ops.LITERAL and code < 128 and code != _NEWLINE for each, code in value
+    if (
+        op is ops.IN
+        and len(value) <= _FEW
+        and all(each is ops.LITERAL and code < 128 and code != _NEWLINE for each, code in value)
     ):
         return frozenset(chr(code).lower() for _, code in value)
     if op is ops.AT and value in (ops.AT_BOUNDARY, ops.AT_BEGINNING, ops.AT_END):
