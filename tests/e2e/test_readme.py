@@ -314,8 +314,8 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"} <= linked
 
 
-OURS = [page for page in PAGES if page.name != "failures.md"]
-"""All but the one that shows lines of other programs' logs, with their addresses and paths."""
+OURS = [page for page in PAGES if page.name not in ("failures.md", "environment-lint.md")]
+"""All but those that show lines of other programs' logs, and their settings, with their addresses and paths."""
 
 
 @pytest.mark.parametrize("page", [*OURS, *sorted((ROOT / "examples").glob("*.*"))], ids=lambda page: page.name)

@@ -58,8 +58,13 @@ def command(
     logging.basicConfig(level=logging.WARNING, format="lockstep watch: %(message)s")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
 
+    noted: set[str] = set()
+
     def said(what: Said) -> None:
         console.print(_line(what))
+        if what.incident is not None and what.incident not in noted:
+            noted.add(what.incident)
+            _note(console, Path(what.incident))
 
     def trouble(text: str) -> None:
         console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
@@ -77,6 +82,13 @@ def command(
         show_refusal(error)
         raise typer.Exit(error.code) from None
     raise typer.Exit(code)
+
+
+def _note(console: Console, incident: Path) -> None:
+    from lockstep.doctor.environment.incidents import in_words, note
+
+    if odd := in_words(note(incident)):
+        console.print(f"[yellow]lockstep watch:[/] environment: {escape(odd)}")
 
 
 def _line(what: "Said") -> str:  # type: ignore[name-defined]  # noqa: F821 - imported with the command

@@ -15,7 +15,7 @@ from lockstep.ledger import EvaluationRow, Ledger, MetricsRow, Sample
 from lockstep.ledger.files import replace
 from lockstep.report.charts import Chart, Drawn, Mark, draw
 from lockstep.report.console import number
-from lockstep.report.incidents import Incident, Moment, in_words, incidents_of
+from lockstep.report.incidents import Incident, Moment, in_words, incidents_of, odd_environment
 from lockstep.report.summary import METRIC, stage_seconds, total_tokens, versions, what_was_done
 from lockstep.report.timeline import PROGRESS, Timeline
 from lockstep.report.top import duration
@@ -77,6 +77,8 @@ class Shown:
     """Under way when it began, counted from 1."""
     moments: list[tuple[str, Moment]]
     """With the time since it began."""
+    environment: list[str]
+    """What was odd about the environment of its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def render(ledger: Ledger, exit_reason: str = "") -> str:
         charts=[_card(chart, curves, marks) for chart in _charts(curves)],
         more=[_card(chart, curves, marks) for chart in _rest(curves)],
         stages=_stages(rows),
-        incidents=_shown(incidents, timeline),
+        incidents=_shown(incidents, timeline, ledger.folder),
         progress=_card(PROGRESS, {"steps": timeline.curve()}, timeline.over_time()) if incidents else None,
         evaluations=_ends(evaluations),
         pairs=_pairs(evaluations),
@@ -162,7 +164,7 @@ def _card(chart: Chart, curves: Mapping[str, Any], marks: Sequence[Mark]) -> tup
     return None if drawn is None else (drawn, Markup(drawn.svg))
 
 
-def _shown(incidents: list[Incident], timeline: Timeline) -> list[Shown]:
+def _shown(incidents: list[Incident], timeline: Timeline, run: Path) -> list[Shown]:
     return [
         Shown(
             number,
@@ -170,6 +172,7 @@ def _shown(incidents: list[Incident], timeline: Timeline) -> list[Shown]:
             _clock(each.began),
             timeline.step(each.began),
             [(f"+{moment.at - each.began:.1f} s", moment) for moment in each.moments],
+            odd_environment(run / each.folder) if each.folder else [],
         )
         for number, each in enumerate(incidents, 1)
     ]

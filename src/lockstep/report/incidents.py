@@ -4,6 +4,7 @@ The ledger has both apart: events `stall` of what the supervisor said, events `r
 they are one incident where they are of the same workers at the same time.
 """
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ _LATE_S = 5.0
 """The supervisor may tell of a failure when it is healed already: an engine is back in less than a second."""
 _STOOD_S = 10.0
 """What stands is told of within this time: an older wait was for somebody who still moved."""
+_WORST = ("error", "warning", "note")
 _CLOSING = ("restarted", "gave up")
 
 
@@ -250,6 +252,17 @@ def _stood(stall: _Stall) -> Incident:
         tuple(moments),
         _folder([stall]),
     )
+
+
+def odd_environment(folder: Path) -> list[str]:
+    """What `findings.json` of an incident says of the variables of its processes, the worst first; empty where there is
+    none."""
+    try:
+        said = json.loads((folder / "findings.json").read_text(encoding="utf-8"))["environment"]
+        told = [(_WORST.index(each["severity"]), f"{each['seen']}. {each['why']}") for each in said]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [text for _, text in sorted(told, key=lambda entry: entry[0])]
 
 
 def _folder(stalls: Sequence[_Stall]) -> str:

@@ -4,7 +4,9 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from lockstep.doctor.environment import incidents
 from lockstep.ledger.ledger import Ledger
 from lockstep.report.console import Console
 from lockstep.report.incidents import STALL
@@ -30,6 +32,7 @@ class Stalls:
         self._news: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self._actors: list[Act] = []
         self._acted: set[int] = set()
+        self._noted: set[str] = set()
 
     def subscribe(self, act: Act) -> None:
         """`act(workers, why)` is called, from any thread, with those whom a confirmed verdict names, once for each. It
@@ -45,6 +48,15 @@ class Stalls:
             if ended:
                 # Of this recovery tells the person.
                 self._news.put(replace(said, change="updated", level="act", done=f"{', '.join(ended)} ended"))
+        self._note(said)
+
+    def _note(self, said: Said) -> None:
+        """What is odd about the environment of an incident's processes, told once; after all that is urgent."""
+        if said.incident is None or said.incident in self._noted:
+            return
+        self._noted.add(said.incident)
+        if odd := incidents.in_words(incidents.note(Path(said.incident))):
+            self._console.warning(f"  environment: {odd}")
 
     def _tell(self, said: Said) -> None:
         self._news.put(said)

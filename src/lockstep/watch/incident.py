@@ -10,6 +10,7 @@
         logs/NAME.log      the last lines of each
         dumps/NAME.json    flight recorders, where there are any
         environment.json run.json machine.json told.json
+        findings.json      what is odd about the variables in environment.json: written by who hears of the incident
 
 Texts are redacted; sizes are bounded; a failure to write one never disturbs the run.
 """

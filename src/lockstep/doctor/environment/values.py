@@ -3,6 +3,7 @@
 import re
 
 from lockstep.doctor.environment.schema import Variable, When
+from lockstep.watch.secrets import HIDDEN
 
 ON = ("1", "true", "yes", "on", "y", "t", "enable", "enabled")
 OFF = ("0", "false", "no", "off", "n", "f", "", "disable", "disabled")
@@ -14,7 +15,7 @@ _NUMBER = re.compile(r"[+-]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][+-]?\d{1,3})?"
 
 def resolved(value: str) -> bool:
     """Whether it is the value itself, not a reference to another variable or a command's output."""
-    return "$" not in value and "`" not in value and "{{" not in value
+    return value != HIDDEN and not any(sign in value for sign in ("$", "`", "{{"))
 
 
 def meant(value: str, when: When) -> bool:

@@ -1,0 +1,62 @@
+"""What was odd about the environments of the processes of an incident, kept in its folder."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.doctor.environment.lint import Place, lint
+from lockstep.doctor.finding import Finding
+
+log = logging.getLogger(__name__)
+
+FILE = "findings.json"
+"""`{"environment": [{"id", "severity", "host", "seen", "why", "fix", "source"}]}`."""
+_WORTH = ("error", "warning", "note")
+
+
+def findings_of(folder: Path) -> list[Finding]:
+    """From its `environment.json`, by host, and the versions in its `run.json`; empty where there is no environment.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file is no JSON.
+    """
+    environments = _mapping(json.loads((folder / "environment.json").read_text(encoding="utf-8", errors="replace")))
+    run = folder / "run.json"
+    facts = _mapping(json.loads(run.read_text(encoding="utf-8", errors="replace"))) if run.is_file() else {}
+    versions = {str(name): str(value) for name, value in _mapping(facts.get("versions")).items()}
+    places = [
+        Place(str(host), {str(name): str(value) for name, value in _mapping(values).items()})
+        for host, values in environments.items()
+    ]
+    return [each for each in lint(places, versions) if each.severity in _WORTH]
+
+
+def note(folder: Path) -> list[Finding]:
+    """Writes them beside it and returns them. That this is impossible is told in the log only: an incident is worth
+    more than what is said of it."""
+    try:
+        found = findings_of(folder)
+        text = json.dumps({"environment": [asdict(each) for each in found]}, indent=1)
+        (folder / FILE).write_text(text + "\n", encoding="utf-8")
+    except (OSError, ValueError) as error:
+        log.warning("the environment of %s could not be looked at: %s", folder.name, error)
+        return []
+    return found
+
+
+def in_words(found: Sequence[Finding]) -> str:
+    """One line of what is wrong, empty where nothing is."""
+    wrong = [each for each in found if each.severity in ("error", "warning")]
+    if not wrong:
+        return ""
+    first = min(wrong, key=lambda each: each.severity != "error")
+    more = f", and {len(wrong) - 1} more in {FILE}" if len(wrong) > 1 else ""
+    return f"{first.seen}{more}"
+
+
+def _mapping(values: Any) -> Mapping[Any, Any]:
+    return values if isinstance(values, Mapping) else {}

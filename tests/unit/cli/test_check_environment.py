@@ -1,0 +1,69 @@
+"""`lockstep check --env`: from the shell and from blocks that are pasted, with its exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+
+BLOCK = """
+export NCCL_TIMEOUT=3600
+export NCCL_P2P_DISABLE=1 NCCL_P2P_LEVEL=NVL
+docker run -e NCCL_SOCKET_IFNMAE=eth0 -e WANDB_API_KEY=0123456789abcdef image
+"""
+
+
+def check(*arguments: str, text: str | None = None, env: dict[str, str] | None = None) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["check", *arguments], input=text, env=env)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_a_pasted_block() -> None:
+    code, output = check("--env-file", "-", text=BLOCK)
+    assert code == 1
+    for said in ("NCCL_TIMEOUT=3600 is read by nobody", "NCCL_SOCKET_IFNAME is meant?", "NCCL_P2P_LEVEL=NVL"):
+        assert said in " ".join(output.split())
+    assert "0123456789abcdef" not in output
+
+
+def test_json_and_several_files_as_hosts(tmp_path: Path) -> None:
+    (tmp_path / "one.env").write_text("NCCL_IB_DISABLE=0")
+    (tmp_path / "two.env").write_text("NCCL_IB_DISABLE=1")
+    code, output = check("--env-file", str(tmp_path / "one.env"), "--env-file", str(tmp_path / "two.env"), "--json")
+    found = json.loads(output)
+    assert code == 1 and not found["passed"]
+    differs = [each for each in found["findings"] if each["id"] == "env-differs"]
+    assert [each["host"] for each in differs] == ["one, two"] and differs[0]["rung"] == "environment"
+
+
+def test_the_shell_and_what_its_workers_do_not_see(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    (tmp_path / ".nccl.conf").write_text("# site\nNCCL_IB_HCA=mlx5_0\nNCCL_DEBUG=INFO\n")
+    for name in ("NCCL_CONF_FILE", "NCCL_IB_HCA"):
+        monkeypatch.delenv(name, raising=False)
+    code, output = check("--env", "--launcher", "ray", "--json", env={"NCCL_DEBUG": "WARN"})
+    assert code == 0
+    missing = [each["seen"] for each in json.loads(output)["findings"] if each["id"] == "env-not-seen"]
+    assert len(missing) == 1 and "NCCL_DEBUG" in missing[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "said"),
+    [
+        (["--env-file", "/nowhere/x"], None, "/nowhere/x"),
+        (["--env-file", "-"], "nothing here", "-: no variable is set there"),
+        (["--env-file", "-"], "\x1b[2J\x00\xff", "no variable"),
+        (["--env", "--launcher", "carrier-pigeon"], None, "launcher 'carrier-pigeon' is not known"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_refused(arguments: list[str], text: str | None, said: str) -> None:
+    code, output = check(*arguments, text=text)
+    assert code == 2 and said in output and "Traceback" not in output
+
+
+def test_terminal_escapes_do_not_get_through() -> None:
+    _, output = check("--env-file", "-", text="NCCL_DEBUG='\x1b[31mINFO\x1b]0;x\x07'")
+    assert "\x1b]0" not in output and "\x07" not in output
