@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 def command(
     paths: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="PATH...",
             help="Logs, folders of logs, archives, patterns, '-' for standard input, flight-recorder dumps, incidents; "
             "any mixture.",
         ),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON, nothing else.")] = False,
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON, nothing else.")] = False,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the answer as a page as well.")
     ] = None,
@@ -37,6 +37,19 @@ def command(
     world_size: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="How many ranks the job has; taken from the dumps otherwise.")
     ] = None,
+    configs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="In place of logs: a script or config of OpenRLHF, verl, TRL, accelerate or DeepSpeed, to say what in "
+            "it will hurt. May be given several times, for files that belong together.",
+        ),
+    ] = None,
+    gpu_gib: Annotated[
+        float | None,
+        typer.Option("--gpu-memory", min=1, metavar="GIB", help="With --config: the memory of one of its GPUs."),
+    ] = None,
 ) -> None:
     """Say what was wrong with a job, who is to blame and what helps, from its logs, dumps and incidents.
 
@@ -47,7 +60,20 @@ def command(
         lockstep explain slurm-4711.out dumps/ --json
 
         kubectl logs trainer-0 | lockstep explain -
+
+        lockstep explain --config train.sh --config zero3.json --gpu-memory 80
     """
+    if configs:
+        from lockstep.cli.advice import advise
+
+        if paths:
+            show_refusal(ValueError("either PATH... or --config, not both"))
+            raise typer.Exit(REFUSED)
+        advise(configs, gpu_gib, as_json)
+        return
+    if not paths:
+        show_refusal(ValueError("say what to explain: PATH..., or --config FILE"))
+        raise typer.Exit(REFUSED)
     from lockstep.doctor.explain import explain
 
     try:

@@ -1,0 +1,1 @@
+"""Configs of other frameworks: OpenRLHF, verl, TRL, accelerate and DeepSpeed read, not run, and what will hurt said."""

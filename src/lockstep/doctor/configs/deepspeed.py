@@ -1,0 +1,280 @@
+"""DeepSpeed's JSON, alone or behind a Trainer that fills in its "auto" values."""
+
+from lockstep.doctor.configs import spelling
+from lockstep.doctor.configs.advice import Advice
+from lockstep.doctor.configs.files import Document, leaves
+from lockstep.doctor.configs.settings import Place, Setting, Settings
+from lockstep.doctor.configs.tables import table
+
+CONFIG = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/config.py"
+MODELS = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/config.py"
+STRICT = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/config_utils.py"
+FILL = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/deepspeed.py"
+SAVE = "https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html"
+Z = "zero_optimization"
+_SECTIONS = (Z, "fp16", "bf16")
+_FILLED = {
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "gradient_clipping",
+    "fp16.enabled",
+    "bf16.enabled",
+    "optimizer.params.lr",
+    "optimizer.params.betas",
+    "optimizer.params.eps",
+    "optimizer.params.weight_decay",
+    "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr",
+    "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps",
+    f"{Z}.reduce_bucket_size",
+    f"{Z}.stage3_prefetch_bucket_size",
+    f"{Z}.stage3_param_persistence_threshold",
+}
+"""Keys whose "auto" the Trainer replaces."""
+_PASSED_OVER = (f"{Z}.", "fp16.", "bf16.")
+"""Where DeepSpeed itself takes "auto" for its default."""
+
+
+def load(document: Document) -> Settings:
+    """Leaves by their dotted names."""
+    settings = Settings()
+    for name, value in leaves(document.tree or {}):
+        settings.add(Setting(name, value, document.places.get(name, Place(document.file, 0))))
+    return settings
+
+
+def judge(advice: Advice, document: Document, settings: Settings, world: int | None, trainer: bool) -> None:
+    """`trainer`: transformers' Trainer reads it, which fills in "auto"."""
+    for name, place in document.doubled:
+        advice.error(
+            "deepspeed-doubled",
+            f"{name} stands twice in the same section",
+            "DeepSpeed refuses such a file.",
+            "keep one",
+            STRICT,
+            place,
+        )
+    options = table("deepspeed", "config")
+    fatal = [each for each in settings if each.name.startswith(tuple(f"{section}." for section in _SECTIONS))]
+    spelling.judge(
+        advice,
+        options,
+        fatal,
+        options.versions[-1],
+        spelling.Spelling("", "DeepSpeed refuses keys that a section does not have."),
+    )
+    others = [each for each in settings if each not in fatal]
+    spelling.judge(
+        advice,
+        options,
+        others,
+        options.versions[-1],
+        spelling.Spelling(
+            "", "DeepSpeed reads past keys that it does not know: the setting has no effect.", fatal=False
+        ),
+    )
+    _automatic(advice, settings, trainer)
+    _batch(advice, settings, world, trainer)
+    _precision(advice, settings)
+    _zero(advice, settings)
+
+
+def _automatic(advice: Advice, settings: Settings, trainer: bool) -> None:
+    for setting in settings:
+        if setting.value != "auto" or setting.name in ("data_types.grad_accum_dtype",):
+            continue
+        if setting.name in _FILLED and not trainer:
+            if not setting.name.startswith(_PASSED_OVER):
+                advice.warn(
+                    "deepspeed-auto",
+                    f'{setting.name} is "auto"',
+                    'Only transformers\' Trainer and accelerate fill in "auto"; DeepSpeed itself takes the text as the'
+                    " value and fails.",
+                    "a number, unless a Trainer reads this file",
+                    FILL,
+                    setting.place,
+                )
+        elif setting.name not in _FILLED and not setting.name.startswith(_PASSED_OVER):
+            advice.error(
+                "deepspeed-auto",
+                f'{setting.name} is "auto"',
+                "Neither the Trainer nor DeepSpeed replaces this one.",
+                "a value",
+                FILL,
+                setting.place,
+            )
+
+
+def _batch(advice: Advice, settings: Settings, world: int | None, trainer: bool) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    train, micro, accumulation = (settings.whole(name) for name in names)
+    at = settings.place(*names)
+    if not any(name in settings for name in names[:2]):
+        if not trainer:
+            advice.error(
+                "deepspeed-batch",
+                "neither train_batch_size nor train_micro_batch_size_per_gpu is set",
+                "DeepSpeed needs one of both.",
+                '"train_micro_batch_size_per_gpu": 1',
+                CONFIG,
+                at,
+            )
+        return
+    if train and world and (micro or accumulation) and train % (world * (micro or 1) * (accumulation or 1)):
+        advice.error(
+            "deepspeed-batch",
+            f"train_batch_size {train} is no multiple of micro-batch {micro or 1} x accumulation {accumulation or 1} x"
+            f" {world} ranks",
+            "DeepSpeed asserts that they are equal.",
+            "drop one of the three; it follows from the others",
+            CONFIG,
+            at,
+        )
+    elif train and micro and accumulation and train % (micro * accumulation):
+        advice.error(
+            "deepspeed-batch",
+            f"train_batch_size {train} is no multiple of micro-batch {micro} x accumulation {accumulation}",
+            "No number of ranks makes them equal.",
+            "drop one of the three; it follows from the others",
+            CONFIG,
+            at,
+        )
+    elif train and micro and accumulation:
+        ranks = train // (micro * accumulation)
+        if world and ranks != world:
+            advice.error(
+                "deepspeed-batch",
+                f"train_batch_size {train} = {micro} x {accumulation} x {ranks} ranks, but there are {world}",
+                "DeepSpeed asserts that they are equal.",
+                "drop train_batch_size",
+                CONFIG,
+                at,
+            )
+        elif not world:
+            advice.note(
+                "deepspeed-batch",
+                f"train_batch_size {train} = {micro} x {accumulation} x {ranks}: this runs on {ranks} ranks only",
+                "",
+                "drop train_batch_size",
+                CONFIG,
+                at,
+            )
+
+
+def _precision(advice: Advice, settings: Settings) -> None:
+    half, brain = settings.flag("fp16.enabled"), settings.flag("bf16.enabled")
+    if half and brain:
+        advice.error(
+            "deepspeed-precision",
+            "fp16 and bf16 are both on",
+            "DeepSpeed asserts against it.",
+            '"fp16": {"enabled": false}',
+            CONFIG,
+            settings.place("fp16.enabled"),
+        )
+    if brain and settings.whole("fp16.loss_scale"):
+        advice.note("deepspeed-precision", "a loss scale is not used with bf16", at=settings.place("fp16.loss_scale"))
+    if settings.set("gradient_clipping") is False and settings.number("optimizer.params.max_grad_norm"):
+        advice.warn(
+            "deepspeed-clipping",
+            "optimizer.params.max_grad_norm is read by nothing",
+            "",
+            '"gradient_clipping": 1.0',
+            CONFIG,
+            settings.place("optimizer.params.max_grad_norm"),
+        )
+
+
+def _zero(advice: Advice, settings: Settings) -> None:
+    stage = settings.whole(f"{Z}.stage")
+    if stage is not None and not 0 <= stage <= 3:
+        advice.error(
+            "deepspeed-stage", f"{Z}.stage {stage}: stages are 0 to 3", "", "", MODELS, settings.place(f"{Z}.stage")
+        )
+        return
+    lower = stage or 0
+    param, optimizer = (settings.text(f"{Z}.offload_{what}.device") for what in ("param", "optimizer"))
+    if lower < 3:
+        if param in ("cpu", "nvme"):
+            advice.warn(
+                "deepspeed-offload",
+                f"offload_param with stage {lower} does nothing",
+                "Parameters are offloaded by stage 3 only.",
+                f'"stage": 3, or drop {Z}.offload_param',
+                MODELS,
+                settings.place(f"{Z}.offload_param.device"),
+            )
+        idle = [setting.name for setting in settings if setting.name.startswith(f"{Z}.stage3_")]
+        if idle and stage is not None:
+            advice.note(
+                "deepspeed-stage",
+                f"{', '.join(each.partition('.')[2] for each in idle)}: of stage 3, unused with stage {lower}",
+                source=MODELS,
+                at=settings.place(*idle),
+            )
+        if (settings.number(f"{Z}.offload_optimizer.ratio") or 1.0) < 1.0:
+            advice.error(
+                "deepspeed-offload",
+                f"offload_optimizer.ratio below 1 with stage {lower}",
+                "DeepSpeed asserts stage 3.",
+                '"ratio": 1.0',
+                MODELS,
+                settings.place(f"{Z}.offload_optimizer.ratio"),
+            )
+    for what, device in (("param", param), ("optimizer", optimizer)):
+        if device == "nvme" and not settings.set(f"{Z}.offload_{what}.nvme_path"):
+            advice.error(
+                "deepspeed-offload",
+                f"offload_{what} to nvme without nvme_path",
+                "",
+                f'"nvme_path" in {Z}.offload_{what}',
+                MODELS,
+                settings.place(f"{Z}.offload_{what}.device"),
+            )
+        if device is not None and device not in ("cpu", "nvme", "none", "auto"):
+            advice.error(
+                "deepspeed-offload",
+                f"{Z}.offload_{what}.device {device} is none of none, cpu, nvme",
+                "",
+                "",
+                MODELS,
+                settings.place(f"{Z}.offload_{what}.device"),
+            )
+    if lower == 0 and optimizer in ("cpu", "nvme"):
+        advice.warn(
+            "deepspeed-offload",
+            "offload_optimizer without ZeRO does nothing",
+            "",
+            '"stage": 1 or more',
+            MODELS,
+            settings.place(f"{Z}.offload_optimizer.device"),
+        )
+    if (
+        stage == 3
+        and settings.flag(f"{Z}.stage3_gather_16bit_weights_on_model_save") is not True
+        and f"{Z}.stage3_gather_fp16_weights_on_model_save" not in settings
+    ):
+        advice.warn(
+            "zero3-save",
+            "stage 3 without stage3_gather_16bit_weights_on_model_save",
+            "save_model writes no weights that can be loaded, only shards for zero_to_fp32.py.",
+            f'"stage3_gather_16bit_weights_on_model_save": true in {Z}; saving then gathers, which needs a time-out'
+            " that is long enough",
+            SAVE,
+            settings.place(f"{Z}.stage"),
+        )
+    if (
+        settings.flag("gradient_allreduce_op") is None
+        and settings.text("gradient_allreduce_op") == "sum"
+        and stage == 3
+    ):
+        advice.error(
+            "deepspeed-allreduce",
+            "gradient_allreduce_op sum with stage 3",
+            "DeepSpeed refuses it.",
+            '"mean"',
+            CONFIG,
+            settings.place("gradient_allreduce_op"),
+        )

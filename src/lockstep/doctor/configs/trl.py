@@ -1,0 +1,183 @@
+"""TRL's trainers and other scripts on transformers' Trainer, with their accelerate and DeepSpeed files."""
+
+from pathlib import Path
+
+from lockstep.doctor.configs import memory, models, spelling, timeouts
+from lockstep.doctor.configs.advice import Advice
+from lockstep.doctor.configs.lengths import judge_heads, judge_positions
+from lockstep.doctor.configs.settings import NOWHERE, Setting, Settings
+from lockstep.doctor.configs.tables import Option, Table, table
+from lockstep.doctor.configs.trl_rules import (
+    ONLINE,
+    Run,
+    judge_engine,
+    judge_groups,
+    judge_match,
+    judge_match_accelerate,
+    judge_trainer,
+    zero_stage,
+)
+
+PARSER = "https://github.com/huggingface/trl/blob/v1.16.0/trl/scripts/utils.py"
+
+
+def program_of(name: str, settings: Settings) -> str:
+    """Which trainer: by the script's name, or by options that only one has."""
+    stem = name.removesuffix(".py").rpartition(".")[2].lower()
+    for program in ("grpo", "rloo", "sft", "dpo", "kto", "reward"):
+        if program in stem.replace("-", "_").split("_") or stem == program:
+            return program
+    if "num_generations" in settings:
+        return "grpo"
+    return "sft" if "packing" in settings or "max_seq_length" in settings else ""
+
+
+def options_of(program: str) -> dict[str, Option]:
+    """All options of a program, TrainingArguments' under those of TRL."""
+    trainer = table("transformers", "TrainingArguments").options
+    if not program:
+        return dict(trainer)
+    return {**trainer, **table("trl", "script").options, **table("trl", program).options}
+
+
+def judge(advice: Advice, run: Run, folder: Path, gpu_gib: float | None, installed: dict[str, str]) -> None:
+    """All that is known of its options."""
+    names = [setting.name for setting in run.settings]
+    trl = table("trl", run.program or "sft", "script")
+    trainer = table("transformers", "TrainingArguments")
+    run.version = trl.version_for(names, installed.get("trl"))
+    trainer_version = trainer.version_for(names, installed.get("transformers"))
+    known = {**trainer.at(trainer_version), **(trl.at(run.version) if run.program else {})}
+    run.settings.defaults = {name: option.default for name, option in known.items()}
+    _names(advice, run, trl, trainer, trainer_version)
+    how = "installed" if installed.get("trl") else "the versions that know most of its options"
+    what = f"TRL {run.version} and " if run.program else ""
+    advice.say("version", "ok", f"options judged by {what}transformers {trainer_version} ({how})", at=run.at)
+    if run.program in ONLINE:
+        judge_groups(advice, run)
+        judge_engine(advice, run)
+    judge_trainer(advice, run)
+    if run.deepspeed is not None:
+        judge_match(advice, run, run.deepspeed)
+    elif run.accelerate is not None:
+        judge_match_accelerate(advice, run, run.accelerate)
+    kinds = _kind(run)
+    timeouts.transformers(advice, run.settings, run.variables, kinds)
+    _memory(advice, run, folder, gpu_gib)
+
+
+def _names(advice: Advice, run: Run, trl: Table, trainer: Table, trainer_version: str) -> None:
+    """An option is known when either knows it; what neither does is judged by the table that is nearer to it."""
+    in_trl, in_trainer = (trl.at(run.version) if run.program else {}), trainer.at(trainer_version)
+    mine: list[Setting] = []
+    theirs: list[Setting] = []
+    for setting in run.settings:
+        if setting.name in ("config", "local_rank", "local-rank", "env"):
+            continue
+        if setting.name in in_trl:
+            mine.append(setting)
+        elif setting.name in in_trainer or setting.name in trainer.options or setting.name in trainer.renamed:
+            theirs.append(setting)
+        elif run.program and (
+            setting.name in trl.options or setting.name in trl.renamed or trl.nearest(setting.name, run.version)
+        ):
+            mine.append(setting)
+        else:
+            theirs.append(setting)
+    form = spelling.Spelling("", "The parser ends with an error.", fatal=not run.own_script)
+    strict = not run.own_script
+    spelling.judge(advice, trl, mine, run.version, form, strict)
+    spelling.judge(advice, trainer, theirs, trainer_version, form, strict)
+
+
+def _kind(run: Run) -> bool:
+    """Whether it runs on DeepSpeed."""
+    return run.deepspeed is not None or (
+        run.accelerate is not None and run.accelerate.text("distributed_type") == "DEEPSPEED"
+    )
+
+
+# ---------------------------------------------------------------- groups of completions
+
+
+# ---------------------------------------------------------------- generation
+
+
+# ---------------------------------------------------------------- Trainer
+
+
+# ---------------------------------------------------------------- memory
+
+
+def _memory(advice: Advice, run: Run, folder: Path, gpu_gib: float | None) -> None:
+    s = run.settings
+    if "model_name_or_path" not in s:
+        return
+    shape = models.find(s.text("model_name_or_path"), folder)
+    at = run.place("model_name_or_path")
+    if shape is None:
+        advice.unchecked(
+            "memory-model",
+            "memory: the model's size is not known here",
+            "give a folder with its config.json, or a name that tells its size",
+            at,
+        )
+        return
+    completion, prompt = s.whole("max_completion_length") or 0, s.whole("max_prompt_length") or 0
+    longest = (
+        (completion + prompt) if run.program in ONLINE else s.whole("max_length") or s.whole("max_seq_length") or 0
+    )
+    judge_positions(advice, shape, longest, "sequences", run.place("max_length", "max_completion_length"))
+    parallel = s.whole("vllm_tensor_parallel_size") or 1
+    colocated = run.program in ONLINE and s.flag("use_vllm") and (s.text("vllm_mode") or "colocate") == "colocate"
+    engine = None
+    if colocated:
+        judge_heads(advice, shape, parallel, "vllm_tensor_parallel_size", run.place("vllm_tensor_parallel_size"))
+        share = s.number("vllm_gpu_memory_utilization") or 0.3
+        if 0 < share <= 1:
+            engine = memory.Engine(
+                shape,
+                parallel,
+                share,
+                True,
+                bool(s.flag("vllm_enable_sleep_mode")),
+                longest or None,
+                run.place("vllm_gpu_memory_utilization", "use_vllm"),
+                "vllm_gpu_memory_utilization",
+            )
+    each = s.whole("per_device_train_batch_size")
+    stage, adapter = zero_stage(run), bool(s.flag("use_peft"))
+    training = None
+    if stage is not None or run.world == 1:
+        json, yaml = run.deepspeed, run.accelerate
+        on_cpu = (
+            json.text("zero_optimization.offload_optimizer.device")
+            if json is not None
+            else yaml.text("deepspeed_config.offload_optimizer_device")
+            if yaml is not None
+            else None
+        )
+        weights = (
+            json.text("zero_optimization.offload_param.device")
+            if json is not None
+            else yaml.text("deepspeed_config.offload_param_device")
+            if yaml is not None
+            else None
+        )
+        training = memory.Training(
+            shape,
+            run.world,
+            stage or 0,
+            on_cpu in ("cpu", "nvme"),
+            weights in ("cpu", "nvme"),
+            0.02 if adapter else 1.0,
+        )
+    tokens = each * longest if each and longest and shape.layers and run.program not in ONLINE else None
+    memory.judge(
+        advice,
+        training,
+        engine,
+        memory.Batch(tokens, bool(s.flag("use_liger_kernel"))),
+        gpu_gib,
+        at if at.file else NOWHERE,
+    )

@@ -1,0 +1,343 @@
+"""Rules of TRL's trainers: groups of completions, generation, the Trainer, and what DeepSpeed's file must match."""
+
+from dataclasses import dataclass, field
+
+from lockstep.doctor.configs.accelerate import stage
+from lockstep.doctor.configs.advice import Advice
+from lockstep.doctor.configs.deepspeed import FILL
+from lockstep.doctor.configs.settings import Place, Settings
+from lockstep.doctor.configs.shell import Word
+
+GRPO = "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_config.py"
+
+
+ENGINE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/generation/vllm_generation.py"
+
+
+TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/training_args.py"
+
+
+ONLINE = ("grpo", "rloo")
+
+
+@dataclass(slots=True)
+class Run:
+    """A training: its settings with what it is launched with."""
+
+    program: str
+    """grpo, rloo, sft, dpo, kto, reward, or "" where nothing tells."""
+    settings: Settings
+    at: Place
+    world: int | None = None
+    variables: dict[str, Word] = field(default_factory=dict)
+    accelerate: Settings | None = None
+    deepspeed: Settings | None = None
+    own_script: bool = False
+    """A script that may have options of its own."""
+    version: str = ""
+
+    def place(self, *names: str) -> Place:
+        """Where the first of them is set, else the program."""
+        place = self.settings.place(*names)
+        return place if place.file else self.at
+
+
+def judge_groups(advice: Advice, run: Run) -> None:
+    s = run.settings
+    group, each = s.whole("num_generations"), s.whole("per_device_train_batch_size")
+    accumulation = s.whole("gradient_accumulation_steps") or 1
+    whole, steps = s.whole("generation_batch_size"), s.whole("steps_per_generation")
+    at = run.place("num_generations", "per_device_train_batch_size", "generation_batch_size")
+    if group is not None and group < 2:
+        advice.error(
+            "algorithm-group",
+            f"num_generations {group}",
+            "Completions of one prompt are compared; TRL wants 2 at least.",
+            "num_generations: 8",
+            GRPO,
+            at,
+        )
+        return
+    if whole is not None and steps is not None and "steps_per_generation" in s and "generation_batch_size" in s:
+        advice.error(
+            "batch-generation",
+            "generation_batch_size and steps_per_generation are both set",
+            "TRL refuses it.",
+            "keep one",
+            GRPO,
+            run.place("generation_batch_size"),
+        )
+        return
+    if whole is None and each and run.world:
+        whole = each * run.world * (steps or accumulation)
+    elif whole is not None and each and run.world and whole % (each * run.world):
+        advice.error(
+            "batch-generation",
+            f"generation_batch_size {whole} is no multiple of per_device_train_batch_size {each} x {run.world}"
+            " processes",
+            "TRL refuses it.",
+            f"a multiple of {each * run.world}",
+            GRPO,
+            run.place("generation_batch_size"),
+        )
+    if whole is not None and group and whole % group:
+        advice.error(
+            "batch-groups",
+            f"{whole} completions of a generation are no multiple of num_generations {group}",
+            "TRL refuses it: groups must be whole. A generation is per_device_train_batch_size x processes x"
+            " steps_per_generation (gradient_accumulation_steps without it).",
+            f"num_generations that divides {whole}",
+            GRPO,
+            at,
+        )
+    elif whole is None and group:
+        advice.unchecked(
+            "batch-groups",
+            f"whether num_generations {group} divides the generation batch: the number of processes is not told here",
+            "give accelerate's YAML or the launch command too",
+            at,
+        )
+    evaluates = s.text("eval_strategy") not in (None, "no", "False", "None") and s.flag("do_eval") is not False
+    per_eval, of_eval = s.whole("per_device_eval_batch_size"), s.whole("num_generations_eval") or group
+    if evaluates and per_eval and run.world and of_eval and per_eval * run.world % of_eval:
+        advice.error(
+            "batch-groups",
+            f"per_device_eval_batch_size {per_eval} x {run.world} processes is no multiple of {of_eval} generations",
+            "TRL refuses it.",
+            "per_device_eval_batch_size so that it is",
+            GRPO,
+            run.place("per_device_eval_batch_size", "eval_strategy"),
+        )
+    if s.flag("auto_find_batch_size"):
+        advice.error(
+            "batch-groups",
+            "auto_find_batch_size with groups of completions",
+            "TRL refuses it: half a batch would cut groups.",
+            "auto_find_batch_size: false",
+            GRPO,
+            run.place("auto_find_batch_size"),
+        )
+    if s.flag("sync_ref_model") and s.number("beta") == 0:
+        advice.error(
+            "algorithm-kl",
+            "sync_ref_model with beta 0",
+            "There is no reference model then; TRL refuses it.",
+            "beta: 0.04, or sync_ref_model: false",
+            GRPO,
+            run.place("sync_ref_model"),
+        )
+
+
+def judge_engine(advice: Advice, run: Run) -> None:
+    s = run.settings
+    if not s.flag("use_vllm"):
+        unused = [each.name for each in s if each.name.startswith("vllm_")]
+        if unused and s.get("use_vllm") is not None and "use_vllm" not in s:
+            advice.warn(
+                "engine-unused",
+                f"{', '.join(unused)} without use_vllm: transformers generates",
+                "It is several times slower.",
+                "use_vllm: true",
+                GRPO,
+                run.place(*unused),
+            )
+        if zero_stage(run) == 3:
+            advice.warn(
+                "zero3-generation",
+                "ZeRO-3 generates without vLLM: weights are gathered on every GPU, or layer by layer for each token",
+                "It is slow, needs the whole model on each GPU (ds3_gather_for_generation), and ranks that end early"
+                " must go on with the others.",
+                "use_vllm: true",
+                GRPO,
+                run.place("use_vllm"),
+            )
+        return
+    mode, numbers = s.text("vllm_mode"), tuple(int(part) for part in run.version.split(".")[:1])
+    if "vllm_mode" not in s:
+        mode = "colocate" if numbers >= (1,) else "server"
+    parallel = s.whole("vllm_tensor_parallel_size") or 1
+    if mode == "colocate":
+        if run.world and run.world % parallel:
+            advice.error(
+                "parallel-engine",
+                f"vllm_tensor_parallel_size {parallel} does not divide {run.world} processes",
+                "TRL refuses it.",
+                "a divisor",
+                ENGINE,
+                run.place("vllm_tensor_parallel_size"),
+            )
+        elsewhere = [each.name for each in s if each.name.startswith("vllm_server_")]
+        if elsewhere:
+            advice.warn(
+                "engine-mode",
+                f"{', '.join(elsewhere)} with vllm_mode colocate are not read"
+                + ("" if "vllm_mode" in s else " (colocate is the default since TRL 1.0)"),
+                "",
+                "vllm_mode: server",
+                GRPO,
+                run.place(*elsewhere),
+            )
+    elif mode == "server":
+        here = [
+            name
+            for name in (
+                "vllm_gpu_memory_utilization",
+                "vllm_tensor_parallel_size",
+                "vllm_max_model_length",
+                "vllm_enable_sleep_mode",
+            )
+            if name in s
+        ]
+        if here:
+            advice.warn(
+                "engine-mode",
+                f"{', '.join(here)} with vllm_mode server are not read",
+                "The server has its own options.",
+                "trl vllm-serve --gpu_memory_utilization ... --tensor_parallel_size ...",
+                GRPO,
+                run.place(*here),
+            )
+        host = s.text("vllm_server_host")
+        machines = run.accelerate.whole("num_machines") if run.accelerate is not None else None
+        if (
+            (machines or 1) > 1
+            and host in ("0.0.0.0", "localhost", "127.0.0.1", None)
+            and not s.set("vllm_server_base_url")
+        ):
+            advice.warn(
+                "engine-address",
+                f"vllm_server_host is {host or '0.0.0.0, its default'} with {machines} machines",
+                "Only rank 0 asks the server: it must be on rank 0's machine, and its channel for weights too.",
+                "vllm_server_host: the server's address",
+                GRPO,
+                run.place("vllm_server_host"),
+            )
+    if s.flag("ds3_gather_for_generation") is False:
+        advice.note(
+            "zero3-generation",
+            "ds3_gather_for_generation is not used with vLLM",
+            at=run.place("ds3_gather_for_generation"),
+        )
+    prompt, completion = s.whole("max_prompt_length"), s.whole("max_completion_length")
+    longest = s.whole("vllm_max_model_length") or s.whole("vllm_max_model_len")
+    if longest and completion and completion + (prompt or 1) > longest:
+        advice.error(
+            "length-engine",
+            f"vllm_max_model_length {longest} is less than a prompt{f' of {prompt}' if prompt else ''} with"
+            f" max_completion_length {completion}",
+            "vLLM refuses such prompts, or completions end early.",
+            f"vllm_max_model_length: {completion + (prompt or 1024)}",
+            GRPO,
+            run.place("vllm_max_model_length", "max_completion_length"),
+        )
+
+
+def judge_trainer(advice: Advice, run: Run) -> None:
+    s = run.settings
+    if s.flag("fp16") and s.flag("bf16"):
+        advice.error(
+            "trainer-precision",
+            "fp16 and bf16 are both on",
+            "The Trainer refuses it.",
+            "bf16: true alone",
+            TRAINER,
+            run.place("fp16"),
+        )
+    if s.flag("load_best_model_at_end") and s.text("save_strategy") != "best":
+        evaluated, saved = (
+            s.text("eval_strategy") or s.text("evaluation_strategy") or "no",
+            s.text("save_strategy") or "steps",
+        )
+        if evaluated != saved:
+            advice.error(
+                "trainer-best",
+                f"load_best_model_at_end with eval_strategy {evaluated} and save_strategy {saved}",
+                "They must be the same.",
+                f"eval_strategy: {saved}",
+                TRAINER,
+                run.place("load_best_model_at_end"),
+            )
+        elif saved == "steps":
+            save, every = s.whole("save_steps"), s.whole("eval_steps") or s.whole("logging_steps")
+            if save and every and save % every:
+                advice.error(
+                    "trainer-best",
+                    f"save_steps {save} is no multiple of eval_steps {every} with load_best_model_at_end",
+                    "The Trainer refuses it.",
+                    f"save_steps: {every * max(1, save // every)}",
+                    TRAINER,
+                    run.place("save_steps"),
+                )
+    if (
+        run.program == "sft"
+        and s.flag("packing")
+        and (s.text("attn_implementation") or "flash") in ("eager", "sdpa")
+        and s.text("packing_strategy") != "wrapped"
+    ):
+        advice.warn(
+            "trainer-packing",
+            f"packing with attn_implementation {s.text('attn_implementation')}",
+            "Samples of a packed row see each other.",
+            "attn_implementation: flash_attention_2",
+            "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/sft_trainer.py",
+            run.place("packing"),
+        )
+
+
+def zero_stage(run: Run) -> int | None:
+    if run.deepspeed is not None:
+        return run.deepspeed.whole("zero_optimization.stage")
+    return stage(run.accelerate) if run.accelerate is not None else None
+
+
+def judge_match(advice: Advice, run: Run, json: Settings) -> None:
+    """What stands in the DeepSpeed file must be what the Trainer was told, or "auto"."""
+    s = run.settings
+    each, accumulation = s.whole("per_device_train_batch_size"), s.whole("gradient_accumulation_steps")
+    whole = each * accumulation * run.world if each and accumulation and run.world else None
+    pairs: list[tuple[str, str, float | None]] = [
+        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", each),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", accumulation),
+        ("train_batch_size", "per_device_train_batch_size x gradient_accumulation_steps x processes", whole),
+        ("gradient_clipping", "max_grad_norm", s.number("max_grad_norm")),
+        ("optimizer.params.lr", "learning_rate", s.number("learning_rate")),
+        ("optimizer.params.weight_decay", "weight_decay", s.number("weight_decay")),
+        ("scheduler.params.warmup_max_lr", "learning_rate", s.number("learning_rate")),
+    ]
+    for theirs, ours, told in pairs:
+        said = json.number(theirs)
+        if theirs in json and said is not None and told is not None and said != told:
+            default = "" if ours in s or " x " in ours else " (its default)"
+            advice.error(
+                "deepspeed-mismatch",
+                f"{theirs} is {said:g}, the Trainer's {ours} is {told:g}{default}",
+                "The Trainer refuses values that differ.",
+                f'"{theirs.rpartition(".")[2]}": "auto"',
+                FILL,
+                json.place(theirs),
+            )
+    for kind in ("fp16", "bf16"):
+        said_kind = json.get(f"{kind}.enabled")
+        if said_kind in (True, False) and kind in s and s.flag(kind) is not None and s.flag(kind) != said_kind:
+            advice.error(
+                "deepspeed-mismatch",
+                f"{kind}.enabled is {said_kind}, {kind} is {s.flag(kind)}",
+                "The Trainer refuses values that differ.",
+                '"enabled": "auto"',
+                FILL,
+                json.place(f"{kind}.enabled"),
+            )
+
+
+def judge_match_accelerate(advice: Advice, run: Run, accelerate: Settings) -> None:
+    name = "deepspeed_config.gradient_accumulation_steps"
+    said, told = accelerate.whole(name), run.settings.whole("gradient_accumulation_steps")
+    if said and told and said != told:
+        advice.warn(
+            "deepspeed-mismatch",
+            f"gradient_accumulation_steps is {said} here and {told} for the Trainer",
+            "The Trainer's counts for its steps, the other one for DeepSpeed's.",
+            f"gradient_accumulation_steps: {told}",
+            FILL,
+            accelerate.place(name),
+        )
