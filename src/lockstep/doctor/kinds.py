@@ -9,14 +9,16 @@ _NAMES = (
     ("gpu", re.compile(r"(?:nvidia-?smi|dcgm|gpu_?(?:usage|csv|util|trn|log)?)", re.IGNORECASE)),
     ("environment", re.compile(r"(?:^|[/_.-])(?:env|printenv|pip|conda|collect_env)(?:[/_.-]|$)", re.IGNORECASE)),
 )
+_DATED = r"^\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d [\d:]{8} \d{4}\] "
+"""How `dmesg -T` begins a line."""
 _HEADS = (
-    ("kernel", re.compile(r"^\[ *\d+\.\d+\] |^[A-Z][a-z]{2} +\d+ [\d:]{8} \S+ kernel:", re.MULTILINE)),
+    ("kernel", re.compile(rf"^\[ *\d+\.\d+\] |{_DATED}|^[A-Z][a-z]{{2}} +\d+ [\d:]{{8}} \S+ kernel:", re.MULTILINE)),
     ("stack", re.compile(r"^Process \d+: |^Thread (?:0x[0-9a-f]+|\d+) \(", re.MULTILINE)),
     ("process", re.compile(r"^ *(?:USER +)?PID +.*\b(?:COMMAND|CMD)\b", re.MULTILINE)),
     ("gpu", re.compile(r"^timestamp, |\| NVIDIA-SMI \d+", re.MULTILINE)),
 )
 _PROCESS_LINE = re.compile(r"^\s*(?:[a-z_][\w-]*\s+)?\d+\s+(?:\d+\s+)?(?:[\d.]+\s+){0,4}\S*\s*[RSDZTI][sl<NL+]*\s+\S+")
-_KERNEL_LINE = re.compile(r" kernel: |\bNVRM: |^\[ *\d+\.\d{6}\] ")
+_KERNEL_LINE = re.compile(rf" kernel: |\bNVRM: |^\[ *\d+\.\d{{6}}\] |{_DATED}")
 _ENOUGH = 2_000
 """Bytes of a file that a heading decides for: a job's log may hold a list of processes, but is none."""
 

@@ -11,6 +11,7 @@ from lockstep.doctor.kinds import of_file, of_line
         ("dmesg.log", "", "kernel"),
         ("x.txt", "Apr 13 14:01:40 lab-gpu10 kernel: [1.2] mce: x", "kernel"),
         ("x.txt", "[ 1234.567890] NVRM: Xid", "kernel"),
+        ("x.txt", "[Fri Jul 11 10:31:02 2025] EXT4-fs error", "kernel"),
         ("pyspy_rank0.txt", "Process 12: python\nPython v3.11", "stack"),
         ("x.txt", "  PID STAT WCHAN   ELAPSED COMMAND\n1 S x", "process"),
         ("gpu_usage.csv", "a, b", "gpu"),
