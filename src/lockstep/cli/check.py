@@ -95,7 +95,7 @@ def command(
         report = Report()
         beyond = check_hosts.Beyond(check_hosts.split_names(hosts), address, check_hosts.split_ports(ports), wait)
         if not env and not env_files:
-            _climb(report, config)
+            _climb(report, config, bool(beyond.hosts))
         _environment(report, env_files or (), launcher)
         if not env and not env_files:
             check_hosts.climb(report, config, beyond, show_note)
@@ -109,13 +109,13 @@ def command(
     raise typer.Exit(0 if report.passed else FAILED)
 
 
-def _climb(report: "Report", config: "RunConfig | None") -> None:
+def _climb(report: "Report", config: "RunConfig | None", several: bool) -> None:
     """The rungs, from the host outwards."""
     from lockstep.doctor.check.host import RUNGS, gather, judge
     from lockstep.doctor.check.system import System
     from lockstep.doctor.check.wanted import needs_of
 
-    needs = needs_of(config)
+    needs = needs_of(config, several)
     facts = gather(System(), needs)
     for rung, findings in judge(facts, needs).items():
         title, parts = RUNGS[rung]

@@ -12,13 +12,15 @@ import typer
 
 from lockstep.cluster.probes import LocalProbes
 from lockstep.config.cluster import RayCluster
-from lockstep.doctor.check import collectives, isolation, pairs, rendezvous
+from lockstep.doctor.check import collectives, isolation, others, pairs, rendezvous
 from lockstep.doctor.check.collectives import Tested
 from lockstep.doctor.check.communicators import Communicator, communicators, on_gloo, processes
 from lockstep.doctor.check.launchers import Printed, Several
 from lockstep.doctor.check.meeting import NAMED_S, Head, Meeting
+from lockstep.doctor.check.others import answer_look
 from lockstep.doctor.check.probe import interfaces, own_address_towards, resolved, serve
 from lockstep.doctor.check.protocol import TOKEN_VARIABLE, Launcher, new_token
+from lockstep.doctor.check.wanted import needs_of
 from lockstep.doctor.finding import Finding, Report
 from lockstep.run.places import look_at_nodes, names_cluster
 
@@ -91,7 +93,7 @@ def join(where: str, name: str | None, address: str | None) -> None:
         if not sys.stdin.isatty():
             raise ValueError(f"there is no token: set {TOKEN_VARIABLE} to the one that the check on the head printed")
         token = str(typer.prompt("token of the check", hide_input=True)).strip()
-    serve(host, port, token, name or socket.gethostname(), address)
+    serve(host, port, token, name or socket.gethostname(), address, answer_look)
 
 
 def climb(report: Report, config: "RunConfig | None", beyond: Beyond, say: Say) -> None:
@@ -133,10 +135,19 @@ def _meet(
         _add(report, "rendezvous", rendezvous.judge(meeting), time.monotonic() - began)
         found = pairs.try_pairs(head, meeting.joined)
         report.add("pairs", "Pairs of hosts", pairs.judge(found), found.took_s)
+        _look_at_others(report, config, head)
     elif meeting.missing or meeting.lost:
         _add(report, "rendezvous", rendezvous.judge(meeting), time.monotonic() - began)
     if made:
         _test(report, config, head, meeting, made)
+
+
+def _look_at_others(report: Report, config: "RunConfig | None", head: Head) -> None:
+    began = time.monotonic()
+    needs = needs_of(config, several=True)
+    facts, lost = others.look_at(head, list(head.members), needs)
+    findings = others.judge_others(facts, lost, needs, _is_here)
+    report.add("hosts", "All hosts", findings, time.monotonic() - began)
 
 
 def _add(report: Report, name: str, findings: Sequence[Finding], seconds: float) -> None:

@@ -57,8 +57,12 @@ def _rung(rung: Rung, several: bool) -> RenderableType:
     return Group(Text.assemble((safe(rung.title), "bold"), (took, "dim")), table, Text(""))
 
 
+def _few(hosts: list[str], most: int = 4) -> str:
+    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
+
+
 def _lines(finding: Finding, several: bool) -> Iterator[Text]:
-    host = f"{finding.host}: " if several and finding.host else ""
+    host = f"{_few(finding.host.split(','))}: " if several and finding.host else ""
     yield Text(safe(host + finding.seen), "dim" if finding.severity == "unchecked" else "")
     if finding.why and finding.severity != "ok":
         yield Text(safe(finding.why), "dim")

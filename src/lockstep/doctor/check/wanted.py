@@ -13,11 +13,15 @@ from lockstep.config.run import RunConfig
 from lockstep.doctor.check.needs import Needs
 
 
-def needs_of(config: RunConfig | None) -> Needs:
-    """Of the host alone where there is no config: its working folder, and what training needs."""
+def needs_of(config: RunConfig | None, several: bool = False) -> Needs:
+    """Of the host alone where there is no config: its working folder, and what training needs.
+
+    Args:
+        several: the run has other hosts, whatever its config says.
+    """
     ports = _ports(os.environ)
     if config is None:
-        return Needs(folders={str(Path.cwd()): "the working folder"}, ports=ports)
+        return Needs(several=several, folders={str(Path.cwd()): "the working folder"}, ports=ports)
     packages = ["python", "torch", "transformers"]
     cluster = config.cluster
     ray = isinstance(cluster, RayCluster)
@@ -30,7 +34,7 @@ def needs_of(config: RunConfig | None) -> Needs:
     if ray:
         folders["/tmp"] = "Ray's folder"
     return Needs(
-        several=isinstance(cluster, RayCluster) and bool(cluster.address or os.environ.get("RAY_ADDRESS")),
+        several=several or (isinstance(cluster, RayCluster) and bool(cluster.address or os.environ.get("RAY_ADDRESS"))),
         gpus=cluster.device == "cuda",
         packages=tuple(packages),
         interface=cluster.interface if isinstance(cluster, RayCluster) else None,

@@ -1,0 +1,69 @@
+"""The same look at every host of a run, through the probes that a check starts there, and what differs between them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from lockstep.doctor.check.compare import compare
+from lockstep.doctor.check.facts import HostFacts, from_json
+from lockstep.doctor.check.host import HOST_S, gather, judge
+from lockstep.doctor.check.meeting import Head
+from lockstep.doctor.check.needs import Needs
+from lockstep.doctor.check.protocol import Message
+from lockstep.doctor.check.system import System
+from lockstep.doctor.check.versions import few
+from lockstep.doctor.finding import Finding
+
+_WRONG = ("error", "warning")
+_NEEDS: TypeAdapter[Needs] = TypeAdapter(Needs)
+
+
+def answer_look(order: Mapping[str, Any]) -> Message:
+    """The probe's side: what is known about its host."""
+    return gather(System(), _NEEDS.validate_python(order["needs"]), float(order["bound_s"])).json()
+
+
+def look_at(head: Head, names: Sequence[str], needs: Needs) -> tuple[dict[str, HostFacts], dict[str, str]]:
+    """By host, what is known about it, all asked at once; and of those that did not say, why."""
+    folders = {str(Path(path).absolute()): purpose for path, purpose in needs.folders.items()}
+    order = {"do": "look", "needs": asdict(replace(needs, folders=folders)), "bound_s": HOST_S}
+    answers, lost = head.ask(dict.fromkeys(names, order), HOST_S + 3.0, "what they find on their hosts")
+    facts = {}
+    for name, answer in sorted(answers.items()):
+        try:
+            facts[name] = replace(from_json(answer), host=name)
+        except ValueError as error:
+            lost[name] = f"what it says is not understood: {error}"
+    return facts, lost
+
+
+def judge_others(
+    facts: Mapping[str, HostFacts], lost: Mapping[str, str], needs: Needs, here: Callable[[str], bool]
+) -> list[Finding]:
+    """What is wrong on hosts other than this one, the same on several said once, and what differs between all of them.
+
+    Args:
+        here: whether a name is of this host, which has been told about already.
+    """
+    others = {name: known for name, known in facts.items() if not here(name)}
+    said = [finding for known in others.values() for rung in judge(known, needs).values() for finding in rung]
+    wrong = merged([finding for finding in said if finding.severity != "ok"])
+    unknown = [
+        Finding("host", "unchecked", name, f"{name} did not say what it finds: {why}") for name, why in lost.items()
+    ]
+    differing = compare(list(facts.values()))
+    named = {name for each in [*said, *differing] if each.severity in _WRONG for name in each.host.split(",")}
+    clean = sorted(set(others) - named)
+    fine = [Finding("hosts", "ok", ",".join(clean), f"nothing is wrong on {few(clean, 8)}")] if clean else []
+    return [*differing, *wrong, *unknown, *fine]
+
+
+def merged(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding where several hosts say the same."""
+    hosts: dict[Finding, list[str]] = {}
+    for finding in findings:
+        hosts.setdefault(replace(finding, host=""), []).append(finding.host)
+    return [replace(finding, host=",".join(dict.fromkeys(names))) for finding, names in hosts.items()]

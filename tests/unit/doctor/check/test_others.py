@@ -1,0 +1,78 @@
+"""The same look at several hosts: real probes of this one under several names, and what is said of made-up others."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from lockstep.doctor.check.facts import HostFacts, SharedMemory, Versions
+from lockstep.doctor.check.meeting import Head
+from lockstep.doctor.check.needs import Needs
+from lockstep.doctor.check.others import answer_look, judge_others, look_at, merged
+from lockstep.doctor.check.probe import serve
+from lockstep.doctor.check.protocol import Message, new_token
+from lockstep.doctor.finding import Finding
+from lockstep.watch import waits
+
+from .test_limits import FINE
+
+
+@dataclass
+class Threads:
+    """A launcher whose probes are threads of this process."""
+
+    hosts: tuple[str, ...]
+    looks: Mapping[str, object]
+    started: list[threading.Thread] = field(default_factory=list)
+
+    def start(self, head: str, port: int, token: str) -> None:
+        for name in self.hosts:
+            arguments = (head, port, token, name, None, self.looks.get(name, answer_look))
+            self.started.append(threading.Thread(target=serve, args=arguments, daemon=True))
+            self.started[-1].start()
+
+    def failed(self) -> Mapping[str, str]:
+        return {}
+
+    def stop(self) -> None:
+        for thread in self.started:
+            waits.join(thread, whom="probe", why="the end of a test", timeout_s=20)
+
+
+def _nonsense(order: Message) -> Message:
+    return {"host": ["not a name"]}
+
+
+def test_every_host_is_asked_at_once_and_answers_with_its_facts() -> None:
+    token = new_token()
+    launcher = Threads(("a", "b", "c"), {"c": _nonsense})
+    needs = Needs(several=True, folders={".": "the run's folder"})
+    try:
+        with Head(token, "127.0.0.1") as head:
+            head.gather(launcher)
+            facts, lost = look_at(head, sorted(head.members), needs)
+    finally:
+        launcher.stop()
+    assert sorted(facts) == ["a", "b"] and [known.host for known in facts.values()] == ["a", "b"]
+    assert all(known.limits and known.versions and known.disks for known in facts.values())
+    assert "not understood" in lost["c"]
+    said = {finding.id: finding for finding in judge_others(facts, lost, needs, lambda name: name == "a")}
+    assert said["host"].host == "c" and said["host"].severity == "unchecked"
+    assert not [finding for finding in said.values() if finding.severity == "ok" and "a" in finding.host.split(",")]
+
+
+def test_the_same_on_many_hosts_is_said_once() -> None:
+    small = replace(FINE, shm=SharedMemory(64 << 20, 64 << 20))
+    facts = {f"h{number}": HostFacts(f"h{number}", limits=FINE) for number in range(5)}
+    facts |= {f"s{number}": HostFacts(f"s{number}", limits=small) for number in range(3)}
+    facts["odd"] = HostFacts("odd", limits=FINE, versions=Versions({"torch": "2.12.0"}))
+    facts["h0"] = replace(facts["h0"], versions=Versions({"torch": "2.13.0"}))
+    found = {each.id: each for each in judge_others(facts, {}, Needs(packages=()), lambda name: False)}
+    assert found["shm-size"].host == "s0,s1,s2" and found["shm-size"].severity == "error"
+    assert found["differs-torch"].host == "odd" and found["hosts"].host == "h0,h1,h2,h3,h4"
+
+
+def test_merging_keeps_what_differs_apart() -> None:
+    first, second = Finding("x", "error", "a", "1"), Finding("x", "error", "b", "1")
+    assert merged([first, second, Finding("x", "error", "c", "2")]) == [
+        Finding("x", "error", "a,b", "1"), Finding("x", "error", "c", "2"),
+    ]  # fmt: skip
