@@ -118,6 +118,8 @@ NOT_RUN = {
 
 WATCHED = ("watch-command.md",)
 """Its command is run by tests/faults/test_watch_command.py; it ends as a stall does."""
+CHECKS = ("check.md",)
+"""Its commands tell of the host: they end with 1 where something is wrong with the one that runs the tests."""
 EXAMPLES = ("environments.md", "tasks.md")
 """Pages whose runs are made by test_examples_learn.py; here their commands are followed as far as a dry run goes."""
 
@@ -144,7 +146,7 @@ def environment() -> dict[str, str]:
 def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
     sourced, ran = "", []
     for block in blocks("bash"):
-        if block.page.name == "CONTRIBUTING.md" or block.page.name in EXAMPLES + WATCHED:
+        if block.page.name == "CONTRIBUTING.md" or block.page.name in EXAMPLES + WATCHED + CHECKS:
             continue  # about the checkout itself (NOT_RUN), or below
         for command in commands(block):
             if command.startswith("source "):
@@ -165,6 +167,15 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
     assert "finished after 2 of 2" not in done.stderr and "is finished: 2 of 2 steps" in done.stderr, "--resume of it"
+
+
+@pytest.mark.parametrize("command", [c for b in blocks("bash") if b.page.name in CHECKS for c in commands(b)])
+def test_the_commands_that_check_a_host_end_as_documented(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code in (0, 1), result.output
+    report = json.loads(result.stdout) if "--json" in command else None
+    assert report is None or report["passed"] is (result.exit_code == 0)
 
 
 @pytest.mark.parametrize("page", EXAMPLES)
