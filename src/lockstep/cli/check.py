@@ -13,7 +13,9 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.load import load_config
 
 if TYPE_CHECKING:
+    from lockstep.config.cluster import RayCluster
     from lockstep.config.run import RunConfig
+    from lockstep.doctor.environment.lint import Place
     from lockstep.doctor.finding import Report
 
 
@@ -40,8 +42,8 @@ def command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How workers on other hosts are started: accelerate, deepspeed, mpirun, openrlhf, ray, slurm, ssh, "
-            "torchrun, verl. Says what of this shell they will not see.",
+            help="How workers on other hosts are started: accelerate, deepspeed, lockstep, mpirun, openrlhf, ray, "
+            "slurm, ssh, torchrun, verl. Says what of this shell they will not see.",
         ),
     ] = None,
     hosts: Annotated[
@@ -96,7 +98,7 @@ def command(
         beyond = check_hosts.Beyond(check_hosts.split_names(hosts), address, check_hosts.split_ports(ports), wait)
         if not env and not env_files:
             _climb(report, config, bool(beyond.hosts))
-        _environment(report, env_files or (), launcher)
+        _environment(report, config, env_files or (), launcher)
         if not env and not env_files:
             check_hosts.climb(report, config, beyond, show_note)
     except (ConfigError, ValueError, OSError) as error:
@@ -122,12 +124,28 @@ def _climb(report: "Report", config: "RunConfig | None", several: bool) -> None:
         report.add(rung, title, findings, max((facts.seconds.get(part, 0.0) for part in parts), default=0.0))
 
 
-def _environment(report: "Report", files: Sequence[str], launcher: str | None) -> None:
+def _environment(report: "Report", config: "RunConfig | None", files: Sequence[str], launcher: str | None) -> None:
     from lockstep.doctor.environment.here import from_files, here, versions
     from lockstep.doctor.environment.lint import lint
 
-    places = from_files(files) if files else [here()]
-    report.add("environment", "Environment", lint(places, {} if files else versions(), launcher))
+    if files:
+        places, known = from_files(files), {}
+    else:
+        places, known = [here()], versions()
+        if config is not None and config.cluster.kind == "ray":
+            places.append(_passed_on(places[0], config.cluster))
+            launcher = launcher or "lockstep"
+    report.add("environment", "Environment", lint(places, known, launcher))
+
+
+def _passed_on(shell: "Place", cluster: "RayCluster") -> "Place":
+    """What the config makes of this shell on other nodes; what it keeps back there on purpose counts as there."""
+    from lockstep.cluster.environment import forwarded
+    from lockstep.doctor.environment.lint import Place
+
+    given = forwarded(shell.variables, cluster.forward_env, cluster.env, cluster.interface)
+    own = {name: shell.variables[name] for name in given.kept_back if name in shell.variables}
+    return Place("", {**own, **given.values}, "workers on other nodes")
 
 
 def _show(report: "Report") -> None:

@@ -93,6 +93,7 @@ def command(
         typer.echo(json.dumps(explained.verdict.json(), indent=2))
     else:
         _show(explained)
+        _environment(paths)
 
 
 def _show(explained: "Explained") -> None:
@@ -105,3 +106,14 @@ def _show(explained: "Explained") -> None:
     console.print(render_recorded(explained.verdict) if explained.recorded else render(explained))
     for verdict in explained.recorded[1:]:
         console.print(f"also: {verdict.kind}: {headline(verdict)}", style="dim", markup=False, highlight=False)
+
+
+def _environment(paths: list[str]) -> None:
+    """What was odd about the variables of the processes of the newest incident that is given."""
+    from lockstep.doctor.answer.text import safe
+    from lockstep.doctor.environment.incidents import newest, note_of
+
+    folder = newest(paths)
+    console = Console(soft_wrap=False)
+    for each in note_of(folder) if folder is not None else ():
+        console.print(safe(f"environment: {each}"), style="yellow", markup=False, highlight=False)

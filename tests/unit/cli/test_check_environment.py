@@ -67,3 +67,16 @@ def test_what_cannot_be_looked_at_is_refused(arguments: list[str], text: str | N
 def test_terminal_escapes_do_not_get_through() -> None:
     _, output = check("--env-file", "-", text="NCCL_DEBUG='\x1b[31mINFO\x1b]0;x\x07'")
     assert "\x1b]0" not in output and "\x07" not in output
+
+
+def test_what_a_config_makes_of_the_shell_on_other_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    config = [str(Path(__file__).parents[3] / "examples" / "grpo_sort.yaml"), "cluster.kind=ray"]
+    shell = {"DEEPSPEED_TIMEOUT": "30", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "eth0"}
+    code, output = check(*config, "cluster.env.NCCL_PROTO=LL256", "--env", "--json", env=shell)
+    found = json.loads(output)["findings"]
+    assert code == 1
+    missing = [each for each in found if each["id"] == "env-not-seen"]
+    assert [each["seen"].split("=")[0] for each in missing] == ["DEEPSPEED_TIMEOUT"]
+    assert "cluster.env.DEEPSPEED_TIMEOUT" in missing[0]["fix"]
+    assert [each["host"] for each in found if each["id"] == "env-value"] == ["workers on other nodes"]

@@ -1,3 +1,4 @@
+import json
 import math
 import re
 from html.parser import HTMLParser
@@ -124,10 +125,15 @@ def test_incidents_are_listed_and_marked_on_the_charts(tmp_path):
     ledger.event(
         "recovery", action="gave up", at=at + 2, worker="engine-0", what="died (SIGKILL)", reason="5 are spent"
     )
+    folder = ledger.folder / "incidents" / "20261121-231502-absent-policy-1"
+    folder.mkdir(parents=True)
+    odd = {"severity": "warning", "seen": "NCCL_TIMEOUT=<1> is read by nobody", "why": "It is not there."}
+    (folder / "findings.json").write_text(json.dumps({"environment": [odd]}))
     page = render(ledger)
     assert Page(page).open == []
     text = " ".join(" ".join(Page(page).text).split())
     for expected in (
+        "environment: 1 remark", "NCCL_TIMEOUT=<1> is read by nobody. It is not there.",
         "2 of them not healed", "Steps done over the time the run was up", "policy-1 absent, in step 3", "not over",
         "+0.0 s confirmed policy-1 is in score() at <reward.py>:31", "engine-0 died (SIGKILL)", "the run gave up",
         "gave up 5 are spent",

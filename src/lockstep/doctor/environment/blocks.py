@@ -3,6 +3,7 @@ Slurm's `--export`, mpirun's `-x`, YAML and JSON, `/proc/PID/environ`, Python's 
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,13 @@ _EXPORT = re.compile(r"--export[= ](?P<list>\S+)")
 _HOST = re.compile(rf"^\s*(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*):\s+(?=(?:export\s+)?{_NAME}=)")
 _COMMENT = re.compile(r"(?:^|\s)#.*$")
 _ENVIRONMENTS = ("env", "environment", "env_vars", "envs", "Env", "variables")
-_DEEPEST = 12
+_LINE = 1 << 16
+"""Characters of a line; the rest of a longer one is passed over."""
+_DOCUMENT = 1 << 20
+"""Characters of YAML, which is slow to read."""
+_NODES = 100_000
+"""Of a document that are looked at: a few lines of YAML with aliases can be billions."""
+_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 def read(text: str) -> dict[str, dict[str, str]]:
@@ -50,7 +57,7 @@ def _whole(part: str) -> tuple[str, str] | None:
 
 def _logical(text: str) -> Iterator[str]:
     """Lines, those that end in a backslash joined with the next."""
-    yield from re.sub(r"\\\r?\n", " ", text).splitlines()
+    yield from (line[:_LINE] for line in re.sub(r"\\\r?\n", " ", text).splitlines())
 
 
 def _line(line: str, values: dict[str, str]) -> None:
@@ -106,7 +113,7 @@ def _structured(text: str) -> dict[str, dict[str, str]] | None:
     if hosts is not None:
         return hosts
     values: dict[str, str] = {}
-    for each in _found(document, 0, top=True):
+    for each in _found(document):
         values.update(each)
     return {"": values} if values else None
 
@@ -116,8 +123,9 @@ def _loaded(text: str) -> Any:
     try:
         if stripped.startswith(("{", "[")):
             return json.loads(stripped)
-        looks = re.search(r"^\s*(- )?[\w.-]+:(\s|$)", text, re.MULTILINE)
-        return yaml.load(text, Loader=yaml.BaseLoader) if looks else None
+        if len(text) > _DOCUMENT or not re.search(r"^\s*(- )?[\w.-]+:(\s|$)", text, re.MULTILINE):
+            return None
+        return yaml.load(text, Loader=_LOADER)
     except (ValueError, RecursionError, yaml.YAMLError):
         return None
 
@@ -145,27 +153,31 @@ def _plain(value: Any) -> str:
     return {None: "", True: "true", False: "false"}.get(value) or str("" if value is None else value)
 
 
-def _found(node: Any, depth: int, top: bool = False) -> Iterator[dict[str, str]]:
+def _found(document: Any) -> Iterator[dict[str, str]]:
     """Environments anywhere in it: mappings and lists below the usual keys, lists of `name` and `value`, of
     `NAME=value`."""
-    if depth > _DEEPEST:
+    flat = _flat(document) if isinstance(document, Mapping) else None
+    if flat is not None:
+        yield flat
         return
-    if isinstance(node, Mapping):
-        if top and (flat := _flat(node)) is not None:
-            yield flat
+    nodes = deque([document])
+    for _ in range(_NODES):
+        if not nodes:
             return
-        for key, inner in node.items():
-            if key in _ENVIRONMENTS and isinstance(inner, Mapping) and (flat := _flat(inner)) is not None:
-                yield flat
+        node = nodes.popleft()
+        if isinstance(node, Mapping):
+            for key, inner in node.items():
+                named = _flat(inner) if key in _ENVIRONMENTS and isinstance(inner, Mapping) else None
+                if named is not None:
+                    yield named
+                else:
+                    nodes.append(inner)
+        elif isinstance(node, list):
+            pairs = [pair for each in node[:_NODES] if (pair := _pair(each)) is not None]
+            if pairs:
+                yield dict(pairs)
             else:
-                yield from _found(inner, depth + 1)
-    elif isinstance(node, list):
-        pairs = [pair for each in node if (pair := _pair(each)) is not None]
-        if pairs:
-            yield dict(pairs)
-        else:
-            for inner in node:
-                yield from _found(inner, depth + 1)
+                nodes.extend(node[:_NODES])
 
 
 def _pair(each: Any) -> tuple[str, str] | None:

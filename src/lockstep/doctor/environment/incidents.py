@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,28 @@ def note(folder: Path) -> list[Finding]:
         log.warning("the environment of %s could not be looked at: %s", folder.name, error)
         return []
     return found
+
+
+def newest(paths: Iterable[str]) -> Path | None:
+    """Of the incidents that are given, or that lie in a folder that is given, the one that was written last."""
+    found = [
+        file.parent
+        for each in paths
+        for pattern in ("environment.json", "*/environment.json")
+        for file in Path(each).glob(pattern)
+        if (file.parent / "verdict.json").is_file()
+    ]
+    return max(found, key=lambda folder: folder.name, default=None)
+
+
+def note_of(folder: Path) -> list[str]:
+    """A line for each thing that is wrong with its environment, the worst first; empty where it cannot be read."""
+    try:
+        found = findings_of(folder)
+    except (OSError, ValueError):
+        return []
+    wrong = [each for each in found if each.severity in ("error", "warning")]
+    return [f"{each.seen}. {each.why}" for each in sorted(wrong, key=lambda each: each.severity)]
 
 
 def in_words(found: Sequence[Finding]) -> str:

@@ -13,6 +13,8 @@ SHELL = "shell"
 """The role of the environment that a job is started from."""
 _LONGEST = 60
 """Characters of a value that are shown."""
+_LONGEST_NAME = 120
+"""Nobody reads a longer one."""
 _NAMED = 4
 
 
@@ -28,14 +30,6 @@ class Place:
     @property
     def who(self) -> str:
         return " ".join(part for part in (self.host, self.role if self.role != SHELL else "") if part)
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A finding that still says where it was made, so that equal ones of several places become one."""
-
-    finding: Finding
-    places: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -64,8 +58,7 @@ def lint(
     asked = Asked(tuple(places), versions or {}, launcher, table or load())
     if launcher is not None and launcher not in asked.table.launchers:
         raise ValueError(f"launcher {launcher!r} is not known, only {', '.join(sorted(asked.table.launchers))}")
-    told = [told for place in asked.places for told in _of_place(place, asked)]
-    found = [*_together(told), *_between(asked), *_unseen(asked)]
+    found = [*_together(_of_places(asked)), *_between(asked), *_unseen(asked)]
     if not any(each.severity in ("error", "warning") for each in found):
         count = len({name for place in asked.places for name in place.variables if name in asked.table.names})
         text = f"{count} variables that libraries read are set, and nothing is wrong with them"
@@ -84,13 +77,19 @@ def shown(name: str, value: str, table: Table) -> str:
 # ---------------------------------------------------------------- in one environment
 
 
-def _of_place(place: Place, asked: Asked) -> Iterator[Told]:
-    for name in sorted(place.variables):
-        value = place.variables[name]
-        known = asked.table.known.get(name)
-        found = _of_known(known, value, place, asked) if known is not None else _of_unknown(name, asked)
-        for finding in found:
-            yield Told(finding, (place.who,))
+def _of_places(asked: Asked) -> Iterator[tuple[Finding, str]]:
+    """Each finding with whose it is. Places that have the same values of what matters are looked at once."""
+    known = asked.table.known
+    names = {name for place in asked.places for name in place.variables}
+    unknown = {name: tuple(_of_unknown(name, asked)) for name in names if name not in known}
+    matter = {name for name in names if name in known or unknown[name]}
+    seen: dict[tuple[tuple[str, str], ...], tuple[Finding, ...]] = {}
+    for place in asked.places:
+        values = tuple(sorted(pair for pair in place.variables.items() if pair[0] in matter))
+        if values not in seen:
+            of_each = (_of_known(known[n], v, place, asked) if n in known else unknown[n] for n, v in values)
+            seen[values] = tuple(finding for each in of_each for finding in each)
+        yield from ((finding, place.who) for finding in seen[values])
 
 
 def _of_known(known: Known, value: str, place: Place, asked: Asked) -> Iterator[Finding]:
@@ -156,6 +155,8 @@ def _long_gone(name: str, library: Library, asked: Asked) -> Iterator[Finding]:
 def _of_unknown(name: str, asked: Asked) -> Iterator[Finding]:
     """A slip in a name, within the names that belong to a library: users' own are left alone."""
     table = asked.table
+    if len(name) > _LONGEST_NAME:
+        return
     library = table.library_of(name)
     if library is not None and name in library.gone:
         yield from _long_gone(name, library, asked)
@@ -226,13 +227,13 @@ def _source(table: Table, name: str) -> str:
     return known.variable.sources[0] if known is not None else ""
 
 
-def _together(told: Iterable[Told]) -> Iterator[Finding]:
+def _together(told: Iterable[tuple[Finding, str]]) -> Iterator[Finding]:
     """Equal findings of several places as one."""
     places: dict[Finding, list[str]] = {}
-    for each in told:
-        places.setdefault(each.finding, []).extend(each.places)
-    for finding, who in places.items():
-        yield replace(finding, host=_listed([each for each in who if each]))
+    for finding, who in told:
+        places.setdefault(finding, []).append(who)
+    for finding, who_all in places.items():
+        yield replace(finding, host=_listed([each for each in who_all if each]))
 
 
 def _listed(who: Sequence[str]) -> str:

@@ -12,8 +12,8 @@ _INTRODUCTION = """\
 Much advice sets variables that nothing reads, that were renamed, that contradict each other, or that were meant for an
 hour of debugging and slow every run since. `lockstep check --env` looks at the environment of the shell (and at NCCL's
 own files, `/etc/nccl.conf` and `~/.nccl.conf`) and says so, with what to do and who says that. It is part of
-`lockstep check`, and of every incident: `findings.json` in its folder, and the report of the run, say what was odd
-about the environment of the processes.
+`lockstep check`, and of every incident: `findings.json` in its folder, the report of the run, and `lockstep explain`
+of the incident say what was odd about the environment of the processes.
 
 `lockstep check --env-file FILE` looks at a text in place of the shell: `export` lines, the output of `env`, `docker run
 -e`, a Dockerfile, `#SBATCH --export`, `mpirun -x`, Python's `os.environ[...] = ...`, the `env` blocks of Kubernetes and

@@ -1,8 +1,9 @@
 """The shape of the data files: one library each, its variables, and what is known of them."""
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Url = Annotated[str, Field(pattern=r"^(https://\S+|docs/[\w-]+\.md)$")]
 """Of Lockstep itself, the page."""
@@ -10,8 +11,8 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Version = Annotated[str, Field(pattern=r"^\d+(\.\d+)*$")]
 Gravity = Literal["error", "warning", "note"]
 When = Annotated[str, Field(min_length=1)] | tuple[str, ...]
-"""Which values are meant: `set` (any), `empty`, `on`, `off`, `>N`, `<N`, a value as it is written, or several of
-these."""
+"""Which values are meant: `set` (any), `empty`, `on`, `off`, `>N`, `<N`, `~REGEX` for the whole value, a value as
+it is written, or several of these."""
 Kind = Literal[
     "boolean", "flag", "integer", "number", "choice", "choices", "interface", "address", "port", "path", "text"
 ]
@@ -57,6 +58,8 @@ class Variable(_Model):
     """Of choices; of other kinds: what is allowed besides."""
     ignore_case: bool = False
     range: tuple[float | None, float | None] | None = None
+    pattern: str | None = None
+    """Regular expression that the whole value has to match."""
     bad: str = ""
     """What happens with another value."""
     bad_severity: Gravity = "error"
@@ -73,6 +76,13 @@ class Variable(_Model):
     """What it means where hosts have other values; expected: each has its own."""
     secret: bool = False
     sources: tuple[Url, ...] = Field(min_length=1)
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        if value is not None:
+            re.compile(value)
+        return value
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

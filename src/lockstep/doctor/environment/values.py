@@ -9,6 +9,8 @@ ON = ("1", "true", "yes", "on", "y", "t", "enable", "enabled")
 OFF = ("0", "false", "no", "off", "n", "f", "", "disable", "disabled")
 _BOOLEAN = ("0", "1", "true", "false", "yes", "no", "y", "n", "t", "f")
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d{1,30})")
+_LONGEST = 4096
+"""Characters of a value that is looked at; paths of folders are the longest there are."""
 _NUMBERED = re.compile(r"_?\d+$")
 _NUMBER = re.compile(r"[+-]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][+-]?\d{1,3})?")
 
@@ -32,6 +34,8 @@ def meant(value: str, when: When) -> bool:
             return plain in ON
         case "off":
             return plain in OFF
+    if when[0] == "~":
+        return len(value) <= _LONGEST and re.fullmatch(when[1:], value.strip(), re.IGNORECASE) is not None
     if when[0] in "<>" and (limit := number(when[1:])) is not None:
         given = number(plain)
         return given is not None and (given > limit if when[0] == ">" else given < limit)
@@ -49,8 +53,16 @@ def number(text: str) -> float | None:
 def wrong(variable: Variable, value: str) -> str:
     """What is wrong with the value, empty where nothing is."""
     plain = value.strip()
-    if not resolved(value) or any(_same(variable, plain, each) for each in variable.values):
+    if (
+        not resolved(value)
+        or (variable.kind == "text" and variable.pattern is None)
+        or any(_same(variable, plain, each) for each in variable.values)
+    ):
         return ""
+    if len(value) > _LONGEST:
+        return f"shorter than {_LONGEST} characters"
+    if variable.pattern is not None and re.fullmatch(variable.pattern, plain) is None:
+        return "of the form that it has to have"
     match variable.kind:
         case "boolean":
             return "" if plain.lower() in _BOOLEAN else "0, 1, true or false"

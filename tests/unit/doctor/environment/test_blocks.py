@@ -77,3 +77,23 @@ def test_any_text_of_such_words_is_read(words: list[str]) -> None:
 )
 def test_any_json_is_read(document: object) -> None:
     read(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'A="' * 200_000,
+        "x # " * 200_000,
+        "' # " * 200_000,
+        "env:\n" + "".join(f"  a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x=1'}]\n" for i in range(12)),
+        "NCCL_ALGO=" + "ring,tree" * 100_000,
+        "NCCL_" + "1" * 100_000 + "=1",
+        "NCCL_IB_HCA=" + "mlx5_1" * 100_000,
+        "[" * 100_000,
+        "a: " * 100_000,
+    ],
+    ids=range(9),
+)
+@pytest.mark.timeout(20)
+def test_hostile_text_takes_no_time(text: str) -> None:
+    lint([Place(host, values) for host, values in read(text).items()])

@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
-from lockstep.doctor.environment.incidents import FILE, findings_of, in_words, note
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.doctor.environment.incidents import FILE, findings_of, in_words, newest, note, note_of
 from lockstep.report.incidents import odd_environment
 from lockstep.watch.incident import Contents, write
 from lockstep.watch.verdict import Kind, Level, Verdict
@@ -31,6 +34,10 @@ def test_findings_are_written_into_the_folder_and_shown_by_the_report(tmp_path: 
     odd = odd_environment(folder)
     assert len(odd) == len(found) and odd[0].startswith("NCCL_IB_DISABLE differs")
     assert findings_of(folder) == found
+    assert newest([str(tmp_path)]) == newest([str(folder)]) == folder and newest(["/nowhere", "-"]) is None
+    assert next(line.split()[0] for line in note_of(folder)) == "NCCL_IB_DISABLE" and len(note_of(folder)) == 3
+    told = CliRunner().invoke(app, ["explain", str(tmp_path)])
+    assert told.exit_code == 0 and "environment: NCCL_TIMEOUT=3600 is read by nobody" in " ".join(told.output.split())
 
 
 def test_a_folder_without_an_environment_disturbs_nobody(tmp_path: Path) -> None:

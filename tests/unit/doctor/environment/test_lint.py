@@ -1,8 +1,13 @@
 """Findings from environments, on blocks as well-known posts recommend them."""
 
+import time
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.doctor.environment.lint import SHELL, Place, lint
+from lockstep.doctor.environment.variables import load
 from lockstep.doctor.finding import Finding
 
 
@@ -134,3 +139,49 @@ def test_nothing_wrong_is_said_once() -> None:
     findings = found({"NCCL_DEBUG": "WARN", "HOME": "/root"})
     assert [(each.id, each.severity) for each in findings] == [("env-fine", "ok")]
     assert findings[0].seen.startswith("1 variable")
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        (
+            "NCCL_ALGO",
+            ["Ring", "^NVLS,NVLSTree", "ring,collnetdirect;allreduce:tree;broadcast:ring"],
+            ["Rings", "auto"],
+        ),
+        ("NCCL_PROTO", ["Simple", "^LL128", "LL,LL128,Simple", "allreduce:^ll"], ["LL256", "simple-only"]),
+        (
+            "PYTORCH_CUDA_ALLOC_CONF",
+            ["expandable_segments:True", "max_split_size_mb:128,x:[1:2]"],
+            ["expandable_segments=True"],
+        ),
+        ("NCCL_DEBUG_SUBSYS", ["INIT,NET", "^COLL", "all"], ["INITS"]),
+        ("HF_HUB_OFFLINE", ["1", "TRUE", "no"], ["y"]),
+        ("UCX_IB_GID_INDEX", ["auto", "3"], ["-1"]),
+        ("MASTER_PORT", ["29500"], ["0", "70000", "tcp://1"]),
+        ("RAY_memory_usage_threshold", ["0.9"], ["95"]),
+    ],
+)
+def test_values(name: str, good: list[str], bad: list[str]) -> None:
+    for value in good:
+        assert "env-value" not in ids(found({name: value}), name), value
+    for value in bad:
+        assert "env-value" in ids(found({name: value}), name), value
+
+
+NAMES = st.one_of(st.sampled_from(sorted(load().names)), st.text(max_size=20), st.just("NCCL_") | st.just("VLLM_X"))
+
+
+@given(
+    st.dictionaries(NAMES, st.text(max_size=30)), st.dictionaries(st.sampled_from(["nccl", "torch", "vllm"]), st.text())
+)
+def test_no_environment_is_too_odd(values: dict[str, str], versions: dict[str, str]) -> None:
+    lint([Place("a", values), Place("b", {}, "policy"), Place("", values, SHELL)], versions, "verl")
+
+
+def test_a_thousand_hosts_are_looked_at_in_seconds() -> None:
+    values = dict.fromkeys(sorted(load().known)[:200], "1") | {f"NCCL_SOCKET_IFNAMES_{i}X": "1" for i in range(50)}
+    began = time.process_time()
+    findings = lint([Place(f"n{i}", values | {"NCCL_DEBUG": "INFO" if i == 7 else "WARN"}) for i in range(1024)])
+    assert time.process_time() - began < 10
+    assert any("NCCL_DEBUG=INFO on n7" in each.seen for each in findings if each.id == "env-differs")

@@ -14,8 +14,21 @@ KNOWN = [each.variable for each in TABLE.known.values()]
 READ = [each for each in KNOWN if each.readers and each.until is None]
 
 
+EXAMPLES = {
+    "lo": "~=?lo",
+    "mlx5_0,mlx5_1": r"~\^?(?!=).*\bmlx5_[1-9](?!\d).*",
+    "br-4711": r"~=?(docker\d*|br-\w+|virbr\d*)",
+    "docker0": r"~docker\d*|br-\w+|virbr\d*",
+    "^docker0,lo": r"~[\^=].*",
+    "PATH,HOME=/x": r"~(?!ALL\b)[A-Za-z_]\w*(=[^,]*)?(,.*)?",
+}
+"""Of regular expressions in `when`."""
+
+
 def an_example(when: When) -> str:
     """A value of those that are meant."""
+    if isinstance(when, str) and when.startswith("~"):
+        return next(value for value, pattern in EXAMPLES.items() if pattern == when)
     if not isinstance(when, str):
         return an_example(when[0])
     special = {"set": "x", "empty": "", "on": "1", "off": "0"}
