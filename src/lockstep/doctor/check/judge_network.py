@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from lockstep.doctor.check.addresses import judge
 from lockstep.doctor.check.facts import Names, Network
-from lockstep.doctor.check.interfaces import Choice, choices
+from lockstep.doctor.check.interfaces import VLLM_SOURCE, Choice, choices
 from lockstep.doctor.check.needs import Needs
 from lockstep.doctor.finding import Finding, Severity
 
@@ -22,7 +22,10 @@ def judge_network(host: str, network: Network, names: Names | None, needs: Needs
     for choice in picked:
         yield _choice(host, choice, network, needs)
     yield from _elsewhere(host, picked, needs)
-    yield from _variables(host, network)
+    if network.environ.get("HOST_IP") and not network.environ.get("VLLM_HOST_IP"):
+        said = f"HOST_IP={network.environ['HOST_IP']} is set, which vLLM no longer reads"
+        fix = f"export VLLM_HOST_IP={network.environ['HOST_IP']}"
+        yield Finding("host-ip", "note", host, said, "", fix, VLLM_SOURCE)
     if needs.interface is not None:
         yield _configured(host, network, needs.interface)
     for each in network.interfaces:
@@ -61,14 +64,20 @@ def _choice(host: str, choice: Choice, network: Network, needs: Needs) -> Findin
         return Finding(id, "ok", host, said, source=choice.source)
     if judged.reach == "public":
         severity: Severity = "warning" if needs.several else "note"
-    elif not needs.several and address != "0.0.0.0":
+    elif not needs.several and judged.reach not in ("unspecified", "strange"):
         said += "; that is right as long as the job has no other host"
         severity = "ok" if judged.reach == "loopback" else "note"
     else:
         severity = "error" if judged.hopeless else "warning"
-    why = "" if severity == "ok" else "peers on other hosts wait for a connection that never comes"
+    why = "" if severity == "ok" else _why(judged.reach)
     fix = "" if severity == "ok" else _fix(choice.who, network)
     return Finding(id, severity, host, said, why, fix, choice.source)
+
+
+def _why(reach: str) -> str:
+    if reach == "strange":
+        return "nothing can listen there: a value that was copied from another host, or an address that is gone"
+    return "peers on other hosts wait for a connection that never comes"
 
 
 def _fix(who: str, network: Network) -> str:
@@ -85,22 +94,6 @@ def _elsewhere(host: str, picked: list[Choice], needs: Needs) -> Iterator[Findin
         said = ", ".join(f"{who} on {name or 'no interface'}" for who, name in first.items())
         why = "each of these networks must be open between all hosts; setting all to one is simplest"
         yield Finding("interfaces-differ", "note", host, f"libraries use different interfaces: {said}", why)
-
-
-def _variables(host: str, network: Network) -> Iterator[Finding]:
-    if network.environ.get("HOST_IP") and not network.environ.get("VLLM_HOST_IP"):
-        said = f"HOST_IP={network.environ['HOST_IP']} is set, which vLLM does not read any more"
-        yield Finding("host-ip", "note", host, said, "", f"export VLLM_HOST_IP={network.environ['HOST_IP']}")
-    master = network.environ.get("MASTER_ADDR", "")
-    if master == "0.0.0.0":
-        why = "it means every interface: ranks of other hosts dial themselves"
-        fix = "export MASTER_ADDR=ADDRESS, the one by which the other hosts reach rank 0"
-        yield Finding("master-addr", "error", host, "MASTER_ADDR=0.0.0.0", why, fix)
-    vllm = network.environ.get("VLLM_HOST_IP", "")
-    if vllm and judge(vllm, network.interfaces).reach == "strange":
-        said = f"VLLM_HOST_IP={vllm} is no address of this host"
-        why = "it is often copied from another host: every host needs its own, or vLLM cannot bind"
-        yield Finding("vllm-host-ip", "error", host, said, why, _fix("vLLM", network))
 
 
 def _configured(host: str, network: Network, prefix: str) -> Finding:

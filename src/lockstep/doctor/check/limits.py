@@ -174,7 +174,7 @@ def _memory(system: System) -> tuple[str, int | None, int | None]:
         return version, None, None
     used = number_of(where / names[0])
     stat = dict(line.split()[:2] for line in (text_of(where / "memory.stat") or "").splitlines() if " " in line)
-    cache = int(stat.get(names[1], 0))
+    cache = int(told) if (told := stat.get(names[1], "0")).isdecimal() else 0
     return version, limit, None if used is None else max(0, used - cache)
 
 

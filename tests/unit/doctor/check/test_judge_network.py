@@ -79,12 +79,15 @@ def test_a_public_address_is_a_warning_with_others() -> None:
     assert _by_id(judge_network("a", network, None, SEVERAL))["interface-ray"].severity == "warning"
 
 
-def test_variables_that_mislead() -> None:
-    environ = {"HOST_IP": "10.0.0.5", "MASTER_ADDR": "0.0.0.0"}
-    found = _by_id(judge_network("a", Network([LO, ETH], "10.0.0.5", environ=environ), None, SEVERAL))
-    assert found["host-ip"].severity == "note" and found["master-addr"].severity == "error"
+def test_a_variable_that_vllm_no_longer_reads() -> None:
+    found = _by_id(judge_network("a", Network([LO, ETH], "10.0.0.5", environ={"HOST_IP": "10.0.0.5"}), None, Needs()))
+    assert found["host-ip"].severity == "note" and found["host-ip"].fix == "export VLLM_HOST_IP=10.0.0.5"
+
+
+def test_an_address_that_was_copied_from_another_host_is_an_error_even_alone() -> None:
     copied = Network([LO, ETH], "10.0.0.5", environ={"VLLM_HOST_IP": "10.0.0.9"})
-    assert _by_id(judge_network("a", copied, None, SEVERAL))["vllm-host-ip"].severity == "error"
+    found = _by_id(judge_network("a", copied, None, Needs()))["interface-vllm"]
+    assert found.severity == "error" and "copied from another host" in found.why
 
 
 def test_the_configs_interface() -> None:
