@@ -195,7 +195,9 @@ def _elsewhere(seen: Scene, groups: Sequence[Sequence[Wait]]) -> Iterator[Candid
         fewer = sorted(each.rank for each in [*most, *others] if each.rank is not None) if len(others) > 1 else fewer
     steps = steps_by_rank(seen.story.ticks)
     counts = {rank: (tick.epoch, tick.step) for rank, tick in steps.items() if rank in seen.waits}
-    uneven = bool(ahead) or _another_step(counts, fewer) or any(_LATER.search(each.where) for each in others)
+    later = any(_LATER.search(each.where) for each in others)
+    left = any(len(each.path) < len(most[0].path) for each in ahead)
+    uneven = _another_step(counts, fewer) or bool(ahead and (left or later)) or (later and not others[0].path)
     facts = _facts(seen, [*fewer[:2], *(each.rank for each in most[:2] if each.rank is not None)])
     where = others[0].where or f"{others[0].operation} of {others[0].numel} elements"
     text = (

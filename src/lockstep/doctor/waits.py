@@ -30,6 +30,9 @@ _NAMES = (
     ("allreduce", re.compile(r"run_backward|^backward$|_engine_run_backward")),
     ("allgather", re.compile(r"^unshard$|wait_for_unshard|_pre_forward_unshard")),
 )  # fmt: skip
+_EVERYDAY = ("send", "recv", "reduce", "gather", "scatter", "broadcast")
+_COMMUNICATES = re.compile(r"torch|distributed|deepspeed|collective|comm|nccl")
+"""Where functions of everyday names are collectives: `http.client` sends too."""
 _CALL = re.compile(r"\b(?:dist|distributed|collective|c10d|group|comm|pg)\.(\w+)\(")
 """Of functions, the innermost frame first; a backward pass that waits does so in the reducer's all-reduce."""
 
@@ -97,7 +100,9 @@ def operation(frames: Iterable[Frame]) -> str:
     for frame in reversed(known):
         called = _CALL.search(frame.source)
         for name, pattern in _NAMES:
-            if pattern.search(frame.function) or (called and pattern.search(called[1])):
+            if called and pattern.search(called[1]):
+                return name
+            if pattern.search(frame.function) and (name not in _EVERYDAY or _COMMUNICATES.search(frame.file)):
                 return name
     return ""
 

@@ -128,3 +128,22 @@ def test_stacks_alone(tmp_path: Path) -> None:
     assert verdict.cause == "slow_rank_preprocess"
     assert [each.pid for each in verdict.culprits] == [5]
     assert verdict.collective is not None and verdict.collective.operation == "barrier"
+
+
+def test_functions_of_everyday_names_are_no_collectives() -> None:
+    from lockstep.doctor.tracebacks import Frame
+    from lockstep.doctor.waits import operation
+
+    assert operation([Frame("/usr/lib/python3.11/http/client.py", 9, "send")]) == ""
+    assert operation([Frame("/venv/torch/distributed/distributed_c10d.py", 9, "send")]) == "send"
+    assert operation([Frame("/home/u/train.py", 9, "sync", "dist.broadcast(x, 0)")]) == "broadcast"
+
+
+def test_a_barrier_in_the_same_function_is_another_branch(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 40), *waited(0, "barrier", line=71)],
+        rank1=[*steps(1, 40), *waited(1, "all_reduce", line=54)],
+        rank2=[*steps(2, 40), *waited(2, "all_reduce", line=54)],
+    )
+    assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [0]
