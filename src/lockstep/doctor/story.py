@@ -18,7 +18,7 @@ from lockstep.doctor.tracebacks import Traceback
 
 TRAITS = {
     "ended_well": "the last attempt says that it is done, and nothing fatal came after that",
-    "running": "no end at all is to be seen, and counters moved until the end",
+    "running": "no end is to be seen: counters moved on after whatever failed",
     "progressed": "steps were made before the first failure",
     "collective_timeout": "a rank timed out in a collective",
     "peer_lost": "a rank lost the connection to a peer",
@@ -269,7 +269,7 @@ class Story:
             found.add("ended_well")
         if len({(tick.epoch, tick.step) for tick in self.ticks}) > 1:
             found.add("progressed")
-        if not self.failures and not self.tracebacks:
+        if all(self.survived(each) for each in self.failures) and not self.tracebacks:
             found.add("running")
         if timeouts:
             found.add("collective_timeout")

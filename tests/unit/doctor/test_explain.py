@@ -134,3 +134,12 @@ def test_what_a_finaliser_raised_does_no_harm(tmp_path: Path) -> None:
     steps = "".join(f"step {at} loss 0.5\n" for at in range(30))
     (tmp_path / "a.log").write_text(f"{steps}training finished\nException ignored in: <function E.__del__>\n{ignored}")
     assert explain([str(tmp_path)]).verdict.cause == "benign"
+
+
+def test_a_connection_that_was_made_again_does_not_end_a_healthy_run(tmp_path: Path) -> None:
+    lines = [f" iteration {at:8d}/    5000 | lm loss: 1.5E+00" for at in range(60)]
+    lines.insert(30, "reward client: [Errno 104] Connection reset by peer, once more")
+    (tmp_path / "a.log").write_text("\n".join(lines))
+    found = explain([str(tmp_path)])
+    assert [tick.step for tick in found.story.ticks] == list(range(60))
+    assert found.verdict.cause == "benign"
