@@ -28,6 +28,8 @@ HOST_S = 5.0
 _LAST_S = 0.4
 """Of it, left for what comes after the looks."""
 
+_LATE = "it did not answer within"
+
 Look = Callable[[], Any]
 
 
@@ -80,7 +82,7 @@ def run_looks(parts: Mapping[str, Look], bound_s: float) -> HostFacts:
     until = begun + bound_s - _LAST_S
     for part, thread in threads.items():
         _join(thread, part, max(0.0, until - time.monotonic()))
-    late = {part: f"it did not answer within {bound_s - _LAST_S:.1f} s" for part in parts if part not in seconds}
+    late = {part: f"{_LATE} {bound_s - _LAST_S:.1f} s" for part in parts if part not in seconds}
     return HostFacts(
         socket.gethostname(),
         time.time(),
@@ -161,6 +163,11 @@ def _limits(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
 def _network(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     if facts.network is not None:
         yield from judge_network(facts.host, facts.network, facts.names, needs)
+    silent = facts.unchecked.get("names", "")
+    if _LATE in silent:
+        why = "every connection of every rank waits so long; often the first DNS server does not answer"
+        fix = "resolvectl status, cat /etc/resolv.conf; or write the hosts' names into /etc/hosts"
+        yield Finding("resolver", "warning", facts.host, f"looking up the own name: {silent}", why, fix)
     if facts.names is not None:
         yield from judge_names(facts.host, facts.names, facts.network, needs)
     if facts.ports is not None:

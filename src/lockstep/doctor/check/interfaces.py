@@ -9,8 +9,12 @@ from lockstep.doctor.check.facts import Interface, Names, Network
 
 NCCL_SOURCE = "https://github.com/NVIDIA/nccl/blob/081eafafc98385c45e38d5f5a35b3175735a5847/src/misc/socket.cc"
 GLOO_SOURCE = "https://github.com/pytorch/pytorch/blob/v2.11.0/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp"
-RAY_SOURCE = "https://github.com/ray-project/ray/blob/ray-2.52.0/src/ray/util/network_util.cc"
-VLLM_SOURCE = "https://github.com/vllm-project/vllm/blob/v0.20.0/vllm/utils/network_utils.py"
+RAY_SOURCE = (
+    "https://github.com/ray-project/ray/blob/0ae84124b9effc0037423239de3d3c5227707238/src/ray/util/network_util.cc"
+)
+VLLM_SOURCE = (
+    "https://github.com/vllm-project/vllm/blob/0c175ae9295b575078961a68c4d3a2a838dce5ef/vllm/utils/network_utils.py"
+)
 
 NCCL_MOST = 16
 """Interfaces that NCCL keeps (MAX_IFS)."""

@@ -31,6 +31,8 @@ PATHS: Mapping[str, str] = {
 }
 """What the words of `nvidia-smi topo -m` mean, best first."""
 _RANKS = list(PATHS)
+_SHOWN = 20
+"""Devices of a matrix that fits a terminal."""
 
 
 def judge_topology(host: str, topology: Topology) -> Iterator[Finding]:
@@ -47,6 +49,8 @@ def judge_topology(host: str, topology: Topology) -> Iterator[Finding]:
         said = f"GPUs reach each other: {'; '.join(parts)}"
         if len(counts) > 1:
             said += f"; the slowest is {topology.names[worst[0]]} with {topology.names[worst[1]]}"
+        if len(topology.names) <= _SHOWN:
+            said += f"\n{matrix(topology)}"
         why = ""
         if "NV" in counts and len(counts) > 1:
             why = "a ring goes at the pace of its slowest pair: keep tensor parallelism within those that share NVLink"
@@ -59,6 +63,14 @@ def judge_topology(host: str, topology: Topology) -> Iterator[Finding]:
             said = f"{topology.names[at]} reaches its nearest network card, {card}, {PATHS[kind]} ({kind})"
             why = "GPUDirect RDMA is not used or slow that far: data goes by way of the host's memory"
             yield Finding("gpu-nic", "note", host, said, why, source=TOPO_SOURCE)
+
+
+def matrix(topology: Topology) -> str:
+    """As `nvidia-smi topo -m` prints it, cards by the names of their devices."""
+    names = [topology.nics.get(name, name) for name in topology.names]
+    width = max(len(word) for word in (*names, *(path for row in topology.paths for path in row)))
+    rows = [["", *names], *([name, *row] for name, row in zip(names, topology.paths, strict=True))]
+    return "\n".join("  ".join(word.ljust(width) for word in row).rstrip() for row in rows)
 
 
 def _kind(path: str) -> str:

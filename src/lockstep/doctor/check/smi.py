@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from xml.etree import ElementTree
@@ -25,9 +26,11 @@ def gather_gpus(system: System, bound_s: float = ASK_S) -> list[Gpu]:
         Unavailable: there is no nvidia-smi.
         Fault: it does not reach the driver, or a GPU.
     """
+    begun = time.monotonic()
     gpus = parse_gpus(_ask(system, ["nvidia-smi", "-q", "-x"], bound_s), own_processes())
+    left = bound_s - (time.monotonic() - begun)
     try:
-        links = parse_links(_ask(system, ["nvidia-smi", "nvlink", "--status"], bound_s))
+        links = parse_links(_ask(system, ["nvidia-smi", "nvlink", "--status"], max(0.1, left)))
     except (Unavailable, TimeoutError):
         return gpus
     return [_with_links(gpu, *links[gpu.index]) if gpu.index in links else gpu for gpu in gpus]

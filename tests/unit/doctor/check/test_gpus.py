@@ -178,6 +178,12 @@ def test_the_matrix_is_explained() -> None:
     assert [each.seen.split()[0] for each in found[1:]] == ["GPU2", "GPU3"] and "mlx5_1" in found[1].seen
 
 
+def test_the_matrix_is_shown_with_the_names_of_cards() -> None:
+    lines = next(judge_topology("a", parse_topology(MATRIX))).seen.splitlines()[1:]
+    assert lines[0].split() == ["GPU0", "GPU1", "GPU2", "GPU3", "mlx5_0", "mlx5_1"]
+    assert lines[1].split() == ["GPU0", "X", "NV12", "SYS", "SYS", "PXB", "SYS"] and len(lines) == 7
+
+
 def test_the_matrix_of_one_kind_is_ok() -> None:
     one = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-7\nGPU1\tNV18\t X \t0-7\n"
     (found,) = judge_topology("a", parse_topology(one))

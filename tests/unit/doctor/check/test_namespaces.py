@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
@@ -93,6 +94,37 @@ def test_interfaces_that_are_down_are_passed_over() -> None:
     eno = next(each for each in network.interfaces if each.name == "eno1")
     assert not eno.up and not eno.running
     assert picked["NCCL"].picks[0] == ("eth0", "10.0.0.5") and "eno1" not in dict(picked["NCCL"].picks)
+
+
+def test_a_host_whose_own_name_is_loopback_as_debian_writes_it(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 node-b\n")
+    setup = ETH + f"hostname node-b; mount --bind {tmp_path}/hosts /etc/hosts;"
+    _, picked = _picked(setup)
+    assert picked["Gloo"].picks == [("lo", "127.0.1.1")] and picked["NCCL"].picks[0] == ("eth0", "10.0.0.5")
+
+
+SLOW_NAMES = """
+import json
+from lockstep.doctor.check.host import gather, judge
+from lockstep.doctor.check.needs import Needs
+from lockstep.doctor.check.system import System
+facts = gather(System(), Needs(several=True), 2.0)
+print(json.dumps([[each.id, each.severity, each.seen] for rung in judge(facts, Needs()).values() for each in rung]))
+"""
+
+
+def test_a_resolver_that_does_not_answer_holds_nothing_up(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    (tmp_path / "resolv.conf").write_text("nameserver 10.0.0.99\n")
+    setup = ETH + (
+        f"hostname node-c; mount --bind {tmp_path}/hosts /etc/hosts; "
+        f"mount --bind {tmp_path}/resolv.conf /etc/resolv.conf; "
+        "ip neigh add 10.0.0.99 lladdr 02:00:00:00:00:01 dev eth0;"
+    )
+    done = _within(setup, SLOW_NAMES)
+    assert done.returncode == 0, done.stderr
+    found = {id: (severity, seen) for id, severity, seen in json.loads(done.stdout)}
+    assert found["resolver"][0] == "warning" and "did not answer within 1.6 s" in found["resolver"][1]
 
 
 @pytest.mark.slow
