@@ -33,10 +33,11 @@ def judge_gpus(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     if len({(gpu.name, gpu.memory_mib) for gpu in facts.gpus}) > 1:
         why = "ranks wait for the slowest, and shards must fit the smallest"
         yield Finding("gpus-differ", "warning", host, f"GPUs of this host differ: {summary(facts.gpus)}", why)
+    slots = {device.bus for device in (facts.pci.devices if facts.pci else []) if device.width}
     for gpu in facts.gpus:
         yield from _health(host, gpu)
         yield from _use(host, gpu)
-        yield from _links(host, gpu)
+        yield from _links(host, gpu, gpu.bus in slots)
     if any(gpu.persistence is False for gpu in facts.gpus):
         why = "the driver unloads between processes, and each start of a process waits for it"
         fix = "systemctl enable --now nvidia-persistenced (or nvidia-smi -pm 1)"
@@ -135,7 +136,8 @@ def _use(host: str, gpu: Gpu) -> Iterator[Finding]:
         yield Finding("mig", "warning", host, f"{who} is divided (MIG)", why, f"nvidia-smi -mig 0 -i {gpu.index}")
 
 
-def _links(host: str, gpu: Gpu) -> Iterator[Finding]:
+def _links(host: str, gpu: Gpu, slot_known: bool) -> Iterator[Finding]:
+    """What the PCI bus tells itself, with the slot, is not told here."""
     who = f"GPU {gpu.index} ({gpu.bus})"
     if gpu.links_down and gpu.links_up:
         said = f"{who} has {gpu.links_down} of {gpu.links_up + gpu.links_down} NVLinks down"
@@ -143,7 +145,7 @@ def _links(host: str, gpu: Gpu) -> Iterator[Finding]:
         yield Finding(
             "nvlink", "warning", host, said, why, f"nvidia-smi nvlink --status -i {gpu.index}; dmesg | grep Xid"
         )
-    if gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
+    if not slot_known and gpu.pcie_width and gpu.pcie_width_max and gpu.pcie_width < gpu.pcie_width_max:
         said = f"{who} runs with {gpu.pcie_width} of {gpu.pcie_width_max} PCIe lanes"
         why = "transfers to the host, and between GPUs without NVLink, take longer by as much"
         yield Finding("pcie-width", "warning", host, said, why, "reseat the card or its riser; look into the BIOS")

@@ -104,7 +104,7 @@ def _processes(host: str, limits: Limits) -> Finding:
     """Whichever of the user's limit and the control group's leaves less."""
     left: list[tuple[int, str, str]] = []
     if limits.nproc is not None:
-        used = limits.threads_of_user or 0
+        used = limits.threads_of_user or 1
         fix = "ulimit -u unlimited (or nproc in /etc/security/limits.conf)"
         left.append((limits.nproc - used, f"{used} of this user's {limits.nproc} threads (ulimit -u) are in use", fix))
     if limits.pids_max is not None:

@@ -10,7 +10,7 @@ import yaml
 
 from lockstep.doctor.check.facts import HostFacts, Kernel, KernelEvent, Pci, PciDevice, Port, Rdma, Topology
 from lockstep.doctor.check.pci import generation
-from lockstep.doctor.finding import Finding, Severity
+from lockstep.doctor.finding import SEVERITIES, Finding, Severity
 
 ACS_SOURCE = (
     "https://docs.nvidia.com/deeplearning/nccl/archives/nccl_2262/user-guide/docs/troubleshooting.html"
@@ -31,6 +31,8 @@ PATHS: Mapping[str, str] = {
 }
 """What the words of `nvidia-smi topo -m` mean, best first."""
 _RANKS = list(PATHS)
+_TOLD = 8
+"""Events of one kind that are told one by one."""
 _SHOWN = 20
 """Devices of a matrix that fits a terminal."""
 
@@ -213,10 +215,15 @@ def _port(host: str, port: Port, others: bool) -> Iterator[Finding]:
 
 def judge_kernel(host: str, kernel: Kernel) -> Iterator[Finding]:
     """Faults that the kernel has told since the host started."""
-    found = list(kernel.events)
-    for event in found:
-        yield _event(host, event)
-    if not found:
+    kinds = Counter(event.kind for event in kernel.events)
+    for kind, count in kinds.items():
+        said = [_event(host, event) for event in kernel.events if event.kind == kind]
+        said.sort(key=lambda each: SEVERITIES.index(each.severity))
+        yield from said[:_TOLD]
+        if count > _TOLD:
+            more = f"{count - _TOLD} more of this kind ({kind}) are in the kernel's log"
+            yield Finding(f"kernel-{kind}", "note", host, more, "", kernel.said_by)
+    if not kernel.events:
         yield Finding(
             "kernel-log",
             "ok",

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import time
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,8 @@ from lockstep.doctor.check.system import System, entries, number_of, text_of
 
 SEGMENTS = ("nccl-", "torch_", "psm_", "sem.mp-", "cuda.shm", "plasma", "vllm", "ray")
 """Beginnings of names in /dev/shm that NCCL, torch, Python, CUDA, Ray and vLLM give to their segments."""
+SEGMENTS_S = 1.5
+"""A host may have thousands of processes with thousands of mappings each."""
 _ENDLESS = 1 << 60
 """Control groups of version 1 write no limit as a number near 2^63."""
 
@@ -51,9 +54,9 @@ def gather_shm(system: System) -> SharedMemory | None:
     if not folder.is_dir():
         return None
     room = os.statvfs(folder)
-    stale = [path for path in entries(folder) if path.name.startswith(SEGMENTS)]
-    opened = _open_segments(system.proc, folder) if stale else set()
-    left = [path for path in stale if path.name not in opened]
+    stale = [path for path in entries(folder) if path.name.startswith(SEGMENTS) and _is_ours(path)]
+    opened = _open_segments(system.proc, folder, time.monotonic() + SEGMENTS_S) if stale else set()
+    left = [path for path in stale if path.name not in opened] if opened is not None else []
     return SharedMemory(
         room.f_blocks * room.f_frsize,
         room.f_bavail * room.f_frsize,
@@ -64,6 +67,14 @@ def gather_shm(system: System) -> SharedMemory | None:
     )
 
 
+def _is_ours(path: Path) -> bool:
+    """Who has open what belongs to other users is not to be seen, except for root."""
+    try:
+        return os.getuid() in (0, path.lstat().st_uid)
+    except OSError:
+        return False
+
+
 def _size(path: Path) -> int:
     try:
         return path.lstat().st_blocks * 512
@@ -71,13 +82,16 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _open_segments(proc: Path, folder: Path) -> set[str]:
-    """Names of files of the folder that some process has open or mapped, as far as this user may see."""
+def _open_segments(proc: Path, folder: Path, until: float) -> set[str] | None:
+    """Names of files of the folder that some process has open or mapped, as far as this user may see; None where that
+    takes too long."""
     prefix = f"{folder}/"
     found = set()
     for process in entries(proc):
         if not process.name.isdigit():
             continue
+        if time.monotonic() > until:
+            return None
         for line in (text_of(process / "maps") or "").splitlines():
             at = line.find(prefix)
             if at >= 0:

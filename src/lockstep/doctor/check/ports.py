@@ -18,11 +18,13 @@ def gather_ports(system: System, wanted: Mapping[int, str]) -> list[WantedPort]:
     Raises:
         Unavailable: there is no /proc/net.
     """
-    inodes = _listening(system)
+    if not wanted:
+        return []
+    taken = _listening(system)
     words = (text_of(system.proc / "sys/net/ipv4/ip_local_port_range") or "").split()
     low, high = (int(words[0]), int(words[1])) if len(words) == 2 else (1 << 16, 0)
     return [
-        WantedPort(port, purpose, _owner(port) if port in inodes else None, low <= port <= high)
+        WantedPort(port, purpose, _owner(port) if port in taken else None, low <= port <= high)
         for port, purpose in wanted.items()
     ]
 

@@ -103,6 +103,12 @@ def test_an_idle_link_is_slow_and_that_is_right() -> None:
     assert set(_judged(smi_gpu(current_link_gen="1"))) == {"gpus"}
 
 
+def test_lanes_are_told_once_where_the_bus_tells_them_too() -> None:
+    gpus = parse_gpus(smi(smi_gpu(current_link_width="8x")), set())
+    bus = Pci([PciDevice("0000:07:00.0", "gpu", width=8, width_max=16)])
+    assert "pcie-width" not in {each.id for each in judge_gpus(HostFacts("a", gpus=gpus, pci=bus), Needs())}
+
+
 def test_somebody_else_on_the_gpu() -> None:
     busy = smi_gpu(
         used="30000 MiB", processes=smi_process(4711, "python3", "30000 MiB") + smi_process(os.getpid(), "me")

@@ -123,6 +123,16 @@ def test_segments_that_somebody_has_open_are_not_stale(tmp_path: Path) -> None:
     assert shm is not None and shm.stale_names == ["nccl-left"]
 
 
+def test_too_many_processes_to_look_through_say_nothing_of_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "shm/nccl-left").write_bytes(bytes(MIB))
+    monkeypatch.setattr("lockstep.doctor.check.limits.SEGMENTS_S", -1.0)
+    shm = gather_shm(System(dev=tmp_path))
+    assert shm is not None and shm.stale == 0 and shm.stale_names == []
+
+
 def test_control_groups_of_version_2(tmp_path: Path) -> None:
     group = "sys/fs/cgroup/job/step"
     system = made(tmp_path, {

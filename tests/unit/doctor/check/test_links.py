@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.doctor.check.facts import HostFacts, Pci
+from lockstep.doctor.check.facts import HostFacts, Kernel, Pci
 from lockstep.doctor.check.judge_links import gpu_count, judge_kernel, judge_pci, judge_rdma, xids
 from lockstep.doctor.check.kernel_log import events, gather_kernel
 from lockstep.doctor.check.pci import acs_control, gather_pci, generation
@@ -213,6 +213,12 @@ def test_the_kernels_log(tmp_path: Path) -> None:
     assert next(each for each in found if "79" in each.why).seen.endswith("(2 times)")
 
 
+def test_a_flood_of_events_is_told_in_part_the_worst_first() -> None:
+    lines = [f"NVRM: Xid (PCI:0000:{at:02x}:00): 31, pid=1" for at in range(20)]
+    found = list(judge_kernel("a", Kernel(list(events([*lines, "NVRM: Xid (PCI:0000:ff:00): 79, pid=1"])), "dmesg")))
+    assert len(found) == 9 and found[0].severity == "error" and found[-1].seen.startswith("13 more of this kind")
+
+
 def test_the_journal_is_read_where_dmesg_is_forbidden(tmp_path: Path) -> None:
     journal = ("journalctl", "--dmesg", "--boot", "--no-pager", "--quiet", "--output=short-iso")
     refused = Ran(1, "", "dmesg: read kernel buffer failed: Operation not permitted\n")
@@ -224,8 +230,6 @@ def test_the_journal_is_read_where_dmesg_is_forbidden(tmp_path: Path) -> None:
 
 
 def test_a_quiet_log_is_ok() -> None:
-    from lockstep.doctor.check.facts import Kernel
-
     (found,) = judge_kernel("a", Kernel([], "dmesg"))
     assert found.severity == "ok" and not list(events(["[    0.000000] Linux version 5.15"]))
 
