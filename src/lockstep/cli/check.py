@@ -43,7 +43,7 @@ def command(
         typer.Option(
             metavar="NAME",
             help="How workers on other hosts are started: accelerate, deepspeed, lockstep, mpirun, openrlhf, ray, "
-            "slurm, ssh, torchrun, verl. Says what of this shell they will not see.",
+            "slurm, ssh, torchrun, verl, vllm. Says what of this shell they will not see.",
         ),
     ] = None,
     hosts: Annotated[

@@ -84,6 +84,11 @@ def test_a_slip_names_what_was_meant(name: str, meant: str | None) -> None:
         assert len(slips) == 1 and slips[0].severity == "error" and meant in slips[0].seen
 
 
+@pytest.mark.parametrize("value", ["=mlx5_1,mlx5_2", "^=mlx5_1", "mlx5", "mlx5_0", "mlx5_10,mlx5_11"])
+def test_exact_names_of_cards_are_not_blamed(value: str) -> None:
+    assert not ids(found({"NCCL_IB_HCA": value}), "NCCL_IB_HCA")
+
+
 @pytest.mark.parametrize("name", ["MY_NCCL_DEBUG", "NCC", "TIMEOUT", "PATH", "DEBUG", "VLLM_SERVICE_HOST", "_", "FOO"])
 def test_users_own_variables_are_left_alone(name: str) -> None:
     assert [each.id for each in found({name: "x"})] == ["env-fine"]

@@ -16,10 +16,11 @@ READ = [each for each in KNOWN if each.readers and each.until is None]
 
 EXAMPLES = {
     "lo": "~=?lo",
-    "mlx5_0,mlx5_1": r"~\^?(?!=).*\bmlx5_[1-9](?!\d).*",
+    "mlx5_0,mlx5_1": r"~(?!\^?=).*\bmlx5_[1-9](?!\d).*",
     "br-4711": r"~=?(docker\d*|br-\w+|virbr\d*)",
     "docker0": r"~docker\d*|br-\w+|virbr\d*",
     "^docker0,lo": r"~[\^=].*",
+    "expandable_segments:True": r"~.*expandable_segments\s*:\s*true.*",
     "PATH,HOME=/x": r"~(?!ALL\b)[A-Za-z_]\w*(=[^,]*)?(,.*)?",
 }
 """Of regular expressions in `when`."""
