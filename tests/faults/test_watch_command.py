@@ -50,9 +50,10 @@ def test_a_reward_that_blocks_one_rank_is_named(tmp_path: Path) -> None:
     assert documented is not None
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {"PATH": path, "OMP_NUM_THREADS": "1", "NCCL_TIMEOUT": "1800"}
     process = subprocess.Popen(
-        [LOCKSTEP, *documented[1].split()], cwd=tmp_path, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-        text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        [LOCKSTEP, *documented[1].split()], cwd=tmp_path, env={**os.environ, **variables}, text=True,
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     code, _, said = finish(process)
     assert code == ENDED_FOR_A_STALL, said
@@ -63,6 +64,9 @@ def test_a_reward_that_blocks_one_rank_is_named(tmp_path: Path) -> None:
     assert [each["rank"] for each in verdict["culprits"]] == [1]
     assert "reward" in verdict["culprits"][0]["where"] and "stuck_rank.py" in verdict["culprits"][0]["where"]
     assert verdict["collective"]["operation"] == "all_reduce"
+    assert "environment: NCCL_TIMEOUT=1800 is read by nobody" in said
+    found = json.loads((file.parent / "findings.json").read_text())["environment"]
+    assert "env-unread" in [each["id"] for each in found]
 
 
 @pytest.mark.parametrize(

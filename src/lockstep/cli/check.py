@@ -43,7 +43,8 @@ def command(
         typer.Option(
             metavar="NAME",
             help="How workers on other hosts are started: accelerate, deepspeed, lockstep, mpirun, openrlhf, ray, "
-            "slurm, ssh, torchrun, verl, vllm. Says what of this shell they will not see.",
+            "slurm, ssh, torchrun, verl, vllm. Says what of this shell they will not see; ray "
+            "where RAY_ADDRESS is set.",
         ),
     ] = None,
     hosts: Annotated[
@@ -135,6 +136,8 @@ def _environment(report: "Report", config: "RunConfig | None", files: Sequence[s
         if config is not None and config.cluster.kind == "ray":
             places.append(_passed_on(places[0], config.cluster))
             launcher = launcher or "lockstep"
+        elif "RAY_ADDRESS" in places[0].variables:
+            launcher = launcher or "ray"
     report.add("environment", "Environment", lint(places, known, launcher))
 
 

@@ -46,6 +46,8 @@ def test_the_shell_and_what_its_workers_do_not_see(monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name, raising=False)
     code, output = check("--env", "--launcher", "ray", "--json", env={"NCCL_DEBUG": "WARN"})
     assert code == 0
+    joined = check("--env", "--json", env={"NCCL_DEBUG": "WARN", "RAY_ADDRESS": "auto"})[1]
+    assert "env-not-seen" in joined and "env-not-seen" not in check("--env", "--json", env={"NCCL_DEBUG": "WARN"})[1]
     missing = [each["seen"] for each in json.loads(output)["findings"] if each["id"] == "env-not-seen"]
     assert len(missing) == 1 and "NCCL_DEBUG" in missing[0]
 

@@ -46,6 +46,18 @@ def test_a_stall_is_told_at_once_and_written_when_the_run_looks(ledger: Ledger, 
     assert second["change"] == "withdrawn"
 
 
+def test_what_is_odd_about_the_environment_of_an_incident_is_told_once(ledger: Ledger, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    stalls = Stalls(Console("run", tmp_path, 1, stream=stream, terminal=False), ledger)
+    incident = tmp_path / "incidents" / "x"
+    incident.mkdir(parents=True)
+    (incident / "environment.json").write_text('{"a": {"NCCL_TIMEOUT": "3600"}}')
+    for change in ("told", "updated"):
+        stalls.hear(said(change=change, incident=str(incident)))
+    assert stream.getvalue().count("environment: NCCL_TIMEOUT=3600 is read by nobody") == 1
+    assert (incident / "findings.json").is_file()
+
+
 def test_who_is_confirmed_is_acted_on_once(ledger: Ledger, tmp_path: Path) -> None:
     stalls = Stalls(Console("run", tmp_path, 1, quiet=True, stream=io.StringIO(), terminal=False), ledger)
     acted: list[tuple[list[str], str]] = []
