@@ -116,7 +116,7 @@ def _processes(advice: Advice, settings: Settings, document: Document) -> None:
             settings.place("num_processes"),
         )
     if processes and processes > 1 and kind == "NO":
-        advice.error(
+        advice.warn(
             "accelerate-type",
             f"{processes} processes with distributed_type NO",
             "One process is started.",
@@ -238,7 +238,8 @@ def _fsdp(advice: Advice, settings: Settings) -> None:
         )
     if (
         settings.flag("fsdp_config.fsdp_cpu_ram_efficient_loading")
-        and settings.flag("fsdp_config.fsdp_sync_module_states") is False
+        and "fsdp_config.fsdp_sync_module_states" in settings
+        and not settings.flag("fsdp_config.fsdp_sync_module_states")
     ):
         advice.error(
             "accelerate-fsdp",

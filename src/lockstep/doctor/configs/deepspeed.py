@@ -4,7 +4,7 @@ from lockstep.doctor.configs import spelling
 from lockstep.doctor.configs.advice import Advice
 from lockstep.doctor.configs.files import Document, leaves
 from lockstep.doctor.configs.settings import Place, Setting, Settings
-from lockstep.doctor.configs.tables import table
+from lockstep.doctor.configs.tables import Table, table
 
 CONFIG = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/config.py"
 MODELS = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/config.py"
@@ -57,6 +57,8 @@ def judge(advice: Advice, document: Document, settings: Settings, world: int | N
             place,
         )
     options = table("deepspeed", "config")
+    removed = _removed(advice, options, settings)
+    settings = Settings({name: setting for name, setting in settings.given.items() if name not in removed})
     fatal = [each for each in settings if each.name.startswith(tuple(f"{section}." for section in _SECTIONS))]
     spelling.judge(
         advice,
@@ -79,6 +81,22 @@ def judge(advice: Advice, document: Document, settings: Settings, world: int | N
     _batch(advice, settings, world, trainer)
     _precision(advice, settings)
     _zero(advice, settings)
+
+
+def _removed(advice: Advice, options: Table, settings: Settings) -> set[str]:
+    """Sections and keys that DeepSpeed refuses by name; returns what stands in them."""
+    taken: set[str] = set()
+    for name, renamed in options.renamed.items():
+        within = [each.name for each in settings if each.name == name or each.name.startswith(f"{name}.")]
+        if not renamed.refused or not within:
+            continue
+        instead = f"; {' and '.join(renamed.to)} in its place" if renamed.to else ""
+        seen = f"{name} was removed from DeepSpeed{instead}"
+        advice.error(
+            "option-gone", seen, "DeepSpeed refuses it by name.", f"remove {name}", CONFIG, settings.place(*within)
+        )
+        taken.update(within)
+    return taken
 
 
 def _automatic(advice: Advice, settings: Settings, trainer: bool) -> None:
@@ -265,11 +283,7 @@ def _zero(advice: Advice, settings: Settings) -> None:
             SAVE,
             settings.place(f"{Z}.stage"),
         )
-    if (
-        settings.flag("gradient_allreduce_op") is None
-        and settings.text("gradient_allreduce_op") == "sum"
-        and stage == 3
-    ):
+    if settings.text("gradient_allreduce_op") == "sum" and stage == 3:
         advice.error(
             "deepspeed-allreduce",
             "gradient_allreduce_op sum with stage 3",

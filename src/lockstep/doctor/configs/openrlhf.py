@@ -75,7 +75,7 @@ def _version(advice: Advice, options: Table, settings: Settings, version: str, i
             "version-old",
             f"this command line is of OpenRLHF {version} or near it ({how}): {newest} refuses {len(old)} of its"
             " options",
-            "Names became nested in 0.10: --actor.num_nodes for --actor_num_nodes.",
+            "Names became nested after 0.10.0: --actor.num_nodes for --actor_num_nodes.",
             f"pip install 'openrlhf=={version}', or the new names below",
             options.source,
             job.place,

@@ -48,7 +48,7 @@ def _placement(advice: Advice, run: Run, job: Job) -> None:
             run.at("critic.num_gpus_per_node", job=job),
         )
     if all_together and asynchronous:
-        advice.warn(
+        advice.note(
             "placement-async",
             f"{run.shown('train.colocate_all')} with {run.shown('train.async_enable')} does not colocate the engines:"
             f" they need {(engines or 0) * parallel} GPUs of their own",
@@ -272,7 +272,7 @@ def _engines(advice: Advice, run: Run, job: Job) -> None:
 
 def longest_sequence(run: Run) -> int | None:
     """Tokens of a prompt with its completion."""
-    if run.nested or run.settings.whole("max_len"):
+    if run.nested or "max_len" in run.settings or "prompt_max_len" not in run.settings.defaults:
         return run.whole("data.max_len")
     prompt, completion = run.settings.whole("prompt_max_len"), run.settings.whole("generate_max_len")
     return prompt + completion if prompt and completion else None
@@ -307,11 +307,12 @@ def _lengths(advice: Advice, run: Run, job: Job) -> None:
             at,
         )
     tokens = run.whole("train.max_tokens_per_gpu")
-    if run.on("train.dynamic_batch_enable") and tokens and longest and tokens < longest:
-        advice.error(
+    same = (run.whole("ds.ring_attn_size") or 1) * (run.whole("ds.tensor_parallel_size") or 1)
+    if run.on("train.dynamic_batch_enable") and tokens and longest and tokens * same < longest:
+        advice.warn(
             "length-budget",
             f"{run.shown('train.max_tokens_per_gpu')} {tokens} is less than a sequence of {longest} tokens",
-            "A sequence that is longer than the budget fits into no micro-batch.",
+            "A longer one becomes a micro-batch of its own, beyond the budget that was to bound memory.",
             f"{run.shown('train.max_tokens_per_gpu')} {longest} or more",
             PARSER,
             run.at("train.max_tokens_per_gpu", job=job),

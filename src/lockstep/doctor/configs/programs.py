@@ -85,7 +85,8 @@ def _job(command: Command) -> Job | None:
                 return _made("trl", texts[index + 1], index + 1, words, shell)
             if texts[index + 1] == "vllm-serve":
                 return _made("vllm-serve", "vllm-serve", index + 1, words, shell)
-        if text.endswith(".py") and any(_TRAINING_FLAG.match(each) for each in texts[index + 1 :]):
+        launched = any(_known(each) for each in texts[:index])
+        if text.endswith(".py") and (launched or any(_TRAINING_FLAG.match(each) for each in texts[index + 1 :])):
             return _made("trl", PurePosixPath(text).name, index, words, shell)
     return None
 

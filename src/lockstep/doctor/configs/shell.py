@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lockstep.doctor.configs.settings import Place
-from lockstep.doctor.configs.words import MAX_WORDS, NAME, UNSET, Piece, Words, joined, text_of
+from lockstep.doctor.configs.words import CONTINUED, MAX_WORDS, NAME, UNSET, Piece, Words, joined, raw_of, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class Command:
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
 _DESCRIPTOR = re.compile(r"\d+(?=[<>])")
 _OPERATORS = (";;", "&&", "||", "<<<", "<<-", "<<", ">>", ">&", "<&", "&>", ">", "<", "|", "&", ";", "(", ")")
+MAX_NESTED = 3
+_OPENING, _CLOSING = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
 _KEYWORDS = {
     "if",
     "then",
@@ -61,15 +63,22 @@ class Script(Words):
     def __init__(self, text: str, file: str) -> None:
         super().__init__(text, file)
         self.exported: set[str] = set()
-        self.heredocs: list[tuple[str, bool, bool]] = []
+        self.heredocs: list[tuple[str, bool, bool, int]] = []
         self.bodies: list[list[Piece]] = []
         self.words_read = 0
+        self.depth = 0
+        """Of `if`, `case` and loops around the command that is read."""
+        self.pending: str | None = None
+        """An operator that was read too early."""
+        self.nested = 0
+        """How many `bash -c` are around it."""
 
     def commands(self) -> Iterator[Command]:
         """All simple commands in their order, whatever conditions and loops stand around them."""
         words: list[list[list[Piece]]] = []
+        chosen = False
         while True:
-            token = self._token()
+            token = self._next()
             if isinstance(token, list):
                 words.append(token)
                 self.words_read += 1
@@ -77,23 +86,32 @@ class Script(Words):
                     raise self._fail(f"more than {MAX_WORDS} words")
                 continue
             if token in (">", ">>", "<", ">&", "<&", "&>", "<<<"):
-                self._token()
+                target = self._next()
+                self.pending = target if isinstance(target, str) else None
                 continue
-            if token == "(" and words and self._array(words):
+            if token == "(" and words and self._array(words, chosen):
                 continue
             if token in ("<<", "<<-"):
                 self._heredoc(dash=token == "<<-")
                 continue
             if words:
-                yield from self._command(words)
+                yield from self._command(words, chosen)
                 words = []
+            chosen = token in ("&&", "||")
             if token == "":
                 return
 
-    def _command(self, words: list[list[list[Piece]]]) -> Iterator[Command]:
-        """`words`: of each word as it is written what it expands to."""
+    def _next(self) -> str | list[list[Piece]]:
+        if self.pending is not None:
+            token, self.pending = self.pending, None
+            return token
+        return self._token()
+
+    def _command(self, words: list[list[list[Piece]]], chosen: bool) -> Iterator[Command]:
+        """`words`: of each word as it is written what it expands to; `chosen`: run or not by what comes before it."""
         flat = [each for expanded in words for each in expanded]
-        while flat and text_of(flat[0]) in _KEYWORDS:
+        while flat and (keyword := text_of(flat[0])) in _KEYWORDS:
+            self.depth = max(0, self.depth + (keyword in _OPENING) - (keyword in _CLOSING))
             flat = flat[1:]
         bodies, self.bodies = self.bodies, []
         assigned: dict[str, list[Piece]] = {}
@@ -104,11 +122,14 @@ class Script(Words):
             assigned[match[1]] = self._bounded(value)
             flat = flat[1:]
         if not flat:
-            self.variables |= {name: [value] for name, value in assigned.items()}
+            for name, value in assigned.items():
+                self._assign(name, [value], chosen)
             return
         first = text_of(flat[0])
         if first in ("export", "declare", "typeset", "readonly", "local"):
-            self._declare(first, flat[1:])
+            self._declare(first, flat[1:], chosen)
+        elif (script := _script_within(flat)) is not None:
+            yield from self._inner(script)
         elif first == "read" and bodies:
             name = text_of(flat[-1])
             if NAME.fullmatch(name):
@@ -124,20 +145,35 @@ class Script(Words):
                 tuple(self._word(word) for word in flat), {name: self._word(v) for name, v in environment.items()}
             )
 
-    def _declare(self, how: str, words: list[list[Piece]]) -> None:
-        exports = how == "export"
+    def _assign(self, name: str, value: list[list[Piece]], chosen: bool) -> None:
+        """What is set where it may not be reached does not replace what was set before it for sure."""
+        if not (chosen or self.depth) or name not in self.variables:
+            self.variables[name] = value
+
+    def _inner(self, pieces: list[Piece]) -> Iterator[Command]:
+        """The commands of `bash -c '...'`."""
+        if self.nested >= MAX_NESTED:
+            raise self._fail("shells within shells, too deep")
+        inner = Script(raw_of(pieces).replace(CONTINUED, "\\\n"), self.file)
+        inner.line, inner.nested = pieces[0].line if pieces else self.line, self.nested + 1
+        inner.variables = {name: self.variables[name] for name in self.exported if name in self.variables}
+        inner.exported = set(self.exported)
+        yield from inner.commands()
+
+    def _declare(self, how: str, words: list[list[Piece]], chosen: bool) -> None:
+        exports = how == "export" and not (chosen or self.depth)
         for word in words:
             text = text_of(word)
             if text.startswith("-"):
                 exports = exports or "x" in text
             elif match := _ASSIGNMENT.match(text):
-                self.variables[match[1]] = [self._bounded(_after(word, match.end()))]
+                self._assign(match[1], [self._bounded(_after(word, match.end()))], chosen)
                 if exports:
                     self.exported.add(match[1])
             elif exports and NAME.fullmatch(text):
                 self.exported.add(text)
 
-    def _array(self, words: list[list[list[Piece]]]) -> bool:
+    def _array(self, words: list[list[list[Piece]]], chosen: bool) -> bool:
         """`NAME=(a b c)`: read up to the bracket that closes it."""
         last = words[-1]
         match = _ASSIGNMENT.fullmatch(text_of(last[0])) if len(last) == 1 else None
@@ -151,7 +187,7 @@ class Script(Words):
                 elements.extend(token)
                 if len(elements) > MAX_WORDS:
                     raise self._fail(f"more than {MAX_WORDS} words")
-        self.variables[match[1]] = elements
+        self._assign(match[1], elements, chosen)
         words.pop()
         return True
 
@@ -167,13 +203,12 @@ class Script(Words):
                 delimiter += char
         if not delimiter:
             raise self._fail("a here-document without the word that ends it", began)
-        self.heredocs.append((delimiter, dash, quoted))
+        self.heredocs.append((delimiter, dash, quoted, began))
 
     def _read_heredocs(self) -> None:
         """Their bodies, which begin behind the line that names them."""
-        for delimiter, dash, quoted in self.heredocs:
+        for delimiter, dash, quoted, began in self.heredocs:
             body: list[Piece] = []
-            began = self.line
             while True:
                 if self.at >= len(self.text):
                     raise self._fail(f"the here-document up to {delimiter} does not end", began)
@@ -199,7 +234,7 @@ class Script(Words):
             char = self._peek()
             if char == "":
                 if self.heredocs:
-                    raise self._fail(f"the here-document up to {self.heredocs[0][0]} does not end")
+                    raise self._fail(f"the here-document up to {self.heredocs[0][0]} does not end", self.heredocs[0][3])
                 return ""
             if char == "\\" and self._peek(2) == "\\\n":
                 self._take(2)
@@ -236,3 +271,12 @@ def _after(pieces: list[Piece], many: int) -> list[Piece]:
             rest.append(Piece(piece.text[many:], piece.line, piece.quoted))
         many = max(0, many - len(piece.text))
     return rest
+
+
+def _script_within(words: list[list[Piece]]) -> list[Piece] | None:
+    """What `bash -c` is given, whatever starts that shell on whichever host."""
+    for index in range(len(words) - 2):
+        name, option = text_of(words[index]).rpartition("/")[2], text_of(words[index + 1])
+        if name in ("bash", "sh") and option.startswith("-") and not option.startswith("--") and "c" in option:
+            return words[index + 2]
+    return None

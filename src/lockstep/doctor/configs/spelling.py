@@ -15,6 +15,8 @@ class Spelling:
     dashes: str = "--"
     """What stands before a name."""
     consequence: str = "The program ends with an error at its start."
+    guessed: bool = False
+    """Whether nothing but its options tells the version: one that newer versions do not have is worth a warning."""
     fatal: bool = True
     """Whether a name that it does not know ends it."""
 
@@ -44,7 +46,8 @@ def _later(advice: Advice, table: Table, leaving: list[Setting], spelling: Spell
         return
     newest = table.versions[-1]
     told = "; ".join(f"{spelling.dashes}{each.name}{_became(table, each.name, newest)}" for each in leaving)
-    advice.note(
+    say = advice.warn if spelling.guessed else advice.note
+    say(
         "option-gone-later",
         f"gone in {table.framework} {newest}: {told}",
         source=table.source,
@@ -73,69 +76,54 @@ def _became(table: Table, name: str, version: str) -> str:
 
 
 def _unknown(advice: Advice, table: Table, setting: Setting, version: str, spelling: Spelling, strict: bool) -> None:
-    name, shown = setting.name, f"{spelling.dashes}{setting.name}"
-    say = advice.error if spelling.fatal else advice.warn
-    option, framework = table.options.get(name), table.framework
-    renamed = table.renamed.get(name)
+    name, framework = setting.name, table.framework
     if setting.removed:
-        advice.error(
-            "option-unknown",
-            f"~{name}: {framework} {version} has no such option to remove",
-            spelling.consequence,
-            at=setting.place,
-        )
-        return
-    if option is not None or renamed is not None:
-        when = ""
-        if option is not None and option.until is not None and _older(table, option.until, version):
-            when = f"is gone since {framework} {option.until}"
-        elif option is not None and option.since is not None:
-            when = f"came with {framework} {option.since}, later than the {version} that the other options are of"
-        else:
-            when = f"is gone in {framework} {version}"
-        if setting.forced:
-            advice.warn(
-                "option-gone",
-                f"{shown} {when}; with + it is taken, and read by nothing",
-                "",
-                _fix(table, name, version),
-                table.source,
-                setting.place,
-            )
-            return
-        refused = renamed is not None and renamed.refused
-        (advice.error if refused else say)(
-            "option-gone",
-            f"{shown} {when}{_became(table, name, version)}",
-            spelling.consequence,
-            _fix(table, name, version),
-            table.source,
-            setting.place,
-        )
-        return
-    near = table.nearest(name, version)
+        seen = f"~{name}: {framework} {version} has no such option to remove"
+        advice.error("option-unknown", seen, spelling.consequence, at=setting.place)
+    elif name in table.options or name in table.renamed:
+        _gone(advice, table, setting, version, spelling)
+    else:
+        _misspelt(advice, table, setting, version, spelling, strict)
+
+
+def _gone(advice: Advice, table: Table, setting: Setting, version: str, spelling: Spelling) -> None:
+    """An option of another version."""
+    name, framework = setting.name, table.framework
+    option, renamed = table.options.get(name), table.renamed.get(name)
+    fatal, became = spelling.fatal or (renamed is not None and renamed.refused), _became(table, name, version)
+    if option is not None and option.until is not None and _older(table, option.until, version):
+        when = f"is gone since {framework} {option.until}"
+    elif option is not None and option.since is not None:
+        following = table.versions[table.versions.index(version) + 1]
+        fatal, became = fatal and option.since != following, ""
+        when = f"came with {framework} {option.since} or shortly before, later than {version}, which has the others"
+    else:
+        when = f"is gone in {framework} {version}"
     if setting.forced:
-        if near and near[0].count(".") == name.count(".") and _very_near(near[0], name):
-            advice.warn(
-                "option-misspelt",
-                f"+{name} is read by nothing; {near[0]} is",
-                "",
-                f"{near[0]}=...",
-                table.source,
-                setting.place,
-            )
+        fatal, when = False, f"{when}; with + it is taken, and read by nothing"
+    say = advice.error if fatal else advice.warn
+    seen, fix = f"{spelling.dashes}{name} {when}{became}", _fix(table, name, version)
+    say("option-gone", seen, spelling.consequence if fatal else "", fix, table.source, setting.place)
+
+
+def _misspelt(advice: Advice, table: Table, setting: Setting, version: str, spelling: Spelling, strict: bool) -> None:
+    """An option of no version."""
+    name, shown = setting.name, f"{spelling.dashes}{setting.name}"
+    near = table.nearest(name, version)
+    certain = bool(near) and _very_near(near[0], name)
+    if setting.forced:
+        if certain and near[0].count(".") == name.count("."):
+            seen = f"+{name} is read by nothing; {near[0]} is"
+            advice.warn("option-misspelt", seen, "", f"{near[0]}=...", table.source, setting.place)
         return
-    if not strict and not (near and _very_near(near[0], name)):
+    if not strict and not certain:
         return
-    meant = f"; did you mean {spelling.dashes}{near[0]}?" if near else ""
-    say(
-        "option-misspelt" if near else "option-unknown",
-        f"{shown}: {framework} {version} has no such option{meant}",
-        spelling.consequence,
-        "" if near else "remove it",
-        table.source,
-        setting.place,
-    )
+    say = advice.error if spelling.fatal else advice.warn
+    gone = _became(table, near[0], version) if near and near[0] not in table.at(version) else ""
+    meant = f"; did you mean {spelling.dashes}{near[0]}{gone}?" if near else ""
+    seen = f"{shown}: {table.framework} {version} has no such option{meant}"
+    id, fix = ("option-misspelt", "") if near else ("option-unknown", "remove it")
+    say(id, seen, spelling.consequence, fix, table.source, setting.place)
 
 
 def _older(table: Table, one: str, other: str) -> bool:

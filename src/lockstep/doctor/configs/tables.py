@@ -70,7 +70,7 @@ class Table:
         )
 
     def nearest(self, name: str, version: str) -> list[str]:
-        """Options of `version` that are spelled like `name`, the nearest first."""
+        """Options of `version` that are spelled like `name`, the nearest first; else one of another version."""
         known = list(self.at(version))
         leaf = name.rpartition(".")[2]
         close = difflib.get_close_matches(name, known, n=2, cutoff=0.82)
@@ -80,7 +80,8 @@ class Table:
         if same_leaf and len(same_leaf) <= 12:
             return difflib.get_close_matches(name, same_leaf, n=2, cutoff=0.0)
         leaves = {each.rpartition(".")[2]: each for each in known}
-        return [leaves[each] for each in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)]
+        by_leaf = [leaves[each] for each in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)]
+        return by_leaf or difflib.get_close_matches(name, self.options, n=1, cutoff=0.85)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def judge(advice: Advice, run: Run, folder: Path, gpu_gib: float | None, install
     trainer_version = trainer.version_for(names, installed.get("transformers"))
     known = {**trainer.at(trainer_version), **(trl.at(run.version) if run.program else {})}
     run.settings.defaults = {name: option.default for name, option in known.items()}
-    _names(advice, run, trl, trainer, trainer_version)
+    _names(advice, run, trl, trainer, trainer_version, installed)
     how = "installed" if installed.get("trl") else "the versions that know most of its options"
     what = f"TRL {run.version} and " if run.program else ""
     advice.say("version", "ok", f"options judged by {what}transformers {trainer_version} ({how})", at=run.at)
@@ -66,7 +66,9 @@ def judge(advice: Advice, run: Run, folder: Path, gpu_gib: float | None, install
     _memory(advice, run, folder, gpu_gib)
 
 
-def _names(advice: Advice, run: Run, trl: Table, trainer: Table, trainer_version: str) -> None:
+def _names(
+    advice: Advice, run: Run, trl: Table, trainer: Table, trainer_version: str, installed: dict[str, str]
+) -> None:
     """An option is known when either knows it; what neither does is judged by the table that is nearer to it."""
     in_trl, in_trainer = (trl.at(run.version) if run.program else {}), trainer.at(trainer_version)
     mine: list[Setting] = []
@@ -84,10 +86,10 @@ def _names(advice: Advice, run: Run, trl: Table, trainer: Table, trainer_version
             mine.append(setting)
         else:
             theirs.append(setting)
-    form = spelling.Spelling("", "The parser ends with an error.", fatal=not run.own_script)
     strict = not run.own_script
-    spelling.judge(advice, trl, mine, run.version, form, strict)
-    spelling.judge(advice, trainer, theirs, trainer_version, form, strict)
+    for known, settings, version in ((trl, mine, run.version), (trainer, theirs, trainer_version)):
+        form = spelling.Spelling("", "The parser ends with an error.", known.framework not in installed, strict)
+        spelling.judge(advice, known, settings, version, form, strict)
 
 
 def _kind(run: Run) -> bool:

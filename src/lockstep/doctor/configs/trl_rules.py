@@ -97,7 +97,7 @@ def judge_groups(advice: Advice, run: Run) -> None:
             "give accelerate's YAML or the launch command too",
             at,
         )
-    evaluates = s.text("eval_strategy") not in (None, "no", "False", "None") and s.flag("do_eval") is not False
+    evaluates = s.text("eval_strategy") not in (None, "no", "False", "None")
     per_eval, of_eval = s.whole("per_device_eval_batch_size"), s.whole("num_generations_eval") or group
     if evaluates and per_eval and run.world and of_eval and per_eval * run.world % of_eval:
         advice.error(

@@ -100,7 +100,7 @@ def _judge(
         options,
         groups,
         version,
-        spelling.Spelling("", "Hydra ends with: key is not in struct.", not other),
+        spelling.Spelling("", "Hydra ends with: key is not in struct.", not installed, not other),
         strict=not other,
     )
     _only(advice, run, known)

@@ -8,6 +8,8 @@ from lockstep.doctor.configs.settings import NotReadableError
 
 UNSET = "\ue000"
 """Stands in a word for what only running the script would tell."""
+CONTINUED = "\ue001"
+"""Stands in a word where a line was continued within quotes: for those who read the word as a script."""
 MAX_WORD = 1 << 20
 MAX_WORDS = 200_000
 MAX_PARTS = 1 << 14
@@ -119,7 +121,9 @@ class Words:
                 following = self._take()
                 if following in '"\\$`':
                     words[-1].append(Piece(following, line))
-                elif following != "\n":
+                elif following == "\n":
+                    words[-1].append(Piece(CONTINUED, line))
+                else:
                     words[-1].append(Piece("\\" + following, line))
             elif char in "$`":
                 expanded = self._dollar()
@@ -271,6 +275,12 @@ class Words:
 
 
 def text_of(pieces: list[Piece]) -> str:
+    """The characters of a word."""
+    return raw_of(pieces).replace(CONTINUED, "")
+
+
+def raw_of(pieces: list[Piece]) -> str:
+    """With the places where lines were continued within quotes."""
     return "".join(piece.text for piece in pieces)
 
 

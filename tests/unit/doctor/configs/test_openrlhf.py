@@ -9,7 +9,6 @@ from tests.unit.doctor.configs.given import FLAT, OPENRLHF, Desk, bad, changed, 
 RULES: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm.num_engines": 3}, "placement-colocate", "error"),
     ({"ref.num_gpus_per_node": 4}, "placement-colocate", "error"),
-    ({"train.async_enable": True, "vllm.enable_sleep": None}, "placement-async", "warning"),
     ({"train.async_enable": True}, "engine-sleep", "error"),
     ({"ds.ring_attn_size": 3, "train.batch_size": None}, "parallel-sizes", "error"),
     ({"train.batch_size": 100}, "batch-accumulation", "error"),
@@ -28,10 +27,9 @@ RULES: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm.gpu_memory_utilization": 60}, "engine-memory", "error"),
     ({"vllm.sync_backend": "gloo"}, "engine-sync", "warning"),
     ({"rollout.max_new_tokens": 2048}, "length-engine", "error"),
-    ({"train.dynamic_batch_enable": True, "train.max_tokens_per_gpu": 1024}, "length-budget", "error"),
+    ({"train.dynamic_batch_enable": True, "train.max_tokens_per_gpu": 1024}, "length-budget", "warning"),
     ({"vllm.tensor_parallel_size": 8, "vllm.num_engines": 1}, "parallel-heads", "error"),
     ({"vllm.enable_sleep": None, "vllm.gpu_memory_utilization": 0.95}, "memory-together", "error"),
-    ({"ds.zero_stage": 4}, "", ""),
     ({"algo.advantage.estimator": "grpo"}, "option-value", "error"),
     ({"train.batch_size": "many"}, "option-value", "error"),
     ({"train.batch_sise": 128}, "option-misspelt", "error"),
@@ -44,7 +42,7 @@ def test_nothing_is_wrong_with_a_right_one(desk: Desk) -> None:
     assert bad(desk.findings(80, run_sh=openrlhf(OPENRLHF))) == []
 
 
-@pytest.mark.parametrize(("changes", "id", "severity"), [rule for rule in RULES if rule[1]])
+@pytest.mark.parametrize(("changes", "id", "severity"), RULES)
 def test_each_rule_finds_what_breaks_it(desk: Desk, changes: dict[str, Any], id: str, severity: str) -> None:
     found = bad(desk.findings(80, run_sh=openrlhf(changed(OPENRLHF, changes))))
     assert (id, severity) in found, found
@@ -62,7 +60,7 @@ def test_an_older_command_line_is_judged_by_an_older_version(desk: Desk) -> None
     report = desk.report(80, run_sh=openrlhf(FLAT))
     assert bad(report.findings) == [("version-old", "warning")]
     text = " ".join(each.seen for each in report.findings)
-    assert "0.9.10" in text and "--actor_num_nodes, now actor.num_nodes" in text
+    assert "0.10.0" in text and "--actor_num_nodes, now actor.num_nodes" in text
 
 
 def test_with_a_newer_version_installed_the_old_names_are_errors(desk: Desk) -> None:
