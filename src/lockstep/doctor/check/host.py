@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.doctor.check import disks, network, smi, versions
+from lockstep.doctor.check.clock import gather_clock
 from lockstep.doctor.check.facts import HostFacts
 from lockstep.doctor.check.judge_gpus import judge_gpus
 from lockstep.doctor.check.judge_limits import judge_clock, judge_disk, judge_limits
@@ -49,7 +50,7 @@ def looks(system: System, needs: Needs, bound_s: float = HOST_S) -> dict[str, Lo
         "kernel": lambda: gather_kernel(system, bound_s / 3),
         "limits": lambda: gather_limits(system),
         "disks": lambda: [disks.gather_disk(system, Path(path), why) for path, why in needs.folders.items()],
-        "clock": lambda: disks.gather_clock(system, bound_s / 3),
+        "clock": lambda: gather_clock(system, bound_s / 3),
         "names": lambda: network.gather_names(system, needs.names),
         "network": lambda: network.gather_network(system),
         "ports": lambda: gather_ports(system, needs.ports),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lockstep.doctor.check.clock import KERNEL
 from lockstep.doctor.check.facts import Clock, Disk, Limits, SharedMemory
 from lockstep.doctor.check.needs import Needs
 from lockstep.doctor.finding import Finding, Severity
@@ -185,4 +186,7 @@ def judge_clock(host: str, clock: Clock, several: bool) -> Finding:
         return Finding("clock", "warning", host, f"the clock is {said}", why, "chronyc makestep")
     if clock.synchronised:
         return Finding("clock", "ok", host, f"the clock is {said}")
+    if clock.said_by == KERNEL:
+        why += "; whoever steers it from outside a virtual machine is not seen here"
+        several = False
     return Finding("clock", "warning" if several else "note", host, f"the clock is {said}", why, fix)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.doctor.check.disks import gather_clock, gather_disk
-from lockstep.doctor.check.facts import Disk
-from lockstep.doctor.check.judge_limits import MIB, judge_disk
+from lockstep.doctor.check.clock import KERNEL, gather_clock
+from lockstep.doctor.check.disks import gather_disk
+from lockstep.doctor.check.facts import Clock, Disk
+from lockstep.doctor.check.judge_limits import MIB, judge_clock, judge_disk
 from lockstep.doctor.check.system import Ran, System, Unavailable
 
 from .hosts import made
@@ -70,3 +71,10 @@ def test_systemd_is_asked_where_there_is_no_chrony(tmp_path: Path) -> None:
     broken = {CHRONY: Ran(1, "506 Cannot talk to daemon\n", ""), SYSTEMD: Ran(1, "", "System has not been booted\n")}
     with pytest.raises(Unavailable, match=r"506 Cannot talk.*System has not been booted"):
         gather_clock(made(tmp_path, {}, broken))
+
+
+def test_the_kernel_is_asked_last_and_says_whether_anybody_steers_its_clock(tmp_path: Path) -> None:
+    clock = gather_clock(made(tmp_path, {"proc/self/": ""}))
+    assert clock.said_by == KERNEL and clock.synchronised is not None and clock.offset_s is None
+    assert judge_clock("a", Clock(False, None, KERNEL), True).severity == "note"
+    assert judge_clock("a", Clock(True, None, KERNEL), True).severity == "ok"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.doctor.check.disks import gather_clock
+from lockstep.doctor.check.clock import gather_clock
 from lockstep.doctor.check.facts import Kernel, from_json
 from lockstep.doctor.check.judge_links import judge_kernel, judge_topology
 from lockstep.doctor.check.kernel_log import events
