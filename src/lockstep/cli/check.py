@@ -13,7 +13,9 @@ from lockstep.config.errors import ConfigError
 from lockstep.config.load import load_config
 
 if TYPE_CHECKING:
+    from lockstep.cli.check_hosts import Beyond
     from lockstep.config.cluster import RayCluster
+    from lockstep.config.recipes import GRPOConfig, SFTConfig
     from lockstep.config.run import RunConfig
     from lockstep.doctor.environment.lint import Place
     from lockstep.doctor.finding import Report
@@ -65,6 +67,9 @@ def command(
     wait: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="How long probes that people start are waited for.")
     ] = 120.0,
+    small_first: Annotated[
+        bool, typer.Option("--small-first", help="Then run the config at two steps and tiny sizes.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, nothing else.")] = False,
 ) -> None:
     """Check, before a run, what would make it fail, hang or crawl, and say what helps.
@@ -83,6 +88,8 @@ def command(
 
         docker inspect trainer | lockstep check --env-file -
 
+        lockstep check run.yaml --small-first
+
         lockstep check run.yaml --hosts node-a,node-b
 
         lockstep check --join 192.0.2.7:41234 --name node-b
@@ -91,6 +98,8 @@ def command(
     from lockstep.doctor.finding import Report
 
     try:
+        if small_first and file is None:
+            raise ValueError("--small-first runs a config: name its file")
         if join is not None:
             check_hosts.join(join, name, address)
             raise typer.Exit
@@ -101,7 +110,11 @@ def command(
             _climb(report, config, bool(beyond.hosts))
         _environment(report, config, env_files or (), launcher)
         if not env and not env_files:
-            check_hosts.climb(report, config, beyond, show_note)
+            _beyond(report, config, list(overrides or []), beyond)
+        if small_first and config is not None and file is not None:
+            from lockstep.cli.check_plan import small_first as run_small
+
+            run_small(report, config, Path(file), list(overrides or []))
     except (ConfigError, ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
@@ -123,6 +136,18 @@ def _climb(report: "Report", config: "RunConfig | None", several: bool) -> None:
     for rung, findings in judge(facts, needs).items():
         title, parts = RUNGS[rung]
         report.add(rung, title, findings, max((facts.seconds.get(part, 0.0) for part in parts), default=0.0))
+
+
+def _beyond(report: "Report", config: "GRPOConfig | SFTConfig | None", overrides: list[str], beyond: "Beyond") -> None:
+    """The rungs that are about a config, and those of several hosts."""
+    from lockstep.cli import check_hosts
+
+    plan = None
+    if config is not None:
+        from lockstep.cli import check_plan  # imports torch
+
+        plan = check_plan.climb(report, config, overrides, check_hosts.room_of_process(config))
+    check_hosts.climb(report, config, beyond, show_note, plan)
 
 
 def _environment(report: "Report", config: "RunConfig | None", files: Sequence[str], launcher: str | None) -> None:

@@ -6,8 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import psutil
 import typer
 
 from lockstep.cluster.probes import LocalProbes
@@ -17,15 +19,18 @@ from lockstep.doctor.check.collectives import Tested
 from lockstep.doctor.check.communicators import Communicator, communicators, on_gloo, processes
 from lockstep.doctor.check.launchers import Printed, Several
 from lockstep.doctor.check.meeting import NAMED_S, Head, Meeting
+from lockstep.doctor.check.memory import Room
 from lockstep.doctor.check.others import answer_look
 from lockstep.doctor.check.probe import interfaces, own_address_towards, resolved, serve
 from lockstep.doctor.check.protocol import TOKEN_VARIABLE, Launcher, new_token
 from lockstep.doctor.check.wanted import needs_of
 from lockstep.doctor.finding import Finding, Report
 from lockstep.run.places import look_at_nodes, names_cluster
+from lockstep.watch import waits
 
 if TYPE_CHECKING:
     from lockstep.config.run import RunConfig
+    from lockstep.run.plan import Plan
 
 Say = Callable[[str], None]
 
@@ -96,8 +101,12 @@ def join(where: str, name: str | None, address: str | None) -> None:
     serve(host, port, token, name or socket.gethostname(), address, answer_look)
 
 
-def climb(report: Report, config: "RunConfig | None", beyond: Beyond, say: Say) -> None:
-    """All rungs beyond this host, as far as there are others or a config."""
+def climb(report: Report, config: "RunConfig | None", beyond: Beyond, say: Say, plan: "Plan | None" = None) -> None:
+    """All rungs beyond this host, as far as there are others or a config.
+
+    Args:
+        plan: of the run, which says where its processes are to be.
+    """
     given = os.environ.get(TOKEN_VARIABLE, "")
     token = given or new_token()
     launcher, address = _launcher(config, beyond, say, show_token=not given)
@@ -115,14 +124,14 @@ def climb(report: Report, config: "RunConfig | None", beyond: Beyond, say: Say) 
         return
     try:
         with Head(token, address) as head:
-            _meet(report, config, beyond, say, head, launcher, made)
+            _meet(report, config, beyond, say, head, launcher, made, places(plan))
     finally:
         launcher.stop()
 
 
 def _meet(
     report: Report, config: "RunConfig | None", beyond: Beyond, say: Say, head: Head, launcher: Launcher,
-    made: Sequence[Communicator],
+    made: Sequence[Communicator], planned: Mapping[str, str],
 ) -> None:  # fmt: skip
     by_people = any(isinstance(each, Printed) and each.hosts for each in getattr(launcher, "parts", (launcher,)))
     began = time.monotonic()
@@ -139,7 +148,7 @@ def _meet(
     elif meeting.missing or meeting.lost:
         _add(report, "rendezvous", rendezvous.judge(meeting), time.monotonic() - began)
     if made:
-        _test(report, config, head, meeting, made)
+        _test(report, config, head, meeting, made, planned)
 
 
 def _look_at_others(report: Report, config: "RunConfig | None", head: Head) -> None:
@@ -157,10 +166,14 @@ def _add(report: Report, name: str, findings: Sequence[Finding], seconds: float)
 
 
 def _test(
-    report: Report, config: "RunConfig | None", head: Head, meeting: Meeting, made: Sequence[Communicator]
-) -> None:
+    report: Report, config: "RunConfig | None", head: Head, meeting: Meeting, made: Sequence[Communicator],
+    planned: Mapping[str, str],
+) -> None:  # fmt: skip
     device = _device(config)
-    hosts = spread(processes(made), sorted(set(meeting.joined) & head.members.keys()))
+    here = sorted(set(meeting.joined) & head.members.keys())
+    hosts = spread(processes(made), here)
+    if set(planned.values()) <= set(here):
+        hosts |= {name: planned[name] for name in hosts if name in planned}
     if not hosts:
         why = "no host has joined"
         report.add("collectives", "Collectives", [Finding("collectives", "unchecked", "", why)])
@@ -180,6 +193,13 @@ def _test(
     report.add("collectives", "Collectives", findings, tested.took_s)
 
 
+def places(plan: "Plan | None") -> dict[str, str]:
+    """The host of each process, where a placement says it."""
+    if plan is None or plan.assignment is None:
+        return {}
+    return {name: node.name for name, node in plan.assignment.node_of.items()}
+
+
 def spread(names: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
     """A host for each process where no placement says so: neighbours together, as many on each."""
     if not hosts:
@@ -189,12 +209,23 @@ def spread(names: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
 
 
 def _device(config: "RunConfig | None") -> Literal["cpu", "cuda"]:
-    from pathlib import Path
-
     if config is not None and config.cluster.device != "auto":
         return config.cluster.device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"
+
+
+def room_of_process(config: "RunConfig | None") -> Room:
+    """What one process of a run has on this host: a GPU, or the host's memory."""
+    if _device(config) == "cpu":
+        return Room("cpu", psutil.virtual_memory().available)
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        rows = waits.run(query, why="name and memory of the GPUs", timeout_s=5.0).stdout.splitlines()
+        name, size = rows[0].rsplit(",", 1)
+        return Room("cuda", int(size) << 20, name.strip())
+    except (OSError, ValueError, IndexError, waits.WaitTimeout):
+        return Room("cuda", 0)
 
 
 def _launcher(config: "RunConfig | None", beyond: Beyond, say: Say, show_token: bool) -> tuple[Launcher, str | None]:

@@ -1,0 +1,147 @@
+"""The rungs of `lockstep check` that are about a config alone: placement, memory, time, and a small first run."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cluster.placement import Busy, DoesNotFit
+from lockstep.config.cluster import RayCluster
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.doctor.check import durations, memory
+from lockstep.doctor.check.memory import Room
+from lockstep.doctor.check.shape import UnknownShape, shape_of
+from lockstep.doctor.finding import Finding, Report
+from lockstep.ledger.errors import LedgerError
+from lockstep.models.errors import ModelError
+from lockstep.models.hub import download
+from lockstep.run.errors import Finished, Refused
+from lockstep.run.plan import Plan
+from lockstep.run.survey import Survey, survey
+from lockstep.watch import waits
+
+Config = GRPOConfig | SFTConfig
+
+SMALL_BOUND_S = 900.0
+
+
+def climb(report: Report, config: Config, overrides: Sequence[str], room: Room) -> Plan | None:
+    """Placement, memory and time; the plan, where there is one.
+
+    Args:
+        room: what a process of this host has.
+    """
+    began = time.monotonic()
+    found, findings = _surveyed(config, overrides)
+    report.add("placement", "Placement", findings, time.monotonic() - began)
+    began = time.monotonic()
+    report.add("memory", "Memory and time", _sizes(config, room), time.monotonic() - began)
+    return None if found is None else found.plan
+
+
+def _surveyed(config: Config, overrides: Sequence[str]) -> tuple[Survey | None, list[Finding]]:
+    """What a run with this config would be, or why it would be refused."""
+    why = "the run refuses to start with the same words"
+    try:
+        found = survey(config, None, overrides)
+    except DoesNotFit as error:
+        fix = "set " + ", or ".join(error.alternatives) if error.alternatives else "no smaller number of processes fits"
+        return None, [Finding("placement", "error", error.largest.name if error.largest else "", error.why, why, fix)]
+    except Busy as error:
+        return None, [Finding("placement", "warning", "", str(error), "the run waits until they are free")]
+    except Finished as error:
+        return None, [Finding("placement", "note", "", str(error))]
+    except (Refused, LedgerError, ValueError, OSError) as error:
+        problem, _, remedy = str(error).rpartition(": ")
+        return None, [Finding("placement", "error", "", problem or remedy, why, remedy if problem else "")]
+    findings = [Finding("placement", "note", "", note) for note in found.notes]
+    if found.plan.busy:
+        findings.append(Finding("placement", "warning", "", found.plan.busy, "the run waits until they are free"))
+    if found.plan.assignment is not None:
+        rows = "; ".join(f"{node}: {processes} ({cpus} CPUs{', ' * bool(gpus)}{gpus}{' GPUs' * bool(gpus)})"
+                         for node, _, processes, cpus, gpus in found.plan.assignment.rows())  # fmt: skip
+        findings.insert(0, Finding("placement", "ok", "", f"every bundle has a place: {rows}"))
+    elif isinstance(config.cluster, RayCluster):
+        findings.append(Finding("placement", "unchecked", "", "the nodes of the cluster are not known"))
+    else:
+        names = ", ".join(f"{each.name} on {each.device}" for each in found.plan.processes)
+        findings.insert(0, Finding("placement", "ok", "", f"this host holds all processes: {names}"))
+    return found, findings
+
+
+def _sizes(config: Config, room: Room) -> list[Finding]:
+    try:
+        shape = shape_of(_model_config(config))
+    except (UnknownShape, ModelError, OSError, ValueError) as error:
+        return [Finding("memory", "unchecked", "", f"memory and time were not estimated: {error}")]
+    return [*memory.judge(config, shape, room), *durations.judge(config, shape, room.name, os.environ)]
+
+
+def _model_config(config: Config) -> dict[str, object]:
+    """Of the model, from its folder or the hub. Raises OSError, ValueError, ModelError."""
+    folder = Path(config.model.path).expanduser()
+    if not folder.is_dir():
+        folder = download(config.model.path, config.model.revision, field="model.path", weights=False)
+    values = json.loads((folder / "config.json").read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"{folder}/config.json holds no object")
+    text = values.get("text_config")
+    return {**text, "model_type": text.get("model_type", "")} if isinstance(text, dict) else values
+
+
+def small_first(report: Report, config: Config, file: Path, overrides: Sequence[str]) -> None:
+    """Runs the config at two steps and tiny sizes through the ordinary `lockstep train`, in a folder of its own that is
+    removed."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-small-") as folder:
+        words = [*overrides, *small(config), f"folder={folder}"]
+        command = [sys.executable, "-m", "lockstep", "train", str(file), *words]
+        began = time.monotonic()
+        try:
+            done = waits.run(command, why="two small steps", timeout_s=SMALL_BOUND_S, notice_after_s=None)
+        except waits.WaitTimeout:
+            finding = Finding(
+                "small-first", "error", "", f"two steps of tiny size did not end within {SMALL_BOUND_S:.0f} s",
+                "the run itself would not either",
+                f"look with `lockstep top` at `lockstep train` with these settings: {' '.join(small(config))}",
+            )  # fmt: skip
+            report.add("small-first", "Small first", [finding], time.monotonic() - began)
+            return
+    took = time.monotonic() - began
+    if done.returncode == 0:
+        seen = f"two steps of tiny size ended well ({' '.join(small(config))})"
+        report.add("small-first", "Small first", [Finding("small-first", "ok", "", seen)], took)
+        return
+    last = " ".join((done.stderr.strip() or done.stdout.strip()).split()[-80:])
+    finding = Finding(
+        "small-first", "error", "", f"two steps of tiny size ended with exit code {done.returncode}: {last}",
+        "the run itself fails in the same way, later",
+        "mend what it says; `lockstep train` with the same settings repeats it: " + " ".join(small(config)),
+    )  # fmt: skip
+    report.add("small-first", "Small first", [finding], took)
+
+
+def small(config: Config) -> list[str]:
+    """Settings that make a run tiny and leave its placement, model, data and communicators as they are."""
+    ranks = config.trainer.ranks
+    words = ["steps=2", "checkpoint.every=1", "checkpoint.export=false", "watch.notice_s=3"]
+    if config.recipe == "grpo":
+        group = config.group_size
+        prompts = max(2, ranks)
+        words += [f"prompts_per_step={prompts}", f"minibatch_size={group}" if config.minibatch_size else ""]
+        tokens = min(16, config.rollout.sampling.max_tokens)
+        words.append(f"rollout.sampling.max_tokens={tokens}")
+    else:
+        words.append(f"batch_size={min(config.batch_size, 2 * ranks)}")
+    if config.evaluation is not None:
+        words.append("evaluation.prompts=2")
+        if config.evaluation.sampling is not None:
+            words.append(f"evaluation.sampling.max_tokens={min(16, config.evaluation.sampling.max_tokens)}")
+    if config.trainer.schedule.warmup_steps:
+        words.append("trainer.schedule.warmup_steps=1")
+    if config.trainer.schedule.total_steps is not None:
+        words.append("trainer.schedule.total_steps=2")
+    words += ["tracking=[]"] if config.tracking else []
+    return [word for word in words if word]

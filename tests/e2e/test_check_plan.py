@@ -1,0 +1,104 @@
+"""`lockstep check CONFIG`: placement, memory and time, the self-test, and two small steps."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli import check_plan
+from lockstep.cluster.bundles import NodeFacts
+from lockstep.cluster.placement import assign
+from lockstep.config.load import load_config
+from lockstep.doctor.finding import Report
+from lockstep.models.tiny import make_tiny
+from lockstep.run.plan import PlannedProcess, wanted
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config with a tiny model and data."""
+    folder = tmp_path_factory.mktemp("check")
+    make_tiny(folder / "model", alphabet="0123456789=", max_length=64)
+    subprocess.run([sys.executable, ROOT / "examples" / "sort_data.py", folder / "data"], check=True, timeout=60)
+    text = (ROOT / "examples" / "grpo_sort.yaml").read_text()
+    text = text.replace("runs/sort-sft/export", str(folder / "model")).replace("runs/sort-data", str(folder / "data"))
+    (folder / "run.yaml").write_text(text)
+    return folder / "run.yaml"
+
+
+def check(file: Path, *words: str, **environment: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "check", str(file), *words, "--json"], cwd=file.parent, timeout=170,
+        capture_output=True, text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def rungs(report: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    return [each for each in report["findings"] if each["rung"] == name]
+
+
+def test_a_config_that_fits_has_its_collectives_tried(run_file: Path) -> None:
+    _, report = check(run_file)
+    assert rungs(report, "placement")[0]["severity"] == "ok"
+    assert {each["id"] for each in rungs(report, "memory")} >= {"memory", "largest-collective"}
+    tried = [each for each in rungs(report, "collectives") if each["id"] == "collectives"]
+    assert len(tried) == 2 and all(each["severity"] == "ok" and "all sums right" in each["seen"] for each in tried)
+    assert next(each["seconds"] for each in report["rungs"] if each["name"] == "collectives") < 30
+
+
+def test_what_a_run_would_refuse_is_an_error_with_its_remedy(run_file: Path) -> None:
+    code, report = check(run_file, "rollout.sampling.max_tokens=5000", "token_budget=6000")
+    (error,) = [each for each in rungs(report, "placement") if each["severity"] == "error"]
+    assert code == 1 and "max_tokens 5000" in error["seen"] and "set it to" in error["fix"]
+
+
+def test_a_bundle_that_has_no_place_is_named_with_what_would_fit(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(run_file, ["trainer.ranks=8", "cluster.kind=ray", "cluster.device=cuda"])
+    node = NodeFacts("1", "node-a", "10.0.0.1", 64, 4, 64, 4)
+
+    def survey(config: Any, *_: Any) -> Any:
+        processes = [PlannedProcess(f"policy-{k}", "policy", k, "cuda:0", 1, 0) for k in range(8)]
+        return assign(wanted(config, processes), config.placement, [node])
+
+    monkeypatch.setattr(check_plan, "survey", survey)
+    found, (error,) = check_plan._surveyed(config, [])
+    assert found is None and error.severity == "error" and "policy-" in error.seen
+    assert "trainer.ranks" in error.fix
+
+
+@pytest.mark.slow
+def test_two_small_steps_run_through_the_ordinary_command_and_leave_nothing(run_file: Path) -> None:
+    code, report = check(run_file, "--small-first")
+    (small,) = rungs(report, "small-first")
+    assert small["severity"] == "ok", small
+    assert not (run_file.parent / "runs").exists()
+    assert code in (0, 1), "what the host lacks is not this test's"
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_small_is_told_with_its_own_last_words(run_file: Path) -> None:
+    config = load_config(run_file, ["data.path=nowhere.jsonl"])
+    report = Report()
+    check_plan.small_first(report, config, run_file, ["data.path=nowhere.jsonl"])
+    (error,) = report.findings
+    assert error.severity == "error" and "nowhere.jsonl" in error.seen and "exit code 2" in error.seen
+
+
+def test_small_leaves_placement_and_model_as_they_are(run_file: Path) -> None:
+    words = check_plan.small(load_config(run_file))
+    fields = {word.partition("=")[0] for word in words}
+    assert not {field for field in fields if field.startswith(("model", "cluster", "placement", "trainer.ranks"))}
+    tiny = load_config(run_file, words)
+    assert tiny.steps == 2 and tiny.trainer.ranks == 2
