@@ -180,7 +180,7 @@ def test_the_self_test_names_who_does_not_get_through(cable: Cable) -> None:
             cable.refuse_out((32768, 65534))
             trainer = Communicator("trainer", "gloo", ("policy-0", "policy-1"), OPERATIONS, "all")
             hosts = {"policy-0": "here", "policy-1": "there"}
-            tested = collectives.self_test(head, meeting.joined, [trainer], hosts, "cpu", bound_s=16.0)
+            tested = collectives.self_test(head, meeting.joined, [trainer], hosts, "cpu", bound_s=24.0)
             assert not tested.passed
             (error,) = errors(collectives.judge(tested))
             assert "there" in error.host and "policy-1" in error.seen

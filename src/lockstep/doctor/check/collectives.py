@@ -141,7 +141,9 @@ def _take(found: Tested, host: str, answer: Mapping[str, Any]) -> None:
             found.latency_ms.setdefault(key, []).append(float(line["ms"]))
     if not spoke:
         last = (answer.get("errors") or "").strip().splitlines()[-1:]
-        found.lost[host] = f"its ranks said nothing (exit code {answer.get('ended')}): {' '.join(last)}"
+        code = answer.get("ended")
+        how = "in time: the host may be too busy to import torch" if code is None else f"and ended with {code}"
+        found.lost[host] = f"its ranks said nothing {how}{': ' if last else ''}{' '.join(last)}"
 
 
 def judge(tested: Tested) -> list[Finding]:
@@ -203,7 +205,7 @@ def _failure(tested: Tested) -> Finding:
     rows = [f"{_named(names, tested)}: {why}" for why, names in list(causes.items())[:3]]
     never = [name for name in tested.ranks if name not in tested.at]
     behind = [name for name in tested.ranks if tested.at.get(name) in ("rendezvous",)]
-    if never and not tested.lost:
+    if never:
         rows.append(f"{_named(never, tested)} never started")
     if behind and len(behind) < len(tested.ranks):
         rows.append(f"{_named(behind, tested)} did not reach the store")
