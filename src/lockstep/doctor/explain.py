@@ -16,7 +16,7 @@ from lockstep.doctor.rules import Rules, load
 from lockstep.doctor.sightings import Reader, Reading, Sighting, date
 from lockstep.doctor.sources import Gathered, blocks, gather
 from lockstep.doctor.story import Story, tell
-from lockstep.doctor.tracebacks import START
+from lockstep.doctor.tracebacks import STARTS
 from lockstep.watch.verdict import SURE, Alternative, Collective, Fact, Kind, Level, Verdict
 
 EVIDENCE = 8
@@ -76,7 +76,7 @@ def explain(
 
 def read(found: Gathered, rules: Rules) -> list[Reading]:
     """All sources, one after the other."""
-    prefilter = Filter([*rules.by_literal, START])
+    prefilter = Filter([*rules.by_literal, *STARTS])
     many = len(found.sources)
     readings = [Reader(rules, prefilter, source.name, number, many).read(pages(blocks(source, found.gaps)))
                 for number, source in enumerate(found.sources)]  # fmt: skip

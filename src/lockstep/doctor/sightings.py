@@ -140,6 +140,7 @@ class Reader:
         self._latest: dict[tuple[str, Who], Sighting] = {}
         self._said: dict[int | None, deque[tuple[int, float | None, str]]] = {}
         self._stamp: tuple[int, float] | None = None
+        self._raised: set[int] = set()
         self._skip_to: dict[Who, int] = {}
 
     def read(self, pages: Iterator[Page]) -> Reading:
@@ -225,7 +226,7 @@ class Reader:
         for rule in rules.values():
             if self.reading.counts[rule.id] < PER_RULE or self._kept[rule.id, who] < PER_SPEAKER:
                 self._match(rule, page, number, start, end, line, who, when)
-        if tracebacks.START in line:
+        if any(each in line for each in tracebacks.STARTS):
             self._traceback(page, number, start, who, when)
 
     def _match(self, rule: Rule, page: Page, number: int, start: int, end: int, line: str, who: Who,
@@ -258,8 +259,9 @@ class Reader:
 
     def _traceback(self, page: Page, number: int, start: int, who: Who, when: float | None) -> None:
         found = tracebacks.assemble(self._speech(page, number, start, 200))
-        if found is None or len(self.reading.tracebacks) >= PER_RULE:
+        if found is None or len(self.reading.tracebacks) >= PER_RULE or found.number in self._raised:
             return
+        self._raised.add(found.number)
         when = self._before(page, start) if when is None else when
         before = text(page.data[page.data.rfind(b"\n", 0, max(0, start - 1)) + 1 : start])
         if _IGNORED in before:

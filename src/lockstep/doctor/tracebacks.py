@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 START = "Traceback (most recent call last)"
+STARTS = (START, "error raised in its creation task", "Unhandled error (suppress with")
+"""Ray leaves the first of them out where it tells what a constructor or a task raised."""
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+?)\s*$')
 _ERROR = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Failure|Dead|Full|Empty"
@@ -17,6 +19,7 @@ _REMOTE = re.compile(
     r".*?\(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?"
 )
 """The traceback of the remote task follows."""
+_TASK = re.compile(r"ray::\S+ \(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?")
 LIBRARY = re.compile(
     r"site-packages/|dist-packages/|lib/python3|<frozen |/bin/|torch/distributed|<string>|/ray/_private/"
 )
@@ -72,13 +75,14 @@ class Traceback:
 
 
 def assemble(said: Sequence[tuple[int, str]]) -> Traceback | None:
-    """From the lines of one speaker, the first of them the one with `START`; None where no exception follows.
+    """From the lines of one speaker, the first of them one of `STARTS`; None where no exception follows.
 
     Args:
         said: Number and what is said, prefixes taken off.
     """
     frames: list[Frame] = []
     held: Traceback | None = None
+    task = _TASK.search(said[0][1])
     lines = iter(range(1, min(len(said), _MOST)))
     indent = len(said[0][1]) - len(said[0][1].lstrip())
     for at in lines:
@@ -104,7 +108,7 @@ def assemble(said: Sequence[tuple[int, str]]) -> Traceback | None:
             held = Traceback(error["type"], error["message"] or "", (), number, said[0][0], line.strip(), ip=address)
             continue
         chained = any(_CHAIN.search(each) for _, each in said[at + 1 : at + 4])
-        address = held.ip if held else ""
+        address = held.ip if held else (task["ip"] or "").rstrip(",") if task else ""
         return Traceback(error["type"], message, tuple(frames), number, said[0][0], line.strip(), chained, address)
     return held
 

@@ -54,6 +54,18 @@ AttributeError: 'NoneType' object has no attribute 'n'"""))  # fmt: skip
     assert (found.type, found.ip, found.where) == ("AttributeError", "10.0.0.7", "__init__() at worker.py:3")
 
 
+def test_what_a_constructor_raised_needs_no_heading() -> None:
+    said = "Exception raised in creation task: The actor died because of an error raised in its creation task, "
+    found = assemble(_read(f"""{said}ray::LLMRayActor.__init__() (pid=4, ip=10.0.0.7, actor_id=1, repr=<x>)
+  File "/home/u/vllm_engine.py", line 3, in __init__
+    self.llm = vllm.LLM(*args)
+  File "/venv/lib/python3.11/site-packages/vllm/config.py", line 9, in verify
+    raise ValueError(
+ValueError: heads (28) must be divisible by tensor parallel size (8)"""))  # fmt: skip
+    assert found is not None
+    assert (found.type, found.ip, found.where) == ("ValueError", "10.0.0.7", "__init__() at vllm_engine.py:3")
+
+
 def test_a_remote_one_that_is_cut_off_is_kept() -> None:
     found = assemble(_read("""Traceback (most recent call last):
   File "/home/u/main.py", line 1, in <module>
