@@ -124,6 +124,22 @@ def _processes(advice: Advice, settings: Settings, document: Document) -> None:
             LAUNCH,
             settings.place("distributed_type"),
         )
+    _machines(advice, settings, machines)
+    if settings.text("gpu_ids") not in (None, "all") and processes:
+        ids = str(settings.get("gpu_ids")).count(",") + 1
+        if ids * machines != processes:
+            advice.warn(
+                "accelerate-processes",
+                f"gpu_ids names {ids} GPUs per machine, num_processes is {processes}",
+                "",
+                f"num_processes: {ids * machines}",
+                LAUNCH,
+                settings.place("gpu_ids"),
+            )
+
+
+def _machines(advice: Advice, settings: Settings, machines: int) -> None:
+    """Where the first machine is."""
     if machines > 1:
         address = settings.text("main_process_ip")
         if not address:
@@ -147,17 +163,6 @@ def _processes(advice: Advice, settings: Settings, document: Document) -> None:
         if settings.whole("main_process_port") is None:
             advice.note(
                 "accelerate-address", "main_process_port is not set: 29500", at=settings.place("main_process_ip")
-            )
-    if settings.text("gpu_ids") not in (None, "all") and processes:
-        ids = str(settings.get("gpu_ids")).count(",") + 1
-        if ids * machines != processes:
-            advice.warn(
-                "accelerate-processes",
-                f"gpu_ids names {ids} GPUs per machine, num_processes is {processes}",
-                "",
-                f"num_processes: {ids * machines}",
-                LAUNCH,
-                settings.place("gpu_ids"),
             )
 
 
@@ -193,6 +198,10 @@ def _deepspeed(advice: Advice, settings: Settings) -> None:
                 settings.place("mixed_precision"),
             )
         return
+    _zero(advice, settings)
+
+
+def _zero(advice: Advice, settings: Settings) -> None:
     zero = settings.whole(f"{D}.zero_stage")
     if zero is not None and zero != 3:
         for name in ("zero3_init_flag", "zero3_save_16bit_model"):

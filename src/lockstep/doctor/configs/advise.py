@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from lockstep.doctor.configs import accelerate, deepspeed, openrlhf, trl, verl
+from lockstep.doctor.configs import accelerate, deepspeed, openrlhf, trl, variables, verl
 from lockstep.doctor.configs.advice import Advice
 from lockstep.doctor.configs.arguments import add
 from lockstep.doctor.configs.files import Document, read
@@ -166,6 +166,7 @@ def _jobs(
         else:
             continue
         world = job.launcher.world or world
+        variables.judge(advice, {**job.shell, **job.workers})
         _add(report, job.framework, f"{job.place}: {job.program}", advice)
     for document in given.verl:
         advice = Advice()
@@ -180,6 +181,7 @@ def _jobs(
         world = world or (_world(settings) if settings is not None else None)
         run = Run(program, own, Place(document.file, 0), world, _variables(document), settings, json)
         trl.judge(advice, run, Path(document.file).parent, gpu_gib, versions)
+        variables.judge(advice, run.variables)
         _add(report, "trl", document.file, advice)
     return world, trainer
 

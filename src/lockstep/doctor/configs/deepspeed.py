@@ -213,7 +213,7 @@ def _zero(advice: Advice, settings: Settings) -> None:
         )
         return
     lower = stage or 0
-    param, optimizer = (settings.text(f"{Z}.offload_{what}.device") for what in ("param", "optimizer"))
+    param = settings.text(f"{Z}.offload_param.device")
     if lower < 3:
         if param in ("cpu", "nvme"):
             advice.warn(
@@ -241,34 +241,7 @@ def _zero(advice: Advice, settings: Settings) -> None:
                 MODELS,
                 settings.place(f"{Z}.offload_optimizer.ratio"),
             )
-    for what, device in (("param", param), ("optimizer", optimizer)):
-        if device == "nvme" and not settings.set(f"{Z}.offload_{what}.nvme_path"):
-            advice.error(
-                "deepspeed-offload",
-                f"offload_{what} to nvme without nvme_path",
-                "",
-                f'"nvme_path" in {Z}.offload_{what}',
-                MODELS,
-                settings.place(f"{Z}.offload_{what}.device"),
-            )
-        if device is not None and device not in ("cpu", "nvme", "none", "auto"):
-            advice.error(
-                "deepspeed-offload",
-                f"{Z}.offload_{what}.device {device} is none of none, cpu, nvme",
-                "",
-                "",
-                MODELS,
-                settings.place(f"{Z}.offload_{what}.device"),
-            )
-    if lower == 0 and optimizer in ("cpu", "nvme"):
-        advice.warn(
-            "deepspeed-offload",
-            "offload_optimizer without ZeRO does nothing",
-            "",
-            '"stage": 1 or more',
-            MODELS,
-            settings.place(f"{Z}.offload_optimizer.device"),
-        )
+    _devices(advice, settings, lower)
     if (
         stage == 3
         and settings.flag(f"{Z}.stage3_gather_16bit_weights_on_model_save") is not True
@@ -291,4 +264,37 @@ def _zero(advice: Advice, settings: Settings) -> None:
             '"mean"',
             CONFIG,
             settings.place("gradient_allreduce_op"),
+        )
+
+
+def _devices(advice: Advice, settings: Settings, stage: int) -> None:
+    """Where offloaded states go."""
+    param, optimizer = (settings.text(f"{Z}.offload_{what}.device") for what in ("param", "optimizer"))
+    for what, device in (("param", param), ("optimizer", optimizer)):
+        if device == "nvme" and not settings.set(f"{Z}.offload_{what}.nvme_path"):
+            advice.error(
+                "deepspeed-offload",
+                f"offload_{what} to nvme without nvme_path",
+                "",
+                f'"nvme_path" in {Z}.offload_{what}',
+                MODELS,
+                settings.place(f"{Z}.offload_{what}.device"),
+            )
+        if device is not None and device not in ("cpu", "nvme", "none", "auto"):
+            advice.error(
+                "deepspeed-offload",
+                f"{Z}.offload_{what}.device {device} is none of none, cpu, nvme",
+                "",
+                "",
+                MODELS,
+                settings.place(f"{Z}.offload_{what}.device"),
+            )
+    if stage == 0 and optimizer in ("cpu", "nvme"):
+        advice.warn(
+            "deepspeed-offload",
+            "offload_optimizer without ZeRO does nothing",
+            "",
+            '"stage": 1 or more',
+            MODELS,
+            settings.place(f"{Z}.offload_optimizer.device"),
         )

@@ -47,6 +47,23 @@ def _placement(advice: Advice, run: Run, job: Job) -> None:
             PARSER,
             run.at("critic.num_gpus_per_node", job=job),
         )
+    _asynchronous(advice, run, job)
+    ring, tensor = run.whole("ds.ring_attn_size") or 1, run.whole("ds.tensor_parallel_size") or 1
+    if actor and actor % (ring * tensor):
+        advice.error(
+            "parallel-sizes",
+            f"{actor} GPUs of the actor are not a multiple of ring attention {ring} x tensor parallel {tensor}",
+            "The device mesh cannot be made.",
+            "sizes whose product divides the GPUs",
+            BATCH,
+            run.at("ds.ring_attn_size", "ds.tensor_parallel_size", job=job),
+        )
+
+
+def _asynchronous(advice: Advice, run: Run, job: Job) -> None:
+    """What shares GPUs when generation runs ahead."""
+    all_together, asynchronous = run.on("train.colocate_all"), run.on("train.async_enable")
+    engines, parallel = run.whole("vllm.num_engines"), run.whole("vllm.tensor_parallel_size") or 1
     if all_together and asynchronous:
         advice.note(
             "placement-async",
@@ -73,16 +90,6 @@ def _placement(advice: Advice, run: Run, job: Job) -> None:
             PARSER,
             run.at("vllm.enable_sleep", job=job),
         )
-    ring, tensor = run.whole("ds.ring_attn_size") or 1, run.whole("ds.tensor_parallel_size") or 1
-    if actor and actor % (ring * tensor):
-        advice.error(
-            "parallel-sizes",
-            f"{actor} GPUs of the actor are not a multiple of ring attention {ring} x tensor parallel {tensor}",
-            "The device mesh cannot be made.",
-            "sizes whose product divides the GPUs",
-            BATCH,
-            run.at("ds.ring_attn_size", "ds.tensor_parallel_size", job=job),
-        )
 
 
 def _needs_critic(run: Run) -> bool:
@@ -97,8 +104,7 @@ def _data_parallel(run: Run) -> int | None:
 
 def _batches(advice: Advice, run: Run, job: Job) -> None:
     ranks, train, micro = _data_parallel(run), run.whole("train.batch_size"), run.whole("train.micro_batch_size")
-    prompts, samples = run.whole("rollout.batch_size"), run.whole("rollout.n_samples_per_prompt")
-    rollout_micro, dynamic = run.whole("rollout.micro_batch_size"), run.on("train.dynamic_batch_enable")
+    dynamic = run.on("train.dynamic_batch_enable")
     if ranks and train and micro and not dynamic and train % (micro * ranks):
         advice.error(
             "batch-accumulation",
@@ -109,6 +115,14 @@ def _batches(advice: Advice, run: Run, job: Job) -> None:
             BATCH,
             run.at("train.batch_size", "train.micro_batch_size", job=job),
         )
+    _rollout_batches(advice, run, job)
+
+
+def _rollout_batches(advice: Advice, run: Run, job: Job) -> None:
+    """Samples of a step against ranks and optimizer batches."""
+    ranks, train = _data_parallel(run), run.whole("train.batch_size")
+    prompts, samples = run.whole("rollout.batch_size"), run.whole("rollout.n_samples_per_prompt")
+    rollout_micro, dynamic = run.whole("rollout.micro_batch_size"), run.on("train.dynamic_batch_enable")
     if not (prompts and samples):
         return
     rollout = prompts * samples
@@ -197,6 +211,21 @@ def _algorithm(advice: Advice, run: Run, job: Job) -> None:
             PARSER,
             run.at("train.partial_rollout_enable", job=job),
         )
+    _filtering(advice, run, job, bool(remote or agent or unknown_source))
+    if run.name("eval.dataset") in run.settings and not (remote or agent or unknown_source):
+        advice.error(
+            "algorithm-reward",
+            f"{run.shown('eval.dataset')} needs a remote reward or an agent",
+            "It is asserted.",
+            run.shown("reward.remote_url"),
+            PARSER,
+            run.at("eval.dataset", job=job),
+        )
+
+
+def _filtering(advice: Advice, run: Run, job: Job, rewarded: bool) -> None:
+    """DAPO's dynamic filtering."""
+    samples = run.whole("rollout.n_samples_per_prompt")
     if run.on("algo.dynamic_filtering_enable"):
         if samples == 1:
             advice.error(
@@ -207,7 +236,7 @@ def _algorithm(advice: Advice, run: Run, job: Job) -> None:
                 PARSER,
                 run.at("algo.dynamic_filtering_enable", job=job),
             )
-        if not (remote or agent or unknown_source):
+        if not rewarded:
             advice.error(
                 "algorithm-reward",
                 "dynamic filtering needs a remote reward or an agent",
@@ -216,15 +245,6 @@ def _algorithm(advice: Advice, run: Run, job: Job) -> None:
                 PARSER,
                 run.at("algo.dynamic_filtering_enable", job=job),
             )
-    if run.name("eval.dataset") in run.settings and not (remote or agent or unknown_source):
-        advice.error(
-            "algorithm-reward",
-            f"{run.shown('eval.dataset')} needs a remote reward or an agent",
-            "It is asserted.",
-            run.shown("reward.remote_url"),
-            PARSER,
-            run.at("eval.dataset", job=job),
-        )
 
 
 def _engines(advice: Advice, run: Run, job: Job) -> None:

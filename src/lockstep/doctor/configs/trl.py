@@ -5,7 +5,7 @@ from pathlib import Path
 from lockstep.doctor.configs import memory, models, spelling, timeouts
 from lockstep.doctor.configs.advice import Advice
 from lockstep.doctor.configs.lengths import judge_heads, judge_positions
-from lockstep.doctor.configs.settings import NOWHERE, Setting, Settings
+from lockstep.doctor.configs.settings import Setting, Settings
 from lockstep.doctor.configs.tables import Option, Table, table
 from lockstep.doctor.configs.trl_rules import (
     ONLINE,
@@ -130,56 +130,39 @@ def _memory(advice: Advice, run: Run, folder: Path, gpu_gib: float | None) -> No
         (completion + prompt) if run.program in ONLINE else s.whole("max_length") or s.whole("max_seq_length") or 0
     )
     judge_positions(advice, shape, longest, "sequences", run.place("max_length", "max_completion_length"))
-    parallel = s.whole("vllm_tensor_parallel_size") or 1
-    colocated = run.program in ONLINE and s.flag("use_vllm") and (s.text("vllm_mode") or "colocate") == "colocate"
-    engine = None
-    if colocated:
-        judge_heads(advice, shape, parallel, "vllm_tensor_parallel_size", run.place("vllm_tensor_parallel_size"))
-        share = s.number("vllm_gpu_memory_utilization") or 0.3
-        if 0 < share <= 1:
-            engine = memory.Engine(
-                shape,
-                parallel,
-                share,
-                True,
-                bool(s.flag("vllm_enable_sleep_mode")),
-                longest or None,
-                run.place("vllm_gpu_memory_utilization", "use_vllm"),
-                "vllm_gpu_memory_utilization",
-            )
     each = s.whole("per_device_train_batch_size")
-    stage, adapter = zero_stage(run), bool(s.flag("use_peft"))
-    training = None
-    if stage is not None or run.world == 1:
-        json, yaml = run.deepspeed, run.accelerate
-        on_cpu = (
-            json.text("zero_optimization.offload_optimizer.device")
-            if json is not None
-            else yaml.text("deepspeed_config.offload_optimizer_device")
-            if yaml is not None
-            else None
-        )
-        weights = (
-            json.text("zero_optimization.offload_param.device")
-            if json is not None
-            else yaml.text("deepspeed_config.offload_param_device")
-            if yaml is not None
-            else None
-        )
-        training = memory.Training(
-            shape,
-            run.world,
-            stage or 0,
-            on_cpu in ("cpu", "nvme"),
-            weights in ("cpu", "nvme"),
-            0.02 if adapter else 1.0,
-        )
     tokens = each * longest if each and longest and shape.layers and run.program not in ONLINE else None
-    memory.judge(
-        advice,
-        training,
-        engine,
-        memory.Batch(tokens, bool(s.flag("use_liger_kernel"))),
-        gpu_gib,
-        at if at.file else NOWHERE,
-    )
+    batch = memory.Batch(tokens, bool(s.flag("use_liger_kernel")))
+    memory.judge(advice, _training(run, shape), _engine_share(advice, run, shape, longest), batch, gpu_gib, at)
+
+
+def _engine_share(advice: Advice, run: Run, shape: models.Shape, longest: int) -> memory.Engine | None:
+    """Of an engine on the trainer's GPUs."""
+    s = run.settings
+    if run.program not in ONLINE or not s.flag("use_vllm") or (s.text("vllm_mode") or "colocate") != "colocate":
+        return None
+    parallel, share = s.whole("vllm_tensor_parallel_size") or 1, s.number("vllm_gpu_memory_utilization") or 0.3
+    judge_heads(advice, shape, parallel, "vllm_tensor_parallel_size", run.place("vllm_tensor_parallel_size"))
+    if not 0 < share <= 1:
+        return None
+    sleeps, at = bool(s.flag("vllm_enable_sleep_mode")), run.place("vllm_gpu_memory_utilization", "use_vllm")
+    return memory.Engine(shape, parallel, share, True, sleeps, longest or None, at, "vllm_gpu_memory_utilization")
+
+
+def _training(run: Run, shape: models.Shape) -> memory.Training | None:
+    stage = zero_stage(run)
+    if stage is None and run.world != 1:
+        return None
+    optimizer, weights = (_offloaded(run, what) for what in ("optimizer", "param"))
+    trainable = 0.02 if run.settings.flag("use_peft") else 1.0
+    return memory.Training(shape, run.world, stage or 0, optimizer, weights, trainable)
+
+
+def _offloaded(run: Run, what: str) -> bool:
+    """`what`: optimizer or param."""
+    device = None
+    if run.deepspeed is not None:
+        device = run.deepspeed.text(f"zero_optimization.offload_{what}.device")
+    elif run.accelerate is not None:
+        device = run.accelerate.text(f"deepspeed_config.offload_{what}_device")
+    return device in ("cpu", "nvme")

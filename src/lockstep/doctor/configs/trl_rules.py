@@ -97,6 +97,12 @@ def judge_groups(advice: Advice, run: Run) -> None:
             "give accelerate's YAML or the launch command too",
             at,
         )
+    _around_groups(advice, run, group)
+
+
+def _around_groups(advice: Advice, run: Run, group: int | None) -> None:
+    """Evaluation, and what does not go with groups."""
+    s = run.settings
     evaluates = s.text("eval_strategy") not in (None, "no", "False", "None")
     per_eval, of_eval = s.whole("per_device_eval_batch_size"), s.whole("num_generations_eval") or group
     if evaluates and per_eval and run.world and of_eval and per_eval * run.world % of_eval:
@@ -131,26 +137,7 @@ def judge_groups(advice: Advice, run: Run) -> None:
 def judge_engine(advice: Advice, run: Run) -> None:
     s = run.settings
     if not s.flag("use_vllm"):
-        unused = [each.name for each in s if each.name.startswith("vllm_")]
-        if unused and s.get("use_vllm") is not None and "use_vllm" not in s:
-            advice.warn(
-                "engine-unused",
-                f"{', '.join(unused)} without use_vllm: transformers generates",
-                "It is several times slower.",
-                "use_vllm: true",
-                GRPO,
-                run.place(*unused),
-            )
-        if zero_stage(run) == 3:
-            advice.warn(
-                "zero3-generation",
-                "ZeRO-3 generates without vLLM: weights are gathered on every GPU, or layer by layer for each token",
-                "It is slow, needs the whole model on each GPU (ds3_gather_for_generation), and ranks that end early"
-                " must go on with the others.",
-                "use_vllm: true",
-                GRPO,
-                run.place("use_vllm"),
-            )
+        _without_engine(advice, run)
         return
     mode, numbers = s.text("vllm_mode"), tuple(int(part) for part in run.version.split(".")[:1])
     if "vllm_mode" not in s:
@@ -178,46 +165,82 @@ def judge_engine(advice: Advice, run: Run) -> None:
                 run.place(*elsewhere),
             )
     elif mode == "server":
-        here = [
-            name
-            for name in (
-                "vllm_gpu_memory_utilization",
-                "vllm_tensor_parallel_size",
-                "vllm_max_model_length",
-                "vllm_enable_sleep_mode",
-            )
-            if name in s
-        ]
-        if here:
-            advice.warn(
-                "engine-mode",
-                f"{', '.join(here)} with vllm_mode server are not read",
-                "The server has its own options.",
-                "trl vllm-serve --gpu_memory_utilization ... --tensor_parallel_size ...",
-                GRPO,
-                run.place(*here),
-            )
-        host = s.text("vllm_server_host")
-        machines = run.accelerate.whole("num_machines") if run.accelerate is not None else None
-        if (
-            (machines or 1) > 1
-            and host in ("0.0.0.0", "localhost", "127.0.0.1", None)
-            and not s.set("vllm_server_base_url")
-        ):
-            advice.warn(
-                "engine-address",
-                f"vllm_server_host is {host or '0.0.0.0, its default'} with {machines} machines",
-                "Only rank 0 asks the server: it must be on rank 0's machine, and its channel for weights too.",
-                "vllm_server_host: the server's address",
-                GRPO,
-                run.place("vllm_server_host"),
-            )
+        _served(advice, run)
     if s.flag("ds3_gather_for_generation") is False:
         advice.note(
             "zero3-generation",
             "ds3_gather_for_generation is not used with vLLM",
             at=run.place("ds3_gather_for_generation"),
         )
+    _engine_lengths(advice, run)
+
+
+def _without_engine(advice: Advice, run: Run) -> None:
+    """transformers generates."""
+    s = run.settings
+    unused = [each.name for each in s if each.name.startswith("vllm_")]
+    if unused and s.get("use_vllm") is not None and "use_vllm" not in s:
+        advice.warn(
+            "engine-unused",
+            f"{', '.join(unused)} without use_vllm: transformers generates",
+            "It is several times slower.",
+            "use_vllm: true",
+            GRPO,
+            run.place(*unused),
+        )
+    if zero_stage(run) == 3:
+        advice.warn(
+            "zero3-generation",
+            "ZeRO-3 generates without vLLM: weights are gathered on every GPU, or layer by layer for each token",
+            "It is slow, needs the whole model on each GPU (ds3_gather_for_generation), and ranks that end early"
+            " must go on with the others.",
+            "use_vllm: true",
+            GRPO,
+            run.place("use_vllm"),
+        )
+
+
+def _served(advice: Advice, run: Run) -> None:
+    """An engine in a server of its own."""
+    s = run.settings
+    here = [
+        name
+        for name in (
+            "vllm_gpu_memory_utilization",
+            "vllm_tensor_parallel_size",
+            "vllm_max_model_length",
+            "vllm_enable_sleep_mode",
+        )
+        if name in s
+    ]
+    if here:
+        advice.warn(
+            "engine-mode",
+            f"{', '.join(here)} with vllm_mode server are not read",
+            "The server has its own options.",
+            "trl vllm-serve --gpu_memory_utilization ... --tensor_parallel_size ...",
+            GRPO,
+            run.place(*here),
+        )
+    host = s.text("vllm_server_host")
+    machines = run.accelerate.whole("num_machines") if run.accelerate is not None else None
+    if (
+        (machines or 1) > 1
+        and host in ("0.0.0.0", "localhost", "127.0.0.1", None)
+        and not s.set("vllm_server_base_url")
+    ):
+        advice.warn(
+            "engine-address",
+            f"vllm_server_host is {host or '0.0.0.0, its default'} with {machines} machines",
+            "Only rank 0 asks the server: it must be on rank 0's machine, and its channel for weights too.",
+            "vllm_server_host: the server's address",
+            GRPO,
+            run.place("vllm_server_host"),
+        )
+
+
+def _engine_lengths(advice: Advice, run: Run) -> None:
+    s = run.settings
     prompt, completion = s.whole("max_prompt_length"), s.whole("max_completion_length")
     longest = s.whole("vllm_max_model_length") or s.whole("vllm_max_model_len")
     if longest and completion and completion + (prompt or 1) > longest:
@@ -243,6 +266,7 @@ def judge_trainer(advice: Advice, run: Run) -> None:
             TRAINER,
             run.place("fp16"),
         )
+    _uneven(advice, run)
     if s.flag("load_best_model_at_end") and s.text("save_strategy") != "best":
         evaluated, saved = (
             s.text("eval_strategy") or s.text("evaluation_strategy") or "no",
@@ -281,6 +305,22 @@ def judge_trainer(advice: Advice, run: Run) -> None:
             "attn_implementation: flash_attention_2",
             "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/sft_trainer.py",
             run.place("packing"),
+        )
+
+
+def _uneven(advice: Advice, run: Run) -> None:
+    """Ranks that get different numbers of batches."""
+    s = run.settings
+    config = s.get("accelerator_config")
+    even = config.get("even_batches") if isinstance(config, dict) else None
+    if even is False and not s.flag("dataloader_drop_last"):
+        advice.warn(
+            "batch-uneven",
+            "accelerator_config.even_batches is false without dataloader_drop_last",
+            "The last batches are not shared evenly: ranks that have none left do not join the others' collectives.",
+            "dataloader_drop_last: true, or even_batches: true",
+            TRAINER,
+            run.place("accelerator_config"),
         )
 
 

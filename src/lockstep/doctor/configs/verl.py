@@ -179,55 +179,47 @@ def _memory(advice: Advice, run: Run, folder: Path, gpu_gib: float | None) -> No
         "sequences",
         run.at(f"{R}.max_model_len", "data.max_response_length"),
     )
-    utilization = run.number(f"{R}.gpu_memory_utilization")
-    engine = None
-    if utilization is not None and not 0 < utilization <= 1:
-        advice.error(
-            "engine-memory",
-            f"{R}.gpu_memory_utilization={utilization:g} is no share of a GPU",
-            "",
-            "a number between 0 and 1",
-            memory.UTILIZATION,
-            run.at(f"{R}.gpu_memory_utilization"),
-        )
-    elif utilization and run.text(f"{R}.name") != "hf":
-        engine = memory.Engine(
-            shape,
-            tensor,
-            utilization,
-            (run.whole(f"{R}.nnodes") or 0) == 0,
-            run.settings.flag(f"{R}.free_cache_engine") is not False,
-            longest,
-            run.at(f"{R}.gpu_memory_utilization", f"{R}.tensor_model_parallel_size"),
-            f"{R}.gpu_memory_utilization",
-        )
-    micro = run.whole(f"{A}.ppo_micro_batch_size_per_gpu")
-    tokens = (
-        run.whole(f"{A}.ppo_max_token_len_per_gpu")
-        if run.on(f"{A}.use_dynamic_bsz")
-        else micro * longest
-        if micro and longest
-        else None
-    )
-    training = None
-    if run.engine == "dp":
-        size = run.whole(f"{A}.fsdp_config.fsdp_size") or -1
-        wide = 4 if (run.text(f"{A}.fsdp_config.model_dtype") or "fp32") in ("fp32", "float32") else 2
-        training = memory.Training(
-            shape,
-            size if size > 0 else run.gpus,
-            3,
-            run.on(f"{A}.fsdp_config.offload_policy"),
-            run.on(f"{A}.fsdp_config.offload_policy"),
-            0.02 if (run.whole("actor_rollout_ref.model.lora_rank") or 0) > 0 else 1.0,
-            wide,
-            wide,
-            2 * wide,
-        )
+    engine = _engine_share(advice, run, shape, longest)
     offloaded = run.on(f"{A}.fsdp_config.param_offload") and run.on(f"{A}.fsdp_config.optimizer_offload")
     fused = run.on("actor_rollout_ref.model.use_fused_kernels")
-    batch = memory.Batch(tokens if shape.layers else None, fused)
-    memory.judge(advice, training, engine, batch, gpu_gib, run.at(path), offloaded, "the actor's training")
+    batch = memory.Batch(_micro_batch_tokens(run, longest) if shape.layers else None, fused)
+    what = "the actor's training"
+    memory.judge(advice, _training(run, shape), engine, batch, gpu_gib, run.at(path), offloaded, what)
+
+
+def _engine_share(advice: Advice, run: Run, shape: models.Shape, longest: int | None) -> memory.Engine | None:
+    name = f"{R}.gpu_memory_utilization"
+    share = run.number(name)
+    if share is not None and not 0 < share <= 1:
+        seen = f"{name}={share:g} is no share of a GPU"
+        advice.error("engine-memory", seen, "", "a number between 0 and 1", memory.UTILIZATION, run.at(name))
+        return None
+    if not share or run.text(f"{R}.name") == "hf":
+        return None
+    tensor = run.whole(f"{R}.tensor_model_parallel_size") or 1
+    shared = (run.whole(f"{R}.nnodes") or 0) == 0
+    sleeps = run.settings.flag(f"{R}.free_cache_engine") is not False
+    at = run.at(name, f"{R}.tensor_model_parallel_size")
+    return memory.Engine(shape, tensor, share, shared, sleeps, longest, at, name)
+
+
+def _micro_batch_tokens(run: Run, longest: int | None) -> int | None:
+    if run.on(f"{A}.use_dynamic_bsz"):
+        return run.whole(f"{A}.ppo_max_token_len_per_gpu")
+    micro = run.whole(f"{A}.ppo_micro_batch_size_per_gpu")
+    return micro * longest if micro and longest else None
+
+
+def _training(run: Run, shape: models.Shape) -> memory.Training | None:
+    """FSDP keeps master weights, gradients and Adam's states in `model_dtype`, float32 unless told otherwise."""
+    if run.engine != "dp":
+        return None
+    size = run.whole(f"{A}.fsdp_config.fsdp_size") or -1
+    wide = 4 if (run.text(f"{A}.fsdp_config.model_dtype") or "fp32") in ("fp32", "float32") else 2
+    on_cpu = run.on(f"{A}.fsdp_config.offload_policy")
+    trainable = 0.02 if (run.whole("actor_rollout_ref.model.lora_rank") or 0) > 0 else 1.0
+    ranks = size if size > 0 else run.gpus
+    return memory.Training(shape, ranks, 3, on_cpu, on_cpu, trainable, wide, wide, 2 * wide)
 
 
 def _environment(advice: Advice, job: Job, raw: Settings) -> None:

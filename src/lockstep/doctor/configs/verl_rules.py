@@ -104,6 +104,13 @@ def _batches(advice: Advice, run: Run) -> None:
             ACTOR,
             run.at(f"{A}.ppo_mini_batch_size", "data.train_batch_size"),
         )
+    _mini_batches(advice, run, ranks)
+
+
+def _mini_batches(advice: Advice, run: Run, ranks: int | None) -> None:
+    """What each rank gets of a mini-batch."""
+    mini, samples = run.whole(f"{A}.ppo_mini_batch_size"), run.whole(f"{R}.n") or 1
+    dynamic = run.on(f"{A}.use_dynamic_bsz")
     if mini and ranks and mini * samples % ranks:
         advice.error(
             "batch-mini-ranks",
@@ -219,6 +226,10 @@ def _algorithm(advice: Advice, run: Run) -> None:
             VALIDATION,
             run.at(f"{A}.use_kl_loss"),
         )
+    _rollout(advice, run)
+
+
+def _rollout(advice: Advice, run: Run) -> None:
     numbers = tuple(int(part) for part in run.version.split(".")[:2])
     if run.text(f"{R}.mode") == "sync" and numbers >= (0, 7):
         advice.error(

@@ -155,3 +155,9 @@ def test_a_here_document_with_the_options(desk: Desk) -> None:
     assert bad(desk.findings(80, {"openrlhf": "0.11.2"}, run_sh=SFT.format(batch=256))) == []
     found = desk.findings(80, {"openrlhf": "0.11.2"}, run_sh=SFT.format(batch=250))
     assert bad(found) == [("batch-accumulation", "error")] and "run.sh:5: " in found[0].seen
+
+
+def test_variables_are_judged_as_the_environment_lint_does(desk: Desk) -> None:
+    text = openrlhf(OPENRLHF, "export NCCL_DEBUGG=INFO\nexport MY_OWN=1", "")
+    found = desk.findings(80, run_sh=text)
+    assert bad(found) == [("env-misspelt", "error")] and "run.sh:2: " in found[0].seen

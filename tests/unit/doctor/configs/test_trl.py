@@ -30,6 +30,7 @@ RULES: list[tuple[dict[str, Any], str, str]] = [
     ({"num_generation": 8}, "option-misspelt", "error"),
     ({"max_completion_lenght": 8}, "option-misspelt", "error"),
     ({"evaluation_strategy": "no"}, "option-gone", "error"),
+    ({"accelerator_config": {"even_batches": False}}, "batch-uneven", "warning"),
     ({"learning_rate": "small"}, "option-value", "error"),
     ({"ddp_timeout": 30}, "timeout-short", "warning"),
     ({"vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": False}, "memory-together", "error"),
