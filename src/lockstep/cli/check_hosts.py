@@ -144,18 +144,20 @@ def _meet(
         _add(report, "rendezvous", rendezvous.judge(meeting), time.monotonic() - began)
         found = pairs.try_pairs(head, meeting.joined)
         report.add("pairs", "Pairs of hosts", pairs.judge(found), found.took_s)
-        _look_at_others(report, config, head)
+        _look_at_others(report, config, head, meeting)
     elif meeting.missing or meeting.lost:
         _add(report, "rendezvous", rendezvous.judge(meeting), time.monotonic() - began)
     if made:
         _test(report, config, head, meeting, made, planned)
 
 
-def _look_at_others(report: Report, config: "RunConfig | None", head: Head) -> None:
+def _look_at_others(report: Report, config: "RunConfig | None", head: Head, meeting: Meeting) -> None:
     began = time.monotonic()
+    own = {str(each["address"]) for each in interfaces()}
+    here = {name for name, card in meeting.joined.items() if card.address in own}
     needs = needs_of(config, several=True)
     facts, lost = others.look_at(head, list(head.members), needs)
-    findings = others.judge_others(facts, lost, needs, _is_here)
+    findings = others.judge_others(facts, lost, needs, here.__contains__)
     report.add("hosts", "All hosts", findings, time.monotonic() - began)
 
 
