@@ -277,3 +277,4 @@ def test_the_command_checks_two_hosts_of_which_a_person_starts_one(cable: Cable)
     beyond = [each for each in report["findings"] if each["rung"] in ("rendezvous", "pairs")]
     assert beyond and not [each for each in beyond if each["severity"] == "error"], (beyond, said)
     assert {each["id"] for each in beyond} >= {"rendezvous", "pairs"}
+    assert "environments" in [each["name"] for each in report["rungs"]]

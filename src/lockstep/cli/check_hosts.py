@@ -159,6 +159,9 @@ def _look_at_others(report: Report, config: "RunConfig | None", head: Head, meet
     facts, lost = others.look_at(head, list(head.members), needs)
     findings = others.judge_others(facts, lost, needs, here.__contains__)
     report.add("hosts", "All hosts", findings, time.monotonic() - began)
+    began = time.monotonic()
+    found = others.compare_environments(head, list(head.members))
+    report.add("environments", "Environments of all hosts", found, time.monotonic() - began)
 
 
 def _add(report: Report, name: str, findings: Sequence[Finding], seconds: float) -> None:

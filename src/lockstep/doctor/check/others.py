@@ -1,5 +1,6 @@
 """The same look at every host of a run, through the probes that a check starts there, and what differs between them."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,14 +16,19 @@ from lockstep.doctor.check.needs import Needs
 from lockstep.doctor.check.protocol import Message
 from lockstep.doctor.check.system import System
 from lockstep.doctor.check.versions import few
+from lockstep.doctor.environment.here import shareable
+from lockstep.doctor.environment.lint import Place, lint
 from lockstep.doctor.finding import Finding
 
+ENVIRONMENT_S = 5.0
 _WRONG = ("error", "warning")
 _NEEDS: TypeAdapter[Needs] = TypeAdapter(Needs)
 
 
 def answer_look(order: Mapping[str, Any]) -> Message:
-    """The probe's side: what is known about its host."""
+    """The probe's side: what is known about its host, or its variables."""
+    if order.get("what") == "environment":
+        return {"variables": shareable(os.environ)}
     return gather(System(), _NEEDS.validate_python(order["needs"]), float(order["bound_s"])).json()
 
 
@@ -38,6 +44,26 @@ def look_at(head: Head, names: Sequence[str], needs: Needs) -> tuple[dict[str, H
         except ValueError as error:
             lost[name] = f"what it says is not understood: {error}"
     return facts, lost
+
+
+def compare_environments(head: Head, names: Sequence[str]) -> list[Finding]:
+    """What is wrong with the variables that probes have on their hosts, and what differs between them. A warning at
+    most where they differ: how a job is started there is not known."""
+    order = {"do": "look", "what": "environment"}
+    answers, lost = head.ask(dict.fromkeys(names, order), ENVIRONMENT_S, "which variables their hosts have")
+    places = [Place(name, _texts(answer.get("variables"))) for name, answer in sorted(answers.items())]
+    found = [
+        replace(each, severity="warning") if (each.id, each.severity) == ("env-differs", "error") else each
+        for each in lint(places)
+    ]
+    return [
+        *found, *(Finding("env-fine", "unchecked", name, f"{name} did not say its variables: {why}")
+                  for name, why in lost.items()),
+    ]  # fmt: skip
+
+
+def _texts(values: Any) -> dict[str, str]:
+    return {str(key): str(value) for key, value in values.items()} if isinstance(values, Mapping) else {}
 
 
 def judge_others(

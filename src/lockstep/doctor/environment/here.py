@@ -8,6 +8,8 @@ from pathlib import Path
 
 from lockstep.doctor.environment.blocks import MOST_BYTES, read
 from lockstep.doctor.environment.lint import SHELL, Place
+from lockstep.doctor.environment.variables import load
+from lockstep.watch.secrets import HIDDEN, is_secret_name, kind_of
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"),
@@ -55,6 +57,21 @@ def _settings(file: Path) -> dict[str, str]:
         return {}
     lines = (line.partition("=") for line in text.splitlines() if not line.lstrip().startswith("#"))
     return {name.strip(): value.strip() for name, sign, value in lines if sign and name.strip().startswith("NCCL_")}
+
+
+def shareable(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment another host may be told, to compare: what is known and holds no secret; of names that
+    begin as a library's do, that they are there."""
+    table = load()
+    found = {}
+    for name, value in environment.items():
+        known = table.known.get(name)
+        if known is not None:
+            if not (known.variable.secret or is_secret_name(name) or kind_of(value)):
+                found[name] = value
+        elif table.library_of(name) is not None:
+            found[name] = HIDDEN
+    return found
 
 
 def from_files(names: Sequence[str]) -> list[Place]:

@@ -19,7 +19,8 @@ of the incident say what was odd about the environment of the processes.
 -e`, a Dockerfile, `#SBATCH --export`, `mpirun -x`, Python's `os.environ[...] = ...`, the `env` blocks of Kubernetes and
 compose files, `docker inspect`, a Ray runtime environment, `/proc/PID/environ`, an incident's `environment.json`; `-`
 is standard input. Several files are several hosts, which are then compared. `lockstep check --env --launcher ray` says
-what of this shell workers on other hosts will not see.
+what of this shell workers on other hosts will not see. With `--hosts`, the variables that probes have on their hosts
+are looked at and compared.
 
 | finding | means |
 |---|---|

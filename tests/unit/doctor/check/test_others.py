@@ -4,10 +4,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from lockstep.doctor.check.facts import HostFacts, SharedMemory, Versions
 from lockstep.doctor.check.meeting import Head
 from lockstep.doctor.check.needs import Needs
-from lockstep.doctor.check.others import answer_look, judge_others, look_at, merged
+from lockstep.doctor.check.others import answer_look, compare_environments, judge_others, look_at, merged
 from lockstep.doctor.check.probe import serve
 from lockstep.doctor.check.protocol import Message, new_token
 from lockstep.doctor.finding import Finding
@@ -58,6 +60,23 @@ def test_every_host_is_asked_at_once_and_answers_with_its_facts() -> None:
     said = {finding.id: finding for finding in judge_others(facts, lost, needs, lambda name: name == "a")}
     assert said["host"].host == "c" and said["host"].severity == "unchecked"
     assert not [finding for finding in said.values() if finding.severity == "ok" and "a" in finding.host.split(",")]
+
+
+def test_variables_of_hosts_are_compared_and_secrets_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NCCL_IB_DISABLE": "0", "NCCL_DEBG": "s3cret", "HF_TOKEN": "s3cret", "MINE": "s3cret"}.items():
+        monkeypatch.setenv(name, value)
+    assert "s3cret" not in str(answer_look({"what": "environment"}))
+    launcher = Threads(("a", "b", "c"), {"b": lambda order: {"variables": {"NCCL_IB_DISABLE": "1"}}, "c": _nonsense})
+    try:
+        with Head(new_token(), "127.0.0.1") as head:
+            head.gather(launcher)
+            found = compare_environments(head, sorted(head.members))
+    finally:
+        launcher.stop()
+    told = {each.id: each for each in found if "NCCL_IB_DISABLE" in each.seen or each.id == "env-misspelt"}
+    assert told["env-differs"].severity == "warning"
+    assert "=0 on a; NCCL_IB_DISABLE=1 on b; not set on c" in told["env-differs"].seen
+    assert told["env-misspelt"].host == "a"
 
 
 def test_the_same_on_many_hosts_is_said_once() -> None:

@@ -1,9 +1,11 @@
 """The data files: their schema, and each statement for itself."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+import lockstep
 from lockstep.doctor.environment.lint import Place, lint
 from lockstep.doctor.environment.schema import Variable, When
 from lockstep.doctor.environment.values import distance, meant, nearest, wrong
@@ -123,6 +125,13 @@ def test_two_files_may_not_have_the_same_variable(tmp_path: Path) -> None:
         (tmp_path / f"{name}.yaml").write_text(text)
     with pytest.raises(BadData, match=r"y\.yaml: A: x\.yaml has it already"):
         load(tmp_path)
+
+
+def test_all_variables_of_lockstep_are_there() -> None:
+    source = Path(lockstep.__path__[0])
+    texts = [file.read_text() for file in source.rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r'"(LOCKSTEP_[A-Z_]+)"', text)}
+    assert named and named <= TABLE.names
 
 
 def test_versions() -> None:
