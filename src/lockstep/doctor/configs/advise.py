@@ -179,7 +179,7 @@ def _jobs(
         own = _settings(document)
         program = trl.program_of(Path(document.file).name, own)
         world = world or (_world(settings) if settings is not None else None)
-        run = Run(program, own, Place(document.file, 0), world, _variables(document), settings, json)
+        run = Run(program, own, Place(document.file, 0), world, _variables(document), settings, json, own_script=True)
         trl.judge(advice, run, Path(document.file).parent, gpu_gib, versions)
         variables.judge(advice, run.variables)
         _add(report, "trl", document.file, advice)

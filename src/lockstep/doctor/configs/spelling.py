@@ -117,6 +117,11 @@ def _misspelt(advice: Advice, table: Table, setting: Setting, version: str, spel
             advice.warn("option-misspelt", seen, "", f"{near[0]}=...", table.source, setting.place)
         return
     if not strict and not certain:
+        advice.note(
+            "option-unknown",
+            f"{shown}: {table.framework} has none of this name; of the script's own?",
+            at=setting.place,
+        )
         return
     say = advice.error if spelling.fatal else advice.warn
     gone = _became(table, near[0], version) if near and near[0] not in table.at(version) else ""

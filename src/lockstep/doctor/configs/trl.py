@@ -15,6 +15,7 @@ from lockstep.doctor.configs.trl_rules import (
     judge_match,
     judge_match_accelerate,
     judge_trainer,
+    vllm_mode,
     zero_stage,
 )
 
@@ -87,8 +88,11 @@ def _names(
         else:
             theirs.append(setting)
     strict = not run.own_script
+    consequence = "The parser ends with an error" + (
+        "." if strict else ", unless the script has an option of this name."
+    )
     for known, settings, version in ((trl, mine, run.version), (trainer, theirs, trainer_version)):
-        form = spelling.Spelling("", "The parser ends with an error.", known.framework not in installed, strict)
+        form = spelling.Spelling("", consequence, known.framework not in installed, strict)
         spelling.judge(advice, known, settings, version, form, strict)
 
 
@@ -139,7 +143,7 @@ def _memory(advice: Advice, run: Run, folder: Path, gpu_gib: float | None) -> No
 def _engine_share(advice: Advice, run: Run, shape: models.Shape, longest: int) -> memory.Engine | None:
     """Of an engine on the trainer's GPUs."""
     s = run.settings
-    if run.program not in ONLINE or not s.flag("use_vllm") or (s.text("vllm_mode") or "colocate") != "colocate":
+    if run.program not in ONLINE or not s.flag("use_vllm") or vllm_mode(run) != "colocate":
         return None
     parallel, share = s.whole("vllm_tensor_parallel_size") or 1, s.number("vllm_gpu_memory_utilization") or 0.3
     judge_heads(advice, shape, parallel, "vllm_tensor_parallel_size", run.place("vllm_tensor_parallel_size"))

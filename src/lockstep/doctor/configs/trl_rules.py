@@ -69,7 +69,7 @@ def judge_groups(advice: Advice, run: Run) -> None:
         )
         return
     if whole is None and each and run.world:
-        whole = each * run.world * (steps or accumulation)
+        whole = each * run.world * ((steps or accumulation) if "generation_batch_size" in s.defaults else 1)
     elif whole is not None and each and run.world and whole % (each * run.world):
         advice.error(
             "batch-generation",
@@ -134,14 +134,21 @@ def _around_groups(advice: Advice, run: Run, group: int | None) -> None:
         )
 
 
+def vllm_mode(run: Run) -> str | None:
+    """Where the engine is; None before there was a choice: it had a GPU of its own."""
+    if "vllm_mode" in run.settings:
+        return run.settings.text("vllm_mode")
+    if "vllm_mode" not in run.settings.defaults:
+        return None
+    return "server" if run.version.startswith("0.") else "colocate"
+
+
 def judge_engine(advice: Advice, run: Run) -> None:
     s = run.settings
     if not s.flag("use_vllm"):
         _without_engine(advice, run)
         return
-    mode, numbers = s.text("vllm_mode"), tuple(int(part) for part in run.version.split(".")[:1])
-    if "vllm_mode" not in s:
-        mode = "colocate" if numbers >= (1,) else "server"
+    mode = vllm_mode(run)
     parallel = s.whole("vllm_tensor_parallel_size") or 1
     if mode == "colocate":
         if run.world and run.world % parallel:

@@ -58,7 +58,8 @@ def test_nothing_is_wrong_with_a_right_one(desk: Desk) -> None:
 
 @pytest.mark.parametrize(("changes", "id", "severity"), RULES)
 def test_each_rule_finds_what_breaks_it(desk: Desk, changes: dict[str, Any], id: str, severity: str) -> None:
-    found = bad(desk.findings(80, NOW, grpo_yaml=changed(TRL, changes), acc_yaml=ACCELERATE))
+    line = "trl grpo --config grpo.yaml\n"
+    found = bad(desk.findings(80, NOW, run_sh=line, grpo_yaml=changed(TRL, changes), acc_yaml=ACCELERATE))
     assert (id, severity) in found, found
 
 
@@ -85,7 +86,22 @@ def test_a_name_that_newer_versions_dropped_is_worth_a_warning_unless_the_versio
     then = {"trl": "1.16.0", "transformers": "4.57.6"}
     assert bad(desk.findings(80, then, grpo_yaml=old, acc_yaml=ACCELERATE)) == []
     (gone,) = desk.findings(80, NOW, grpo_yaml=old, acc_yaml=ACCELERATE)[:1]
-    assert gone.severity == "error" and "warmup_steps" in gone.fix
+    assert gone.severity == "warning" and "warmup_steps" in gone.fix
+    (gone,) = desk.findings(80, NOW, run_sh="trl grpo --config grpo.yaml\n", grpo_yaml=old, acc_yaml=ACCELERATE)[:1]
+    assert gone.severity == "error"
+
+
+def test_a_yaml_alone_may_be_of_a_script_with_options_of_its_own(desk: Desk) -> None:
+    found = desk.findings(80, NOW, grpo_yaml=changed(TRL, {"system_prompt": "Think.", "benchmarks": "x"}))
+    assert bad(found) == [] and [each.id for each in found].count("option-unknown") == 2
+
+
+def test_an_older_trl_counts_groups_and_places_engines_otherwise(desk: Desk) -> None:
+    old = {"vllm_device": "auto", "vllm_mode": None, "vllm_enable_sleep_mode": None, "vllm_max_model_length": None}
+    then = {"trl": "0.15.2", "transformers": "4.48.3"}
+    assert bad(desk.findings(80, then, grpo_yaml=changed(TRL, old), acc_yaml=ACCELERATE)) == []
+    found = desk.findings(80, then, grpo_yaml=changed(TRL, old | {"num_generations": 64}), acc_yaml=ACCELERATE)
+    assert bad(found) == [("batch-groups", "error")], "4 x 8 processes; accumulation does not count"
 
 
 def test_scripts_of_ones_own_have_options_of_their_own(desk: Desk) -> None:
