@@ -125,7 +125,7 @@ def _hurts(variable: Variable) -> str:
 def _when(when: When) -> str:
     words = {"set": "any value", "on": "on", "off": "off", "empty": "empty"}
     several = (when,) if isinstance(when, str) else when
-    return " or ".join(words.get(each, f"`{each}`") for each in several)
+    return " or ".join(words.get(each, "some values" if each[0] == "~" else f"`{each}`") for each in several)
 
 
 def _links(sources: tuple[str, ...]) -> str:
