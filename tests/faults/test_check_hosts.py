@@ -140,6 +140,7 @@ class Silent:
 
     def __init__(self, hosts: tuple[str, ...]) -> None:
         self.hosts = hosts
+        self.addresses: Mapping[str, str] = {}
 
     def start(self, head: str, port: int, token: str) -> None:
         pass

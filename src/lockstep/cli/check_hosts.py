@@ -18,7 +18,7 @@ from lockstep.doctor.check import collectives, isolation, others, pairs, rendezv
 from lockstep.doctor.check.collectives import Tested
 from lockstep.doctor.check.communicators import Communicator, communicators, on_gloo, processes
 from lockstep.doctor.check.launchers import Printed, Several
-from lockstep.doctor.check.meeting import NAMED_S, Head, Meeting
+from lockstep.doctor.check.meeting import Head, Meeting
 from lockstep.doctor.check.memory import Room
 from lockstep.doctor.check.others import answer_look
 from lockstep.doctor.check.probe import interfaces, own_address_towards, resolved, serve
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+START_S = 30.0
+"""How long probes that are started by a program are waited for: a busy host takes its time to start Python. Who is not
+there is told meanwhile."""
 NCCL_BOUND_S = 60.0
 """Of one self-test on NCCL: bringing it up takes seconds on one host, and tens of them on many."""
 
@@ -136,7 +139,7 @@ def _meet(
     by_people = any(isinstance(each, Printed) and each.hosts for each in getattr(launcher, "parts", (launcher,)))
     began = time.monotonic()
     meeting = head.gather(
-        launcher, beyond.wait_s if by_people else NAMED_S, beyond.ports,
+        launcher, beyond.wait_s if by_people else START_S, beyond.ports,
         tell=lambda absent: say(f"not here yet: {', '.join(absent)}"),
     )  # fmt: skip
     several = len(launcher.hosts) > 1

@@ -36,6 +36,10 @@ class LocalProbes:
     def hosts(self) -> tuple[str, ...]:
         return tuple(self._prefixes)
 
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        return {}
+
     def start(self, head: str, port: int, token: str) -> None:
         """Returns at once."""
         for name, prefix in self._prefixes.items():

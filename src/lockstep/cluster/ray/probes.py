@@ -59,6 +59,11 @@ class RayProbes:
     def hosts(self) -> tuple[str, ...]:
         return tuple(node.name for node in self._nodes)
 
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """Of all nodes, as Ray has them."""
+        return {node.name: node.address for node in self._nodes}
+
     def start(self, head: str, port: int, token: str) -> None:
         """Returns at once."""
         open_session(self._config, 1, 0)

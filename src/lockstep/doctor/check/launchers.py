@@ -26,6 +26,10 @@ class Printed:
     def hosts(self) -> tuple[str, ...]:
         return self._hosts
 
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        return {}
+
     def start(self, head: str, port: int, token: str) -> None:
         for name in self._hosts:
             self._say(f"on {name} run: {join_command(head, port, name)}")
@@ -48,6 +52,10 @@ class Several:
     @property
     def hosts(self) -> tuple[str, ...]:
         return tuple(host for each in self.parts for host in each.hosts)
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        return {host: address for each in self.parts for host, address in each.addresses.items()}
 
     def start(self, head: str, port: int, token: str) -> None:
         for each in self.parts:

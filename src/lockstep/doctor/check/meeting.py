@@ -99,7 +99,7 @@ class Head:
         told = began
         while time.monotonic() - began < bound_s:
             absent = [name for name in expected if name not in self.members]
-            if not absent or (bound_s <= NAMED_S and set(absent) <= set(launcher.failed())):
+            if set(absent) <= set(launcher.failed()):
                 break
             self._take(0.1, expected)
             if tell is not None and time.monotonic() - told >= NAMED_S:
@@ -108,7 +108,7 @@ class Head:
         absent = [name for name in expected if name not in self.members]
         named_s = time.monotonic() - began
         failed = launcher.failed()
-        missing = _look_for(absent, f"{given}:{self.port}", failed)
+        missing = _look_for(absent, f"{given}:{self.port}", failed, launcher.addresses)
         joined, lost = self._cards(ports, kernels)
         return Meeting(
             given, self.port, joined, missing, self._back(joined), lost, tuple(self._twice), tuple(self._strangers),
@@ -180,12 +180,14 @@ class Head:
         return {one.peer: one.why for one in found}
 
 
-def _look_for(absent: Sequence[str], given: str, failed: Mapping[str, str]) -> tuple[Missing, ...]:
+def _look_for(
+    absent: Sequence[str], given: str, failed: Mapping[str, str], known: Mapping[str, str]
+) -> tuple[Missing, ...]:
     """What can be found out about hosts that did not come, all at once and in two to four seconds."""
     found: dict[str, Missing] = {}
 
     def look(name: str) -> None:
-        addresses = resolved(name, 2.0)
+        addresses = (known[name],) if name in known else resolved(name, 2.0)
         there = peers.host_answers(addresses[0], bound_s=0.7) if addresses else ""
         found[name] = Missing(name, given, failed.get(name, ""), addresses, there)
 

@@ -27,6 +27,10 @@ class Launcher(Protocol):
     def hosts(self) -> tuple[str, ...]:
         """Names of all hosts that are to have one."""
 
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """Of hosts, where the launcher knows them and their names may lead nowhere."""
+
     def start(self, head: str, port: int, token: str) -> None:
         """Has every host start `lockstep check --join HEAD:PORT --name HOST`, with the token in its environment.
         Returns at once."""
