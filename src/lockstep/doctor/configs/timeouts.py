@@ -15,6 +15,8 @@ SUBGROUPS = (
     "Groups that are made later (device meshes, ZeRO's and tensor-parallel groups) ask PyTorch for a time-out of their"
     " own and get its default, 10 minutes for NCCL; the channel to vLLM has none of these."
 )
+DEFAULT_S = 600
+"""Of PyTorch for NCCL, and of `nccl_timeout`: whoever left it there asked for nothing else."""
 UNREAD = {
     "NCCL_TIMEOUT": "neither NCCL nor PyTorch reads it",
     "TORCH_NCCL_TIMEOUT": "PyTorch reads no such variable",
@@ -84,7 +86,7 @@ def verl(advice: Advice, settings: Settings, variables: dict[str, Word], version
         else f"{name}=SECONDS"
     )
     judge_environment(advice, variables, fix)
-    if name not in settings:
+    if name not in settings or settings.whole(name) == DEFAULT_S:
         return
     seen, at = f"{name}={settings.get(name)}", settings.place(name)
     if unread:

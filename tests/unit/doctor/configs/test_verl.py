@@ -108,6 +108,8 @@ def test_nccl_timeout_reached_workers_once(desk: Desk) -> None:
     text = verl(changed(VERL, {"actor_rollout_ref.nccl_timeout": 3600}))
     found = desk.findings(80, {"verl": "0.6.1"}, run_sh=text)
     assert [each.severity for each in found if each.id.startswith("timeout")] == ["note"]
+    as_it_is = verl(changed(VERL, {"actor_rollout_ref.nccl_timeout": 600}))
+    assert bad(desk.findings(80, {"verl": "0.9.1"}, run_sh=as_it_is)) == [], "PyTorch's own"
 
 
 def test_exports_on_several_nodes(desk: Desk) -> None:
