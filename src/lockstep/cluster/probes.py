@@ -66,7 +66,10 @@ class LocalProbes:
         return self._started[name].pid
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Idempotent. Probes leave by themselves when their head has gone."""
+        for name, process in self._started.items():
+            with contextlib.suppress(waits.WaitTimeout):
+                waits.process(process, whom=name, why="its probe leaves", timeout_s=1.0, notice_after_s=None)
         for process in self._started.values():
             with contextlib.suppress(ProcessLookupError):
                 if process.poll() is None:

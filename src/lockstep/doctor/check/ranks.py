@@ -24,8 +24,8 @@ class Ranks:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-check-")
-        self._output, self._errors = Path(self._folder.name, "output"), Path(self._folder.name, "errors")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._output = self._errors = Path()
 
     def run(self, order: dict[str, Any]) -> dict[str, Any]:
         """`start` them, take their `results`, or `end` them.
@@ -45,8 +45,13 @@ class Ranks:
     def end(self) -> None:
         """Kills what is left of them. Idempotent."""
         process, self._process = self._process, None
-        if process is None:
-            return
+        folder, self._folder = self._folder, None
+        if process is not None:
+            self._kill(process)
+        if folder is not None:
+            folder.cleanup()
+
+    def _kill(self, process: "subprocess.Popen[bytes]") -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
         with contextlib.suppress(waits.WaitTimeout):
@@ -54,6 +59,8 @@ class Ranks:
 
     def _start(self, order: dict[str, Any]) -> dict[str, Any]:
         self.end()
+        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-check-")
+        self._output, self._errors = Path(self._folder.name, "output"), Path(self._folder.name, "errors")
         given = {str(k): str(v) for k, v in order["environment"].items() if str(k).startswith(ALLOWED)}
         environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
@@ -91,6 +98,8 @@ class Ranks:
                 code = waits.process(
                     self._process, whom="self-test", why="its results", timeout_s=left, notice_after_s=None
                 )
+        if self._folder is None:
+            return {"lines": [], "ended": code, "errors": ""}
         lines = self._lines()
         errors = self._errors.read_bytes()[-_WORDS:].decode(errors="replace")
         self.end()
