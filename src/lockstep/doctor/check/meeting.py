@@ -67,7 +67,7 @@ class Head:
     """
 
     def __init__(self, token: str, address: str, port: int = 0) -> None:
-        self._listener = Listener(token, RUN, 0, "head", address, port, max_frame=MAX_ORDER, handshake_s=5.0)
+        self._listener = Listener(token, RUN, 0, "head", address, (port, port), max_frame=MAX_ORDER, handshake_s=5.0)
         self.address, self.port, self.token = self._listener.host, self._listener.port, token
         self.members: dict[str, Connection] = {}
         self._came_from: dict[str, str] = {}

@@ -84,7 +84,8 @@ class Answering:
             listener.close()
 
     def _listen(self, label: str, port: int) -> None:
-        listener = Listener(self._token, RUN, 0, self._name, self._address, port, max_frame=4 * CHUNK, handshake_s=5.0)
+        ports = (port, port)
+        listener = Listener(self._token, RUN, 0, self._name, self._address, ports, max_frame=4 * CHUNK, handshake_s=5.0)
         self._listeners.append(listener)
         self.ports[label] = listener.port
         threading.Thread(target=self._accept, args=(listener,), name=f"port {listener.port}", daemon=True).start()
