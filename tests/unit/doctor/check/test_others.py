@@ -35,6 +35,10 @@ class Threads:
     def failed(self) -> Mapping[str, str]:
         return {}
 
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        return {}
+
     def stop(self) -> None:
         for thread in self.started:
             waits.join(thread, whom="probe", why="the end of a test", timeout_s=20)
