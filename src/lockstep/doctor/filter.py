@@ -28,18 +28,24 @@ class Filter:
         self._lines: Any = AhoCorasick(self._texts)
 
     def candidates(self, page: Page) -> Iterator[tuple[int, int, int]]:
-        """Number, first and last byte of each line of a page that contains a text."""
+        """Number of the line, first and last byte of each part of a line of a page that contains a text.
+
+        A line has several parts where `\\r` rewrites it.
+        """
         data = page.data
-        number, counted, last = page.first, 0, -1
+        number, line, end, last = page.first, 0, -1, -1
         newlines = np.frombuffer(data, np.uint8) == ord("\n")
         for _, at, _ in self._blocks.find_matches_as_indexes(data.lower()):
             if at < last:
                 continue
-            start = data.rfind(b"\n", 0, at) + 1
-            last = data.find(b"\n", at)
-            last = len(data) if last < 0 else last
-            number += int(np.count_nonzero(newlines[counted:start]))
-            counted = start
+            if at >= end:
+                start = data.rfind(b"\n", max(end, 0), at) + 1 or line
+                number += int(np.count_nonzero(newlines[line:start]))
+                line, last, end = start, start, data.find(b"\n", at)
+                end = len(data) if end < 0 else end
+            start = max(line, data.rfind(b"\r", last, at) + 1)
+            last = data.find(b"\r", at, end)
+            last = end if last < 0 else last
             yield number, start, last
 
     def texts(self, line: str) -> frozenset[str]:

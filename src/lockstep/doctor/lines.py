@@ -1,23 +1,25 @@
 """Bytes become pages of whole lines, and bytes of a line become text.
 
 A line ends at `\\n`, and lines are numbered as `text.split("\\n")` counts them, from 1. A progress bar rewrites its
-line with `\\r`: that stays one line, of which the parts are looked at one by one.
+line with `\\r`, a whole run long: that stays one line, of which the parts are looked at one by one.
 """
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 LONGEST = 16 << 10
-"""Characters of a line that are looked at; the rest of a longer one is cut."""
+"""Characters of a line, or of a part of it, that are looked at; the rest of a longer one is cut."""
+PARTS = 6
+"""Of a line that `\\r` rewrites many times, the first and the last so many parts are looked at for counters."""
 _NEWLINE = ord("\n")
 AHEAD = 64 << 10
 """Bytes of the next page that are at hand, for tracebacks that go over the edge."""
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def pages(blocks: Iterable[bytes]) -> Iterator[Page]:
         if not end and sum(map(len, held)) < LONGEST * 256:
             held.append(block)
             continue
-        end = end or len(block)
+        end = end or block.rfind(b"\r") + 1 or len(block)
         page = b"".join((*held, memoryview(block)[:end]))
         held = [block[end:]]
         if waiting:
@@ -94,25 +96,29 @@ def _utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def text(raw: bytes) -> str:
-    """A line as characters: escapes and control characters removed, `\\r` kept between the parts of a progress bar."""
+    """A line, or a part of one, as characters: escapes and control characters removed."""
     said = raw[: LONGEST * 2].decode("utf-8", "replace")[:LONGEST]
     if "\x1b" in said:
         said = _ESCAPES.sub("", said)
     if not said.isprintable():
         said = _CONTROLS.sub("", said)
-    return said.rstrip("\r\n")
+    return said
+
+
+def parts(raw: bytes) -> Sequence[bytes]:
+    """What a line showed one after the other, where `\\r` rewrites it; of many the first and the last `PARTS`."""
+    if b"\r" not in raw:
+        return (raw,)
+    found = [each for each in raw.split(b"\r") if each]
+    return (found if len(found) <= 2 * PARTS else [*found[:PARTS], *found[-PARTS:]]) or (b"",)
 
 
 def shown(said: str, at: int = 0, most: int = 400) -> str:
-    """Of a line what evidence cites: the part of a progress bar that `at` is in, cut to `most` characters."""
-    start = said.rfind("\r", 0, at) + 1
-    end = said.find("\r", at)
-    part = said[start : end if end >= 0 else None]
-    at -= start
-    if len(part) > most:
+    """Of a line what evidence cites: `most` characters, those around `at` where that is far behind."""
+    if len(said) > most:
         begin = 0 if at < most * 3 // 4 else at - most // 4
-        part = part[begin : begin + most]
-    return part.strip()
+        said = said[begin : begin + most]
+    return said.strip()
 
 
 def numbered(page: Page, most: int | None = None) -> Iterator[tuple[int, bytes]]:

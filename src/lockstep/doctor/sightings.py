@@ -6,9 +6,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lockstep.doctor import kinds, prefixes, stacks, tracebacks
+from lockstep.doctor import kinds, prefixes, progress, quotes, stacks, tracebacks
 from lockstep.doctor.filter import Filter, groups
-from lockstep.doctor.lines import Page, count, numbered, shown, text
+from lockstep.doctor.lines import LONGEST, Page, count, numbered, parts, shown, text
 from lockstep.doctor.prefixes import NOBODY, Who
 from lockstep.doctor.rules import Rule, Rules
 from lockstep.doctor.stacks import Stack
@@ -34,18 +34,10 @@ _SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following e
 _IGNORED = "Exception ignored in"
 """What Python puts before the traceback of a finaliser, after which it goes on."""
 _GLUED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
-_DIGIT = re.compile(r"\d")
+_BAR = re.compile(r"\d(?:/\d+|[a-z]{2,12}) \[\d[\d:]*(?:<[\d:?]+)?(?:, [^\]]*)?\]\s*(?=\S)")
+"""A progress bar that something follows on."""
 _CODE = "    "
 """Source in a traceback: `if step == 11` is no counter."""
-PROGRESS = re.compile(
-    r"(?:\"(?:step|iteration|global_step|it)\": ?|\b(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration|Iter"
-    r"|STEP|update|batch|Batch|it)(?:s)?[ =:#\[(]{1,12})(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
-    r"|\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<"
-    r"|Epoch:? ?\[(?P<epoch>\d+)\](?: ?\[ *(?P<in>\d+)/(?P<last>\d+)\])?"
-    r"|\b[Ee]poch[ =:]{1,2}(?P<epochs>\d{1,6})(?:/(?P<epochs_of>\d+))?\b"
-    r"|\b(?:rows|samples|requests|prompts|episodes|documents|tasks|images|examples|trials|trajectories)(?: \w+)?"
-    r"[ =:]{1,2}(?P<count>\d+)\b|\b(?:rollout|episode|game|sample|request|trial|question) #?(?P<number>\d+)\b"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +99,12 @@ class Reading:
     who: Who = NOBODY
     node: int | None = None
     lines: int = 0
+    kind: str = "log"
+    """See `kinds`."""
     first: float | None = None
     last: float | None = None
+    dated_lines: tuple[int, int] = (0, 0)
+    """The first and the last line with a time of its own, as far as they were looked at."""
     sightings: list[Sighting] = field(default_factory=list)
     ticks: list[Tick] = field(default_factory=list)
     tracebacks: list[tuple[Who, float | None, Traceback]] = field(default_factory=list)
@@ -134,7 +130,6 @@ class Reader:
         self._tail_bytes = min(TAIL, max(LEAST, share * 2 // 3))
         who, node = prefixes.of_file(name)
         self.reading = Reading(name, source, who, node)
-        self._kind = "log"
         self._clock = Clock()
         self._kept: Counter[tuple[str, Who]] = Counter()
         self._latest: dict[tuple[str, Who], Sighting] = {}
@@ -148,9 +143,9 @@ class Reader:
         for page in pages:
             if page.first == 1:
                 head = page.data[: 64 << 10].decode("utf-8", "replace")
-                self._kind = kinds.of_file(self.reading.name, head[:4096])
+                self.reading.kind = kinds.of_file(self.reading.name, head[:4096])
                 self._clock.year = year_in(head)
-                if self._kind == "stack":
+                if self.reading.kind == "stack":
                     whole = ((number, text(raw)) for number, raw in numbered(page))
                     self.reading.stacks += stacks.read(whole, self.reading.who, self.reading.name)
                 self._head(page)
@@ -164,12 +159,12 @@ class Reader:
         found.sightings.sort(key=lambda each: each.line)
         found.dated = bool(self._clock.year)
         for rank, lines in self._said.items():
-            found.said[rank] = [Said(number, when, shown(line, line.rfind("\r") + 1)) for number, when, line in lines]
+            found.said[rank] = [Said(number, when, shown(line)) for number, when, line in lines]
         return found
 
     def _head(self, page: Page) -> None:
         for number, raw in numbered(page, self._head_bytes):
-            self._window(number, text(raw))
+            self._window(number, raw)
 
     def _tail(self, recent: list[Page]) -> None:
         if not recent:
@@ -191,48 +186,59 @@ class Reader:
                 break
         for page in reversed(windows):
             for number, raw in numbered(page):
-                self._window(number, text(raw))
+                self._window(number, raw)
 
-    def _window(self, number: int, line: str) -> None:
-        """A line near one of the ends: who speaks, the time, counters."""
-        said = prefixes.read(line, self._clock)
-        found = self.reading
-        if said.when is not None:
-            found.first = said.when if found.first is None else found.first
-            found.last = said.when
-            self._stamp = number, said.when
-        who = said.who
-        if who:
-            found.speakers[who] = number
-        when = said.when if said.when is not None else self._stamp[1] if self._stamp else None
-        tick = None if line.startswith(_CODE, said.at) else _tick(line)
-        if tick is not None:
-            rank = who if who.rank is not None else _with_rank(who, prefixes.mentioned(line))
-            found.ticks.append(Tick(rank.over(found.who), number, when, *tick))
+    def _window(self, number: int, raw: bytes) -> None:
+        """A line near one of the ends, or what is left of its parts: who speaks, the time, counters, the last words."""
+        *before, last = parts(raw)
+        for each in before:
+            self._look(number, text(each))
+        line = text(last)
+        who, when = self._look(number, line)
         if line and not line.isspace():
-            rank_of = who.rank if who.rank is not None else found.who.rank
+            rank_of = who.rank if who.rank is not None else self.reading.who.rank
             lines = self._said.get(rank_of)
             if lines is None:
                 lines = self._said[rank_of] = deque(maxlen=LAST)
             lines.append((number, when, line))
 
+    def _look(self, number: int, line: str) -> tuple[Who, float | None]:
+        """Who says it and when."""
+        said = prefixes.read(line, self._clock)
+        found = self.reading
+        if said.when is not None:
+            found.first = said.when if found.first is None else found.first
+            found.last = said.when
+            found.dated_lines = found.dated_lines[0] or number, number
+            self._stamp = number, said.when
+        who = said.who
+        if who:
+            found.speakers[who] = number
+        when = said.when if said.when is not None else self._stamp[1] if self._stamp else None
+        tick = None if line.startswith(_CODE, said.at) else progress.counted(line)
+        if tick is not None:
+            rank = who if who.rank is not None else _with_rank(who, prefixes.mentioned(line))
+            found.ticks.append(Tick(rank.over(found.who), number, when, *tick))
+        return who, when
+
     def _candidate(self, page: Page, number: int, start: int, end: int) -> None:
         line = text(page.data[start:end])
         texts = self._filter.texts(line)
-        said = prefixes.read(line, self._clock)
+        said = _speaker(line, self._clock)
         who = said.who.over(self.reading.who)
         rules = {rule.id: rule for each in texts for rule in self._rules.by_literal.get(each, ())}
         when: float | None = said.when
         for rule in rules.values():
             if self.reading.counts[rule.id] < PER_RULE or self._kept[rule.id, who] < PER_SPEAKER:
-                self._match(rule, page, number, start, end, line, who, when)
-        if any(each in line for each in tracebacks.STARTS):
+                self._match(rule, page, number, start, line, said.at, who, when)
+        at = next((at for each in tracebacks.STARTS if (at := line.find(each)) >= 0), None)
+        if at is not None and not self._quoted(page, start, line, at, said.at):
             self._traceback(page, number, start, who, when)
 
-    def _match(self, rule: Rule, page: Page, number: int, start: int, end: int, line: str, who: Who,
+    def _match(self, rule: Rule, page: Page, number: int, start: int, line: str, begin: int, who: Who,
                when: float | None) -> None:  # fmt: skip
         wanted = rule.signature.kinds
-        if wanted and kinds.of_line(self._kind, line) not in wanted:
+        if wanted and kinds.of_line(self.reading.kind, line) not in wanted:
             return
         whole = line
         if rule.signature.lines > 1:
@@ -245,9 +251,19 @@ class Reader:
         before = whole.count("\n", 0, at)
         if before:
             number, line, at = number + before, whole.split("\n")[before], 0
+        elif self._quoted(page, start, line, at if at > begin else min(found.end(), len(line)), begin):
+            return
         seen = Sighting(rule, who, when, self.reading.name, self.reading.source, number, shown(line, at),
                         groups(found.groupdict()))  # fmt: skip
         self._keep(seen)
+
+    def _quoted(self, page: Page, start: int, line: str, at: int, begin: int) -> bool:
+        """Whether what a line says is part of a sample that is printed."""
+        if quotes.quoted(line, at, begin):
+            return True
+        data = page.data
+        mark = quotes.opened(data[max(0, start - quotes.NEAR) : start], data[start : start + quotes.NEAR])
+        return mark is not None and prefixes.read(text(mark), Clock()).who == prefixes.read(line, Clock()).who
 
     def _keep(self, seen: Sighting) -> None:
         key = seen.rule.id, seen.who
@@ -290,10 +306,9 @@ class Reader:
         while at < len(data) and len(said) < most and misses < 400:
             end = data.find(b"\n", at)
             end = len(data) if end < 0 else end
-            line = text(data[at:end])
-            if own is None:
-                line = line[_glued(line) :]
-            part = prefixes.read(line, Clock())
+            seen = parts(data[at:end])
+            line = text(seen[0] if own is None else seen[-1])
+            part = _speaker(line, Clock()) if own is None else prefixes.read(line, Clock())
             if own is None:
                 own = part.who
             if part.who == own or (not part.who and not misses):
@@ -309,7 +324,8 @@ class Reader:
         for _ in range(_BACK):
             if end <= 0:
                 return None
-            begin = page.data.rfind(b"\n", 0, end) + 1
+            floor = max(0, end - LONGEST)
+            begin = page.data.rfind(b"\n", floor, end) + 1 or floor
             when = self._clock.read(text(page.data[begin : min(end, begin + 400)]))
             if when is not None:
                 return when
@@ -317,10 +333,15 @@ class Reader:
         return None
 
 
-def _glued(line: str) -> int:
-    """Where a traceback begins that follows on what another thread had not ended with a newline."""
-    found = _GLUED.search(line)
-    return found.start() if found else 0
+def _speaker(line: str, clock: Clock) -> prefixes.Said:
+    """Who says the end of a line, where that follows on a progress bar or on what another thread had not ended."""
+    glued = _GLUED.search(line)
+    cut = glued.start() if glued else max((each.end() for each in _BAR.finditer(line)), default=0)
+    if not cut:
+        return prefixes.read(line, clock)
+    last, whole = prefixes.read(line[cut:], clock), prefixes.read(line, clock)
+    who = last.who or whole.who
+    return prefixes.Said(who, max(cut + last.at, whole.at), whole.when if last.when is None else last.when)
 
 
 def date(readings: Sequence[Reading]) -> None:
@@ -344,17 +365,3 @@ def date(readings: Sequence[Reading]) -> None:
 
 def _with_rank(who: Who, rank: int | None) -> Who:
     return who if rank is None else Who(rank, who.host, who.role, who.pid, who.local)
-
-
-def _tick(line: str) -> tuple[int, int, int, bool] | None:
-    """Epoch, step, total, whether of a progress bar; of a rewritten bar the last."""
-    if _DIGIT.search(line, 0, 400) is None:
-        return None
-    last = line[line.rfind("\r") + 1 :] if "\r" in line else line
-    found = PROGRESS.search(last[:600])
-    if found is None:
-        return None
-    epoch = int(found["epoch"] or found["epochs"] or 0)
-    step = found["step"] or found["bar"] or found["in"] or found["count"] or found["number"]
-    of = found["of"] or found["total"] or found["last"] or found["epochs_of"] or 0
-    return epoch, int(step) if step is not None else 0, int(of), found["bar"] is not None

@@ -5,9 +5,11 @@ from hypothesis import strategies as st
 
 from lockstep.doctor import lines
 from lockstep.doctor.filter import Filter
-from lockstep.doctor.lines import Page, numbered, pages, shown, text
+from lockstep.doctor.lines import Page, numbered, pages, parts, shown, text
 
-_BLOCKS = st.lists(st.binary(max_size=40) | st.sampled_from([b"\n", b"a\nb", b"\r\n", b"\n\n", b"needle"]), max_size=12)
+_BLOCKS = st.lists(
+    st.binary(max_size=40) | st.sampled_from([b"\n", b"a\nb", b"\r\n", b"\n\n", b"\r", b"needle"]), max_size=12
+)
 
 
 def _plain(blocks: list[bytes]) -> list[bytes]:
@@ -28,7 +30,7 @@ def test_lines_are_numbered_as_split_counts_them(blocks: list[bytes]) -> None:
 
 
 @given(_BLOCKS)
-def test_candidates_are_the_lines_with_a_text(blocks: list[bytes]) -> None:
+def test_candidates_are_the_parts_of_lines_with_a_text(blocks: list[bytes]) -> None:
     data = b"".join(blocks)
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return
@@ -36,7 +38,8 @@ def test_candidates_are_the_lines_with_a_text(blocks: list[bytes]) -> None:
     seen = [
         (number, page.data[start:end]) for page in pages(iter(blocks)) for number, start, end in found.candidates(page)
     ]
-    expected = [(at, line) for at, line in enumerate(data.split(b"\n"), 1) if b"needle" in line.lower()]
+    expected = [(at, part) for at, line in enumerate(data.split(b"\n"), 1) for part in line.split(b"\r")
+                if b"needle" in part.lower()]  # fmt: skip
     assert seen == expected
 
 
@@ -46,10 +49,17 @@ def test_text_of_any_bytes_is_printable(raw: bytes) -> None:
     assert "\x1b" not in said and "\x00" not in said
 
 
-def test_escapes_and_controls_go_and_carriage_returns_stay() -> None:
-    assert text(b"\x1b[36m(a pid=1)\x1b[0m b\x00c\x1b]0;title\x07d") == "(a pid=1) bcd"
-    assert text(b" 10%|#\r 20%|##\r\n") == " 10%|#\r 20%|##"
-    assert shown(" 10%|#\r 20%|## error\r 30%", 12) == "20%|## error"
+def test_escapes_and_controls_go() -> None:
+    assert text(b"\x1b[36m(a pid=1)\x1b[0m b\x00c\x1b]0;title\x07d\r") == "(a pid=1) bcd"
+
+
+def test_parts_of_a_line_that_is_rewritten() -> None:
+    assert parts(b"plain") == (b"plain",)
+    assert parts(b"windows\r") == [b"windows"]
+    assert parts(b"\r 10%|#\r 20%|##\r\r") == [b" 10%|#", b" 20%|##"]
+    many = [b"%d" % at for at in range(100)]
+    assert parts(b"\r".join(many)) == [*many[: lines.PARTS], *many[-lines.PARTS :]]
+    assert parts(b"\r\r") == (b"",)
 
 
 def test_a_huge_line_is_cut() -> None:
