@@ -19,9 +19,12 @@ SIGN_AT_MOST = 0.6
 VICTIM_AT_MOST = 0.5
 """What a class is worth of which only wrappers and consequences were seen."""
 SURVIVED = 0.25
-"""The weight of what the job survived, unless its rule says that nobody does."""
+"""The weight of what the job survived."""
 TROUBLED = 0.4
 """How much of being healthy is left where the last words of a file are those of trouble."""
+STRAYED = 0.45
+"""What a record is worth that is dated outside of the job, by so little that the clocks may differ, or of a fault that
+lasts."""
 LATER = 0.75
 """The weight of a cause that comes after another one's, on another rank or in the same."""
 DECIDED = 0.35
@@ -65,7 +68,7 @@ def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
     seen = Seen(story)
     telling = [each for each in story.sightings if each.rule.cls and each.rule.signature.role != "context"]
     held = [each for each in telling if seen.allows(each)]
-    causes = _unexplained([each for each in held if each.rule.signature.role in ("cause", "sign")])
+    causes = _unexplained(story, [each for each in held if each.rule.signature.role in ("cause", "sign")])
     candidates = _by_class(story, causes)
     for each in structural:
         known = candidates.get(each.cls)
@@ -84,10 +87,11 @@ def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
     return Judgement(best, confidence, [(each, min(each.weight, confidence)) for each in ranked[1:4]])
 
 
-def _unexplained(causes: list[Sighting]) -> list[Sighting]:
-    """Without those that another one explains: by its rule, whatever the order."""
+def _unexplained(story: Story, causes: list[Sighting]) -> list[Sighting]:
+    """Without those that another one explains: by its rule, whatever the order. What the job went on after, or what is
+    dated outside of it, explains nothing."""
     explained: set[str] = set()
-    present = {each.rule.id: each for each in causes}
+    present = {each.rule.id: each for each in causes if not (story.survived(each) or story.strayed(each))}
     for each in present.values():
         explained |= set(each.rule.signature.explains)
     kept = [each for each in causes if not _is_explained(each, explained)]
@@ -107,8 +111,10 @@ def _by_class(story: Story, causes: Sequence[Sighting]) -> dict[str, Candidate]:
         weight = signature.strength
         if signature.role == "sign":
             weight = min(weight, SIGN_AT_MOST)
-        if signature.fatal is not True and story.survived(each):
+        if story.survived(each):
             weight *= SURVIVED
+        if story.strayed(each):
+            weight = min(weight, STRAYED)
         weights[each.rule.cls][each.rule.id] = max(weight, weights[each.rule.cls].get(each.rule.id, 0.0))
         members[each.rule.cls].append(each)
     found = {}

@@ -4,17 +4,19 @@ Nothing here knows of classes; rules and the judge ask for traits.
 """
 
 import re
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
+from lockstep.doctor import prefixes, span
 from lockstep.doctor.attempts import last_start, old_sources
 from lockstep.doctor.prefixes import Who
 from lockstep.doctor.sightings import Reading, Sighting, Tick
-from lockstep.doctor.tracebacks import Traceback
+from lockstep.doctor.steps import Steps
+from lockstep.doctor.times import Clock
+from lockstep.doctor.tracebacks import START, Traceback
 
 TRAITS = {
     "ended_well": "the last attempt says that it is done, and nothing fatal came after that",
@@ -35,7 +37,7 @@ TRAITS = {
 }
 """What `story:` in a condition may ask for."""
 
-_LASTING = ("gpu_hardware_fault",)
+LASTING = ("gpu_hardware_fault",)
 """Classes that the next attempt has too when it gets the same hosts."""
 _LAST = 4
 _TROUBLE = re.compile(
@@ -44,7 +46,9 @@ _TROUBLE = re.compile(
 )
 _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _MOST_RANKS = 100_000
-_SURVIVED_STEPS = 2
+_RAISED = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
+_SURE = 0.7
+"""Strength from which on a cause ends a job, whatever it said before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class Timeout:
     numel: int | None
     ran_ms: float | None
     timeout_ms: float | None
+    group: str
+    """The number of its process group, where that is said."""
     sighting: Sighting
 
 
@@ -92,31 +98,34 @@ class Story:
 
     def ticks_of(self, source: int) -> list[Tick]:
         """Counters in one file."""
-        return next((reading.ticks for reading in self.readings if reading.source == source), [])
+        return self.by_source[source].ticks if source in self.by_source else []
 
     @cached_property
-    def _steps_after(self) -> Mapping[int, Mapping[int | None, tuple[list[int], list[int]]]]:
-        """By source and rank, the lines with a counter, and how many different ones stand on each and after it."""
-        return {reading.source: _counted(reading.ticks) for reading in self.readings if reading.source not in self.old}
+    def steps(self) -> Steps:
+        """After each line of each file."""
+        return Steps(self.readings, self.old)
+
+    @cached_property
+    def by_source(self) -> Mapping[int, Reading]:
+        return {each.source: each for each in self.readings}
 
     def current(self, source: int, line: int) -> bool:
         """Whether a line belongs to the last attempt."""
         return source not in self.old and line >= self.starts.get(source, 0)
 
     def survived(self, seen: Sighting) -> bool:
-        """The same file shows steps made after it, by the same rank where ranks are known."""
-        return self._went_on(seen.source, seen.who.rank, seen.line)
+        """The same file shows steps made after it, by the same rank where ranks are known; what nobody survives, only
+        steps of the very rank that says it, or so many that nobody can be missing."""
+        return self.steps.went_on(seen.source, seen.who.rank, seen.line, lethal=seen.rule.signature.fatal is True)
 
-    def _went_on(self, source: int, rank: int | None, line: int) -> bool:
-        counted = self._steps_after.get(source)
-        if counted is None:
-            return False
-        for each in (rank, _ANYBODY):
-            lines, left = counted.get(each, ((), ()))
-            at = bisect_right(lines, line)
-            if at < len(lines):
-                return left[at] > _SURVIVED_STEPS
-        return False
+    @cached_property
+    def period(self) -> span.Span:
+        """When the last attempt ran."""
+        return span.of_job(self.readings, self.old, self.starts)
+
+    def strayed(self, seen: Sighting) -> float:
+        """Seconds that a record beside the job's logs is dated before or after the job; 0 within, or where unknown."""
+        return span.strayed(seen, self.by_source[seen.source], self.period)
 
     @cached_property
     def tracebacks(self) -> list[tuple[Who, float | None, Traceback, Reading]]:
@@ -125,7 +134,7 @@ class Story:
             (who.over(reading.who), when, traceback, reading)
             for reading in self.readings for who, when, traceback in reading.tracebacks
             if self.current(reading.source, traceback.number)
-            and not self._went_on(reading.source, who.rank, traceback.number)
+            and not self.steps.went_on(reading.source, who.rank, traceback.number)
         ]  # fmt: skip
 
     @cached_property
@@ -221,7 +230,7 @@ class Story:
             found.append(Timeout(
                 Who(self.said_by(each), each.who.host, each.who.role, each.who.pid), said.get("op", "").lower(),
                 int(said["seq"]) if said.get("seq") else None, _elements(said),
-                numbers["ran_ms"], numbers["timeout_ms"], each))  # fmt: skip
+                numbers["ran_ms"], numbers["timeout_ms"], said.get("pg", ""), each))  # fmt: skip
         return found
 
     @cached_property
@@ -230,17 +239,51 @@ class Story:
         names = ("collective_timeout", "peer_lost", "exit", "crash", "cancelled")
         return sorted((each for name in names for each in self.facts(name)), key=order)
 
+    def _first_collective(self) -> bool:
+        """By the number of what timed out, else by what the ranks say of that group; of others one may be idle."""
+        numbers = [each.seq for each in self.timeouts if each.seq is not None]
+        if numbers:
+            return max(numbers) <= 1
+        groups = {each.group for each in self.timeouts if each.group}
+        states = self.facts("work_state")
+        own = [each for each in states if each.fields.get("pg") in groups] or states
+        return bool(own) and all(int(each.fields["completed"]) <= 0 for each in own)
+
     @cached_property
     def ended_well(self) -> bool:
-        """It says so, and nobody failed after that."""
+        """It says so, nothing went wrong after that, and what had gone wrong before did not keep it from going on."""
         done = [each for each in self.facts("done") if not self.survived(each)]
         if not done:
             return False
+        first, last = done[0], {each.source: each.line for each in sorted(done, key=lambda each: each.line)}
         bad = [each for each in self.failures + self.exceptions if self._ends(each)]
-        if any(order(each) > order(done[0]) or each.source != done[0].source for each in bad):
+        if any(each.source != first.source or each.line > first.line or not self._on_the_way(each, first)
+               for each in bad):  # fmt: skip
             return False
-        return not any(reading.source == done[0].source and traceback.number < done[0].line
-                       for _, _, traceback, reading in self.tracebacks)  # fmt: skip
+        if any(reading.source == first.source and traceback.number < first.line
+               for _, _, traceback, reading in self.tracebacks):  # fmt: skip
+            return False
+        later = (each for each in self.sightings if each.line > last.get(each.source, each.line))
+        return not any(self._lethal(each) for each in later) and not any(
+            self._raises_after(*each) for each in last.items()
+        )
+
+    def _on_the_way(self, seen: Sighting, done: Sighting) -> bool:
+        """A step was made between a failure and the end."""
+        return any(tick.who.rank in (None, seen.who.rank) or seen.who.rank is None
+                   for tick in self.ticks_of(seen.source) if seen.line < tick.line <= done.line)  # fmt: skip
+
+    def _lethal(self, seen: Sighting) -> bool:
+        signature = seen.rule.signature
+        sure = signature.role == "cause" and signature.strength >= _SURE and signature.fatal is not False
+        return sure and not signature.needs and not self.survived(seen)
+
+    def _raises_after(self, source: int, line: int) -> bool:
+        """The last words of a file name an exception; those with a traceback have rules of their own."""
+        said = [each.text for of_rank in self.by_source[source].said.values() for each in of_rank if each.line > line]
+        return not any(START in each for each in said) and any(
+            _RAISED.match(each, prefixes.read(each, Clock()).at) for each in said
+        )
 
     def _ends(self, seen: Sighting) -> bool:
         return seen.rule.signature.fact != "peer_lost" and _exit_code(seen) != 0 and not self.survived(seen)
@@ -277,8 +320,7 @@ class Story:
                 each.numel is not None for each in timeouts
             ):
                 found.add("scalar")
-        states = self.facts("work_state")
-        if any(int(each.fields["completed"]) <= 0 for each in states) or any(each.seq == 1 for each in timeouts):
+        if self._first_collective():
             found.add("first_collective")
         said = {each.who.rank for each in timeouts}
         if timeouts and len(self.ranks - said) and said - {None}:
@@ -300,25 +342,6 @@ class Story:
         if saves and (not done or order(saves[-1]) > order(done[-1])):
             found.add("saving")
         return frozenset(found)
-
-
-_ANYBODY = -1
-
-
-def _counted(ticks: Sequence[Tick]) -> dict[int | None, tuple[list[int], list[int]]]:
-    of_rank: dict[int | None, list[Tick]] = defaultdict(list)
-    for tick in ticks:
-        of_rank[_ANYBODY].append(tick)
-        of_rank[tick.who.rank].append(tick)
-    found = {}
-    for rank, own in of_rank.items():
-        seen: set[tuple[int, int]] = set()
-        left = []
-        for tick in reversed(own):
-            seen.add((tick.epoch, tick.step))
-            left.append(len(seen))
-        found[rank] = [tick.line for tick in own], left[::-1]
-    return found
 
 
 def order(seen: Sighting) -> tuple[float, int, int]:
@@ -351,17 +374,8 @@ def tell(readings: Sequence[Reading]) -> Story:
     hosts = {who.host for reading in readings if reading.source not in old for who in reading.speakers if who.host}
     for reading in readings:
         for each in reading.sightings:
-            lasts = each.rule.cls in _LASTING and (not each.who.host or each.who.host in hosts)
-            current = story.current(each.source, each.line) or lasts
+            lasts = each.rule.cls in LASTING and (not each.who.host or each.who.host in hosts)
+            current = lasts or (story.current(each.source, each.line) and story.strayed(each) < span.ZONES)
             (story.sightings if current else story.earlier).append(each)
     story.sightings.sort(key=order)
     return story
-
-
-def steps_by_rank(ticks: Iterable[Tick]) -> Mapping[int, Tick]:
-    """By rank the last counter that it showed."""
-    found: dict[int, Tick] = {}
-    for tick in ticks:
-        if tick.who.rank is not None:
-            found[tick.who.rank] = tick
-    return found

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from lockstep.doctor.ends import by_signal, first_to_fall
 from lockstep.doctor.judge import Candidate
 from lockstep.doctor.sightings import Said
-from lockstep.doctor.story import Story, steps_by_rank
+from lockstep.doctor.steps import steps_by_rank
+from lockstep.doctor.story import Story
 from lockstep.doctor.tracebacks import Traceback
 from lockstep.doctor.waits import LOST, TIMED_OUT, Wait, doing, stacks_of, waits
 from lockstep.watch.verdict import Fact

@@ -7,7 +7,7 @@ import pytest
 from lockstep.doctor.explain import explain
 from lockstep.watch.verdict import Verdict
 
-from .jobs import LOST, raised, steps, waited, write
+from .jobs import LOST, raised, state, steps, waited, watchdog, write
 
 _OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 _XID = "Apr 13 14:44:59 gpu10 kernel: [3543143.5] NVRM: Xid (PCI:0000:00:0a): 79, GPU has fallen off the bus."
@@ -161,3 +161,79 @@ def test_a_broken_gpu_stays_broken(tmp_path: Path) -> None:
         run_2__driver=[*steps(0, 5, 100), *raised(0, _OOM)],
     )
     assert verdict.cause == "gpu_hardware_fault"
+
+
+_DONE = "2026-11-21 14:30:00 Training completed"
+_EXIT = "srun: error: n3: task 3: Exited with exit code 1"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [*watchdog(3, 9), _EXIT, "71.0 FAILED", "71.extern COMPLETED"],
+        [*watchdog(3, 9), "[rank0]: Error: Training job completed status: FAILED", "Job state: COMPLETED=3 FAILED=1"],
+        [*steps(0, 9), *watchdog(3, 9), _EXIT, _DONE],
+        [*steps(0, 9), _DONE, "OSError: [Errno 30] Read-only file system: '/models/final/model.safetensors'"],
+        [*steps(0, 9), _DONE, "[rank0]: SomeError: the upload was refused"],
+        [*steps(0, 9), _DONE, "RuntimeError: CUDA error: uncorrectable ECC error encountered"],
+        [*steps(0, 9), _DONE, _EXIT],
+    ],
+)
+def test_a_word_of_success_does_not_undo_a_failure(tmp_path: Path, lines: list[str]) -> None:
+    assert judged(tmp_path, job=lines).cause != "benign"
+
+
+def test_success_after_what_was_overcome(tmp_path: Path) -> None:
+    again = [*steps(0, 9), *watchdog(3, 9), _EXIT, "restarting worker group", *steps(0, 9), _DONE]
+    assert judged(tmp_path, job=again).cause == "benign"
+    trial = [*steps(0, 9), "evaluation server: process 41 terminated with exit code 1", *steps(0, 2, 9), _DONE]
+    assert judged(tmp_path, job=trial).cause == "benign"
+
+
+def test_a_fatal_line_of_a_rank_that_goes_on(tmp_path: Path) -> None:
+    said = "[rank0] the driver wrote: GPU 0000:9b:00.0: GPU has fallen off the bus."
+    assert judged(tmp_path, job=[*steps(0, 9), said, *steps(0, 4, 9)]).cause == "benign"
+    left = judged(tmp_path, job=[*steps(0, 9), said.replace("rank0", "rank1"), *steps(0, 4, 9)])
+    assert left.cause == "gpu_hardware_fault", "the others only had a few steps under way"
+
+
+def test_rows_of_a_trainer_are_steps(tmp_path: Path) -> None:
+    rows = [f"{{'loss': 1.9, 'grad_norm': 2.5, 'learning_rate': 1e-05, 'epoch': {at / 100}}}" for at in range(1, 30)]
+    bad = "{'loss': 1.9, 'grad_norm': inf, 'learning_rate': 1e-05, 'epoch': 0.095}"
+    assert judged(tmp_path, job=[*rows[:9], bad, *rows[9:]]).cause == "benign"
+    stays = [row.replace("2.5", "nan").replace("1.9", "nan") for row in rows[9:]]
+    assert judged(tmp_path, job=[*rows[:9], *stays]).cause == "nan_or_inf"
+
+
+def _bar(count: int) -> str:
+    return "".join(f"\rEpoch 1:  1%|#    | {at}/999 [00:01<02:11, 3.1it/s, loss=1.2]" for at in range(count))
+
+
+@pytest.mark.parametrize("count", [20, 600])
+def test_a_traceback_at_the_end_of_a_progress_bar(tmp_path: Path, count: int) -> None:
+    first, *others = raised(2, "KeyError: 'label'")
+    verdict = judged(tmp_path, job=[_bar(count) + first, *others])
+    assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [2]
+    assert verdict.evidence[0].line == 4
+
+
+def test_a_message_between_two_parts_of_a_progress_bar(tmp_path: Path) -> None:
+    out = f"[rank1]: {_OOM}"
+    verdict = judged(tmp_path, job=[_bar(600) + "\r" + out])
+    assert verdict.cause == "rank_oom" and [each.rank for each in verdict.culprits] == [1]
+    assert verdict.evidence[0].text == out and verdict.evidence[0].line == 1
+
+
+def test_a_progress_bar_that_goes_on(tmp_path: Path) -> None:
+    lines = [_bar(300), "OSError: [Errno 28] No space left on device, will try again", _bar(600)]
+    assert judged(tmp_path, job=lines).cause == "benign"
+
+
+def test_an_idle_group_does_not_make_it_the_first_collective(tmp_path: Path) -> None:
+    lines = []
+    for rank in range(4):
+        lines += [line.replace("[Rank", f"[PG ID 3 PG GUID 7(dp) Rank {rank}] [Rank") for line in watchdog(rank, 5512)]
+        lines += state(rank, 0, -1)
+    assert judged(tmp_path, job=lines).cause != "p2p_path_broken"
+    first = [line for rank in range(4) for line in [*watchdog(rank, 1), *state(rank, 1, 0)]]
+    assert judged(tmp_path, job=first).cause == "p2p_path_broken"
