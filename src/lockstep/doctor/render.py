@@ -32,14 +32,14 @@ def summary(report: Report) -> Text:
     if not report.passed:
         said = Text(_number(counts["error"], "error"), "bold red")
     elif counts["warning"]:
-        said = Text("nothing is wrong, but look at the warnings", "yellow")
+        said = Text(f"no errors, {_number(counts['warning'], 'warning')}", "yellow")
     else:
         said = Text("nothing is wrong", "bold green")
-    others = [_number(counts["warning"], "warning")] if counts["warning"] else []
-    others += [f"{counts['ok']} ok"]
+    others = [_number(counts["warning"], "warning")] if counts["warning"] and not report.passed else []
+    others += [f"{counts['ok']} ok"] if counts["ok"] else []
     if counts["unchecked"]:
         others.append(f"{counts['unchecked']} could not be checked here")
-    return Text.assemble(said, (f"  ({', '.join(others)})", "dim"))
+    return Text.assemble(said, (f"  ({', '.join(others)})" if others else "", "dim"))
 
 
 def _number(many: int, noun: str) -> str:

@@ -55,7 +55,15 @@ def test_worst_first_with_the_fix_and_hosts_only_where_there_are_several() -> No
 def test_nothing_wrong_says_what_was_not_looked_at() -> None:
     report = Report()
     report.add("gpus", "GPUs", [Finding("gpus", "unchecked", "a", "no nvidia-smi")])
-    assert "nothing is wrong  (0 ok, 1 could not be checked here)" in _shown(report)
+    assert "nothing is wrong  (1 could not be checked here)" in _shown(report)
+
+
+def test_warnings_are_not_called_nothing() -> None:
+    report = Report()
+    report.add("environment", "Environment", [Finding("env-unread", "warning", "", "NCCL_TIMEOUT is read by nobody")])
+    assert _shown(report).strip().endswith("no errors, 1 warning")
+    report.add("limits", "Limits", [Finding("shm", "ok", "a", "24 GiB"), Finding("x", "error", "a", "y")])
+    assert "1 error  (1 warning, 1 ok)" in _shown(report)
 
 
 def test_terminal_escapes_are_not_obeyed() -> None:
