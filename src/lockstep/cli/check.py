@@ -108,7 +108,7 @@ def command(
         beyond = check_hosts.Beyond(check_hosts.split_names(hosts), address, check_hosts.split_ports(ports), wait)
         if not env and not env_files:
             _climb(report, config, bool(beyond.hosts))
-        _environment(report, config, env_files or (), launcher)
+        _environment(report, config, env_files or (), launcher, bool(beyond.hosts))
         if not env and not env_files:
             _beyond(report, config, list(overrides or []), beyond)
         if small_first and config is not None and file is not None:
@@ -150,20 +150,24 @@ def _beyond(report: "Report", config: "GRPOConfig | SFTConfig | None", overrides
     check_hosts.climb(report, config, beyond, show_note, plan)
 
 
-def _environment(report: "Report", config: "RunConfig | None", files: Sequence[str], launcher: str | None) -> None:
-    from lockstep.doctor.environment.here import from_files, here, versions
-    from lockstep.doctor.environment.lint import lint
+def _environment(
+    report: "Report", config: "RunConfig | None", files: Sequence[str], launcher: str | None, several: bool
+) -> None:
+    from lockstep.doctor.check.wanted import needs_of
+    from lockstep.doctor.environment.here import from_files, gpus, here, versions
+    from lockstep.doctor.environment.lint import Job, lint
 
     if files:
-        places, known = from_files(files), {}
+        places, known, job = from_files(files), {}, Job()
     else:
-        places, known = [here()], versions()
+        needs = needs_of(config, several)
+        places, known, job = [here()], versions(), Job(needs.several, needs.gpus, gpus())
         if config is not None and config.cluster.kind == "ray":
             places.append(_passed_on(places[0], config.cluster))
             launcher = launcher or "lockstep"
         elif "RAY_ADDRESS" in places[0].variables:
             launcher = launcher or "ray"
-    report.add("environment", "Environment", lint(places, known, launcher))
+    report.add("environment", "Environment", lint(places, known, launcher, job=job))
 
 
 def _passed_on(shell: "Place", cluster: "RayCluster") -> "Place":

@@ -17,7 +17,7 @@ from lockstep.doctor.check.protocol import Message
 from lockstep.doctor.check.system import System
 from lockstep.doctor.check.versions import few
 from lockstep.doctor.environment.here import shareable
-from lockstep.doctor.environment.lint import Place, lint
+from lockstep.doctor.environment.lint import Job, Place, lint
 from lockstep.doctor.finding import Finding
 
 ENVIRONMENT_S = 5.0
@@ -54,7 +54,7 @@ def compare_environments(head: Head, names: Sequence[str]) -> list[Finding]:
     places = [Place(name, _texts(answer.get("variables"))) for name, answer in sorted(answers.items())]
     found = [
         replace(each, severity="warning") if (each.id, each.severity) == ("env-differs", "error") else each
-        for each in lint(places)
+        for each in lint(places, job=Job(several=True))
     ]
     return [
         *found, *(Finding("env-fine", "unchecked", name, f"{name} did not say its variables: {why}")

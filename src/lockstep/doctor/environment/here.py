@@ -41,6 +41,18 @@ def versions() -> dict[str, str]:
     return found
 
 
+def gpus(proc: Path = Path("/proc")) -> tuple[str, ...]:
+    """Names of the GPUs of this host, as NVIDIA's driver writes them; nothing is asked of it."""
+    found = []
+    for file in sorted(proc.glob("driver/nvidia/gpus/*/information")):
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return tuple(found)
+
+
 def here(
     environment: Mapping[str, str] | None = None, home: Path | None = None, system: Path = Path("/etc/nccl.conf")
 ) -> Place:

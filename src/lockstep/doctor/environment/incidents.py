@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.environment.lint import Place, lint
+from lockstep.doctor.environment.lint import Job, Place, lint
 from lockstep.doctor.finding import Finding
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,8 @@ def findings_of(folder: Path) -> list[Finding]:
         Place(str(host), {str(name): str(value) for name, value in _mapping(values).items()})
         for host, values in environments.items()
     ]
-    return [each for each in lint(places, versions) if each.severity in _WORTH]
+    job = Job(several=len(environments) > 1)
+    return [each for each in lint(places, versions, job=job) if each.severity in _WORTH]
 
 
 def note(folder: Path) -> list[Finding]:

@@ -1,5 +1,6 @@
 """Findings from the environments of one or more places. Pure: nothing is read, nothing is remembered."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +33,18 @@ class Place:
         return " ".join(part for part in (self.host, self.role if self.role != SHELL else "") if part)
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is known of the job that has these environments."""
+
+    several: bool | None = None
+    """Whether it has more than one host; None where that is not known."""
+    cuda: bool = False
+    """Whether it is to use GPUs."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs of its host, as far as they are known."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """What is looked at, and with what knowledge."""
@@ -42,6 +55,7 @@ class Asked:
     launcher: str | None = None
     """How workers on other hosts are started, see `launchers.yaml`."""
     table: Table = field(default_factory=load)
+    job: Job = Job()
 
 
 def lint(
@@ -49,13 +63,16 @@ def lint(
     versions: Mapping[str, str] | None = None,
     launcher: str | None = None,
     table: Table | None = None,
+    job: Job | None = None,
 ) -> list[Finding]:
     """What is wrong, or worth to know, with these environments; one `ok` where nothing is.
 
     Raises:
         ValueError: For a launcher that is not known.
     """
-    asked = Asked(tuple(places), versions or {}, launcher, table or load())
+    asked = Asked(tuple(places), versions or {}, launcher, table or load(), job or Job())
+    if launcher or len({place.host for place in asked.places if place.host}) > 1:
+        asked = replace(asked, job=replace(asked.job, several=True))
     if launcher is not None and launcher not in asked.table.launchers:
         raise ValueError(f"launcher {launcher!r} is not known, only {', '.join(sorted(asked.table.launchers))}")
     found = [*_together(_of_places(asked)), *_between(asked), *_unseen(asked)]
@@ -95,17 +112,19 @@ def _of_places(asked: Asked) -> Iterator[tuple[Finding, str]]:
 def _of_known(known: Known, value: str, place: Place, asked: Asked) -> Iterator[Finding]:
     variable = known.variable
     dead = list(_dead(known, value, asked))
-    yield from dead
-    if any(each.id in ("env-unread", "env-gone") for each in dead):
+    installed = asked.versions.get(known.library.library)
+    harms = [harm for harm in variable.left_on if _applies(harm, value, installed, asked.job)]
+    unread = any(each.id in ("env-unread", "env-gone") for each in dead)
+    if unread or not harms:  # one finding for a variable that is better unset: its new name would be so, too
+        yield from dead
+    if unread:
         return  # what nobody reads contradicts nothing, and no value of it is bad
     if problem := wrong(variable, value):
         why = variable.bad or _taken(variable, problem)
         seen = f"{shown(variable.name, value, asked.table)} is not {problem}"
         yield _finding("env-value", variable.bad_severity, seen, why, "", variable)
-    installed = asked.versions.get(known.library.library)
-    for harm in variable.left_on:
-        if meant(value, harm.when) and reached(installed, harm.since) is not False:
-            yield _harm(variable, value, harm, asked)
+    for harm in harms:
+        yield _harm(known, value, harm, bool(dead), asked)
     for conflict in variable.conflicts:
         other = place.variables.get(conflict.other)
         if other is not None and meant(value, conflict.when) and meant(other, conflict.other_when):
@@ -197,9 +216,31 @@ def _prefix_slip(name: str, table: Table) -> str | None:
     return next((f"{each}_{rest}" for each in near if f"{each}_{rest}" in table.names), None)
 
 
-def _harm(variable: Variable, value: str, harm: Harm, asked: Asked) -> Finding:
+def _applies(harm: Harm, value: str, installed: str | None, job: Job) -> bool:
+    def there(names: str) -> bool:
+        return any(re.search(names, name) for name in job.gpus)
+
+    if (harm.gpus and not there(harm.gpus)) or (harm.not_gpus and there(harm.not_gpus)):
+        return False
+    return meant(value, harm.when) and reached(installed, harm.since) is not False
+
+
+def _harm(known: Known, value: str, harm: Harm, renamed: bool, asked: Asked) -> Finding:
+    variable = known.variable
+    seen = shown(variable.name, value, asked.table)
+    if renamed:
+        since = f"since {known.library.title} {variable.renamed_since} " if variable.renamed_since else "today "
+        seen += f" ({since}{variable.renamed})"
     fix = harm.fix or f"unset {variable.name} when the fault is found"
-    return _finding("env-left-on", harm.severity, shown(variable.name, value, asked.table), harm.why, fix, variable)
+    return _finding("env-left-on", _gravity(harm, asked.job), seen, harm.why, fix, variable)
+
+
+def _gravity(harm: Harm, job: Job) -> Severity:
+    """What is right on one host, or where no GPU is to be used, is a note there; a warning where that is not known."""
+    holds = {None: True, "several": job.several, "cuda": job.cuda}[harm.where]
+    if holds is None and harm.severity == "error":
+        return "warning"
+    return "note" if holds is False else harm.severity
 
 
 def _conflict(variable: Variable, value: str, other: str, conflict: Conflict, asked: Asked) -> Finding:

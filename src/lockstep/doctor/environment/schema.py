@@ -29,9 +29,21 @@ class Harm(_Model):
     when: When = "on"
     since: Version | None = None
     """Nothing is said where an older version is installed."""
+    where: Literal["several", "cuda"] | None = None
+    """It is so where the job has several hosts, or is to use GPUs; a note elsewhere."""
+    gpus: str | None = None
+    """Said only where a GPU of the host has such a name; regular expression."""
+    not_gpus: str | None = None
+    """Not said there."""
     severity: Gravity = "warning"
     why: str
     fix: str = ""
+
+    @field_validator("gpus", "not_gpus")
+    @classmethod
+    def _compile(cls, value: str | None) -> str | None:
+        re.compile(value or "")
+        return value
 
 
 class Conflict(_Model):

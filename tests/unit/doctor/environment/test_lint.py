@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.doctor.environment.lint import SHELL, Place, lint
+from lockstep.doctor.environment.lint import SHELL, Job, Place, lint
 from lockstep.doctor.environment.variables import load
 from lockstep.doctor.finding import Finding
 
@@ -22,13 +22,17 @@ def ids(findings: list[Finding], about: str) -> set[str]:
 # (what is set, the variable in question, which findings it must give), one per line of the blocks that posts recommend
 BLOCKS = [
     ({"NCCL_TIMEOUT": "3600"}, "NCCL_TIMEOUT", {"env-unread"}),
-    ({"NCCL_BLOCKING_WAIT": "1"}, "NCCL_BLOCKING_WAIT", {"env-renamed", "env-left-on"}),
+    ({"NCCL_BLOCKING_WAIT": "1"}, "NCCL_BLOCKING_WAIT", {"env-left-on"}),
     (
         {"NCCL_BLOCKING_WAIT": "1", "NCCL_ASYNC_ERROR_HANDLING": "1"},
         "with NCCL_ASYNC_ERROR_HANDLING",
         {"env-conflict"},
     ),
-    ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "NCCL_ASYNC_ERROR_HANDLING", {"env-renamed", "env-left-on"}),
+    ({"NCCL_ASYNC_ERROR_HANDLING": "1"}, "NCCL_ASYNC_ERROR_HANDLING", {"env-left-on"}),
+    ({"NCCL_ASYNC_ERROR_HANDLING": "3"}, "NCCL_ASYNC_ERROR_HANDLING", {"env-renamed"}),
+    ({"TORCH_NCCL_TIMEOUT": "1800"}, "TORCH_NCCL_TIMEOUT", {"env-unread"}),
+    ({"TORCH_DISTRIBUTED_TIMEOUT": "1800"}, "TORCH_DISTRIBUTED_TIMEOUT", {"env-unread"}),
+    ({"NCCL_DEBUG_LEVEL": "INFO"}, "NCCL_DEBUG_LEVEL", {"env-unread"}),
     ({"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "NVL"}, "with NCCL_P2P_LEVEL", {"env-conflict"}),
     ({"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_0"}, "with NCCL_IB_HCA", {"env-conflict"}),
     ({"NCCL_IBEXT_DISABLE": "1"}, "NCCL_IBEXT_DISABLE", {"env-left-on"}),
@@ -70,6 +74,7 @@ def test_an_old_name_is_right_where_the_version_is_old() -> None:
         ("NCCL_DEBG", "NCCL_DEBUG"),
         ("NCLL_DEBUG", "NCCL_DEBUG"),
         ("nccl_debug", "NCCL_DEBUG"),
+        ("OMP_NUM_THREAD", "OMP_NUM_THREADS"),
         ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SECS", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"),
         ("VLLM_WORKER_MULTIPROCESS_METHOD", "VLLM_WORKER_MULTIPROC_METHOD"),
         ("VLLM_WORKER_MULTIPROC_METHODS", "VLLM_WORKER_MULTIPROC_METHOD"),
@@ -164,6 +169,12 @@ def test_nothing_wrong_is_said_once() -> None:
         ("HF_HUB_OFFLINE", ["1", "TRUE", "no"], ["y"]),
         ("UCX_IB_GID_INDEX", ["auto", "3"], ["-1"]),
         ("MASTER_PORT", ["29500"], ["0", "70000", "tcp://1"]),
+        (
+            "MASTER_ADDR",
+            ["node-a", "10.0.0.1", "localhost", "fd00::5", "::1", "[fd00::5]", "node-a.example.org", "$HEAD"],
+            ["http://u:p@head", "10.0.0.1:29500", "beef:29500", "a b", "head/x"],
+        ),
+        ("OMP_NUM_THREADS", ["8", "4,2"], ["auto", "0"]),
         ("RAY_memory_usage_threshold", ["0.9"], ["95"]),
     ],
 )
@@ -172,6 +183,70 @@ def test_values(name: str, good: list[str], bad: list[str]) -> None:
         assert "env-value" not in ids(found({name: value}), name), value
     for value in bad:
         assert "env-value" in ids(found({name: value}), name), value
+
+
+def severities(values: dict[str, str], job: Job) -> dict[str, str]:
+    return {
+        each.seen.split("=")[0]: each.severity for each in lint([Place("", values)], job=job) if each.id != "env-fine"
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("NCCL_SOCKET_IFNAME", "lo"),
+        ("NCCL_SOCKET_IFNAME", "docker0"),
+        ("GLOO_SOCKET_IFNAME", "lo"),
+        ("GLOO_SOCKET_IFNAME", "br-0a1b2c3d4e5f"),
+    ],
+)
+def test_what_is_right_on_one_host_is_an_error_with_others_alone(name: str, value: str) -> None:
+    assert severities({name: value}, Job(several=False)) == {name: "note"}
+    assert severities({name: value}, Job()) == {name: "warning"}
+    assert severities({name: value}, Job(several=True)) == {name: "error"}
+    assert [each.severity for each in lint([Place("", {name: value})], launcher="slurm")] == ["error"]
+
+
+@pytest.mark.parametrize("value", ["br-ex", "br0", "vmbr0", "=br-mgmt"])
+def test_bridges_that_may_carry_the_hosts_card_are_not_blamed(value: str) -> None:
+    assert not severities({"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": value.lstrip("=")}, Job(several=True))
+
+
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_hidden_gpus_are_an_error_where_gpus_are_to_be_used_alone(value: str) -> None:
+    assert severities({"CUDA_VISIBLE_DEVICES": value}, Job()) == {"CUDA_VISIBLE_DEVICES": "note"}
+    assert severities({"CUDA_VISIBLE_DEVICES": value}, Job(cuda=True)) == {"CUDA_VISIBLE_DEVICES": "error"}
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"), [("0,0", True), ("2, 0,1 ,0", True), ("0,10,1", False), ("GPU-a,GPU-b", False)]
+)
+def test_a_gpu_that_is_named_twice(value: str, wrong: bool) -> None:
+    assert bool(severities({"CUDA_VISIBLE_DEVICES": value}, Job())) is wrong
+
+
+def test_patterns_of_the_shell_match_no_interface() -> None:
+    assert set(severities({"GLOO_SOCKET_IFNAME": "eth*", "NCCL_SOCKET_IFNAME": "eth*"}, Job()).values()) == {"error"}
+
+
+def test_what_accelerate_asks_for_on_rtx_40_is_not_advised_against() -> None:
+    values = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    gaming = lint([Place("", values)], job=Job(several=False, gpus=("NVIDIA GeForce RTX 4090",) * 2))
+    assert {(each.id, each.severity) for each in gaming if each.id != "env-fine"} == {("env-left-on", "note")}
+    assert all("leave it" in each.fix for each in gaming if each.id != "env-fine")
+    found = {each.seen: each for each in lint([Place("", values)], job=Job(several=True, gpus=("NVIDIA H100",)))}
+    assert {each.severity for each in found.values()} == {"warning"}
+    assert all("except on GeForce RTX 40xx" in each.fix for each in found.values())
+
+
+def test_a_variable_that_is_better_unset_is_not_to_be_renamed() -> None:
+    (found,) = lint([Place("", {"NCCL_BLOCKING_WAIT": "1"})])
+    assert "TORCH_NCCL_BLOCKING_WAIT" in found.seen and "unset" in found.fix and found.severity == "warning"
+
+
+def test_the_engine_that_was_taken_out_is_in_releases_before_0_11() -> None:
+    (found,) = (each for each in lint([Place("", {"VLLM_USE_V1": "0"})]) if each.id == "env-gone")
+    assert "before 0.11" in found.fix
 
 
 NAMES = st.one_of(st.sampled_from(sorted(load().names)), st.text(max_size=20), st.just("NCCL_") | st.just("VLLM_X"))

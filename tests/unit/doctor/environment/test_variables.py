@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.doctor.environment.lint import Place, lint
+from lockstep.doctor.environment.lint import Job, Place, lint
 from lockstep.doctor.environment.schema import Variable, When
 from lockstep.doctor.environment.values import distance, meant, nearest, wrong
 from lockstep.doctor.environment.variables import BadData, load, reached, version
@@ -19,9 +19,11 @@ READ = [each for each in KNOWN if each.readers and each.until is None]
 EXAMPLES = {
     "lo": "~=?lo",
     "mlx5_0,mlx5_1": r"~(?!\^?=).*\bmlx5_[1-9](?!\d).*",
-    "br-4711": r"~=?(docker\d*|br-\w+|virbr\d*)",
-    "docker0": r"~docker\d*|br-\w+|virbr\d*",
-    "^docker0,lo": r"~[\^=].*",
+    "br-0a1b2c3d4e5f": r"~=?(docker\d*|br-[0-9a-f]{12}|virbr\d*)",
+    "docker0": r"~docker\d*|br-[0-9a-f]{12}|virbr\d*",
+    "^docker0,lo": r"~[\^=].*|.*[*?].*",
+    "eth*": r"~[^,]*[*?][^,]*",
+    "0,0": r"~(?:[^,]*,)*?\s*([^,\s]+)\s*(?:,[^,]*)*?,\s*\1\s*(?:,.*)?",
     "expandable_segments:True": r"~.*expandable_segments\s*:\s*true.*",
     "PATH,HOME=/x": r"~(?!ALL\b)[A-Za-z_]\w*(=[^,]*)?(,.*)?",
 }
@@ -60,7 +62,8 @@ def test_what_it_says_fits_together(variable: Variable) -> None:
 @pytest.mark.parametrize("variable", [each for each in READ if each.left_on], ids=lambda each: each.name)
 def test_what_hurts_is_told(variable: Variable) -> None:
     for harm in variable.left_on:
-        findings = lint([Place("", {variable.name: an_example(harm.when)})])
+        job = Job(several=True, cuda=True, gpus=("NVIDIA GeForce RTX 4090",) if harm.gpus else ())
+        findings = lint([Place("", {variable.name: an_example(harm.when)})], job=job)
         assert any(each.id == "env-left-on" and each.why == harm.why for each in findings)
 
 
