@@ -156,7 +156,7 @@ def _meet(
 
 def _look_at_others(report: Report, config: "RunConfig | None", head: Head, meeting: Meeting) -> None:
     began = time.monotonic()
-    own = {str(each["address"]) for each in interfaces()}
+    own = {address for each in interfaces() for address in each.plain}
     here = {name for name, card in meeting.joined.items() if card.address in own}
     needs = needs_of(config, several=True)
     facts, lost = others.look_at(head, list(head.members), needs)
@@ -253,7 +253,7 @@ def _launcher(config: "RunConfig | None", beyond: Beyond, say: Say, show_token: 
 
 
 def _is_here(name: str) -> bool:
-    addresses = {str(each["address"]) for each in interfaces()}
+    addresses = {address for each in interfaces() for address in each.plain}
     return name in (socket.gethostname(), "localhost") or bool(addresses & set(resolved(name)))
 
 

@@ -12,6 +12,7 @@ from lockstep.config.load import check_config
 from lockstep.doctor.check import collectives, isolation, pairs, rendezvous, tournament
 from lockstep.doctor.check.collectives import Tested as Outcome
 from lockstep.doctor.check.communicators import Communicator, communicators, processes
+from lockstep.doctor.check.facts import Interface
 from lockstep.doctor.check.launchers import Printed, Several, join_command
 from lockstep.doctor.check.meeting import Meeting, Missing
 from lockstep.doctor.check.peers import KERNEL, Dialled, targets_of
@@ -136,7 +137,7 @@ def test_above_64_hosts_pairs_take_turns_at_the_ports_of_the_kernels_range() -> 
 
 # ---------------------------------------------------------------- rendezvous
 
-CARD = Card("b", "b", "10.0.0.2", "10.0.0.2", "10.0.0.1", ({"name": "eth0", "address": "10.0.0.2", "bridge": False},))
+CARD = Card("b", "b", "10.0.0.2", "10.0.0.2", "10.0.0.1", (Interface("eth0", ["10.0.0.2/24"]),))
 MET = Meeting("10.0.0.1", 4000, {"a": replace(CARD, name="a"), "b": CARD}, (), {}, {}, (), (), 0.5)
 
 
@@ -145,27 +146,50 @@ def judged(**changes: Any) -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("address", "bridge", "severity", "word"),
+    ("address", "on", "severity", "word"),
     [
-        ("0.0.0.0", False, "error", "reaches itself"),
-        ("::", False, "error", "reaches itself"),
-        ("127.0.1.1", False, "error", "loopback"),
-        ("169.254.3.4", False, "error", "link-local"),
-        ("172.17.0.1", False, "error", "bridge"),
-        ("10.5.0.1", True, "error", "bridge"),
-        ("8.8.8.8", False, "warning", "public"),
+        ("0.0.0.0", None, "error", "reaches itself"),
+        ("::", None, "error", "reaches itself"),
+        ("127.0.1.1", None, "error", "loopback"),
+        ("169.254.3.4", None, "error", "link-local"),
+        ("172.17.0.1", None, "error", "bridge"),
+        ("172.17.0.3", None, "warning", "default network"),
+        ("172.20.0.1", Interface("br-0a1b2c3d4e5f", kind="bridge", carries_host=False), "error", "bridge"),
+        ("10.5.0.1", Interface("docker0", kind="bridge", carries_host=False), "error", "bridge"),
+        ("10.5.0.1", Interface("br0", kind="bridge", carries_host=False), "warning", "others may not reach it"),
+        ("10.244.1.0", Interface("flannel.1", kind="virtual", carries_host=False), "warning", "others may not reach"),
+        ("172.17.0.2", Interface("eth0", kind="virtual", carries_host=False), "warning", "default network"),
+        ("8.8.8.8", None, "note", "gateway"),
     ],
 )
-def test_heads_that_advertise_what_others_cannot_use(address: str, bridge: bool, severity: str, word: str) -> None:
-    interfaces = [{"name": "br0", "address": address, "bridge": True}] if bridge else []
+def test_heads_that_advertise_what_others_cannot_use(
+    address: str, on: Interface | None, severity: str, word: str
+) -> None:
+    interfaces = [replace(on, addresses=[f"{address}/24"])] if on else []
     (found,) = rendezvous.advertised("a", address, "the Ray head", "fix", True, interfaces)
     assert found.severity == severity and word in found.why and address in found.seen
+
+
+def test_a_public_address_beside_a_private_one_is_warned_of() -> None:
+    cards = [Interface("eth0", ["8.8.8.8/24"]), Interface("eth1", ["10.0.0.5/24"])]
+    (found,) = rendezvous.advertised("a", "8.8.8.8", "the Ray head", "set it", True, cards)
+    assert found.severity == "warning" and "10.0.0.5 on eth1" in found.fix
+
+
+@pytest.mark.parametrize("name", ["br0", "vmbr0", "br-ex", "br-mgmt", "docker-uplink"])
+def test_a_bridge_that_is_the_hosts_way_out_is_an_address_like_another(name: str) -> None:
+    bridge = Interface(name, ["10.5.0.1/24"], kind="bridge", carries_host=True)
+    assert not rendezvous.advertised("a", "10.5.0.1", "the head", "", True, [bridge])
+    switch = Interface(name, ["10.5.0.1/24"], kind="virtual", carries_host=False)
+    assert not rendezvous.advertised("a", "10.5.0.1", "the head", "", True, [switch]), "Open vSwitch's"
 
 
 def test_addresses_that_are_fine() -> None:
     assert not rendezvous.advertised("a", "10.0.0.1", "x", "", True)
     assert not rendezvous.advertised("a", "127.0.0.1", "x", "", False), "alone, loopback is right"
     assert not rendezvous.advertised("a", "node-a", "x", "", True), "a name"
+    six = [Interface("eth0", ["2001:4860::5/64"])]
+    assert not rendezvous.advertised("a", "2001:4860::5", "x", "", True, six), "what hosts of IPv6 networks have"
 
 
 def test_whoever_is_missing_is_named_with_what_is_known_of_it() -> None:
@@ -189,7 +213,7 @@ def test_translated_shared_and_loopback_addresses_are_found() -> None:
     shared = rendezvous.judge(replace(MET, joined={"a": replace(CARD, name="a", hostname="a"), "b": CARD}))
     assert [each.id for each in errors(shared)] == ["rendezvous-address"]
     loops = rendezvous.judge(
-        replace(MET, joined={"a": replace(CARD, name="a", address="10.0.0.1", came_from="10.0.0.1"),
+        replace(MET, joined={"a": replace(CARD, name="a", address="10.0.0.1", came_from="10.0.0.1", interfaces=()),
                              "b": replace(CARD, resolves_to=("127.0.1.1",))})
     )  # fmt: skip
     assert [each.id for each in loops if each.severity == "warning"] == ["name-loopback"]

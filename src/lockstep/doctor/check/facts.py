@@ -1,9 +1,15 @@
 """What is known about one host: plain data that goes through JSON, gathered there and judged anywhere."""
 
+import ipaddress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
+
+
+def _address(text: str) -> str:
+    ipaddress.ip_interface(text)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,11 +18,16 @@ class Versions:
 
     packages: dict[str, str | None] = field(default_factory=dict)
     """By distribution: torch, transformers, vllm, ray, deepspeed, lockstep-rl and others; `python`, `cuda` (that torch
-    was built for), `nccl` (the wheel's), `driver`, `driver_cuda` (newest CUDA of the driver), `kernel`."""
+    was built for), `nccl` (the wheel's, else that of the system), `driver`, `driver_cuda` (newest CUDA of the driver),
+    `kernel`."""
     unmet: list[str] = field(default_factory=list)
     """Requirements of installed packages that what is installed does not meet: `vllm 0.20 needs torch==2.11, ...`."""
     twice: list[str] = field(default_factory=list)
     """Of distributions that carry the same library, those that are there together."""
+    compat: str = ""
+    """Folder of the library of CUDA's forward compatibility; empty where there is none."""
+    compat_asked: bool = False
+    """Whether LD_LIBRARY_PATH has that folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +139,8 @@ class Port:
     errors: dict[str, int] = field(default_factory=dict)
     """Counters that are not 0."""
     netdev: str = ""
+    board: str = ""
+    """Which kind of card it is of: its board id; empty where the driver tells none."""
     routable_gid: bool | None = None
     """Of RoCE, whether a RoCE v2 GID with an IPv4 or global IPv6 address is there."""
 
@@ -143,6 +156,8 @@ class Rdma:
     """Whether NVIDIA's driver is of the open kind, which registers GPU memory by dma-buf."""
     device_files: bool = False
     """Whether /dev/infiniband is there: in a container it has to be given."""
+    hca: str = ""
+    """NCCL_IB_HCA, which says what of it NCCL takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,17 +265,23 @@ class Interface:
     """A network interface and its addresses, in the kernel's order."""
 
     name: str
-    addresses: list[str] = field(default_factory=list)
+    addresses: list[Annotated[str, AfterValidator(_address)]] = field(default_factory=list)
     """IPv4 before IPv6, as `getifaddrs` gives them, each with its prefix length: `10.0.0.5/24`."""
     up: bool = True
     running: bool = True
     """Up, and with a carrier."""
     kind: str = "physical"
-    """`loopback`, `bridge`, `virtual`, `wireless`, `infiniband`, `physical`."""
+    """`loopback`, `bridge`, `virtual` (on no card of this host), `wireless`, `infiniband`, `physical`."""
     carries_host: bool = True
-    """Of a bridge, whether a card of the host is one of its ports: then its address is the host's own."""
+    """Whether it is a card of the host or stands on one: a bridge with one among its ports, a bond, a VLAN. Then its
+    address is the host's own."""
     mtu: int = 0
     speed_mbps: int = 0
+
+    @property
+    def plain(self) -> list[str]:
+        """Its addresses without their prefix lengths."""
+        return [address.partition("/")[0] for address in self.addresses]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +294,16 @@ class Network:
     route_v6: str = ""
     environ: dict[str, str] = field(default_factory=dict)
     """The variables that choose an interface or address."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayToken:
+    """What Ray would go by to decide whether its cluster asks for a token."""
+
+    mode: str = ""
+    """RAY_AUTH_MODE."""
+    where: str = ""
+    """What holds a token: the name of a variable or file; empty where nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +337,7 @@ class HostFacts:
     names: Names | None = None
     network: Network | None = None
     ports: list[WantedPort] | None = None
+    ray_token: RayToken | None = None
     unchecked: dict[str, str] = field(default_factory=dict)
     """By the name of the part, why it is not known."""
     faults: dict[str, str] = field(default_factory=dict)

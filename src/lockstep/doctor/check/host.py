@@ -19,6 +19,7 @@ from lockstep.doctor.check.limits import gather_limits
 from lockstep.doctor.check.needs import Needs
 from lockstep.doctor.check.pci import gather_pci
 from lockstep.doctor.check.ports import gather_ports, judge_ports
+from lockstep.doctor.check.ray_token import gather_ray_token, judge_ray_token
 from lockstep.doctor.check.rdma import gather_rdma
 from lockstep.doctor.check.system import Fault, System
 from lockstep.doctor.finding import Finding
@@ -54,6 +55,7 @@ def looks(system: System, needs: Needs, bound_s: float = HOST_S) -> dict[str, Lo
         "names": lambda: network.gather_names(system, needs.names),
         "network": lambda: network.gather_network(system),
         "ports": lambda: gather_ports(system, needs.ports),
+        "ray_token": lambda: gather_ray_token(system.environ),
     }
 
 
@@ -106,7 +108,7 @@ RUNGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpus": ("GPUs", ("gpus",)),
     "links": ("Links between devices", ("topology", "pci", "rdma", "kernel")),
     "limits": ("Limits", ("limits", "disks", "clock")),
-    "network": ("Network of this host", ("network", "names", "ports")),
+    "network": ("Network of this host", ("network", "names", "ports", "ray_token")),
 }
 """By rung, its title and the parts of the facts that it judges."""
 
@@ -114,6 +116,7 @@ _WORDS = {
     "versions": "versions", "limits": "limits", "disks": "disks", "clock": "the clock", "names": "name resolution",
     "network": "interfaces", "gpus": "GPUs", "topology": "how GPUs are connected", "pci": "the PCI bus",
     "rdma": "InfiniBand and RoCE", "kernel": "the kernel's log", "ports": "ports",
+    "ray_token": "Ray's token",
 }  # fmt: skip
 
 
@@ -173,3 +176,5 @@ def _network(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
         yield from judge_names(facts.host, facts.names, facts.network, needs)
     if facts.ports is not None:
         yield from judge_ports(facts.host, facts.ports)
+    if facts.ray_token is not None:
+        yield from judge_ray_token(facts.host, facts.ray_token, needs)

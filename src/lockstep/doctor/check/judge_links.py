@@ -1,7 +1,8 @@
 """What is said about how devices of one host are connected: topology, PCI bus, InfiniBand, kernel log. Pure."""
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -17,6 +18,7 @@ ACS_SOURCE = (
     "#pci-access-control-services-acs"
 )
 GDR_SOURCE = "https://docs.nvidia.com/deeplearning/nccl/archives/nccl_2262/user-guide/docs/troubleshooting.html"
+HCA_SOURCE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-ib-hca"
 TOPO_SOURCE = "https://docs.nvidia.com/deploy/nvidia-smi/index.html"
 
 PATHS: Mapping[str, str] = {
@@ -141,20 +143,21 @@ def judge_rdma(host: str, rdma: Rdma, gpus: int) -> Iterator[Finding]:
     if not rdma.ports:
         yield Finding("rdma", "ok", host, "no InfiniBand or RoCE adapter; NCCL uses TCP between hosts")
         return
-    active = [port for port in rdma.ports if port.state == "ACTIVE"]
-    for port in rdma.ports:
-        yield from _port(host, port, bool(active))
+    taken = [port for port in rdma.ports if hca_takes(rdma.hca, port)]
+    active = [port for port in taken if port.state == "ACTIVE"]
+    main = Counter(port.board for port in active).most_common(1)[0][0] if active else ""
+    for port in taken:
+        yield from _port(host, port, bool(active), bool(rdma.hca) or not active or port.board == main)
+    if not taken:
+        names = ", ".join(dict.fromkeys(port.device for port in rdma.ports))
+        said = f"NCCL_IB_HCA={rdma.hca} means none of this host's adapters ({names})"
+        yield Finding("rdma", "warning", host, said, "NCCL falls back to TCP", "name one, or unset it", HCA_SOURCE)
     if active:
-        rates = Counter(port.rate_gbps for port in active)
         said = f"{len(active)} of {len(rdma.ports)} ports are active: " + ", ".join(
             f"{port.device} {port.rate_gbps or 0:g} Gb/s {port.layer}" for port in active[:8]
         )
         yield Finding("rdma", "ok", host, said)
-        if len(rates) > 1:
-            why = "NCCL uses them side by side, at the pace of the slowest; a cable or port may have come up slower"
-            yield Finding(
-                "rdma-rate", "warning", host, "active ports have different rates", why, "ibstat; reseat the cable"
-            )
+        yield from _rates(host, active)
     if not rdma.device_files:
         said = "there are adapters and no /dev/infiniband"
         why = "programs in this container cannot use them, and NCCL falls back to TCP"
@@ -162,6 +165,41 @@ def judge_rdma(host: str, rdma: Rdma, gpus: int) -> Iterator[Finding]:
         yield Finding("rdma-devices", "error", host, said, why, fix)
     if gpus:
         yield _gpudirect(host, rdma)
+
+
+def _rates(host: str, active: Sequence[Port]) -> Iterator[Finding]:
+    """Cards of one kind should have come up alike; another kind is often for storage."""
+    why = "NCCL uses them side by side, at the pace of the slowest"
+    boards = {port.board: [each for each in active if each.board == port.board] for port in active}
+    for ports in boards.values():
+        if len({port.rate_gbps for port in ports}) > 1:
+            said = "active ports of the same kind of card have different rates: " + _of_each(ports)
+            fix = "ibstat; reseat the cable of the slower one"
+            yield Finding("rdma-rate", "warning", host, said, f"{why}; a cable or port may have come up slower", fix)
+            return
+    if len({port.rate_gbps for port in active}) > 1:
+        said = f"active ports have different rates: {_of_each(active)}"
+        fast = max(port.rate_gbps or 0 for port in active)
+        names = ",".join(port.device for port in active if port.rate_gbps == fast)
+        fix = f"export NCCL_IB_HCA=={names} where the others are for storage"
+        yield Finding("rdma-rate", "note", host, said, why, fix, HCA_SOURCE)
+
+
+def _of_each(ports: Sequence[Port]) -> str:
+    return ", ".join(f"{port.device} {port.rate_gbps or 0:g} Gb/s" for port in ports)
+
+
+def hca_takes(wanted: str, port: Port) -> bool:
+    """Whether `NCCL_IB_HCA` means a port: beginnings of names by commas, each with `:PORT` or without; `=` in front
+    makes them whole names, `^` those not to take."""
+    rest = wanted.removeprefix("^")
+    exact = rest.startswith("=")
+    listed = [part.partition(":") for part in rest.removeprefix("=").split(",") if part]
+    named = any(
+        (port.device == name if exact else port.device.startswith(name)) and (not number or number == str(port.port))
+        for name, _, number in listed
+    )
+    return not listed or named is not wanted.startswith("^")
 
 
 def _gpudirect(host: str, rdma: Rdma) -> Finding:
@@ -176,41 +214,40 @@ def _gpudirect(host: str, rdma: Rdma) -> Finding:
     )
 
 
-def _port(host: str, port: Port, others: bool) -> Iterator[Finding]:
+def _port(host: str, port: Port, others: bool, used: bool) -> Iterator[Finding]:
+    """One port.
+
+    Args:
+        others: another one is active.
+        used: it is of the kind of card that most active ones are of, or asked for by name.
+    """
     who = f"{port.device} port {port.port}"
+    wrong: Severity = "warning" if used else "note"
     if port.state == "INIT":
         why = "a cable is in, but no subnet manager has set the port up"
         yield Finding(
-            "rdma-port", "error", host, f"{who} is INIT", why, "start opensm, or see to the switch's subnet manager"
-        )
+            "rdma-port", wrong if others else "error", host, f"{who} is INIT", why,
+            "start opensm, or see to the switch's subnet manager",
+        )  # fmt: skip
     elif port.state == "DOWN" and port.physical != "Disabled":
-        severity: Severity = "warning" if others else "error"
         said = f"{who} is down ({port.physical or 'no link'})"
         why = "where other hosts use this rail, they wait for it" if others else "no adapter of this host is connected"
         yield Finding(
-            "rdma-port",
-            severity,
-            host,
-            said,
-            why,
+            "rdma-port", wrong if others else "error", host, said, why,
             f"look at the cable and the switch; NCCL_IB_HCA=^{port.device} to go on",
-        )
+        )  # fmt: skip
     if port.errors:
         said = f"{who} counts " + ", ".join(f"{name} {count}" for name, count in port.errors.items())
         why = "packets were lost or sent again since the counters were cleared: a cable, a connector or a full switch"
         yield Finding(
-            "rdma-errors",
-            "warning",
-            host,
-            said,
-            why,
+            "rdma-errors", wrong, host, said, why,
             f"perfquery -x; cat /sys/class/infiniband/{port.device}/ports/{port.port}/counters/*",
-        )
+        )  # fmt: skip
     if port.routable_gid is False and port.state == "ACTIVE":
         said = f"{who} ({port.netdev or port.layer}) has no RoCE v2 address that is routed"
         why = "NCCL takes a link-local GID, and queue pairs time out between hosts"
         fix = f"give {port.netdev or 'its interface'} an IP address, or set NCCL_IB_GID_INDEX to one of show_gids"
-        yield Finding("rdma-gid", "warning", host, said, why, fix)
+        yield Finding("rdma-gid", wrong, host, said, why, fix)
 
 
 def judge_kernel(host: str, kernel: Kernel) -> Iterator[Finding]:
@@ -250,15 +287,17 @@ def _event(host: str, event: KernelEvent) -> Finding:
 def _xid(host: str, event: KernelEvent, code: int, times: str) -> Finding:
     table = xids()
     said, source = f"{event.text}{times}", str(table["source"])
-    if code in table["hardware"]:
-        fix = f"drain the host; nvidia-smi -r, or restart it; if it comes again, have GPU {event.device} replaced"
-        return Finding("xid", "error", host, said, f"Xid {code}: {table['hardware'][code]}", fix, source)
-    if code in table["pending"]:
-        return Finding("xid", "warning", host, said, f"Xid {code}: {table['pending'][code]}", "nvidia-smi -r", source)
-    meaning = table["application"].get(code, "see the catalogue")
-    return Finding(
-        "xid", "note", host, said, f"Xid {code}: {meaning}; mostly a program's fault, not the GPU's", "", source
-    )
+    group = next((each for each in table["groups"].values() if code in each["codes"]), None)
+    if group is None:
+        return Finding("xid", "note", host, said, f"Xid {code}: see the catalogue", "", source)
+    severity: Severity = group["severity"]
+    if "fatal" in group and re.search(r"\bFatal\b", event.text):
+        severity = group["fatal"]
+    if "without" in group and re.search(r"\(None\)\s*$|to 0x0\b", event.text):
+        severity = group["without"]
+    device = event.device if "." in event.device else f"{event.device}.0"
+    fix = str(group["fix"]).format(device=device) if severity != "note" else ""
+    return Finding("xid", severity, host, said, f"Xid {code}: {group['codes'][code]}", fix, source)
 
 
 _EVENTS: Mapping[str, tuple[Severity, str, str]] = {

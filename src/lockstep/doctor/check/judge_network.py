@@ -1,8 +1,8 @@
 """What is said about interfaces, addresses and names of one host: pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from lockstep.doctor.check.addresses import judge
+from lockstep.doctor.check.addresses import Judged, Reach, is_public, judge, reachable
 from lockstep.doctor.check.facts import Names, Network
 from lockstep.doctor.check.interfaces import VLLM_SOURCE, Choice, choices
 from lockstep.doctor.check.needs import Needs
@@ -36,17 +36,11 @@ def judge_network(host: str, network: Network, names: Names | None, needs: Needs
 
 
 def better(network: Network) -> tuple[str, str] | None:
-    """The interface and address that peers probably reach: on the route to the internet if that is fine, else the first
-    that is."""
-    found = []
-    for each in network.interfaces:
-        for address in each.addresses:
-            plain = address.partition("/")[0]
-            if each.running and judge(plain, network.interfaces, each.name).reach == "fine":
-                found.append((each.name, plain))
-    by_route = [pair for pair in found if pair[1] in (network.route_v4, network.route_v6)]
-    four = [pair for pair in found if ":" not in pair[1]]
-    return next(iter(by_route or four or found), None)
+    """The interface and address that peers probably reach: of a private network before a public one, on the route to
+    the internet before others, IPv4 first."""
+    routes = (network.route_v4, network.route_v6)
+    found = reachable(network.interfaces)
+    return min(found, key=lambda pair: (is_public(pair[1]), pair[1] not in routes, ":" in pair[1]), default=None)
 
 
 def _choice(host: str, choice: Choice, network: Network, needs: Needs) -> Finding:
@@ -58,26 +52,42 @@ def _choice(host: str, choice: Choice, network: Network, needs: Needs) -> Findin
         return Finding(id, "unchecked", host, f"what {choice.who} picks is not known: {choice.because}")
     name, address = choice.picks[0]
     judged = judge(address, network.interfaces, name)
-    more = f" and {len(choice.picks) - 1} more" if len(choice.picks) > 1 else ""
-    said = f"{choice.who} will use {judged.said}{more} ({choice.because})"
-    if judged.reach in ("fine", "name"):
-        return Finding(id, "ok", host, said, source=choice.source)
-    if judged.reach == "public":
-        severity: Severity = "warning" if needs.several else "note"
-    elif not needs.several and judged.reach not in ("unspecified", "strange"):
+    said = f"{choice.who} will use {judged.said}{_rest(choice)} ({choice.because})"
+    best = better(network)
+    severity = _severity(judged, best, needs)
+    if judged.hopeless and not needs.several and judged.reach != "strange":
         said += "; that is right as long as the job has no other host"
-        severity = "ok" if judged.reach == "loopback" else "note"
-    else:
-        severity = "error" if judged.hopeless else "warning"
-    why = "" if severity == "ok" else _why(judged.reach)
-    fix = "" if severity == "ok" else _fix(choice.who, network)
-    return Finding(id, severity, host, said, why, fix, choice.source)
+    if severity == "ok":
+        return Finding(id, "ok", host, said, source=choice.source)
+    fix = "" if best is not None and best[1] == address else _fix(choice.who, network)
+    return Finding(id, severity, host, said, _WHY.get(judged.reach, _UNREACHED), fix, choice.source)
 
 
-def _why(reach: str) -> str:
-    if reach == "strange":
-        return "nothing can listen there: a value that was copied from another host, or an address that is gone"
-    return "peers on other hosts wait for a connection that never comes"
+def _rest(choice: Choice) -> str:
+    """What it takes besides the first."""
+    rest = [f"{address} on {name}" for name, address in choice.picks[1:]]
+    return f" and besides {', '.join(rest)}" if rest else ""
+
+
+def _severity(judged: Judged, best: tuple[str, str] | None, needs: Needs) -> Severity:
+    if judged.reach == "strange":
+        return "error"
+    if judged.reach in ("fine", "name") or (not needs.several and judged.reach not in ("bridge", "unspecified")):
+        return "ok"
+    if not needs.several:
+        return "note"
+    if judged.reach == "public":
+        return "warning" if best is not None and not is_public(best[1]) else "note"
+    return "error" if judged.hopeless else "warning"
+
+
+_UNREACHED = "peers on other hosts wait for a connection that never comes"
+_WHY: Mapping[Reach, str] = {
+    "strange": "nothing can listen there: a value that was copied from another host, or an address that is gone",
+    "public": "between hosts it may go through a gateway, or be dropped by it",
+    "doubtful": "where it is not open to other hosts, they wait for a connection that never comes",
+    "container": "every host has the same: peers reach a container of their own, or nobody",
+}
 
 
 def _fix(who: str, network: Network) -> str:
@@ -113,7 +123,7 @@ def judge_names(host: str, names: Names, network: Network | None, needs: Needs) 
         why = "Gloo falls back to loopback, which other hosts do not reach"
         yield Finding("own-name", "error" if needs.several else "warning", host, names.problem, why, fix)
     else:
-        yield _own_name(host, names, network, needs)
+        yield from _own_name(host, names, network, needs)
     for address, back in names.names.items():
         if back.endswith((".ip6.arpa", ".in-addr.arpa")):
             said = f"{address} has the name {back}, which is made of the address itself and does not resolve"
@@ -134,15 +144,15 @@ def judge_names(host: str, names: Names, network: Network | None, needs: Needs) 
         yield Finding("resolver", "warning", host, said, why, "resolvectl status, cat /etc/resolv.conf")
 
 
-def _own_name(host: str, names: Names, network: Network | None, needs: Needs) -> Finding:
+def _own_name(host: str, names: Names, network: Network | None, needs: Needs) -> Iterator[Finding]:
     back = names.names.get(names.addresses[0], "") if names.addresses else ""
     said = f"{names.host} is {', '.join(names.addresses)}" + (f", which is {back}" if back else ", which has no name")
     known = network.interfaces if network is not None else []
     judged = [judge(address, known) for address in names.addresses]
-    if known and judged and all(each.hopeless for each in judged):
+    if not (known and judged and all(each.hopeless for each in judged)):
+        yield Finding("own-name", "ok", host, said)
+    elif network is not None and len(network.environ.get("GLOO_SOCKET_IFNAME", "")) > 1:
+        # Without the variable Gloo goes by the name, and interface-gloo says all this.
         fix = f"in /etc/hosts, give {names.host} the address that peers reach"
-        if not needs.several:
-            return Finding("own-name", "ok", host, f"{said}; that is right as long as the job has no other host")
-        why = "what binds to or announces its own name, Gloo among them, is not reached by peers"
-        return Finding("own-name", "warning", host, said, why, fix)
-    return Finding("own-name", "ok", host, said)
+        why = "what binds to or announces its own name, torchrun's rendezvous among them, is not reached by peers"
+        yield Finding("own-name", "warning" if needs.several else "ok", host, said, why, fix if needs.several else "")

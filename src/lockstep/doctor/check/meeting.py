@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
+from pydantic import TypeAdapter
+
 from lockstep.doctor.check import peers
+from lockstep.doctor.check.facts import Interface
 from lockstep.doctor.check.probe import ends, resolved
 from lockstep.doctor.check.protocol import MAX_ORDER, RUN, Card, Launcher, Message, ask_all
 from lockstep.watch import waits
@@ -21,6 +24,8 @@ BACK_S = 2.0
 _MEMBERS = {
     "name", "hostname", "address", "came_from", "dialled", "interfaces", "resolves_to", "ports", "taken",
 }  # fmt: skip
+
+_INTERFACES: TypeAdapter[tuple[Interface, ...]] = TypeAdapter(tuple[Interface, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,7 @@ class Head:
             cards[name] = replace(
                 card,
                 came_from=self._came_from[name],
-                interfaces=tuple(card.interfaces),
+                interfaces=_INTERFACES.validate_python(card.interfaces),
                 resolves_to=tuple(card.resolves_to),
             )
         return dict(sorted(cards.items())), lost

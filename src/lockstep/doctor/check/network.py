@@ -60,16 +60,25 @@ def _with_prefix(address: str, mask: str | None) -> str:
 def _kind(folder: Path, name: str) -> tuple[str, bool]:
     if name == "lo":
         return "loopback", True
+    carries = _on_card(folder)
     if (folder / "bridge").is_dir():
-        ports = [port.name for port in entries(folder / "brif")]
-        return "bridge", any((folder.parent / port / "device").exists() for port in ports)
+        return "bridge", carries
     if (folder / "wireless").is_dir() or (folder / "phy80211").exists():
         return "wireless", True
     if number_of(folder / "type") == _INFINIBAND:
         return "infiniband", True
-    if folder.exists() and not (folder / "device").exists():
-        return "virtual", True
+    if folder.exists() and not carries:
+        return "virtual", False
     return "physical", True
+
+
+def _on_card(folder: Path, depth: int = 4) -> bool:
+    """Whether a device of the host is this interface, or below it: a port of a bridge, of a bond, what a VLAN is on."""
+    if (folder / "device").exists():
+        return True
+    below = {port.name for port in entries(folder / "brif")}
+    below |= {each.name.removeprefix("lower_") for each in entries(folder) if each.name.startswith("lower_")}
+    return depth > 0 and any(_on_card(folder.parent / name, depth - 1) for name in below)
 
 
 def _route(family: socket.AddressFamily, target: tuple[str, int]) -> str:

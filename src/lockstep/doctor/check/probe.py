@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lockstep.doctor.check import peers
+from lockstep.doctor.check.facts import Interface
+from lockstep.doctor.check.network import gather_interfaces
 from lockstep.doctor.check.protocol import MAX_ORDER, RUN, Card, Message, hear, tell
 from lockstep.doctor.check.ranks import Ranks
 from lockstep.watch import waits, wire
@@ -71,20 +71,9 @@ def own_address_towards(peer: str) -> str:
         return ""
 
 
-def interfaces() -> list[dict[str, Any]]:
-    """Of this host, with their IPv4 and IPv6 addresses."""
-    states = psutil.net_if_stats()
-    return [
-        {
-            "name": name,
-            "address": each.address.partition("%")[0],
-            "bridge": Path("/sys/class/net", name, "bridge").is_dir(),
-            "up": name not in states or states[name].isup,
-        }
-        for name, addresses in sorted(psutil.net_if_addrs().items())
-        for each in addresses
-        if each.family in (socket.AF_INET, socket.AF_INET6)
-    ]
+def interfaces() -> list[Interface]:
+    """Of this host."""
+    return gather_interfaces(Path("/sys"))
 
 
 def resolved(name: str, bound_s: float = 2.0) -> tuple[str, ...]:
@@ -203,5 +192,5 @@ def _must_have(address: str) -> None:
         try:
             trial.bind((address, 0))
         except OSError as error:
-            has = ", ".join(f"{each['address']} ({each['name']})" for each in interfaces())
+            has = ", ".join(f"{own} ({each.name})" for each in interfaces() for own in each.plain)
             raise OSError(error.errno, f"this host has no address {address}: it has {has}") from error

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from lockstep.doctor.check.facts import Interface
+from lockstep.doctor.check.interfaces import owner
 from lockstep.watch import waits
 from lockstep.watch.wire import Connection, WireError
 
@@ -55,8 +57,7 @@ class Card:
     """Of the same end as the head sees it; another one where something between translates addresses."""
     dialled: str = ""
     """The head's address as it was given to the probe."""
-    interfaces: tuple[Mapping[str, Any], ...] = ()
-    """`name`, `address`, `bridge` and `up` of each."""
+    interfaces: tuple[Interface, ...] = ()
     resolves_to: tuple[str, ...] = ()
     """What its own name resolves to there."""
     ports: Mapping[str, int] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Card:
     @property
     def interface(self) -> str:
         """Name of the interface that has its address, empty where none has."""
-        return next((str(each["name"]) for each in self.interfaces if each["address"] == self.address), "")
+        return owner(self.interfaces, self.address)
 
 
 def new_token() -> str:

@@ -28,7 +28,8 @@ def gather_rdma(system: System) -> Rdma:
     modules = system.sys / "module"
     peer = (modules / "nvidia_peermem").is_dir() or (modules / "nv_peer_mem").is_dir()
     open_kind = "Open Kernel Module" in (text_of(system.proc / "driver/nvidia/version") or "")
-    return Rdma(ports, peer, open_kind, bool(entries(system.dev / "infiniband")))
+    hca = system.environ.get("NCCL_IB_HCA", "")
+    return Rdma(ports, peer, open_kind, bool(entries(system.dev / "infiniband")), hca)
 
 
 def _port(device: str, folder: Path) -> Port:
@@ -47,6 +48,7 @@ def _port(device: str, folder: Path) -> Port:
         rate,
         errors,
         netdev,
+        text_of(folder.parents[1] / "board_id") or "",
         _routable(folder) if layer == "Ethernet" else None,
     )
 

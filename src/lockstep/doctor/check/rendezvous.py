@@ -1,69 +1,71 @@
 """What a rendezvous says: who came, who did not and why that may be, and addresses that others cannot use. Pure."""
 
 import ipaddress
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from lockstep.doctor.check.addresses import Reach, is_public, reachable
+from lockstep.doctor.check.addresses import judge as judge_address
+from lockstep.doctor.check.facts import Interface
+from lockstep.doctor.check.interfaces import owner
 from lockstep.doctor.check.meeting import Meeting, Missing
 from lockstep.doctor.check.protocol import Card
-from lockstep.doctor.finding import Finding
+from lockstep.doctor.finding import Finding, Severity
 
-_CONTAINERS = (
-    "docker", "podman", "cni", "br-", "virbr", "lxcbr", "lxdbr", "flannel", "cali", "cilium", "veth", "vxlan",
-)  # fmt: skip
-"""Beginnings of names that container runtimes give to bridges and their ends."""
-_DOCKER = ipaddress.ip_network("172.17.0.0/16")
-"""Of docker0, unless somebody has changed it."""
 _BRIDGE_DOC = "https://docs.docker.com/engine/network/drivers/bridge/"
 _IFNAME_DOC = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname"
 _RAY_DOC = "https://docs.ray.io/en/latest/cluster/cli.html#ray-start"
+_USELESS: Mapping[Reach, tuple[Severity, str, str]] = {
+    "unspecified": (
+        "error",
+        "0.0.0.0 and :: mean every interface of the one who listens; who dials them reaches itself, so that every host "
+        "waits for a head that it takes itself to be",
+        _RAY_DOC,
+    ),
+    "loopback": ("error", "loopback never leaves a host: every other host dials itself and finds nobody there", ""),
+    "link-local": ("error", "a link-local address is not forwarded by any router, and needs a scope to be dialled", ""),
+    "bridge": (
+        "error", "it belongs to a bridge for the containers of that host, which no other host can reach", _BRIDGE_DOC,
+    ),
+    "strange": ("warning", "no interface of that host has it: only what is translated on the way gets there", ""),
+    "doubtful": ("warning", "its interface joins containers and no card of that host, so others may not reach it", ""),
+    "container": (
+        "warning",
+        "docker gives it to containers on its default network, and every host has the same: others reach a container "
+        "of their own, or nobody (--network=host gives a container its host's addresses)",
+        _BRIDGE_DOC,
+    ),
+}  # fmt: skip
+"""How bad an address is for others, why, and who says so."""
 
 
 def advertised(
-    host: str, address: str, of: str, fix: str, several: bool, interfaces: Iterable[Mapping[str, object]] = ()
+    host: str, address: str, of: str, fix: str, several: bool, interfaces: Sequence[Interface] = ()
 ) -> list[Finding]:
     """Whether others can use an address that a head gives them.
 
     Args:
         of: what it is the address of: `the head of the check`, `MASTER_ADDR`, `the Ray head`.
         fix: the setting that gives another one.
-        interfaces: of the host, as in `Card.interfaces`.
+        interfaces: of the host; none where they are not known.
     """
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return []  # a name: what it resolves to is looked at elsewhere
-    where = next((each for each in interfaces if each["address"] == address), None)
-    name = str(where["name"]) if where else ""
+    reach = judge_address(address, interfaces).reach
+    name = owner(interfaces, address)
     seen = f"{of} is given to others as {address}" + (f" ({name})" if name else "")
-
-    def bad(why: str, source: str = "") -> list[Finding]:
-        return [Finding("head-address", "error", host, seen, why, fix, source)]
-
-    if parsed.is_unspecified:
-        return bad(
-            "0.0.0.0 and :: mean every interface of the one who listens; who dials them reaches itself, so that "
-            "every host waits for a head that it takes itself to be",
-            _RAY_DOC,
+    if reach == "unspecified" or (several and reach in _USELESS):
+        severity, why, source = _USELESS[reach]
+        return [Finding("head-address", severity, host, seen, why, fix, source)]
+    if not several or reach != "public":
+        return []  # a name: what it resolves to is looked at elsewhere
+    private = next((f"{own} on {which}" for which, own in reachable(interfaces) if not is_public(own)), "")
+    why = (
+        "traffic to a public address may go through a gateway or be dropped by it, and a run's ports have no encryption"
+    )
+    return [
+        Finding(
+            "head-address", "warning" if private else "note", host, f"{seen}, which is a public address", why,
+            f"{fix} (such as {private})" if private else "", _IFNAME_DOC,
         )
-    if not several:
-        return []
-    if parsed.is_loopback:
-        return bad("loopback never leaves a host: every other host dials itself and finds nobody there")
-    if parsed.is_link_local:
-        return bad("a link-local address is not forwarded by any router, and needs a scope to be dialled")
-    bridge = bool(where and where["bridge"]) or name.startswith(_CONTAINERS) or (not name and parsed in _DOCKER)
-    if bridge:
-        return bad("it belongs to a bridge for the containers of that host, which no other host can reach", _BRIDGE_DOC)
-    if parsed.is_global:
-        return [
-            Finding(
-                "head-address", "warning", host, seen,
-                "it is a public address: traffic between hosts of a cluster then goes through a gateway or is dropped "
-                "by it, and the ports of a run have no encryption",
-                fix, _IFNAME_DOC,
-            )
-        ]  # fmt: skip
-    return []
+    ]  # fmt: skip
 
 
 def judge(meeting: Meeting) -> list[Finding]:

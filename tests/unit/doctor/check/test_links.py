@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.doctor.check.facts import HostFacts, Kernel, Pci
-from lockstep.doctor.check.judge_links import gpu_count, judge_kernel, judge_pci, judge_rdma, xids
+from lockstep.doctor.check.facts import HostFacts, Kernel, Pci, Port
+from lockstep.doctor.check.judge_links import gpu_count, hca_takes, judge_kernel, judge_pci, judge_rdma, xids
 from lockstep.doctor.check.kernel_log import events, gather_kernel
 from lockstep.doctor.check.pci import acs_control, gather_pci, generation
 from lockstep.doctor.check.rdma import gather_rdma
@@ -177,6 +177,44 @@ def test_errors_and_rates(tmp_path: Path) -> None:
     assert found["rdma-rate"].severity == "warning" and found["rdma-devices"].severity == "error"
 
 
+def _board(name: str, board: str) -> dict[str, str]:
+    return {f"sys/class/infiniband/{name}/board_id": f"{board}\n"}
+
+
+def test_cards_for_storage_are_no_fault_of_the_fabric(tmp_path: Path) -> None:
+    files = {"dev/infiniband/uverbs0": ""}
+    for at in range(4):
+        files |= _adapter(f"mlx5_{at}") | _board(f"mlx5_{at}", "MT_0000000838")
+    files |= _adapter("mlx5_4", rate="200 Gb/sec (4X HDR)") | _board("mlx5_4", "MT_0000000891")
+    down = {"state": "1: DOWN", "phys_state": "2: Polling"}
+    files |= _adapter("mlx5_5", **down) | _board("mlx5_5", "MT_0000000891")
+    found = _rdma(tmp_path / "a", files)
+    assert found["rdma-rate"].severity == found["rdma-port"].severity == "note"
+    assert found["rdma-rate"].fix.startswith("export NCCL_IB_HCA==mlx5_0,mlx5_1,mlx5_2,mlx5_3 ")
+    broken = judge_rdma("a", gather_rdma(made(tmp_path / "b", files | _adapter("mlx5_3", **down))), 0)
+    assert {each.seen.split()[0]: each.severity for each in broken if each.id == "rdma-port"} == {
+        "mlx5_3": "warning", "mlx5_5": "note",
+    }  # fmt: skip
+    slower = _rdma(tmp_path / "c", files | _adapter("mlx5_3", rate="200 Gb/sec (4X HDR)"))["rdma-rate"]
+    assert slower.severity == "warning" and "mlx5_3 200" in slower.seen and "mlx5_4" not in slower.seen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "taken"),
+    [
+        ("", ["mlx5_1:1", "mlx5_1:2", "mlx5_10:1"]),
+        ("mlx5_1", ["mlx5_1:1", "mlx5_1:2", "mlx5_10:1"]),
+        ("=mlx5_1", ["mlx5_1:1", "mlx5_1:2"]),
+        ("=mlx5_1:2,mlx5_10", ["mlx5_1:2", "mlx5_10:1"]),
+        ("^=mlx5_1", ["mlx5_10:1"]),
+    ],
+)
+def test_which_ports_nccl_is_told_to_take(wanted: str, taken: list[str]) -> None:
+    ports = [Port(device, number, "ACTIVE", "LinkUp", "InfiniBand") for device, number in
+             (("mlx5_1", 1), ("mlx5_1", 2), ("mlx5_10", 1))]  # fmt: skip
+    assert [f"{port.device}:{port.port}" for port in ports if hca_takes(wanted, port)] == taken
+
+
 def test_roce_needs_an_address_that_is_routed(tmp_path: Path) -> None:
     local = {
         PORT.format("mlx5_0", "gids/0"): "fe80:0000:0000:0000:5aa2:e1ff:fe0d:0001",
@@ -235,8 +273,26 @@ def test_a_quiet_log_is_ok() -> None:
 
 
 def test_the_table_of_xids_is_whole() -> None:
-    table = xids()
-    assert table["source"].startswith("https://") and not set(table["hardware"]) & set(table["application"])
+    groups = xids()["groups"].values()
+    codes = [code for group in groups for code in group["codes"]]
+    assert xids()["source"].startswith("https://") and len(codes) == len(set(codes))
+
+
+@pytest.mark.parametrize(
+    ("line", "severity", "word"),
+    [
+        ("145, RLW_REMAP Nonfatal XC1 i0 Link -1 (0x00000004 0x80000000)", "warning", "NVLink error (RLW)"),
+        ("149, NETIR_LINK_EVT Fatal XC0 i0 Link 09 (0x004505c6 0x00000000)", "error", "NVLink error (NETIR)"),
+        ("150, MSE Fatal XC0", "error", "NVLink error (MSE)"),
+        ("94, pid=4711, Contained: SM (0x1)", "warning", "others are not affected"),
+        ("154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)", "error", "after another Xid"),
+        ("154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)", "note", "after another Xid"),
+        ("999, something new", "note", "see the catalogue"),
+    ],
+)
+def test_what_the_catalogue_says_of_xids(line: str, severity: str, word: str) -> None:
+    (found,) = judge_kernel("a", Kernel(list(events([f"NVRM: Xid (PCI:0000:07:00): {line}"])), "dmesg"))
+    assert found.severity == severity and word in found.why and "program's fault" not in found.why
 
 
 def test_gpus_are_counted_by_whoever_sees_more(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """Versions: the table of support as data, what is said of one host, what differs between hosts."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from lockstep.cluster.versions import SUPPORTED
 from lockstep.doctor.check.facts import Gpu, Versions
+from lockstep.doctor.check.libraries import compat, nccl_of_system
 from lockstep.doctor.check.support import Bad, parsed, support
 from lockstep.doctor.check.system import System
 from lockstep.doctor.check.versions import compare_versions, gather_versions, judge_versions
@@ -131,3 +134,31 @@ def test_this_environment() -> None:
     versions = gather_versions(System())
     assert versions.packages["torch"] and versions.packages["lockstep-rl"] and versions.packages["kernel"]
     assert versions.unmet == []
+
+
+def test_nccl_of_an_image_that_brings_it_as_a_file(tmp_path: Path) -> None:
+    system, own = tmp_path / "system", tmp_path / "own"
+    for folder in (system, own):
+        folder.mkdir()
+    (system / "libnccl.so.2.27.3").write_bytes(b"\x7fELF")
+    (system / "libnccl.so.2").symlink_to("libnccl.so.2.27.3")
+    (own / "libnccl.so.2").write_bytes(b"\x7fELF" + bytes(5000) + b"NCCL version 2.26.5+cuda12.9\0")
+    assert nccl_of_system({}, [system]) == "2.27.3"
+    assert nccl_of_system({"LD_LIBRARY_PATH": f"/nowhere:{own}"}, [system]) == "2.26.5"
+    assert nccl_of_system({}, [tmp_path]) is None
+    (own / "libnccl.so.2").write_bytes(b"")
+    assert nccl_of_system({"LD_LIBRARY_PATH": str(own)}, []) is None
+
+
+def test_forward_compatibility_starts_cuda_on_an_older_driver(tmp_path: Path) -> None:
+    folder = tmp_path / "compat" / "lib"
+    folder.mkdir(parents=True)
+    assert compat({}, [folder]) == ("", False)
+    (folder / "libcuda.so.1").write_bytes(b"")
+    assert compat({}, [folder]) == (str(folder), False)
+    assert compat({"LD_LIBRARY_PATH": str(folder)}, []) == (str(folder), True)
+    old = GOOD | {"driver": "535.129.03", "cuda": "13.0"}
+    for asked in (False, True):
+        found = {each.id: each for each in judge_versions("a", Versions(old, [], [], str(folder), asked), None, NEEDED)}
+        assert found["driver-old"].severity == "warning" and str(folder) in found["driver-old"].seen
+        assert ("LD_LIBRARY_PATH" in found["driver-old"].fix) is not asked

@@ -1,0 +1,25 @@
+"""A token that turns Ray's authentication on at its head alone."""
+
+from pathlib import Path
+
+from lockstep.doctor.check.facts import RayToken
+from lockstep.doctor.check.needs import Needs
+from lockstep.doctor.check.ray_token import gather_ray_token, judge_ray_token
+
+RAY = Needs(several=True, packages=("python", "ray"))
+
+
+def test_where_a_token_is_found_without_being_read(tmp_path: Path) -> None:
+    assert gather_ray_token({}, tmp_path) == RayToken()
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text("secret")
+    assert gather_ray_token({"RAY_AUTH_MODE": "token"}, tmp_path) == RayToken("token", "~/.ray/auth_token")
+    assert gather_ray_token({"RAY_AUTH_TOKEN": "secret"}, tmp_path) == RayToken("", "RAY_AUTH_TOKEN")
+
+
+def test_a_token_without_a_mode_is_told_where_ray_has_other_hosts() -> None:
+    (found,) = judge_ray_token("a", RayToken("", "~/.ray/auth_token"), RAY)
+    assert found.severity == "warning" and "RAY_AUTH_MODE=token on every host" in found.fix
+    assert not list(judge_ray_token("a", RayToken("token", "~/.ray/auth_token"), RAY))
+    assert not list(judge_ray_token("a", RayToken(), RAY))
+    assert not list(judge_ray_token("a", RayToken("", "RAY_AUTH_TOKEN"), Needs(packages=("ray",)))), "one host"
