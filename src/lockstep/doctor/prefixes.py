@@ -8,6 +8,8 @@ from lockstep.doctor.times import Clock
 
 _MOST = 8
 """Prefixes before one line."""
+_NEAR = 400
+"""Characters in which names of a rank without brackets are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,11 @@ _STAMPS = (
     r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?",
     r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d(?: \d{4})?",
     r"[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d",
+    r"\d\d/\d\d/\d{4} \d\d:\d\d:\d\d(?:[.,]\d+)?",
     r"\d\d:\d\d:\d\d(?:[.,]\d+)?",
 )
+_RANK = r"(?:[Gg]lobal[_ ]?)?(?:rank|Rank|RANK)"
+_LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
 _HOST = r"(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[\w.-]*\d)(?=[\w.-]*[-.]|[a-z]+\d{2,}|[a-z]{1,5}\d+\b)[A-Za-z][\w.-]{2,62})"
 _PREFIX = re.compile(
     r"\s*(?:"
@@ -58,23 +63,35 @@ _PREFIX = re.compile(
     r"|\((?P<daemon>raylet|gcs_server|autoscaler|bundle_reservation_check_func)(?:, ip=(?P<dip>[\w.:-]+))?\)"
     r"|\((?:head|worker\d+),? rank=(?P<sky>\d+)[^)]*\)"
     rf"|\[(?!c10d\b)(?P<bracket>{_HOST})(?::(?P<blocal>\d+))?\]:?(?=\s|$)"
+    r"|\[pod/(?P<pod>[\w.-]+)/[\w.-]+\]"
     r"|(?P<slurm>\d{1,5}):(?= |$) ?"
     rf"|(?P<pdsh>{_HOST}):(?= |$) ?"
     r"|(?P<nhost>[A-Za-z][\w.-]*):(?P<npid>\d+):\d+ \[(?P<dev>-?\d+)\]"
     r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
     r"|\[[IWEF](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: \d+)? [\w./-]+:\d+\]"
     r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
+    rf"|[\[({{<](?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*)[/:,|] ?)?(?:{_RANK}[ _:=#]{{0,2}}|[Rr])(?P<wrapped>\d{{1,6}})"
+    r"(?: ?(?:/|of) ?\d+)?[\])}>](?::(?=\s|$)| ?\||(?=[\s\[]|$))"
+    rf"|(?:[-|] ?)?{_RANK}[ _:=#]{{0,2}}(?P<bare>\d{{1,6}})(?: ?(?:/|of) ?\d+)?(?::(?=\s)|(?=\s*\|)|(?=\s+- ))"
+    r"|(?:trainer|worker|rank|Rank|RANK|proc)\[(?P<index>\d{1,3})\](?::|(?=\s|$))"
     r"|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]+:\d+\]"
-    r"|r(?P<short>\d{1,5}) (?=\w+ [DIWEC] )|(?:worker|rank|Rank|stage|process) (?P<named>\d{1,5}):(?= )"
+    rf"|(?:[-|] )?{_LEVEL}(?:(?=\s*\||\s+- |\s+\[)|:[A-Za-z_][\w.]*:|:(?=\s)|\s[\w.-]+:\d+ --(?=\s))"
+    r"|[-|] [\w.<>-]{2,60}(?::[\w<>.]+:\d+)?(?=\s*\||\s+- )"
+    r"|r(?P<short>\d{1,5}) (?=\w+ [DIWEC] )|(?:worker|stage|process) (?P<named>\d{1,5}):(?= )"
     r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
-    r"|\[[\w.]{2,40}\](?=\[|\s-\s|\s\[)|- (?=\[)"
+    r"|\[[\w./<>-]{2,60}(?::\d+)?(?::[\w<>]+)?\](?=\[|\s-\s|\s\[)|- (?=\[)"
     r")"
 )
+_LEFT = re.compile(r"\s*[-|](?=\s) ?")
+"""Between the last prefix and what is said."""
+_PAIRS = re.compile(rf"\s*(?:[\w.]+=(?:\"[^\"]*\"|\S+)\s+){{0,6}}{_RANK}=(?P<rank>\d{{1,6}})(?=\s|$)")
+"""A line of names and values, `time=... level=info rank=3 msg=...`."""
 _INSIDE = re.compile(
     r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|\[Rank (?P<b>\d+)\]|\"rank\": ?(?P<c>\d+)"
     r"|\brank[ =:_]{1,2}(?P<d>\d+)\b|\bRank[ =:]{1,2}(?P<e>\d+)\b|\[rank(?P<f>\d+)\]"
 )
-_STRUCTURED = re.compile(r"^\{.*\"rank\": ?(?P<rank>\d+)")
+_STRUCTURED = re.compile(r"\"(?:global_)?rank\": ?\"?(?P<rank>\d{1,6})\b")
+_STRUCTURED_HOST = re.compile(r"\"(?:host|hostname|node)\": ?\"(?P<host>[A-Za-z][\w.-]*)\"")
 _PG = re.compile(r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|^\[Rank (?P<b>\d+)\]|\[rank(?P<c>\d+)\]:")
 _WORKER = re.compile(r"^(?:VllmWorker|Worker)_?(?:TP|PP|DP)?-?(?P<n>\d+)$")
 
@@ -84,7 +101,18 @@ _FILE_RANK = re.compile(
 _FILE_NODE = re.compile(r"(?:^|[/_.-])(?:node|host|n)[_.-]?(?P<node>\d{1,5})(?=[/_.-]|$)")
 _ATTEMPT = re.compile(r"(?:^|/)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/(?:stdout|stderr|error)")
 _FILE_HOST = re.compile(rf"(?:^|[/_])(?P<host>{_HOST})$")
-_TOOLS = re.compile(r"^(?:pyspy|py-spy|probe|dmesg|nvidia-smi|gpu|ps|stack|env|ibstat|strace|top)_")
+_TOOLS = re.compile(
+    r"^(?:(?:py-?spy|nvidia-smi|ibstat|strace)[_.-]|(?:probe|dmesg|gpu|ps|stack|env|top)_)"
+    r"|[_.-](?:py-?spy|nvidia-smi|ibstat|strace|env|ps|top|stack)$"
+)
+_OF_KERNEL = r"(?:dmesg|kern(?:el)?|syslog|messages|journal(?:ctl)?)"
+_KERNEL = re.compile(rf"^{_OF_KERNEL}(?:\.log)?[_.-](?P<after>.+)$|^(?P<before>.+?)[_.-]{_OF_KERNEL}$")
+_KERNEL_HOST = re.compile(r"(?=[^\d]*\d|(?:host|node|gpu|worker|server|head|master|login|compute)[-_.])[A-Za-z][\w.-]*")
+"""What stands beside the kernel's name: the log of a kernel is a host's, with fewer forms than other files have."""
+_NO_HOST = re.compile(r"(?:job|slurm|run|attempt|step|boot|part|after|before)[-_.]?\d*")
+_FILE_ADDRESS = re.compile(
+    r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?=[_.-]|$)(?!\.\d)"
+)
 _JOB_NAMES = re.compile(
     r"^(?:slurm|job|ray_job|job-driver|train|run|driver|console|launcher|log|stdout|stderr|raysubmit|eval|grpo|sft|ppo"
     r"|step|checkpoint|output|out)[-_.\d]"
@@ -110,9 +138,9 @@ def read(line: str, clock: Clock) -> Said:
     """Takes the prefixes off a line."""
     who, at = NOBODY, 0
     if line.startswith("{"):
-        found = _STRUCTURED.match(line)
-        if found:
-            return Said(Who(int(found["rank"])), 0, clock.read(line))
+        rank, host = _STRUCTURED.search(line, 0, _NEAR), _STRUCTURED_HOST.search(line, 0, _NEAR)
+        if rank or host:
+            return Said(Who(int(rank["rank"]) if rank else None, host["host"] if host else ""), 0, clock.read(line))
     for _ in range(_MOST):
         found = _PREFIX.match(line, at)
         if not found or found.end() == at:
@@ -121,15 +149,17 @@ def read(line: str, clock: Clock) -> Said:
             break
         who = _merged(who, found)
         at = found.end()
-    if who.rank is None and "ank" in line[:400]:
-        found = _PG.search(line[at : at + 400])
+    left = _LEFT.match(line, at) if at else None
+    at = left.end() if left else at
+    if who.rank is None and "ank" in line[:_NEAR]:
+        found = _PG.search(line[at : at + _NEAR]) or _PAIRS.match(line, at)
         if found:
-            who = replace(who, rank=int(found["a"] or found["b"] or found["c"]))
+            who = replace(who, rank=int(next(each for each in found.groups() if each)))
     return Said(who, at, clock.read(line))
 
 
-_RANKS = ("rank", "mpi", "arank", "slurm", "sky", "srank", "short", "named")
-_HOSTS = ("ip", "dip", "bracket", "pdsh", "nhost", "khost")
+_RANKS = ("rank", "mpi", "arank", "slurm", "sky", "srank", "wrapped", "bare", "index", "short", "named")
+_HOSTS = ("ip", "dip", "bracket", "pod", "pdsh", "nhost", "khost", "rhost")
 
 
 def _merged(who: Who, found: re.Match[str]) -> Who:
@@ -164,12 +194,21 @@ def of_file(name: str) -> tuple[Who, int | None]:
     attempt = _ATTEMPT.search(name)
     if attempt:
         return Who(int(attempt["rank"])), None
-    stem = re.sub(r"(?:\.(?:log|txt|out|err|jsonl?|stdout|stderr|gz|xz|bz2|zst|\d))+$", "", name)
+    address = _FILE_ADDRESS.search(PurePosixPath(name).name)
+    if address:
+        return Who(host=address[0]), None
+    stem = re.sub(r"(?:\.(?:log|txt|out|err|jsonl?|csv|stdout|stderr|gz|xz|bz2|zst|\d))+$", "", name)
     last = PurePosixPath(stem).name
     rank, node = _FILE_RANK.search(stem), _FILE_NODE.search(last)
+    number = int(node["node"]) if node else None
+    kernel = _KERNEL.match(last)
+    named = (kernel["after"] or kernel["before"]) if kernel else ""
+    if named and not _NUMBERED.match(named):
+        known = _KERNEL_HOST.fullmatch(named) and not _NO_HOST.fullmatch(named)
+        return Who(host=named if known else _host_above(stem)), number
     if rank and not node:
         return Who(int(rank["rank"]), host=_host_in(stem, last)), None
-    return Who(host=_host_in(stem, last)), int(node["node"]) if node else None
+    return Who(host=_host_in(stem, last)), number
 
 
 _NUMBERED = re.compile(r"(?:(?:global|local)_?)?(?:rank|proc|process|stage|r|trainer)[_.-]?\d+$", re.IGNORECASE)
@@ -180,10 +219,14 @@ _RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
 def _host_in(stem: str, last: str) -> str:
     if _JOB_NAMES.match(last) or _RUN_NAME.search(last):
         return ""
-    last = _TOOLS.sub("", last)
+    last = _TOOLS.sub("", _TOOLS.sub("", last))
     found = _FILE_HOST.search(last)
     if found:
         return "" if _NUMBERED.match(found["host"]) else found["host"]
+    return _host_above(stem)
+
+
+def _host_above(stem: str) -> str:
     parent = PurePosixPath(stem).parent.name
     found = _FILE_HOST.match(parent) if parent else None
     return found["host"] if found else ""

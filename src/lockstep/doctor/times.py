@@ -18,10 +18,15 @@ _GLOG = re.compile(
 )
 _SYSLOG = re.compile(
     r"\b(?P<name>Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(?P<day>\d\d?) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"
-    r"(?:\.(?P<f>\d+))?(?: (?:AM|PM))?(?: [A-Z]{3,4})?(?: (?P<year>20\d\d))?"
+    r"(?:\.(?P<f>\d+))?(?: (?P<half>AM|PM))?(?: [A-Z]{3,4})?(?: (?P<year>20\d\d))?"
 )
+_US = re.compile(
+    r"\b(?P<month>0[1-9]|1[0-2])/(?P<day>\d\d)/(?P<year>20\d\d),? "
+    r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:[.,](?P<f>\d{1,9}))?"
+)
+"""The examples of transformers and accelerate date so."""
 _VLLM = re.compile(r"\b(?P<month>\d\d)-(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)")
-_EPOCH = re.compile(r"\"(?:t|ts|time|timestamp)\": ?(?P<t>1[5-9]\d{8}(?:\.\d+)?)\b")
+_EPOCH = re.compile(r"\"(?:t|ts|time|timestamp)\": ?(?P<t>1[5-9]\d{8}(?:\.\d+)?)(?P<ms>\d{3})?\b")
 _CLOCK = re.compile(r"(?:^|[\[ ])(?P<h>[01]\d|2[0-3]):(?P<m>[0-5]\d):(?P<s>[0-5]\d)(?:[.,](?P<f>\d+))?(?=[\] ,|]|$)")
 _HEAD = 240
 """Characters of a line that its time stands in."""
@@ -30,7 +35,7 @@ UNDATED = 2000
 """The year of stamps in a file that names none."""
 _YEAR = re.compile(
     r"(?:^|[\s\[\"T])(20\d\d)-[01]\d-[0-3]\d[ T_]|\"t\": ?(1[5-9]\d{8})\b"
-    r"|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} .{0,24}?\b(20\d\d)\b",
+    r"|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} .{0,24}?\b(20\d\d)\b|\b[01]\d/[0-3]\d/(20\d\d)[ ,]",
     re.MULTILINE,
 )
 
@@ -54,11 +59,16 @@ class Clock:
             found = _GLOG.search(head)
             if found:
                 return self._keep(_of(found, int(found["year"] or self._year()), int(found["month"])))
+        if '"' in head:
             found = _EPOCH.search(head)
             if found:
-                at = float(found["t"])
+                at = float(found["t"]) + int(found["ms"] or 0) / 1000
                 self.year = time.gmtime(at).tm_year
                 return self._keep(at)
+        found = _US.search(head) if "/" in head else None
+        if found:
+            self.year = int(found["year"])
+            return self._keep(_of(found, self.year, int(found["month"])))
         found = _SYSLOG.search(head)
         if found:
             month = _MONTHS[found["name"].lower()]
@@ -86,7 +96,7 @@ def year_in(text: str) -> int:
     found = _YEAR.search(text)
     if found is None:
         return 0
-    return int(found[1] or found[3] or time.gmtime(int(found[2])).tm_year)
+    return int(found[1] or found[3] or found[4] or time.gmtime(int(found[2])).tm_year)
 
 
 def in_year(at: float, year: int) -> float:
@@ -100,6 +110,8 @@ def _of(found: re.Match[str], year: int, month: int) -> float | None:
     if not (1 <= month <= 12 and 1 <= day <= 31):
         return None
     hours, minutes = int(found["h"]), int(found["m"])
+    half = found["half"] if "half" in found.re.groupindex else None
+    hours = hours % 12 + 12 * (half == "PM") if half else hours
     at = calendar.timegm((year, month, day, hours, minutes, int(found["s"]), 0, 0, 0))
     zone = found["zone"] if "zone" in found.re.groupindex else None
     if zone and zone != "Z":
