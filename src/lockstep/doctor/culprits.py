@@ -15,7 +15,7 @@ from lockstep.watch.verdict import Culprit
 _MOST = 64
 _FALLS = frozenset((
     "host_oom", "rank_oom", "cuda_kernel_error", "gpu_hardware_fault", "rank_exception_masked", "shm_too_small",
-    "os_limits", "storage_fault", "external_kill", "watchdog_or_heartbeat", "framework_bug",
+    "os_limits", "storage_fault", "external_kill", "watchdog_or_heartbeat", "framework_bug", "gpu_binding",
 ))  # fmt: skip
 """Classes in which somebody falls first: where no line says who, the first who ended with a fault does."""
 _ADDRESS = r"\d{1,3}(?:\.\d{1,3}){3}"

@@ -6,15 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.doctor import recorded, snapshots, structure
+from lockstep.doctor import compared, recorded, snapshots, structure
 from lockstep.doctor import waits as waiting
+from lockstep.doctor.attempts import old_sources
+from lockstep.doctor.clocks import align
 from lockstep.doctor.culprits import blamed
 from lockstep.doctor.filter import Filter
 from lockstep.doctor.judge import Candidate, Judgement, judge
 from lockstep.doctor.lines import pages
 from lockstep.doctor.rules import Rules, load
 from lockstep.doctor.sightings import Reader, Reading, Sighting, date
-from lockstep.doctor.sources import Gathered, blocks, gather
+from lockstep.doctor.sources import Gathered, gather, streams
 from lockstep.doctor.story import Story, tell
 from lockstep.doctor.tracebacks import STARTS
 from lockstep.watch.verdict import SURE, Alternative, Collective, Fact, Kind, Level, Verdict
@@ -23,6 +25,7 @@ EVIDENCE = 8
 _SHORTEST = 4
 _OF_RULE, _FIRST, _VICTIMS = 3, 4, 2
 _NO_FAULT = ("unknown", "benign")
+_ROOMS = (compared, structure, snapshots)
 _KINDS = {
     "uneven_data": Kind.MISMATCH, "rank_divergent_branch": Kind.MISMATCH, "zero3_generate_desync": Kind.MISMATCH,
     "slow_rank_preprocess": Kind.ABSENT, "checkpoint_timeout": Kind.ABSENT, "rendezvous_incomplete": Kind.ABSENT,
@@ -66,7 +69,7 @@ def explain(
     left = recorded.take(found, paths, ranks=ranks, world_size=world_size)
     readings = read(found, rules)
     story = tell(readings)
-    judgement = judge(story, [*structure.candidates(story), *snapshots.candidates(story)])
+    judgement = judge(story, [each for room in _ROOMS for each in room.candidates(story)])
     verdict = _verdict(judgement, story, rules, found.gaps)
     before = recorded.stands(verdict, left, logs_read=bool(readings))
     if before:
@@ -78,9 +81,11 @@ def read(found: Gathered, rules: Rules) -> list[Reading]:
     """All sources, one after the other."""
     prefilter = Filter([*rules.by_literal, *STARTS])
     many = len(found.sources)
-    readings = [Reader(rules, prefilter, source.name, number, many).read(pages(blocks(source, found.gaps)))
-                for number, source in enumerate(found.sources)]  # fmt: skip
+    readings = [Reader(rules, prefilter, source.name, number, many).read(pages(blocks))
+                for number, (source, blocks) in enumerate(streams(found.sources, found.gaps))]  # fmt: skip
     date(readings)
+    old = old_sources(readings)
+    align([each for each in readings if each.source not in old])
     return readings
 
 

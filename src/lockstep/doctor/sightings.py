@@ -3,7 +3,7 @@
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lockstep.doctor import kinds, prefixes, progress, quotes, stacks, tracebacks
@@ -349,18 +349,23 @@ def date(readings: Sequence[Reading]) -> None:
     years = [time.gmtime(each.first).tm_year for each in readings if each.dated and each.first is not None]
     if not years or years[0] == UNDATED:
         return
-
-    def moved(at: float | None) -> float | None:
-        return None if at is None else in_year(at, years[0])
-
     for each in readings:
         if not each.dated and each.first is not None:
-            each.first, each.last = moved(each.first), moved(each.last)
-            each.sightings = [replace(seen, when=moved(seen.when)) for seen in each.sightings]
-            each.ticks = [replace(tick, when=moved(tick.when)) for tick in each.ticks]
-            each.tracebacks = [(who, moved(when), traceback) for who, when, traceback in each.tracebacks]
-            each.said = {rank: [replace(said, when=moved(said.when)) for said in lines]
-                         for rank, lines in each.said.items()}  # fmt: skip
+            shift(each, lambda at: in_year(at, years[0]))
+
+
+def shift(reading: Reading, move: Callable[[float], float]) -> None:
+    """Moves all times of a file."""
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else move(at)
+
+    reading.first, reading.last = moved(reading.first), moved(reading.last)
+    reading.sightings = [replace(seen, when=moved(seen.when)) for seen in reading.sightings]
+    reading.ticks = [replace(tick, when=moved(tick.when)) for tick in reading.ticks]
+    reading.tracebacks = [(who, moved(when), traceback) for who, when, traceback in reading.tracebacks]
+    reading.said = {rank: [replace(said, when=moved(said.when)) for said in lines]
+                    for rank, lines in reading.said.items()}  # fmt: skip
 
 
 def _with_rank(who: Who, rank: int | None) -> Who:

@@ -3,21 +3,17 @@
 Nothing is ever written: archives are read member by member, and how much comes out of one is bounded.
 """
 
-import bz2
-import gzip
-import io
-import lzma
 import re
 import stat
 import sys
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
+
+from lockstep.doctor.archives import ERRORS, kind, members, unpacked
 
 BLOCK = 4 << 20
 MOST_FILES = 20_000
@@ -27,7 +23,7 @@ RATIO = 1_000
 """Times that a member may grow beyond its first `FREE` bytes: text grows 20 to 200 times."""
 FREE = 64 << 20
 NESTED = 2
-"""Archives in archives."""
+"""Archives in an archive, one in the other."""
 _SKIPPED = re.compile(
     r"\.(?:py|pyc|so|pt|pth|safetensors|bin|npz?|parquet|arrow|ckpt|png|jpe?g|pdf|whl|mp4|ipynb|svg|gif|o|a|db|sqlite"
     r"|tfevents[^/]*)$|(?:^|/)(?:\.git|__pycache__|node_modules|\.venv)/|events\.out\.tfevents"
@@ -142,100 +138,110 @@ def _file(path: Path, name: str, found: Gathered) -> None:
             if not stat.S_ISFIFO(about.st_mode):
                 found.gaps.append(f"{name}: no regular file")
                 return
-        elif path.suffix in (".zip", ".tar", ".tgz", ".tbz2", ".txz") or ".tar." in path.name:
-            _members(path, name, found)
+        elif kind(path.name):
+            with path.open("rb") as raw:
+                _members(raw, path.name, Source(name, path), found, [UNPACKED])
             return
         found.sources.append(Source(name, path, size=about.st_size))
-    except (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError) as error:
+    except (*ERRORS, _Full) as error:
         found.gaps.append(f"{name}: {error}")
 
 
-def _members(path: Path, name: str, found: Gathered) -> None:
-    """One source for each member that can hold lines."""
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path) as archive:
-            names = [(each.filename, each.file_size) for each in archive.infolist() if not each.is_dir()]
-    else:
-        with _plain(path) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
-            names = [(each.name, each.size) for each in archive if each.isreg()]
-    total = 0
-    for member, size in names[:MOST_FILES]:
-        total += size
-        if total > UNPACKED:
-            found.gaps.append(f"{name}: holds more than {UNPACKED >> 30} GiB; the rest was not read")
-            return
-        if not _SKIPPED.search(member):
-            inside = str(PurePosixPath("/" + member).relative_to("/"))
-            found.sources.append(Source(f"{name}/{inside}", path, (member,), size))
+class _Full(ValueError):
+    """More is not listed."""
 
 
-@contextmanager
-def _plain(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked where its first bytes say that it is packed."""
-    with path.open("rb") as raw:
-        yield _unpacked(raw)
+def _members(raw: Any, file: str, about: Source, found: Gathered, left: list[int]) -> None:
+    """One source for each member that can hold lines, and for those of archives in it.
+
+    Args:
+        raw, file: The bytes and the name of the archive.
+        about: The archive, its name as evidence cites it.
+        left: The bytes that members may still have, all together.
+    """
+    listed: set[str] = set()
+    for member, size, opened in members(raw, file):
+        left[0] -= size
+        if left[0] < 0:
+            raise _Full(f"holds more than {UNPACKED >> 30} GiB; the rest was not read")
+        if len(found.sources) >= MOST_FILES:
+            raise _Full(f"more than {MOST_FILES} files; the rest was not read")
+        if member in listed:
+            continue
+        listed.add(member)
+        name = f"{about.name}/{PurePosixPath('/' + member).relative_to('/')}"
+        each = Source(name, about.path, (*about.inside, member), size)
+        if not kind(member):
+            if not _SKIPPED.search(member):
+                found.sources.append(each)
+        elif len(each.inside) > NESTED:
+            found.gaps.append(f"{name}: an archive inside of {NESTED} others was not read")
+        else:
+            try:
+                with closing(opened()) as stream:
+                    _members(stream, member, each, found, left)
+            except ERRORS as error:
+                found.gaps.append(f"{name}: {error}")
 
 
-def _unpacked(raw: IO[bytes]) -> Any:
-    head = raw.read(10)
-    raw.seek(0)
-    if head[:3] == b"\x1f\x8b\x08":
-        return gzip.GzipFile(fileobj=raw)
-    if head[:3] == b"BZh" and head[4:] in (b"1AY&SY", b"\x17rE8P\x90"):
-        return bz2.BZ2File(raw)
-    if head[:6] == b"\xfd7zXZ\x00":
-        return lzma.LZMAFile(raw)
-    if head[:4] == b"\x28\xb5\x2f\xfd":
-        return _zstd(raw)
-    return raw
+def streams(sources: Sequence[Source], gaps: list[str]) -> Iterator[tuple[Source, Iterator[bytes]]]:
+    """Each source with its bytes, which end where the next one is asked for; an archive is gone through once.
 
-
-def _zstd(raw: IO[bytes]) -> IO[bytes]:
-    import pyarrow  # slow to import, and zstd files are rare
-
-    stream: Any = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-    return io.BufferedReader(_Raw(stream))
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        data: bytes = self._stream.read(len(into))
-        into[: len(data)] = data
-        return len(data)
+    What is wrong with a source goes to `gaps` and ends it.
+    """
+    for (path, packed), group in groupby(sources, key=lambda each: (each.path, bool(each.inside))):
+        if path is None or not packed:
+            for each in group:
+                yield each, _told(each, gaps, _whole(each, gaps))
+            continue
+        try:
+            with path.open("rb") as raw:
+                yield from _packed(raw, path.name, list(group), 0, gaps)
+        except ERRORS as error:
+            gaps.append(f"{path.name}: {error}")
 
 
 def blocks(source: Source, gaps: list[str]) -> Iterator[bytes]:
-    """The bytes of a source; what is wrong with it goes to `gaps` and ends it."""
+    """The bytes of one source."""
+    for _, found in streams([source], gaps):
+        yield from found
+
+
+def _whole(source: Source, gaps: list[str]) -> Iterator[bytes]:
+    if source.path is None:
+        yield from _read(sys.stdin.buffer, source, gaps)
+        return
+    with source.path.open("rb") as raw:
+        yield from _read(unpacked(raw), source, gaps)
+
+
+def _packed(
+    raw: Any, file: str, sources: Sequence[Source], depth: int, gaps: list[str]
+) -> Iterator[tuple[Source, Iterator[bytes]]]:
+    """The sources that an archive holds, in its order, `depth` archives deep."""
+    groups = ((name, list(same)) for name, same in groupby(sources, key=lambda each: each.inside[depth]))
+    wanted = next(groups, None)
+    for member, _, opened in members(raw, file):
+        if wanted is None:
+            return
+        if member != wanted[0]:
+            continue
+        same, wanted = wanted[1], next(groups, None)
+        try:
+            with closing(opened()) as stream:
+                if len(same[0].inside) == depth + 1:
+                    yield same[0], _told(same[0], gaps, _read(unpacked(stream), same[0], gaps))
+                else:
+                    yield from _packed(stream, member, same, depth + 1, gaps)
+        except ERRORS as error:
+            gaps.append(f"{same[0].name}: {error}")
+
+
+def _told(source: Source, gaps: list[str], found: Iterator[bytes]) -> Iterator[bytes]:
     try:
-        if source.path is None:
-            yield from _read(sys.stdin.buffer, source, gaps)
-        elif source.inside and source.path.suffix == ".zip":
-            with zipfile.ZipFile(source.path) as archive, archive.open(source.inside[0]) as member:
-                yield from _read(member, source, gaps)
-        elif source.inside:
-            yield from _tar_member(source, gaps)
-        else:
-            with _plain(source.path) as plain:
-                yield from _read(plain, source, gaps)
-    except (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, RuntimeError) as error:
+        yield from found
+    except ERRORS as error:
         gaps.append(f"{source.name}: {error}")
-
-
-def _tar_member(source: Source, gaps: list[str]) -> Iterator[bytes]:
-    assert source.path is not None
-    with _plain(source.path) as plain, tarfile.open(fileobj=plain, mode="r|") as archive:
-        for each in archive:
-            if each.name == source.inside[0] and each.isreg():
-                member = archive.extractfile(each)
-                if member is not None:
-                    yield from _read(member, source, gaps)
-                return
 
 
 def _read(stream: IO[bytes], source: Source, gaps: list[str]) -> Iterator[bytes]:

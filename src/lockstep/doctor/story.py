@@ -13,6 +13,7 @@ from math import prod
 from lockstep.doctor import prefixes, span
 from lockstep.doctor.attempts import last_start, old_sources
 from lockstep.doctor.prefixes import Who
+from lockstep.doctor.processes import ranks_of
 from lockstep.doctor.sightings import Reading, Sighting, Tick
 from lockstep.doctor.steps import Steps
 from lockstep.doctor.times import Clock
@@ -49,6 +50,8 @@ _MOST_RANKS = 100_000
 _RAISED = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
 _SURE = 0.7
 """Strength from which on a cause ends a job, whatever it said before."""
+_OF_A_HOST = 8
+"""Ranks that one host has: of more, several hosts may take part of which no line tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +208,11 @@ class Story:
 
     @cached_property
     def rank_of_pid(self) -> Mapping[int, int]:
-        return {int(each.fields["pid"]): int(each.fields["rank"]) for each in self.facts("placed") + self.facts("exit")
-                if each.fields.get("pid") and each.fields.get("rank")}  # fmt: skip
+        said = [each.fields for each in self.facts("placed") + self.facts("exit")]
+        speakers = [who for reading in self.readings for who in reading.speakers] + [
+            each.who for each in self.sightings
+        ]
+        return ranks_of(said, speakers, one_host=len(self.nodes) <= 1 and len(self.ranks) <= _OF_A_HOST)
 
     def rank(self, seen: Sighting) -> int | None:
         """Who a sighting is about: the rank that it names, that says it, or whose process it is."""

@@ -29,6 +29,8 @@ _WRAPPERS = re.compile(
     r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
 )
 """Exceptions that tell of another failure."""
+_RAISED = re.compile(r"(?:^|[\s|:>-])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: |$)")
+"""The end of a traceback of which a merged log has left the rest out."""
 _LATER = re.compile(r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of")
 
 
@@ -71,7 +73,6 @@ def scene(story: Story) -> Scene:
 
 def candidates(story: Story) -> Iterator[Candidate]:
     """What the structure of the job argues for."""
-    yield from _mismatched(story)
     yield from _raised(story)
     seen = scene(story)
     if not seen.timed_out:
@@ -109,23 +110,12 @@ def _raised(story: Story) -> Iterator[Candidate]:
 
 
 def _own(traceback: Traceback) -> bool:
-    message = f"{traceback.type}: {traceback.message}"
-    return not (TIMED_OUT.search(message) or LOST.search(message) or _WRAPPERS.search(message))
+    return not _of_others(f"{traceback.type}: {traceback.message}")
 
 
-def _mismatched(story: Story) -> Iterator[Candidate]:
-    """The ranks called different things under one number: the same operation with other shapes is uneven data."""
-    said = story.facts("mismatch")
-    if not said:
-        return
-    operations = {each.fields[key] for each in said for key in ("op", "peer_op") if key in each.fields}
-    first = [each for each in said if each.fields.get("peer_seq", each.fields.get("seq")) == each.fields.get("seq")]
-    ranks = sorted({int(each.fields["rank"]) for each in first or said if each.fields.get("rank")})
-    operation = said[0].fields.get("op", "").lower()
-    if len(operations) == 1:
-        yield Candidate("uneven_data", 0.7, list(said), tuple(ranks), operation)
-    else:
-        yield Candidate("rank_divergent_branch", 0.8, list(said), tuple(ranks), operation)
+def _of_others(message: str) -> bool:
+    """It tells of a wait that ended, a peer that left, or another failure."""
+    return bool(TIMED_OUT.search(message) or LOST.search(message) or _WRAPPERS.search(message))
 
 
 def _left(seen: Scene) -> Iterator[Candidate]:
@@ -267,15 +257,24 @@ def _meanwhile(seen: Scene, ranks: Sequence[int]) -> tuple[str, float] | None:
     began = min((each.started for each in seen.timed_out if each.started is not None), default=None)
     moved = False
     for rank in ranks:
-        for each in reversed(_last_words(seen.story, rank)):
-            if _MACHINERY.search(each.text):
-                continue
+        words = [each for each in _last_words(seen.story, rank) if not _MACHINERY.search(each.text)]
+        for each in reversed(words):
             during = began is not None and each.when is not None and each.when > began + 1.0
             moved = moved or during
+            if each is words[-1] and _RAISED.search(each.text) and not _of_others(each.text):
+                return "rank_exception_masked", 0.55
             cls = doing(each.text)
+            if cls == "uneven_data" and _all_are_through(seen):
+                continue
             if cls is not None:
                 return cls, 0.7 if during else 0.55
     return ("slow_collective_timeout", 0.5) if moved else None
+
+
+def _all_are_through(seen: Scene) -> bool:
+    """Those who wait say as well that they have no data left."""
+    said = (each.text for rank in seen.waits for each in _last_words(seen.story, rank))
+    return any(doing(text) == "uneven_data" for text in said)
 
 
 def _all_in_one_place(seen: Scene) -> Iterator[Candidate]:

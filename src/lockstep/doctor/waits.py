@@ -39,6 +39,16 @@ _CALL = re.compile(r"\b(?:dist|distributed|collective|c10d|group|comm|pg)\.(\w+)
 
 _DOES = (
     (
+        "uneven_data",
+        re.compile(
+            r"(?i)\bexhausted\b|StopIteration|\b(?:ran out of|no more) (?:data|batches|samples|inputs)"
+            r"|\b(?:leaving|left|finished|done with|end of) (?:the |its |my )?(?:train(?:ing)? |data )?"
+            r"(?:loop|epoch|data ?set|batches|shard)|\ball (?:batches|samples|rows) (?:done|processed|consumed)"
+            r"|\bwaiting for (?:the )?(?:others|other ranks|peers|remaining ranks)"
+            r"|\b(?:training|epoch \d+) (?:is )?(?:done|finished|complete)"
+        ),
+    ),
+    (
         "checkpoint_timeout",
         re.compile(
             r"(?i)(?:\b|_)(?:save|saving|write|writing|consolidat\w*|checkpoint\w*|serializ\w*|export\w*)(?:\b|_)"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.doctor.sources import Gathered, NoSuchPath, Source, blocks, gather
+from lockstep.doctor.sources import Gathered, NoSuchPath, Source, blocks, gather, streams
 
 
 def _all(found: Gathered) -> dict[str, bytes]:
@@ -68,6 +68,76 @@ def test_members_of_archives_are_sources(tmp_path: Path) -> None:
         "b.tar.gz/../../etc/evil.log": b"two\n",
     }
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.zip", "b.tar.gz"]
+
+
+def _tar(files: dict[str, bytes], mode: str = "w:gz") -> bytes:
+    into = io.BytesIO()
+    with tarfile.open(fileobj=into, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, data in files.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(data)
+            archive.addfile(about, io.BytesIO(data))
+    return into.getvalue()
+
+
+def _zip(files: dict[str, bytes]) -> bytes:
+    into = io.BytesIO()
+    with zipfile.ZipFile(into, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return into.getvalue()
+
+
+def test_packed_members_and_archives_in_archives(tmp_path: Path) -> None:
+    logs = {"rank0.log.gz": gzip.compress(b"zero\n"), "rank1.log.xz": lzma.compress(b"one\n"), "rank2.log": b"two\n"}
+    (tmp_path / "a.tar.gz").write_bytes(_tar(logs))
+    (tmp_path / "b.zip").write_bytes(_zip({"n1.tar": _tar(logs, "w"), "n2.tgz": _tar(logs), "driver.log": b"d\n"}))
+    (tmp_path / "c.tar").write_bytes(
+        _tar({"x/n3.zip": _zip(logs), "deep.tar.xz": _tar({"in.zip": _zip(logs)}, "w:xz")}, "w")
+    )
+    found = gather([str(tmp_path)])
+    own = {"rank0.log.gz": b"zero\n", "rank1.log.xz": b"one\n", "rank2.log": b"two\n"}
+    folders = ("a.tar.gz", "b.zip/n1.tar", "b.zip/n2.tgz", "c.tar/x/n3.zip", "c.tar/deep.tar.xz/in.zip")
+    expected = {f"{folder}/{name}": data for folder in folders for name, data in own.items()}
+    assert _all(found) == expected | {"b.zip/driver.log": b"d\n"}
+    assert {each.name: b"".join(data) for each, data in streams(found.sources, found.gaps)} == _all(found)
+    assert not found.gaps and len(list(tmp_path.iterdir())) == 3
+
+
+def test_no_archive_goes_too_deep_or_grows_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = _tar({"a.log": b"a\n"})
+    for _ in range(4):
+        deep = _tar({"in.tar.gz": deep, "b.log": b"b\n"})
+    (tmp_path / "deep.tar.gz").write_bytes(deep)
+    found = gather([str(tmp_path)])
+    assert set(_all(found).values()) == {b"b\n"}
+    assert any("inside of 2 others was not read" in gap for gap in found.gaps)
+    monkeypatch.setattr("lockstep.doctor.sources.UNPACKED", 1 << 20)
+    (tmp_path / "deep.tar.gz").write_bytes(_zip({"in.tar.gz": _tar({"zeros.log": b"\0" * (4 << 20)}), "b.log": b"b\n"}))
+    (tmp_path / "deep.tar.gz").rename(tmp_path / "bomb.zip")
+    found = gather([str(tmp_path)])
+    assert sum(map(len, _all(found).values())) < 1 << 20
+    assert "holds more than" in found.gaps[0]
+
+
+def test_a_broken_archive_in_an_archive_is_told_and_the_rest_read(tmp_path: Path) -> None:
+    broken = _tar({"a.log": bytes(range(256)) * 4000})
+    (tmp_path / "a.zip").write_bytes(
+        _zip({"n1.tar.gz": broken[: len(broken) // 2], "n2.zip": b"PK\3\4", "n3.log": b"c\n"})
+    )
+    found = gather([str(tmp_path)])
+    assert _all(found)["a.zip/n3.log"] == b"c\n"
+    assert any("n1.tar.gz" in gap for gap in found.gaps) and any("n2.zip" in gap for gap in found.gaps)
+
+
+def test_an_archive_is_gone_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(_tar({f"rank{rank}.log": b"x\n" * 1000 for rank in range(200)}))
+    found = gather([str(tmp_path)])
+    opened = []
+    real = tarfile.open
+    monkeypatch.setattr(tarfile, "open", lambda **given: opened.append(1) or real(**given))  # type: ignore[func-returns-value]
+    assert sum(len(b"".join(data)) for _, data in streams(found.sources, found.gaps)) == 200 * 2000
+    assert len(opened) == 1
 
 
 def test_what_grows_without_end_is_cut_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,91 @@
+"""How far the clocks of hosts are apart, from what happens on all of them at the same time.
+
+Ranks of one job count their steps together and time out in the same collective, and each dates it by its own clock: a
+difference that stays the same over several steps, or is a whole number of half hours, is the clock's and not the
+rank's. One that changes is a rank's delay, and is left alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from statistics import median, median_low
+
+from lockstep.doctor.sightings import Reading, shift
+
+LEAST = 2.0
+"""Seconds by which clocks differ that are worth a correction: writing a line takes its time too."""
+STEADY = 1.0
+"""Seconds by which a difference may vary from one step to the next."""
+ENOUGH = 3
+"""Events that two clocks have in common."""
+ZONE, _NEAR_ZONE = 1800.0, 5.0
+"""Seconds between time zones, and how near to it a difference must be for which there is one event."""
+_MOST_EVENTS = 2_000
+
+Events = Mapping[Hashable, float]
+"""When what happened, on one clock."""
+
+
+def offsets(clocks: Mapping[Hashable, Events]) -> dict[Hashable, float]:
+    """Seconds that clocks are ahead of what most of them say; those that agree or have too little in common are left
+    out."""
+    if not clocks:
+        return {}
+    reference = max(clocks, key=lambda each: len(clocks[each]))
+    ahead: dict[Hashable, float] = {reference: 0.0}
+    for name, own in clocks.items():
+        if name != reference:
+            found = _apart(own, clocks[reference])
+            if found is not None:
+                ahead[name] = found
+    usual = median_low(ahead.values())
+    return {name: seconds - usual for name, seconds in ahead.items() if abs(seconds - usual) >= LEAST}
+
+
+def _apart(own: Events, other: Events) -> float | None:
+    """By how much one clock is ahead of another one; None where nobody can tell."""
+    differences = sorted(own[event] - other[event] for event in own.keys() & other.keys())
+    if not differences:
+        return None
+    middle = median(differences)
+    if len(differences) >= ENOUGH:
+        tenth = len(differences) // 10
+        kept = differences[tenth : len(differences) - tenth]
+        return middle if kept[-1] - kept[0] <= STEADY else None
+    zones = round(middle / ZONE)
+    near = all(abs(each - zones * ZONE) <= _NEAR_ZONE for each in differences)
+    return middle if zones and near else None
+
+
+def align(readings: Sequence[Reading]) -> dict[Hashable, float]:
+    """Puts files of different ranks or hosts onto one clock; by rank, host and node, the seconds that were taken off.
+
+    A file of nobody in particular is left as it is: it may be another attempt, which counts the same steps later.
+    """
+    files: dict[Hashable, list[Reading]] = defaultdict(list)
+    for each in readings:
+        speaker = each.who.rank, each.who.host, each.node
+        if any(part not in (None, "") for part in speaker):
+            files[speaker].append(each)
+    found = offsets({speaker: events for speaker, own in files.items() if (events := _events(own))})
+    for whose, seconds in found.items():
+        for each in files[whose]:
+            shift(each, partial(_earlier, seconds))
+    return found
+
+
+def _earlier(seconds: float, at: float) -> float:
+    return at - seconds
+
+
+def _events(readings: Sequence[Reading]) -> Events:
+    """Steps and time-outs, each where it was dated first."""
+    found: dict[Hashable, float] = {}
+    for tick in (tick for each in readings for tick in each.ticks):
+        if tick.when is not None and len(found) < _MOST_EVENTS:
+            found.setdefault((tick.epoch, tick.step, tick.of), tick.when)
+    for seen in (seen for each in readings for seen in each.sightings):
+        said = seen.fields
+        if seen.rule.signature.fact == "collective_timeout" and seen.when is not None and said.get("seq"):
+            found.setdefault((said.get("op"), said["seq"], said.get("numel")), seen.when)
+    return found

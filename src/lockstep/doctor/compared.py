@@ -1,0 +1,88 @@
+"""Candidates from what ranks or hosts say of themselves and is not the same: fingerprints of collectives, versions."""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+
+from lockstep.doctor.judge import Candidate
+from lockstep.doctor.sightings import Sighting
+from lockstep.doctor.story import Story
+from lockstep.watch.verdict import Culprit, Fact
+
+_SHOWN = 3
+_PEERS = 4096
+
+
+def candidates(story: Story) -> Iterator[Candidate]:
+    """What the differences argue for."""
+    yield from _mismatched(story)
+    yield from _versions(story)
+
+
+def _mismatched(story: Story) -> Iterator[Candidate]:
+    """The ranks called different things under one number: the same operation with other shapes is uneven data."""
+    said = story.facts("mismatch")
+    if not said:
+        return
+    operations = {each.fields[key] for each in said for key in ("op", "peer_op") if key in each.fields}
+    first = [each for each in said if each.fields.get("peer_seq", each.fields.get("seq")) == each.fields.get("seq")]
+    told = [(int(its["rank"]), int(its["peer"]) if its.get("peer") else None, (its.get("op"), its.get("shape")))
+            for its in (each.fields for each in first or said) if its.get("rank")]  # fmt: skip
+    ranks = odd_ones(told) or tuple(sorted({rank for rank, _, _ in told}))
+    operation = said[0].fields.get("op", "").lower()
+    if len(operations) == 1:
+        yield Candidate("uneven_data", 0.7, list(said), ranks, operation)
+    else:
+        yield Candidate("rank_divergent_branch", 0.8, list(said), ranks, operation)
+
+
+def odd_ones(told: Iterable[tuple[int, int | None, Hashable]]) -> tuple[int, ...]:
+    """Who is in the minority where ranks tell of the first peer that differs from them.
+
+    A rank compares itself with all others in the order of their numbers, so that it agrees with those before the peer
+    (`ProcessGroupWrapper.cpp`). Empty where no side is the larger one.
+
+    Args:
+        told: Who tells, the peer that it names, and what it calls itself.
+    """
+    group: dict[int, int] = {}
+    same: dict[Hashable, int] = {}
+
+    def root(rank: int) -> int:
+        while group.setdefault(rank, rank) != rank:
+            rank = group[rank]
+        return rank
+
+    for rank, peer, called in told:
+        group[root(rank)] = root(same.setdefault(called, rank))
+        if peer is not None:
+            root(peer)
+        for other in range(min(peer or 0, _PEERS)):
+            group[root(other)] = root(rank)
+    sides: dict[int, list[int]] = defaultdict(list)
+    for rank in group:
+        sides[root(rank)].append(rank)
+    sizes = sorted(map(len, sides.values()), reverse=True)
+    if len(sizes) < 2 or sizes[0] == sizes[1]:
+        return ()
+    return tuple(sorted(rank for side in sides.values() if len(side) < sizes[0] for rank in side))
+
+
+def _versions(story: Story) -> Iterator[Candidate]:
+    """Hosts that print different versions of NCCL: the fewer ones are named, and both of a pair."""
+    by_host: dict[str, set[str]] = defaultdict(set)
+    shown: dict[str, Sighting] = {}
+    for each in story.facts("nccl_version"):
+        if each.who.host:
+            by_host[each.who.host].add(each.fields["version"])
+            shown.setdefault(each.fields["version"], each)
+    common = Counter(version for versions in by_host.values() for version in versions)
+    if len(common) < 2 or max(common.values()) == len(by_host):
+        return
+    usual, many = common.most_common(1)[0]
+    others = [host for host, versions in by_host.items() if usual not in versions]
+    hosts = sorted(others if many > len(others) else by_host)
+    worked = story.traits & {"progressed", "ended_well"}
+    text = f"The hosts use different versions of NCCL: {', '.join(sorted(common))}."
+    facts = [Fact(each.text, file=each.file, line=each.line) for each in list(shown.values())[:_SHOWN]]
+    culprits = tuple(Culprit(None, host=host, name=host) for host in hosts)
+    yield Candidate("version_mismatch", 0.3 if worked else 0.7, [], culprits, "", text, facts)
