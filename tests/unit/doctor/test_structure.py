@@ -147,3 +147,26 @@ def test_a_barrier_in_the_same_function_is_another_branch(tmp_path: Path) -> Non
         rank2=[*steps(2, 40), *waited(2, "all_reduce", line=54)],
     )
     assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [0]
+
+
+def test_a_rank_that_has_no_data_left(tmp_path: Path) -> None:
+    lines = [line for rank in range(3) for line in steps(rank, 9)]
+    lines += ["[rank2] StopIteration: loader exhausted, leaving the training loop", "[rank2] waiting for the others"]
+    verdict = judged(tmp_path, train=[*lines, *watchdog(0, 40), *watchdog(1, 40)])
+    assert verdict.cause == "uneven_data" and ranks(verdict) == [2]
+
+
+def test_that_all_are_through_tells_nothing_of_the_one_that_does_not_come(tmp_path: Path) -> None:
+    lines = [line for rank in range(3) for line in [*steps(rank, 9), f"[rank{rank}] epoch 3 done"]]
+    verdict = judged(tmp_path, train=[*lines, *watchdog(0, 40), *watchdog(1, 40)])
+    assert verdict.cause != "uneven_data"
+
+
+def test_a_merged_log_that_has_kept_only_the_end_of_a_traceback(tmp_path: Path) -> None:
+    lines = [f"2026-11-21 14:05:00 | INFO | rank={rank} | step 3 loss 1.1" for rank in range(4)]
+    lines += ["2026-11-21 14:20:00 | ERROR | rank=0 | KeyError: 'label'"]
+    lines += [
+        f"2026-11-21 14:30:00 | ERROR | rank={rank} | {watchdog(rank, 40)[0].split('] ', 2)[2]}" for rank in (1, 2, 3)
+    ]
+    verdict = judged(tmp_path, train=lines)
+    assert verdict.cause == "rank_exception_masked" and ranks(verdict) == [0]
