@@ -1,22 +1,18 @@
 """`lockstep check`: is this going to work, and if not, which host, which cable, which variable."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
+from lockstep.cli.check_arguments import CLUSTERS, Asked, read_arguments
+from lockstep.cli.check_report import Told
 from lockstep.cli.errors import FAILED, REFUSED, show_note, show_refusal
+from lockstep.config.cluster import RayCluster
 from lockstep.config.errors import ConfigError
-from lockstep.config.load import load_config
 
 if TYPE_CHECKING:
-    from lockstep.cli.check_hosts import Beyond
-    from lockstep.config.cluster import RayCluster
-    from lockstep.config.recipes import GRPOConfig, SFTConfig
-    from lockstep.config.run import RunConfig
     from lockstep.doctor.environment.lint import Place
     from lockstep.doctor.finding import Report
 
@@ -52,6 +48,10 @@ def command(
     hosts: Annotated[
         str | None, typer.Option(metavar="A,B,C", help="Check these hosts together; says what to start on each.")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help=f"Check the hosts of this cluster, whatever the config says: {CLUSTERS}."),
+    ] = None,
     join: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Be the probe of this host for the check that runs there.")
     ] = None,
@@ -65,8 +65,14 @@ def command(
         str | None, typer.Option(metavar="PORTS", help="Ports that the run will use, such as 29500,10002-10100.")
     ] = None,
     wait: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="How long probes that people start are waited for.")
-    ] = 120.0,
+        float | None,
+        typer.Option(
+            min=1,
+            max=3000,
+            metavar="SECONDS",
+            help="How long probes that people start are waited for (120), or with --join the head is tried (30).",
+        ),
+    ] = None,
     small_first: Annotated[
         bool, typer.Option("--small-first", help="Then run the config at two steps and tiny sizes.")
     ] = False,
@@ -80,7 +86,7 @@ def command(
 
         lockstep check
 
-        lockstep check examples/grpo_sort.yaml
+        lockstep check examples/sft_sort.yaml
 
         lockstep check run.yaml --json
 
@@ -92,67 +98,70 @@ def command(
 
         lockstep check run.yaml --hosts node-a,node-b
 
+        lockstep check run.yaml --cluster ray
+
         lockstep check --join 192.0.2.7:41234 --name node-b
     """
-    from lockstep.cli import check_hosts
-    from lockstep.doctor.finding import Report
-
     try:
+        if join is not None:
+            from lockstep.cli.check_join import join as join_check
+
+            join_check(join, name, address, wait)
+            raise typer.Exit
         if small_first and file is None:
             raise ValueError("--small-first runs a config: name its file")
-        if join is not None:
-            check_hosts.join(join, name, address)
-            raise typer.Exit
-        config = load_config(Path(file), list(overrides or [])) if file is not None else None
-        report = Report()
-        beyond = check_hosts.Beyond(check_hosts.split_names(hosts), address, check_hosts.split_ports(ports), wait)
-        if not env and not env_files:
-            _climb(report, config, bool(beyond.hosts))
-        _environment(report, config, env_files or (), launcher, bool(beyond.hosts))
-        if not env and not env_files:
-            _beyond(report, config, list(overrides or []), beyond)
-        if small_first and config is not None and file is not None:
-            from lockstep.cli.check_plan import small_first as run_small
-
-            run_small(report, config, Path(file), list(overrides or []))
+        asked = read_arguments(file, overrides or (), hosts, cluster, address, ports, wait)
     except (ConfigError, ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
-    if as_json:
-        typer.echo(json.dumps(report.json(), indent=2))
-    else:
-        _show(report)
+    report = Told(as_json)
+    try:
+        if not env and not env_files:
+            _climb(report, asked)
+        _environment(report, asked, env_files or (), launcher)
+        if not env and not env_files:
+            _beyond(report, asked)
+        if small_first and asked.config is not None and file is not None:
+            from lockstep.cli.check_plan import small_first as run_small
+
+            run_small(report, asked.config, Path(file), asked.overrides)
+    except BaseException as error:
+        report.break_off(error)
+        if isinstance(error, (ConfigError, ValueError, OSError)):
+            show_refusal(error)
+            raise typer.Exit(REFUSED) from error
+        raise
+    report.end()
     raise typer.Exit(0 if report.passed else FAILED)
 
 
-def _climb(report: "Report", config: "RunConfig | None", several: bool) -> None:
+def _climb(report: "Report", asked: Asked) -> None:
     """The rungs, from the host outwards."""
     from lockstep.doctor.check.host import RUNGS, gather, judge
     from lockstep.doctor.check.system import System
     from lockstep.doctor.check.wanted import needs_of
 
-    needs = needs_of(config, several)
+    needs = needs_of(asked.config, asked.several)
     facts = gather(System(), needs)
     for rung, findings in judge(facts, needs).items():
         title, parts = RUNGS[rung]
         report.add(rung, title, findings, max((facts.seconds.get(part, 0.0) for part in parts), default=0.0))
 
 
-def _beyond(report: "Report", config: "GRPOConfig | SFTConfig | None", overrides: list[str], beyond: "Beyond") -> None:
+def _beyond(report: "Report", asked: Asked) -> None:
     """The rungs that are about a config, and those of several hosts."""
     from lockstep.cli import check_hosts
 
     plan = None
-    if config is not None:
+    if asked.config is not None:
         from lockstep.cli import check_plan  # imports torch
 
-        plan = check_plan.climb(report, config, overrides, check_hosts.room_of_process(config))
-    check_hosts.climb(report, config, beyond, show_note, plan)
+        room = check_hosts.room_of_process(asked.config)
+        plan = check_plan.climb(report, asked.config, asked.overrides, room)
+    check_hosts.climb(report, asked.config, asked.beyond, show_note, plan)
 
 
-def _environment(
-    report: "Report", config: "RunConfig | None", files: Sequence[str], launcher: str | None, several: bool
-) -> None:
+def _environment(report: "Report", asked: Asked, files: Sequence[str], launcher: str | None) -> None:
     from lockstep.doctor.check.wanted import needs_of
     from lockstep.doctor.environment.here import from_files, gpus, here, versions
     from lockstep.doctor.environment.lint import Job, lint
@@ -160,17 +169,18 @@ def _environment(
     if files:
         places, known, job = from_files(files), {}, Job()
     else:
-        needs = needs_of(config, several)
+        needs = needs_of(asked.config, asked.several)
         places, known, job = [here()], versions(), Job(needs.several, needs.gpus, gpus())
-        if config is not None and config.cluster.kind == "ray":
-            places.append(_passed_on(places[0], config.cluster))
+        on_ray = isinstance(asked.beyond.cluster, RayCluster)
+        if asked.config is not None and isinstance(asked.config.cluster, RayCluster):
+            places.append(_passed_on(places[0], asked.config.cluster))
             launcher = launcher or "lockstep"
-        elif "RAY_ADDRESS" in places[0].variables:
+        elif on_ray or "RAY_ADDRESS" in places[0].variables:
             launcher = launcher or "ray"
     report.add("environment", "Environment", lint(places, known, launcher, job=job))
 
 
-def _passed_on(shell: "Place", cluster: "RayCluster") -> "Place":
+def _passed_on(shell: "Place", cluster: RayCluster) -> "Place":
     """What the config makes of this shell on other nodes; what it keeps back there on purpose counts as there."""
     from lockstep.cluster.environment import forwarded
     from lockstep.doctor.environment.lint import Place
@@ -178,9 +188,3 @@ def _passed_on(shell: "Place", cluster: "RayCluster") -> "Place":
     given = forwarded(shell.variables, cluster.forward_env, cluster.env, cluster.interface)
     own = {name: shell.variables[name] for name in given.kept_back if name in shell.variables}
     return Place("", {**own, **given.values}, "workers on other nodes")
-
-
-def _show(report: "Report") -> None:
-    from lockstep.doctor.render import render
-
-    Console(soft_wrap=False).print(render(report))

@@ -2,26 +2,24 @@
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import psutil
-import typer
 
+from lockstep.cli.check_arguments import Beyond
 from lockstep.cluster.probes import LocalProbes
 from lockstep.config.cluster import RayCluster
 from lockstep.doctor.check import collectives, isolation, others, pairs, rendezvous
 from lockstep.doctor.check.collectives import Tested
 from lockstep.doctor.check.communicators import Communicator, communicators, on_gloo, processes
 from lockstep.doctor.check.launchers import Printed, Several
-from lockstep.doctor.check.meeting import Head, Meeting
+from lockstep.doctor.check.meeting import Head, Meeting, Missing
 from lockstep.doctor.check.memory import Room
-from lockstep.doctor.check.others import answer_look
-from lockstep.doctor.check.probe import interfaces, own_address_towards, resolved, serve
+from lockstep.doctor.check.probe import interfaces, own_address_towards, resolved
 from lockstep.doctor.check.protocol import TOKEN_VARIABLE, Launcher, new_token
 from lockstep.doctor.check.wanted import needs_of
 from lockstep.doctor.finding import Finding, Report
@@ -34,74 +32,15 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+_INTERNET = "8.8.8.8", "2001:4860:4860::8888"
+"""What Ray and vLLM ask the kernel's route to as well; no packet is sent."""
 START_S = 30.0
 """How long probes that are started by a program are waited for: a busy host takes its time to start Python. Who is not
 there is told meanwhile."""
+MOST_LINES = 8
+"""Of hosts that are not there yet, at a time."""
 NCCL_BOUND_S = 60.0
 """Of one self-test on NCCL: bringing it up takes seconds on one host, and tens of them on many."""
-
-
-@dataclass(frozen=True, slots=True)
-class Beyond:
-    """What the command line says of other hosts."""
-
-    hosts: tuple[str, ...] = ()
-    address: str | None = None
-    """Of this host, for the others."""
-    ports: tuple[int, ...] = ()
-    wait_s: float = 60.0
-    """How long people have to start probes."""
-
-
-def split_address(where: str) -> tuple[str, int]:
-    """`HOST:PORT`, `[IPv6]:PORT`. Raises ValueError."""
-    host, colon, port = where.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"--join {where}: expected HOST:PORT, as the check on the head printed it")
-    return host, int(port)
-
-
-def split_names(hosts: str | None) -> tuple[str, ...]:
-    """Of `a,b,c`, each once. Raises ValueError."""
-    if hosts is None:
-        return ()
-    names = tuple(dict.fromkeys(name.strip() for name in hosts.split(",") if name.strip()))
-    if len(names) < 2:
-        raise ValueError(f"--hosts {hosts}: expected two hosts or more, such as a,b,c, this one among them or not")
-    return names
-
-
-def split_ports(ports: str | None) -> tuple[int, ...]:
-    """Of `29500,10002-10100`: each port, and first, middle and last one of a range. Raises ValueError."""
-    found: list[int] = []
-    for part in (ports or "").split(","):
-        low, dash, high = part.strip().partition("-")
-        if not part.strip():
-            continue
-        first, last = (int(word) if word.isdecimal() else 0 for word in (low, high if dash else low))
-        if not 0 < first <= last < 65536:
-            raise ValueError(
-                f"--ports {part.strip()}: expected a port or a range of ports, such as 29500 or 10002-10100"
-            )
-        found += [first, (first + last) // 2, last]
-    return tuple(dict.fromkeys(found))
-
-
-def join(where: str, name: str | None, address: str | None) -> None:
-    """Is the probe of this host until the head lets it go.
-
-    Raises:
-        ValueError: what was given cannot be.
-        OSError: the head is not reached, or this host does not have the address.
-    """
-    host, port = split_address(where)
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
-        if not sys.stdin.isatty():
-            raise ValueError(f"there is no token: set {TOKEN_VARIABLE} to the one that the check on the head printed")
-        token = str(typer.prompt("token of the check", hide_input=True)).strip()
-    serve(host, port, token, name or socket.gethostname(), address, answer_look)
 
 
 def climb(report: Report, config: "RunConfig | None", beyond: Beyond, say: Say, plan: "Plan | None" = None) -> None:
@@ -112,46 +51,89 @@ def climb(report: Report, config: "RunConfig | None", beyond: Beyond, say: Say, 
     """
     given = os.environ.get(TOKEN_VARIABLE, "")
     token = given or new_token()
-    launcher, address = _launcher(config, beyond, say, show_token=not given)
+    try:
+        launcher, address = _launcher(beyond, say, show_token=not given)
+        before = []
+    except (OSError, ValueError) as error:
+        # Of a cluster; what there is on this host is tried all the same.
+        launcher, address = _of_this_host(), beyond.address
+        before = [_unknown_cluster(error)]
     several = len(launcher.hosts) > 1
     made = communicators(config, _device(config)) if config is not None else []
     if not several and not made:
+        if before:
+            report.add("rendezvous", "Rendezvous", before)
         return
-    address = address or ("127.0.0.1" if not several else _own_address(launcher.hosts))
-    wrong = rendezvous.advertised(
-        socket.gethostname(), address, "the head of the check", "give an address of this host that the others reach "
-        "with --address", several, interfaces(),
-    )  # fmt: skip
-    report.add("rendezvous", "Rendezvous", wrong)
-    if any(each.severity == "error" for each in wrong):
+    address = address or (_own_address(launcher.hosts) if several else "127.0.0.1")
+    if address:
+        before += rendezvous.advertised(
+            socket.gethostname(), address, "the head of the check", "give an address of this host that the others "
+            "reach with --address", several, interfaces(),
+        )  # fmt: skip
+    else:
+        before.append(_no_address(launcher.hosts))
+    if several and any(each.id == "head-address" and each.severity == "error" for each in before):
+        report.add("rendezvous", "Rendezvous", before)
         return
     try:
         with Head(token, address) as head:
-            _meet(report, config, beyond, say, head, launcher, made, places(plan))
+            _meet(report, config, beyond, say, head, launcher, made, places(plan), before)
     finally:
         launcher.stop()
 
 
+def _unknown_cluster(error: Exception) -> Finding:
+    return Finding(
+        "cluster-unknown", "error", "", f"the hosts of the cluster are not known: {error}",
+        "a run on it would not start; only this host is tried",
+        "look at its head with `ray status`, or name another one: --cluster HOST:PORT",
+    )  # fmt: skip
+
+
+def _no_address(hosts: Sequence[str]) -> Finding:
+    return Finding(
+        "head-address", "error", socket.gethostname(),
+        f"none of {', '.join(hosts)} has an address that this host has a route to, nor has the internet",
+        "the head of the check cannot say by which address it is reached",
+        "give an address of this host that the others reach with --address, or look at `ip route` and their names",
+    )  # fmt: skip
+
+
+class Absence:
+    """Tells of hosts that are awaited: all that is known of each once, and again when it is something else."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._told: dict[str, str] = {}
+
+    def __call__(self, missing: Sequence[Missing]) -> None:
+        lines = {each.name: rendezvous.absent(each) for each in missing}
+        new = [name for name, line in lines.items() if self._told.get(name) != line]
+        for name in new[:MOST_LINES]:
+            self._told[name] = lines[name]
+            self._say(lines[name])
+        rest = [name for name in lines if name not in new[:MOST_LINES]]
+        if rest:
+            self._say(f"not here yet either: {', '.join(rest)}" if new else f"still not here: {', '.join(rest)}")
+
+
 def _meet(
     report: Report, config: "RunConfig | None", beyond: Beyond, say: Say, head: Head, launcher: Launcher,
-    made: Sequence[Communicator], planned: Mapping[str, str],
+    made: Sequence[Communicator], planned: Mapping[str, str], before: Sequence[Finding],
 ) -> None:  # fmt: skip
     by_people = any(isinstance(each, Printed) and each.hosts for each in getattr(launcher, "parts", (launcher,)))
     began = time.monotonic()
-    meeting = head.gather(
-        launcher, beyond.wait_s if by_people else START_S, beyond.ports,
-        tell=lambda absent: say(f"not here yet: {', '.join(absent)}"),
-    )  # fmt: skip
+    meeting = head.gather(launcher, beyond.wait_s if by_people else START_S, beyond.ports, tell=Absence(say))
     several = len(launcher.hosts) > 1
+    if several or before or set(meeting.joined) != set(launcher.hosts):
+        findings = [*before, *rendezvous.judge(meeting)]
+        report.add("rendezvous", "Rendezvous", findings, time.monotonic() - began)
     if several:
-        _add(report, "rendezvous", rendezvous.judge(meeting), time.monotonic() - began)
         found = pairs.try_pairs(head, meeting.joined)
         report.add("pairs", "Pairs of hosts", pairs.judge(found), found.took_s)
         _look_at_others(report, config, head, meeting)
-    elif meeting.missing or meeting.lost:
-        _add(report, "rendezvous", rendezvous.judge(meeting), time.monotonic() - began)
     if made:
-        _test(report, config, head, meeting, made, planned)
+        _test(report, config, head, meeting, made, planned, say)
 
 
 def _look_at_others(report: Report, config: "RunConfig | None", head: Head, meeting: Meeting) -> None:
@@ -167,15 +149,9 @@ def _look_at_others(report: Report, config: "RunConfig | None", head: Head, meet
     report.add("environments", "Environments of all hosts", found, time.monotonic() - began)
 
 
-def _add(report: Report, name: str, findings: Sequence[Finding], seconds: float) -> None:
-    """To the rung that is there already."""
-    last = report.rungs.pop()
-    report.add(name, last.title, [*last.findings, *findings], seconds)
-
-
 def _test(
     report: Report, config: "RunConfig | None", head: Head, meeting: Meeting, made: Sequence[Communicator],
-    planned: Mapping[str, str],
+    planned: Mapping[str, str], say: Say,
 ) -> None:  # fmt: skip
     device = _device(config)
     here = sorted(set(meeting.joined) & head.members.keys())
@@ -195,7 +171,14 @@ def _test(
     findings = collectives.judge(tested)
     if nccl and not tested.passed:
         interface = meeting.joined[next(iter(hosts.values()))].interface
-        outcome = isolation.isolate(tested, lambda variables: test(made, NCCL_BOUND_S, variables), interface)
+
+        def again(variables: Mapping[str, str]) -> Tested:
+            words = " ".join(f"{name}={value}" for name, value in variables.items())
+            say(f"the test on NCCL failed; it is run again with {words}, for up to {NCCL_BOUND_S:.0f} s")
+            return test(made, NCCL_BOUND_S, variables)
+
+        outcome = isolation.isolate(tested, again, interface)
+        say(f"and on gloo, for up to {collectives.BOUND_S:.0f} s")
         gloo = test(on_gloo(made), collectives.BOUND_S)
         findings += [*isolation.judge(outcome, gloo, interface), *collectives.judge(gloo)]
     report.add("collectives", "Collectives", findings, tested.took_s)
@@ -236,20 +219,29 @@ def room_of_process(config: "RunConfig | None") -> Room:
         return Room("cuda", 0)
 
 
-def _launcher(config: "RunConfig | None", beyond: Beyond, say: Say, show_token: bool) -> tuple[Launcher, str | None]:
-    """Who starts the probes, and the address of this host where the launcher knows it."""
-    own = socket.gethostname()
+def _launcher(beyond: Beyond, say: Say, show_token: bool) -> tuple[Launcher, str | None]:
+    """Who starts the probes, and the address of this host where the launcher knows it.
+
+    Raises:
+        ConnectionError: the cluster cannot be reached.
+        UnreachableAddress: its nodes do not reach this process.
+    """
     if beyond.hosts:
         here = [name for name in beyond.hosts if _is_here(name)]
         others = [name for name in beyond.hosts if name not in here]
         local = LocalProbes(dict.fromkeys(here, ()), TOKEN_VARIABLE)
         return Several([local, Printed(others, say, show_token)]), beyond.address
-    if config is not None and isinstance(config.cluster, RayCluster) and names_cluster(config.cluster):
+    if isinstance(beyond.cluster, RayCluster) and names_cluster(beyond.cluster):
+        nodes = look_at_nodes(beyond.cluster)
         from lockstep.cluster.ray.probes import RayProbes  # imports ray
 
-        launcher = RayProbes(config.cluster, look_at_nodes(config.cluster), TOKEN_VARIABLE)
+        launcher = RayProbes(beyond.cluster, nodes, TOKEN_VARIABLE)
         return launcher, beyond.address or launcher.address
-    return LocalProbes({own: ()}, TOKEN_VARIABLE), beyond.address
+    return _of_this_host(), beyond.address
+
+
+def _of_this_host() -> LocalProbes:
+    return LocalProbes({socket.gethostname(): ()}, TOKEN_VARIABLE)
 
 
 def _is_here(name: str) -> bool:
@@ -258,14 +250,7 @@ def _is_here(name: str) -> bool:
 
 
 def _own_address(hosts: Sequence[str]) -> str:
-    """Of this host on the way to the first of the others that has an address."""
-    for name in hosts:
-        if not _is_here(name):
-            for peer in resolved(name)[:1]:
-                address = own_address_towards(peer)
-                if address:
-                    return address
-    raise ValueError(
-        f"none of {', '.join(hosts)} has an address that this host has a route to: say with --address by which of its "
-        "own addresses they reach it"
-    )
+    """Of this host on the way to the first of the others that has an address, else to the internet; empty where there
+    is no way."""
+    others = (peer for name in hosts if not _is_here(name) for peer in resolved(name)[:1])
+    return next(filter(None, map(own_address_towards, chain(others, _INTERNET))), "")

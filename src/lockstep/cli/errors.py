@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep.config.errors import ConfigError
+from lockstep.doctor.answer.text import safe
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
@@ -20,15 +21,20 @@ def show_refusal(error: Exception) -> None:
     """Every problem on its own line, on standard error."""
     console = Console(stderr=True, soft_wrap=True)
     if isinstance(error, ConfigError):
-        console.print(f"[bold red]refused[/] {escape(error.source)}")
+        console.print(f"[bold red]refused[/] {_shown(error.source)}")
         for problem in error.problems:
-            field = f"[bold]{escape(problem.field)}[/]: " if problem.field else ""
-            hint = f" [dim]({escape(problem.hint)})[/]" if problem.hint else ""
-            console.print(f"  {field}{escape(problem.message)}{hint}")
+            field = f"[bold]{_shown(problem.field)}[/]: " if problem.field else ""
+            hint = f" [dim]({_shown(problem.hint)})[/]" if problem.hint else ""
+            console.print(f"  {field}{_shown(problem.message)}{hint}")
     else:
-        console.print(f"[bold red]refused[/] {escape(str(error))}")
+        console.print(f"[bold red]refused[/] {_shown(str(error))}")
 
 
 def show_note(text: str) -> None:
     """Something to know, on standard error."""
-    Console(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {escape(text)}")
+    Console(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {_shown(text)}")
+
+
+def _shown(text: str) -> str:
+    """As it is: neither markup nor anything that a terminal obeys. Some of it comes from other hosts."""
+    return escape(safe(text))

@@ -6,21 +6,33 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import IO
 
 from lockstep.watch import waits
 
+TRY_S = 3
+"""How long a probe that is started here tries the head, which listens already."""
 _LAST_WORDS = 400
 
 
 def probe_command(head: str, port: int, name: str, python: str = sys.executable) -> list[str]:
     """What starts a probe; the token is in its environment."""
     where = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
-    return [python, "-m", "lockstep", "check", "--join", where, "--name", name]
+    return [python, "-m", "lockstep", "check", "--join", where, "--name", name, "--wait", str(TRY_S)]
+
+
+def last_words(output: IO[bytes]) -> str:
+    """The end of what a probe printed, without the notes that it makes on its way. The place at which it writes, which
+    is shared, stays where it is."""
+    size = os.fstat(output.fileno()).st_size
+    text = os.pread(output.fileno(), 64 << 10, max(0, size - (64 << 10))).decode(errors="replace")
+    lines = [line for line in text.splitlines() if not line.startswith("note ")]
+    return " ".join(" ".join(lines).split())[-_LAST_WORDS:]
 
 
 class LocalProbes:
-    """One probe per name.
+    """One probe per name. What they print goes to files without a name, so that nothing of it is left however this
+    process ends.
 
     Args:
         hosts: by name, words that come before the command: those that enter a namespace or container, or none.
@@ -30,7 +42,8 @@ class LocalProbes:
     def __init__(self, hosts: Mapping[str, Sequence[str]], token_variable: str) -> None:
         self._prefixes, self._variable = dict(hosts), token_variable
         self._started: dict[str, subprocess.Popen[bytes]] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-check-")
+        self._output: dict[str, IO[bytes]] = {}
+        self._why: dict[str, str] = {}
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -43,22 +56,21 @@ class LocalProbes:
     def start(self, head: str, port: int, token: str) -> None:
         """Returns at once."""
         for name, prefix in self._prefixes.items():
-            with self._said(name).open("wb") as output, contextlib.suppress(OSError):
+            try:
+                self._output[name] = output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
                 self._started[name] = subprocess.Popen(
                     [*prefix, *probe_command(head, port, name)], env={**os.environ, self._variable: token},
                     stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 )  # fmt: skip
+            except OSError as error:
+                self._why[name] = f"its probe could not be started: {error}"
 
     def failed(self) -> Mapping[str, str]:
         """By host, the last words of a probe that has ended."""
-        found = {}
-        for name in self._prefixes:
-            process = self._started.get(name)
-            if process is None or process.poll() is not None:
-                with contextlib.suppress(OSError):
-                    words = self._said(name).read_bytes()[-_LAST_WORDS:].decode(errors="replace").split()
-                    code = "could not be started" if process is None else f"ended with {process.returncode}"
-                    found[name] = f"its probe {code}: {' '.join(words)}"
+        found = dict(self._why)
+        for name, process in self._started.items():
+            if process.poll() is not None and name in self._output:
+                found[name] = f"its probe ended with {process.returncode}: {last_words(self._output[name])}"
         return found
 
     def pid(self, name: str) -> int:
@@ -66,7 +78,7 @@ class LocalProbes:
         return self._started[name].pid
 
     def stop(self) -> None:
-        """Idempotent. Probes leave by themselves when their head has gone."""
+        """Idempotent. Probes leave by themselves when their head lets them go or has gone."""
         for name, process in self._started.items():
             with contextlib.suppress(waits.WaitTimeout):
                 waits.process(process, whom=name, why="its probe leaves", timeout_s=1.0, notice_after_s=None)
@@ -80,7 +92,6 @@ class LocalProbes:
             except waits.WaitTimeout:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, 9)
-        self._folder.cleanup()
-
-    def _said(self, name: str) -> Path:
-        return Path(self._folder.name, f"{list(self._prefixes).index(name)}.log")
+        for output in self._output.values():
+            output.close()
+        self._output.clear()

@@ -21,9 +21,13 @@ _ORDER: tuple[Severity, ...] = ("error", "warning", "note", "ok", "unchecked")
 
 def render(report: Report) -> RenderableType:
     """Each rung with its findings, worst first, then the answer in one line."""
-    several = len({finding.host for finding in report.findings if finding.host}) > 1
-    parts = [_rung(rung, several) for rung in report.rungs if rung.findings]
+    parts = [render_rung(rung, is_of_several(report)) for rung in report.rungs if rung.findings]
     return Group(*parts, summary(report))
+
+
+def is_of_several(report: Report) -> bool:
+    """Whether it is about more than one host, so that each finding says about which."""
+    return len({finding.host for finding in report.findings if finding.host}) > 1
 
 
 def summary(report: Report) -> Text:
@@ -46,7 +50,8 @@ def _number(many: int, noun: str) -> str:
     return f"{many} {noun}{'s' if many != 1 else ''}"
 
 
-def _rung(rung: Rung, several: bool) -> RenderableType:
+def render_rung(rung: Rung, several: bool) -> RenderableType:
+    """Its findings, worst first, under its title."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

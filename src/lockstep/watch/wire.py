@@ -291,7 +291,7 @@ def _exactly(sock: socket.socket, size: int, where: str, deadline: float) -> byt
 def _parse(data: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

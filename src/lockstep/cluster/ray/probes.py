@@ -5,7 +5,6 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,29 +15,24 @@ from lockstep.cluster.ray.nodes import address_of_this_process
 from lockstep.cluster.ray.session import close_session, open_session
 from lockstep.config.cluster import RayCluster as Config
 
-_LAST_WORDS = 400
-
 
 def run_probe(head: str, port: int, name: str, address: str, variable: str, token: str) -> str:
     """On a node: runs its probe until it ends; the last words of one that failed. Bounded by the probe, which leaves
     when the head is gone, and by Ray, which ends it with the task."""
-    from lockstep.cluster.probes import probe_command
+    from lockstep.cluster.probes import last_words, probe_command
     from lockstep.watch import waits
 
     command = [*probe_command(head, port, name), "--address", address]
-    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-        said = Path(folder, "probe.log")
-        with said.open("wb") as output:
-            process = subprocess.Popen(
-                command, env={**os.environ, variable: token}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, env={**os.environ, variable: token}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
         try:
             code = waits.process(process, whom=name, why="its probe", timeout_s=1800.0, notice_after_s=None)
         finally:
             if process.poll() is None:
-                process.kill()
-        words = said.read_bytes()[-_LAST_WORDS:].decode(errors="replace").split()
-        return f"its probe ended with {code}: {' '.join(words)}" if code else ""
+                process.terminate()
+        return f"its probe ended with {code}: {last_words(output)}" if code else ""
 
 
 class RayProbes:

@@ -2,10 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lockstep.doctor.check import answers
+from lockstep.doctor.check.answers import Said, Started
 from lockstep.doctor.check.communicators import Communicator, processes
 from lockstep.doctor.check.meeting import Head
 from lockstep.doctor.check.protocol import Card
@@ -45,7 +47,18 @@ class Tested:
 
     @property
     def passed(self) -> bool:
-        return not self.failed and not self.lost and all(self.at.get(each) == "done" for each in self.ranks)
+        done = all(self.at.get(each) == "done" for each in self.ranks)
+        return done and not self.failed and not self.lost and not self.untold
+
+    @property
+    def untold(self) -> list[str]:
+        """Operations of which no rank said anything, though all ended."""
+        return [
+            f"{operation} on {each.name}"
+            for each in self.communicators
+            for operation in each.operations
+            if (each.name, operation) not in self.rates
+        ]
 
     @property
     def why_not(self) -> str:
@@ -55,7 +68,8 @@ class Tested:
         reasons = [*self.failed.values(), *self.lost.values()]
         reasons.sort(key=lambda why: why.startswith(("WaitTimeout", "did not end", "DistNetworkError")))
         stuck = [f"{name} did not finish (at: {at})" for name, at in self.at.items() if at != "done"]
-        return "; ".join(list(dict.fromkeys([*reasons, *stuck]))[:2]) or "no rank said anything"
+        untold = [f"no rank told the result of {each}" for each in self.untold]
+        return "; ".join(list(dict.fromkeys([*reasons, *stuck, *untold]))[:2]) or "no rank said anything"
 
 
 def self_test(
@@ -71,7 +85,7 @@ def self_test(
 
     Args:
         hosts: of every process that is in a communicator.
-        environment: variables of the ranks beside those of the probes, `NCCL_*` and `GLOO_*` alone.
+        environment: variables of the ranks beside those of the probes, those of `orders.VARIABLES`.
     """
     began = time.monotonic()
     ranks = tuple(processes(communicators))
@@ -81,7 +95,9 @@ def self_test(
         found.lost = dict.fromkeys(absent, "it has not joined")
         return found
     first = hosts[ranks[0]]
-    on_host = {host: [k for k, name in enumerate(ranks) if hosts[name] == host] for host in map(hosts.get, ranks)}
+    on_host: dict[str, list[int]] = {}
+    for rank, name in enumerate(ranks):
+        on_host.setdefault(hosts[name], []).append(rank)
     spec: dict[str, Any] = {
         "world": len(ranks), "device": device, "bound_s": max(5.0, bound_s - START_S), "bytes": BYTES[device],
         "communicators": [each.json(ranks) for each in communicators], "host": cards[first].address, "port": 0,
@@ -92,27 +108,31 @@ def self_test(
         task = {**spec, "ranks": on_host[host], "address": cards[host].address, **more}
         return {"do": "ranks", "what": "start", "environment": own, "spec": task}
 
-    answers, lost = head.ask({first: order(first, serve=True)}, bound_s, "the store of the self-test")
-    port = int(answers.get(first, {}).get("port", -1))
+    ask_first = {first: order(first, serve=True)}
+    begun, lost = head.ask(ask_first, bound_s, "the store of the self-test", answers.started)
+    port = begun.get(first, Started(-1)).port
     if port <= 0:
-        results, gone = head.ask(
-            {first: {"do": "ranks", "what": "results", "bound_s": 1.0}} if first in head.members else {}, 5.0, "why"
-        )
-        said = results.get(first, {}).get("errors", "").strip().splitlines()[-1:]
-        found.lost = {first: (lost | gone).get(first) or f"its ranks could not be started: {' '.join(said)}"}
+        results, gone = head.ask(_await(head, [first], 1.0), 5.0, "why", answers.said(on_host, len(ranks)))
+        last = results.get(first, Said()).last
+        found.lost = {first: (lost | gone).get(first) or f"its ranks could not be started: {last}"}
         return found
     spec["port"] = port
-    others = [str(host) for host in on_host if host != first]
-    _, lost = head.ask({host: order(host) for host in others}, 10.0, "ranks of the self-test start")
+    others = {host: order(host) for host in on_host if host != first}
+    _, lost = head.ask(others, 10.0, "ranks of the self-test start", answers.started)
     found.lost |= lost
     left = max(2.0, bound_s - (time.monotonic() - began))
-    ask = {"do": "ranks", "what": "results", "bound_s": left}
-    answers, lost = head.ask({str(h): ask for h in on_host if h in head.members}, left + 5.0, "the self-test")
+    said = answers.said(on_host, len(ranks))
+    told, lost = head.ask(_await(head, on_host, left), left + 5.0, "the self-test", said)
     found.lost |= lost
-    for host, answer in sorted(answers.items()):
-        _take(found, str(host), answer)
+    for host, answer in sorted(told.items()):
+        _take(found, host, answer)
     found.took_s = time.monotonic() - began
     return found
+
+
+def _await(head: Head, hosts: Iterable[str], bound_s: float) -> dict[str, dict[str, object]]:
+    order: dict[str, object] = {"do": "ranks", "what": "results", "bound_s": bound_s}
+    return {host: order for host in hosts if host in head.members}
 
 
 def _interface(card: Card, several: bool) -> dict[str, str]:
@@ -122,28 +142,23 @@ def _interface(card: Card, several: bool) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": card.interface}
 
 
-def _take(found: Tested, host: str, answer: Mapping[str, Any]) -> None:
-    spoke = False
-    for line in answer.get("lines", ()):
-        if "rank" not in line:
-            continue
-        spoke, name = True, found.ranks[int(line["rank"])]
-        if "at" in line:
-            found.at[name] = line["at"]
-        elif "failed" in line:
-            found.failed[name] = line["failed"]
-        elif "pair" in line:
-            one, other = (found.ranks[rank] for rank in line["pair"])
-            found.pairs[line["communicator"], one, other] = float(line["mb_per_s"])
-        elif line.get("ok"):
-            key = line["communicator"], line["operation"]
-            found.rates.setdefault(key, []).append(float(line["mb_per_s"]))
-            found.latency_ms.setdefault(key, []).append(float(line["ms"]))
-    if not spoke:
-        last = (answer.get("errors") or "").strip().splitlines()[-1:]
-        code = answer.get("ended")
+def _take(found: Tested, host: str, answer: Said) -> None:
+    for line in answer.lines:
+        name, key = found.ranks[line.rank], (line.communicator, line.operation)
+        if line.at is not None:
+            found.at[name] = line.at
+        elif line.failed is not None:
+            found.failed[name] = line.failed
+        elif line.pair is not None:
+            one, other = (found.ranks[rank] for rank in line.pair)
+            found.pairs[line.communicator, one, other] = line.mb_per_s
+        elif line.ok:
+            found.rates.setdefault(key, []).append(line.mb_per_s)
+            found.latency_ms.setdefault(key, []).append(line.ms)
+    if not answer.lines:
+        code = answer.ended
         how = "in time: the host may be too busy to import torch" if code is None else f"and ended with {code}"
-        found.lost[host] = f"its ranks said nothing {how}{': ' if last else ''}{' '.join(last)}"
+        found.lost[host] = f"its ranks said nothing {how}{': ' if answer.last else ''}{answer.last}"
 
 
 def judge(tested: Tested) -> list[Finding]:
@@ -209,6 +224,8 @@ def _failure(tested: Tested) -> Finding:
         rows.append(f"{_named(never, tested)} never started")
     if behind and len(behind) < len(tested.ranks):
         rows.append(f"{_named(behind, tested)} did not reach the store")
+    if not rows and not lost:
+        rows = [f"no rank told the result of {each}" for each in tested.untold[:3]]
     stages = {tested.at.get(name, "") for name in said} - {"done", ""}
     where = f" (at: {', '.join(sorted(stages))})" if stages else ""
     backends = " and ".join(sorted({each.backend for each in tested.communicators}))

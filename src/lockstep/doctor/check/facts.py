@@ -4,7 +4,9 @@ import ipaddress
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator
+
+from lockstep.doctor.check.typed import reader
 
 
 def _address(text: str) -> str:
@@ -349,7 +351,7 @@ class HostFacts:
         return asdict(self)
 
 
-_ADAPTER: TypeAdapter[HostFacts] = TypeAdapter(HostFacts)
+_read = reader(HostFacts)
 
 
 def from_json(data: object) -> HostFacts:
@@ -358,4 +360,4 @@ def from_json(data: object) -> HostFacts:
     Raises:
         ValueError: it is something else.
     """
-    return _ADAPTER.validate_python(data)
+    return _read(data)

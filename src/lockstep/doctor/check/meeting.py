@@ -4,28 +4,28 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
-from pydantic import TypeAdapter
-
-from lockstep.doctor.check import peers
-from lockstep.doctor.check.facts import Interface
+from lockstep.doctor.check import answers, peers
 from lockstep.doctor.check.probe import ends, resolved
-from lockstep.doctor.check.protocol import MAX_ORDER, RUN, Card, Launcher, Message, ask_all
+from lockstep.doctor.check.protocol import MAX_ORDER, RUN, Card, Launcher, Message, Speaks, ask_all, hear, own
+from lockstep.doctor.check.protocol import tell as tell_probe
+from lockstep.doctor.check.typed import reader
 from lockstep.watch import waits
 from lockstep.watch.wire import Connection, Listener, WireError
 
+T = TypeVar("T")
+
 NAMED_S = 5.0
-"""Who has not joined is named after so long."""
+"""Who has not joined is named after so long, with all that can be found out about them by then."""
+LOOK_S = 1.0
+"""Who has not joined by then is looked for: that takes up to 3.5 s."""
+GREETING_S = 3.0
 CARDS_S = 6.0
 BACK_S = 2.0
-_MEMBERS = {
-    "name", "hostname", "address", "came_from", "dialled", "interfaces", "resolves_to", "ports", "taken",
-}  # fmt: skip
-
-_INTERFACES: TypeAdapter[tuple[Interface, ...]] = TypeAdapter(tuple[Interface, ...])
+_speaks = reader(Speaks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Missing:
     resolves_to: tuple[str, ...] = ()
     there: str = ""
     """Whether a host answers at its address: `answers`, `silent`, or an error; empty where it has no address."""
+    sought: bool = True
+    """Whether these two are known by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Meeting:
     strangers: tuple[str, ...]
     """Names under which probes came that nobody expects."""
     took_s: float
+    other: Mapping[str, str] = field(default_factory=dict)
+    """By host, why its probe was not taken: it speaks another protocol than this head."""
 
 
 class Head:
@@ -76,6 +80,8 @@ class Head:
         self.address, self.port, self.token = self._listener.host, self._listener.port, token
         self.members: dict[str, Connection] = {}
         self._came_from: dict[str, str] = {}
+        self._entering: list[tuple[Connection, float]] = []
+        self._other: dict[str, str] = {}
         self._twice: list[str] = []
         self._strangers: list[str] = []
 
@@ -85,7 +91,7 @@ class Head:
         bound_s: float = NAMED_S,
         ports: Sequence[int] = (),
         kernels: int = 3,
-        tell: Callable[[Sequence[str]], None] | None = None,
+        tell: Callable[[Sequence[Missing]], None] | None = None,
         given: str | None = None,
     ) -> Meeting:
         """Starts the probes, and waits until all have joined or the bound.
@@ -94,46 +100,51 @@ class Head:
             bound_s: how long to wait for all; more than the usual where people start the probes.
             ports: that the run will use, which every probe binds.
             kernels: how many ports of the kernel's own range every probe binds as well.
-            tell: is given the names of those that are missing, after `NAMED_S` and every `NAMED_S` from then on.
+            tell: is given those that are missing, after `NAMED_S` and every `NAMED_S` from then on.
             given: the address that probes are given for the head, where it is another than the one it listens on.
         """
         began = time.monotonic()
         given = given or self.address
         launcher.start(given, self.port, self.token)
         expected = list(dict.fromkeys(launcher.hosts))
+        search: Search | None = None
         told = began
-        while time.monotonic() - began < bound_s:
-            absent = [name for name in expected if name not in self.members]
+        while (now := time.monotonic()) - began < bound_s:
+            absent = self._absent(expected)
             if set(absent) <= set(launcher.failed()):
                 break
             self._take(0.1, expected)
-            if tell is not None and time.monotonic() - told >= NAMED_S:
-                told = time.monotonic()
-                tell(absent)
-        absent = [name for name in expected if name not in self.members]
+            if search is None and now - began >= LOOK_S:
+                search = Search(absent, f"{given}:{self.port}", launcher.addresses)
+            if tell is not None and search is not None and now - told >= NAMED_S:
+                told = now
+                tell(search.found(self._absent(expected), launcher.failed()))
         named_s = time.monotonic() - began
-        failed = launcher.failed()
-        missing = _look_for(absent, f"{given}:{self.port}", failed, launcher.addresses)
+        absent = self._absent(expected)
+        search = search or Search(absent, f"{given}:{self.port}", launcher.addresses)
+        search.await_all()
+        missing = search.found(absent, launcher.failed())
         joined, lost = self._cards(ports, kernels)
         return Meeting(
             given, self.port, joined, missing, self._back(joined), lost, tuple(self._twice), tuple(self._strangers),
-            named_s,
+            named_s, dict(self._other),
         )  # fmt: skip
 
     def ask(
-        self, orders: Mapping[str, Mapping[str, object]], bound_s: float, why: str
-    ) -> tuple[dict[str, Message], dict[str, str]]:
+        self, orders: Mapping[str, Mapping[str, object]], bound_s: float, why: str, read: Callable[[str, Message], T]
+    ) -> tuple[dict[str, T], dict[str, str]]:
         """What those probes answer, and why others did not; they are members no longer."""
-        answers, lost = ask_all(self.members, orders, bound_s, why)
+        answered, lost = ask_all(self.members, orders, bound_s, why, read)
         for name in lost:
-            self.members.pop(name).close()
-        return answers, lost
+            _let_go(self.members.pop(name), lost[name])
+        return answered, lost
 
     def close(self) -> None:
         """Has the probes leave."""
-        for connection in self.members.values():
-            connection.close()
+        for connection in [*self.members.values(), *(connection for connection, _ in self._entering)]:
+            _let_go(connection)
         self.members.clear()
+        self._entering.clear()
         self._listener.close()
 
     def __enter__(self) -> Self:
@@ -144,35 +155,50 @@ class Head:
     ) -> None:
         self.close()
 
+    def _absent(self, expected: Sequence[str]) -> list[str]:
+        return [name for name in expected if name not in self.members and name not in self._other]
+
     def _take(self, seconds: float, expected: Sequence[str]) -> None:
+        """Whoever has proved to know the token says which protocol it speaks, and then is a member."""
         connection = self._listener.accept(seconds)
-        if connection is None:
-            return
-        name = connection.peer.name
+        if connection is not None:
+            self._entering.append((connection, time.monotonic() + GREETING_S))
+        entering, self._entering = self._entering, []
+        for connection, until in entering:
+            try:
+                greeting = hear(connection, 0.0)
+                if greeting is None and time.monotonic() < until:
+                    self._entering.append((connection, until))
+                    continue
+                theirs = _speaks(greeting or {})
+            except WireError:
+                continue  # it has gone; who expects it finds it missing
+            except ValueError:
+                theirs = Speaks(0, "unknown")
+            self._enter(connection, theirs, expected)
+
+    def _enter(self, connection: Connection, theirs: Speaks, expected: Sequence[str]) -> None:
+        name, why = connection.peer.name, ""
         if name not in expected:
             self._strangers.append(name)
+            why = f"this check expects no host {name}"
         elif name in self.members:
             self._twice.append(name)
-        else:
-            self.members[name] = connection
-            self._came_from[name] = ends(connection)[1]
+            why = f"a probe of {name} has joined before"
+        elif theirs.protocol != own().protocol:
+            self._other[name] = f"its probe is of {theirs}, and the head of {own()}"
+            why = f"the head is of {own()}, and this one of {theirs}"
+        if why:
+            _let_go(connection, why)
             return
-        connection.close()
+        self._other.pop(name, None)
+        self.members[name] = connection
+        self._came_from[name] = ends(connection)[1]
 
     def _cards(self, ports: Sequence[int], kernels: int) -> tuple[dict[str, Card], dict[str, str]]:
         order = {"do": "card", "ports": list(ports), "kernels": kernels}
-        answers, lost = self.ask(dict.fromkeys(self.members, order), CARDS_S, "what they see")
-        cards = {}
-        for name, answer in answers.items():
-            fields = {key: value for key, value in answer.items() if key in _MEMBERS}
-            card = Card(**fields)
-            cards[name] = replace(
-                card,
-                came_from=self._came_from[name],
-                interfaces=_INTERFACES.validate_python(card.interfaces),
-                resolves_to=tuple(card.resolves_to),
-            )
-        return dict(sorted(cards.items())), lost
+        cards, lost = self.ask(dict.fromkeys(self.members, order), CARDS_S, "what they see", answers.card)
+        return {name: replace(cards[name], came_from=self._came_from[name]) for name in sorted(cards)}, lost
 
     def _back(self, joined: Mapping[str, Card]) -> dict[str, str]:
         """Whether the address that each probe has can be dialled from here."""
@@ -185,21 +211,45 @@ class Head:
         return {one.peer: one.why for one in found}
 
 
-def _look_for(
-    absent: Sequence[str], given: str, failed: Mapping[str, str], known: Mapping[str, str]
-) -> tuple[Missing, ...]:
-    """What can be found out about hosts that did not come, all at once and in two to four seconds."""
-    found: dict[str, Missing] = {}
+class Search:
+    """Looks for hosts that have not come, all at once and beside whatever else is done.
 
-    def look(name: str) -> None:
-        addresses = (known[name],) if name in known else resolved(name, 2.0)
+    Args:
+        given: the head's address that they were given.
+        known: addresses of hosts whose names may lead nowhere.
+    """
+
+    def __init__(self, absent: Sequence[str], given: str, known: Mapping[str, str]) -> None:
+        self._given, self._known = given, known
+        self._found: dict[str, Missing] = {}
+        self._threads = [threading.Thread(target=self._look, args=(name,), daemon=True) for name in absent]
+        for thread in self._threads:
+            thread.start()
+
+    def await_all(self) -> None:
+        """Until everything is known, within its bound."""
+        for thread in self._threads:
+            with contextlib.suppress(waits.WaitTimeout, WireError):
+                waits.join(thread, whom="a missing host", why="is it there", timeout_s=4.0, notice_after_s=None)
+
+    def found(self, absent: Sequence[str], failed: Mapping[str, str]) -> tuple[Missing, ...]:
+        """What is known by now.
+
+        Args:
+            failed: what the launcher knows of their probes.
+        """
+        known = dict(self._found)
+        return tuple(
+            replace(known.get(name, Missing(name, self._given, sought=False)), failed=failed.get(name, ""))
+            for name in absent
+        )
+
+    def _look(self, name: str) -> None:
+        addresses = (self._known[name],) if name in self._known else resolved(name, 2.0)
         there = peers.host_answers(addresses[0], bound_s=0.7) if addresses else ""
-        found[name] = Missing(name, given, failed.get(name, ""), addresses, there)
+        self._found[name] = Missing(name, self._given, "", addresses, there)
 
-    threads = [threading.Thread(target=look, args=(name,), daemon=True) for name in absent[:64]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        with contextlib.suppress(waits.WaitTimeout, WireError):
-            waits.join(thread, whom="a missing host", why="is it there", timeout_s=4.0, notice_after_s=None)
-    return tuple(found.get(name, Missing(name, given, failed.get(name, ""))) for name in absent)
+
+def _let_go(connection: Connection, why: str = "") -> None:
+    with connection, contextlib.suppress(WireError):
+        tell_probe(connection, {"do": "leave", "why": why}, timeout_s=0.5)

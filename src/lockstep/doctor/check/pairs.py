@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lockstep.doctor.check import answers
 from lockstep.doctor.check.meeting import Head
 from lockstep.doctor.check.peers import KERNEL, Dialled
 from lockstep.doctor.check.protocol import Card
@@ -53,12 +54,13 @@ def try_pairs(head: Head, cards: Mapping[str, Card], bound_s: float = BOUND_S) -
         "do": "reach", "hosts": table,
         "dial_s": plan.dial_s, "bound_s": plan.reach_s, "lanes": LANES,
     }  # fmt: skip
-    answers, lost = head.ask(dict.fromkeys(hosts, order), plan.reach_s + 1.0, "whom they reach")
+    why = "whom they reach"
+    reached, lost = head.ask(dict.fromkeys(hosts, order), plan.reach_s + 1.0, why, answers.reached(hosts))
     found.lost |= lost
-    for name, answer in answers.items():
-        found.reached |= {(name, peer): trip for peer, trip in zip(hosts, answer["ms"], strict=True) if trip}
-        for one in answer["failed"]:
-            found.blocked.setdefault((name, one["peer"]), []).append(Dialled(**one))
+    for name, answer in reached.items():
+        found.reached |= {(name, peer): trip for peer, trip in zip(hosts, answer.ms, strict=True) if trip}
+        for one in answer.failed:
+            found.blocked.setdefault((name, one.peer), []).append(one)
     for pairs in measured(len(hosts), plan.slots):
         if time.monotonic() - began > bound_s - 2 * plan.slot_s:
             break
@@ -78,6 +80,7 @@ def _ports_of_a_pair(many: int, cards: Mapping[str, Card]) -> int:
 def _measure(head: Head, cards: Mapping[str, Card], found: Pairs, pairs: Sequence[tuple[str, str]]) -> None:
     """One round in one direction."""
     orders = {}
+    listeners = dict(pairs)
     for dialler, listener in pairs:
         closed = {one.label for one in found.blocked.get((dialler, listener), ())}
         open_ports = [label for label in cards[listener].ports if label not in closed]
@@ -87,11 +90,12 @@ def _measure(head: Head, cards: Mapping[str, Card], found: Pairs, pairs: Sequenc
             orders[dialler] = {
                 "do": "rate", "target": target, "seconds": found.budget.slot_s, "dial_s": found.budget.dial_s,
             }  # fmt: skip
-    answers, lost = head.ask(orders, found.budget.slot_s + 2 * found.budget.dial_s + 1.0, "how fast they are")
+    bound_s = found.budget.slot_s + 2 * found.budget.dial_s + 1.0
+    rated, lost = head.ask(orders, bound_s, "how fast they are", answers.rated)
     found.lost |= lost
-    for name, answer in answers.items():
-        if "mb_per_s" in answer:
-            found.mb_per_s[name, str(answer["peer"])] = float(answer["mb_per_s"])
+    for name, answer in rated.items():
+        if answer.mb_per_s is not None:
+            found.mb_per_s[name, listeners[name]] = answer.mb_per_s
 
 
 def judge(pairs: Pairs) -> list[Finding]:

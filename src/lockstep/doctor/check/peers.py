@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lockstep.doctor.check.protocol import RUN
 from lockstep.doctor.check.tournament import opponents, ports_of_pair
+from lockstep.doctor.check.typed import WORDS
 from lockstep.watch import waits, wire
 from lockstep.watch.waits import WaitTimeout
 from lockstep.watch.wire import Connection, Listener, Refused, WireError
@@ -159,9 +160,9 @@ def _ping(connection: Connection, bound_s: float) -> float:
 
 
 def _why_not(error: OSError) -> tuple[str, str]:
+    why = (error.why if isinstance(error, WireError) else str(error))[:WORDS]
     if isinstance(error, Refused):
-        return "stranger", error.why
-    why = error.why if isinstance(error, WireError) else str(error)
+        return "stranger", why
     lower = why.lower()
     if "refused" in lower:
         return "refused", why
@@ -215,11 +216,14 @@ def rate(target: Target, token: str, name: str, seconds: float, dial_s: float) -
             bound_s = dial_s + seconds
             counted = connection.recv(bound_s)
             took = time.monotonic() - began
+            received = int(bytes(counted or b"-1")[:20])
     except (WireError, OSError) as error:
-        return {"peer": target.peer, "why": _why_not(error)[1]}
-    if counted is None:
-        return {"peer": target.peer, "why": "the peer did not say what it received"}
-    return {"peer": target.peer, "mb_per_s": round(int(bytes(counted)) / took / 1e6, 1)}
+        return {"why": _why_not(error)[1]}
+    except ValueError:
+        received = -1
+    if received < 0:
+        return {"why": "the peer did not say what it received"}
+    return {"mb_per_s": round(received / took / 1e6, 1)}
 
 
 def as_json(found: Sequence[Dialled], names: Sequence[str]) -> dict[str, object]:

@@ -1,25 +1,33 @@
 """What a check's head and the probes on hosts say to each other: JSON objects, one per frame of an authenticated
-connection (`lockstep.watch.wire`). A probe carries out five fixed orders and nothing else."""
+connection (`lockstep.watch.wire`).
 
-import contextlib
+A probe begins with which protocol it speaks (`Speaks`, the same in every version) and then answers orders, of which
+there are five. What comes from the other side is data until a function of this room has made something of known type
+of it (`typed`): who says what is not understood is lost by name, and nobody else is."""
+
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from lockstep import __version__
 from lockstep.doctor.check.facts import Interface
 from lockstep.doctor.check.interfaces import owner
+from lockstep.doctor.check.typed import WORDS, Address, Digits, Port, Word
 from lockstep.watch import waits
 from lockstep.watch.wire import Connection, WireError
 
 TOKEN_VARIABLE = "LOCKSTEP_CHECK_TOKEN"
 """Where a probe finds the token: never in its arguments, which every user of its host can read."""
 RUN = "check"
+PROTOCOL = 1
+"""One more with every change of what is said after the greeting."""
 MAX_ORDER = 16 << 20
 """Bytes of a message: a table of a thousand hosts has some hundred kilobytes."""
 
 Message = dict[str, Any]
+T = TypeVar("T")
 
 
 class Launcher(Protocol):
@@ -48,21 +56,21 @@ class Launcher(Protocol):
 class Card:
     """What a probe says of its host when it joins."""
 
-    name: str
+    name: Word
     """As the launcher or the person who started it calls the host."""
-    hostname: str
-    address: str
+    hostname: Word
+    address: Address
     """Of its end of the connection with the head, or the one it was told to use: by this, others are to reach it."""
-    came_from: str = ""
+    came_from: Word = ""
     """Of the same end as the head sees it; another one where something between translates addresses."""
-    dialled: str = ""
+    dialled: Word = ""
     """The head's address as it was given to the probe."""
     interfaces: tuple[Interface, ...] = ()
-    resolves_to: tuple[str, ...] = ()
+    resolves_to: tuple[Word, ...] = ()
     """What its own name resolves to there."""
-    ports: Mapping[str, int] = field(default_factory=dict)
+    ports: Mapping[Word, Port] = field(default_factory=dict)
     """On which it listens for its peers, by what was asked for: `29500`, or `kernel-0`, .. of the kernel's range."""
-    taken: Mapping[str, str] = field(default_factory=dict)
+    taken: Mapping[Digits, str] = field(default_factory=dict)
     """Of the named ports, those that it could not have, and why."""
 
     @property
@@ -71,14 +79,31 @@ class Card:
         return owner(self.interfaces, self.address)
 
 
+@dataclass(frozen=True, slots=True)
+class Speaks:
+    """What a probe says of itself before anything else."""
+
+    protocol: int
+    lockstep: str
+    """The version of the package."""
+
+    def __str__(self) -> str:
+        return f"lockstep {self.lockstep[:40]} (protocol {str(self.protocol)[:20]})"
+
+
+def own() -> Speaks:
+    """Of this process."""
+    return Speaks(PROTOCOL, __version__)
+
+
 def new_token() -> str:
     """Some words' worth of randomness, short enough to be typed."""
     return secrets.token_hex(16)
 
 
-def tell(connection: Connection, message: Mapping[str, Any]) -> None:
+def tell(connection: Connection, message: Mapping[str, Any], timeout_s: float = 5.0) -> None:
     """Raises WireError."""
-    connection.send(json.dumps(message).encode(), timeout_s=5.0)
+    connection.send(json.dumps(message).encode(), timeout_s=timeout_s)
 
 
 def hear(connection: Connection, timeout_s: float) -> Message | None:
@@ -90,19 +115,29 @@ def hear(connection: Connection, timeout_s: float) -> Message | None:
     frame = connection.recv(timeout_s)
     if frame is None:
         return None
-    with contextlib.suppress(ValueError):
+    try:
         message = json.loads(bytes(frame))
-        if isinstance(message, dict):
-            return message
+    except (ValueError, RecursionError):
+        message = None
+    if isinstance(message, dict):
+        return message
     connection.close()
     raise WireError(connection.peer.name, "it sent what is no message")
 
 
 def ask_all(
-    connections: Mapping[str, Connection], orders: Mapping[str, Mapping[str, Any]], bound_s: float, why: str
-) -> tuple[dict[str, Message], dict[str, str]]:
-    """Sends each its order and waits for all answers at once: those that came, and why others did not."""
-    answers: dict[str, Message] = {}
+    connections: Mapping[str, Connection],
+    orders: Mapping[str, Mapping[str, Any]],
+    bound_s: float,
+    why: str,
+    read: Callable[[str, Message], T],
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Sends each its order and waits for all answers at once: those that came, and why others did not.
+
+    Args:
+        read: what an answer of that name is, or ValueError. An answer with `error` says why there is none.
+    """
+    answers: dict[str, T] = {}
     lost: dict[str, str] = {}
     written: dict[int, bytes] = {}
     for name, order in orders.items():
@@ -117,11 +152,12 @@ def ask_all(
         for name in [name for name in orders if name not in answers and name not in lost]:
             try:
                 answer = hear(connections[name], 0.0)
+                if answer is not None:
+                    answers[name] = _understood(name, answer, read)
             except WireError as error:
                 lost[name] = error.why
-                continue
-            if answer is not None:
-                answers[name] = answer
+            except ValueError as error:
+                lost[name] = str(error)
         return True if len(answers) + len(lost) == len(orders) else None
 
     try:
@@ -132,3 +168,13 @@ def ask_all(
     except waits.WaitTimeout:
         lost |= {name: f"no answer within {bound_s:g} s" for name in orders if name not in answers | lost}
     return answers, lost
+
+
+def _understood(name: str, answer: Message, read: Callable[[str, Message], T]) -> T:
+    unable = answer.get("error")
+    if isinstance(unable, str):
+        raise ValueError(f"it could not: {unable[:WORDS]}")
+    try:
+        return read(name, answer)
+    except ValueError as error:
+        raise ValueError(f"what it says is not understood: {error}") from None

@@ -7,72 +7,75 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from lockstep.doctor.check.orders import AwaitRanks, StartRanks
 from lockstep.watch import waits
 
-ALLOWED = ("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES")
-"""Beginnings of the variables that a head may set for ranks; nothing else of what it sends reaches a process."""
 _STARTED_S = 60.0
 _WORDS = 2000
+_OUTPUT = 64 << 20
+"""Bytes of it that are read."""
 
 
 class Ranks:
-    """At most one process at a time."""
+    """At most one process at a time. What it prints goes to files without a name, so that nothing of it is left however
+    this process ends; and it ends when its standard input does, which this process holds open."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._output = self._errors = Path()
+        self._output: IO[bytes] | None = None
+        self._errors: IO[bytes] | None = None
 
-    def run(self, order: dict[str, Any]) -> dict[str, Any]:
-        """`start` them, take their `results`, or `end` them.
-
-        Returns:
-            Of `start`: `port` of the store where this host serves it. Of `results`: `lines`, what the ranks said, one
-            object each; `ended`, the exit code; `errors`, the end of what was printed besides.
-        """
-        what = order.get("what")
-        if what == "start":
-            return self._start(order)
-        if what == "results":
-            return self._results(float(order["bound_s"]))
+    def start(self, order: StartRanks) -> dict[str, Any]:
+        """Starts them: `port` of the store where this host serves it, -1 where it could not."""
         self.end()
-        return {}
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
+        given = {str(name): value for name, value in order.environment.items()}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.doctor.check.selftest"],
+            env={"OMP_NUM_THREADS": "1", **environment, **given, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            stdin=subprocess.PIPE, stdout=self._output, stderr=self._errors, start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(order.spec.json()).encode() + b"\n")
+            self._process.stdin.flush()
+        return {"port": self._port() if order.spec.serve else 0}
+
+    def results(self, order: AwaitRanks) -> dict[str, Any]:
+        """What they said, when all have, or at the bound: `lines`, one object each; `ended`, the exit code; `errors`,
+        the end of what was printed besides. They are ended then."""
+        code: int | None = None
+        if self._process is not None:
+            with contextlib.suppress(waits.WaitTimeout):
+                code = waits.process(
+                    self._process, whom="self-test", why="its results", timeout_s=order.bound_s, notice_after_s=None
+                )
+        answer = {"lines": self._lines(), "ended": code, "errors": _end_of(self._errors)}
+        self.end()
+        return answer
 
     def end(self) -> None:
         """Kills what is left of them. Idempotent."""
         process, self._process = self._process, None
-        folder, self._folder = self._folder, None
+        files, self._output, self._errors = (self._output, self._errors), None, None
         if process is not None:
             self._kill(process)
-        if folder is not None:
-            folder.cleanup()
+        for file in files:
+            if file is not None:
+                file.close()
 
     def _kill(self, process: "subprocess.Popen[bytes]") -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
         with contextlib.suppress(waits.WaitTimeout):
             waits.process(process, whom="self-test", why="it is killed", timeout_s=5.0, notice_after_s=None)
-
-    def _start(self, order: dict[str, Any]) -> dict[str, Any]:
-        self.end()
-        self._folder = tempfile.TemporaryDirectory(prefix="lockstep-check-")
-        self._output, self._errors = Path(self._folder.name, "output"), Path(self._folder.name, "errors")
-        given = {str(k): str(v) for k, v in order["environment"].items() if str(k).startswith(ALLOWED)}
-        environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
-        with self._output.open("wb") as output, self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep.doctor.check.selftest"],
-                env={"OMP_NUM_THREADS": "1", **environment, **given, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-                stdin=subprocess.PIPE, stdout=output, stderr=errors, start_new_session=True,
-            )  # fmt: skip
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError), self._process.stdin as given_to_it:
-            given_to_it.write(json.dumps(order["spec"]).encode())
-        return {"port": self._port() if order["spec"].get("serve") else 0}
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
 
     def _port(self) -> int:
         def told() -> int | None:
@@ -89,27 +92,20 @@ class Ranks:
         except waits.WaitTimeout:
             return -1
 
-    def _results(self, bound_s: float) -> dict[str, Any]:
-        until = time.monotonic() + bound_s
-        code: int | None = None
-        if self._process is not None:
-            with contextlib.suppress(waits.WaitTimeout):
-                left = max(0.0, until - time.monotonic())
-                code = waits.process(
-                    self._process, whom="self-test", why="its results", timeout_s=left, notice_after_s=None
-                )
-        if self._folder is None:
-            return {"lines": [], "ended": code, "errors": ""}
-        lines = self._lines()
-        errors = self._errors.read_bytes()[-_WORDS:].decode(errors="replace")
-        self.end()
-        return {"lines": lines, "ended": code, "errors": errors}
-
     def _lines(self) -> list[dict[str, Any]]:
         found = []
-        for raw in self._output.read_bytes().splitlines():
+        for raw in _all_of(self._output).splitlines():
             with contextlib.suppress(ValueError):
                 line = json.loads(raw)
                 if isinstance(line, dict):
                     found.append(line)
         return found
+
+
+def _all_of(file: IO[bytes] | None) -> bytes:
+    """Without moving the place at which the process writes, which is shared."""
+    return b"" if file is None else os.pread(file.fileno(), _OUTPUT, 0)
+
+
+def _end_of(file: IO[bytes] | None) -> str:
+    return _all_of(file)[-_WORDS:].decode(errors="replace")

@@ -70,11 +70,19 @@ def advertised(
 
 def judge(meeting: Meeting) -> list[Finding]:
     """All that a rendezvous showed, those that are missing first."""
-    many = len(meeting.joined) + len(meeting.missing) + len(meeting.lost)
+    many = len(meeting.joined) + len(meeting.missing) + len(meeting.lost) + len(meeting.other)
     found = [_missing(each, meeting, many) for each in meeting.missing]
     found += [
         Finding(
-            "rendezvous-lost", "error", name, f"its probe joined and then fell silent: {why}",
+            "rendezvous-version", "error", name, f"{name} was not taken: {why}",
+            "two versions of lockstep do not understand each other, neither in a check nor in a run",
+            "install the same version of lockstep on every host, then start its probe again",
+        )
+        for name, why in meeting.other.items()
+    ]  # fmt: skip
+    found += [
+        Finding(
+            "rendezvous-lost", "error", name, f"its probe joined and was then lost: {why}",
             "a host that is lost between joining and the first collective stops everybody",
             "look for the end of the probe on that host (out of memory, a time limit), and at the link",
         )
@@ -118,6 +126,22 @@ def same_addresses(joined: Mapping[str, Card]) -> list[Finding]:
         for address, names in owners.items()
         if len(names) > 1 and len({joined[name].hostname for name in names}) > 1
     ]  # fmt: skip
+
+
+def absent(missing: Missing) -> str:
+    """Of a host that is not there yet, in one line: which address it was given, and what is known of the way there."""
+    where = ", ".join(missing.resolves_to[:2])
+    if missing.failed:
+        known = missing.failed
+    elif not missing.sought:
+        known = "whether it is up is not known yet"
+    elif not missing.resolves_to:
+        known = "its name does not resolve to an address here"
+    elif missing.there == "answers":
+        known = f"{where} is up and answers from here, so its probe is not started, or its way to the head is closed"
+    else:
+        known = f"{where} does not answer from here ({missing.there})"
+    return f"{missing.name} is not here yet. It was given {missing.given} for the head; {known}"
 
 
 def _missing(missing: Missing, meeting: Meeting, many: int) -> Finding:

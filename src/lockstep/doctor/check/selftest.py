@@ -1,5 +1,6 @@
 """The ranks of a collective self-test on one host: `python -m lockstep.doctor.check.selftest`, its task on standard
-input, what each rank does and finds on standard output, one JSON object a line.
+input (its first line; when that ends, so do they), what each rank does and finds on standard output, one JSON object a
+line.
 
 This one module of the room uses torch, and runs in a process of its own. Torch is imported once and the ranks are
 forked, since on a few cores importing it takes longer than all the collectives.
@@ -13,8 +14,10 @@ begins with something, `{"rank", "communicator", "operation", "ok", ...}`, `{"ra
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +32,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from lockstep.doctor.check.tournament import rounds
 from lockstep.watch import waits
+from lockstep.watch.ports import listen
 
 SMALL = 1024
 """Elements of the first, checked call."""
@@ -45,17 +49,18 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def main() -> int:
     """0 where all ranks of this host have said all they had to say."""
-    task: Task = json.load(sys.stdin)
+    task: Task = json.loads(sys.stdin.buffer.readline())
     listening: socket.socket | None = None
     if task.get("serve"):
         # Bound before its port is told, and handed on as it is: nobody can take the port in between.
-        listening = socket.create_server((task["address"], 0), backlog=4096)
+        listening = listen(task["address"], backlog=4096)
         task["host"], task["port"] = task["address"], listening.getsockname()[1]
         _say({"port": task["port"]})
     fork = multiprocessing.get_context("fork")
     children = {rank: fork.Process(target=_rank_then_exit, args=(task, rank)) for rank in task["ranks"]}
     for child in children.values():
         child.start()
+    threading.Thread(target=_end_with_probe, name="leash", daemon=True).start()
     bound = timedelta(seconds=task["bound_s"])
     store = None
     if listening is not None:
@@ -66,6 +71,14 @@ def main() -> int:
     good = _await(children, task["bound_s"] + 5.0)
     del store
     return 0 if good else 1
+
+
+def _end_with_probe() -> None:
+    """Kills this process and its ranks, which are one group, when whoever started them is gone, however it ended."""
+    while os.read(0, 1):  # not through sys.stdin, whose lock the end of the interpreter wants
+        continue
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
 
 
 def _await(children: "dict[int, ForkProcess]", bound_s: float) -> bool:
