@@ -7,16 +7,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 
+import psutil
 import pytest
 from namespaces import Cable, needs_namespaces
 
 from lockstep.cluster.probes import LocalProbes
-from lockstep.doctor.check import collectives, pairs, rendezvous
+from lockstep.doctor.check import answers, collectives, pairs, rendezvous
 from lockstep.doctor.check.communicators import OPERATIONS, Communicator
 from lockstep.doctor.check.launchers import Several
 from lockstep.doctor.check.meeting import Head, Meeting
@@ -279,3 +282,87 @@ def test_the_command_checks_two_hosts_of_which_a_person_starts_one(cable: Cable)
     assert beyond and not [each for each in beyond if each["severity"] == "error"], (beyond, said)
     assert {each["id"] for each in beyond} >= {"rendezvous", "pairs"}
     assert "environments" in [each["name"] for each in report["rungs"]]
+
+
+def test_whoever_is_missing_is_told_in_five_seconds_and_what_is_known_is_printed_before(cable: Cable) -> None:
+    """Also of a name that does not resolve; what was found on this host stands there by then."""
+    hosts = f"{cable.here},{cable.there},nobody.invalid"
+    command = [sys.executable, "-m", "lockstep", "check", "--hosts", hosts, "--wait", "8", "--address", cable.here]
+    environment = {**os.environ, TOKEN_VARIABLE: TOKEN, "COLUMNS": "200"}
+    head = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert head.stdout is not None and head.stderr is not None
+    notes: list[tuple[float, str]] = []
+
+    def listen() -> None:
+        assert head.stderr is not None
+        notes.extend((time.monotonic(), line) for line in head.stderr)
+
+    listening = threading.Thread(target=listen, daemon=True)
+    listening.start()
+    first = head.stdout.readline()
+    assert "Versions" in first and head.poll() is None
+    out = first + head.stdout.read()
+    assert head.wait(30) == 1
+    listening.join(10)
+    asked = next(at for at, line in notes if "run: lockstep check --join" in line)
+    given = next(line for _, line in notes if "--join" in line).split("--join ")[1].split()[0]
+    told = {who: next((at, line) for at, line in notes if line.startswith(f"note {who} is not here yet"))
+            for who in (cable.there, "nobody.invalid")}  # fmt: skip
+    assert all(at - asked < 5.5 and f"It was given {given} for the head" in line for at, line in told.values())
+    assert "is up and answers from here" in told[cable.there][1]
+    assert "does not resolve" in told["nobody.invalid"][1]
+    assert sum("nobody.invalid is not here yet" in line for _, line in notes) == 1, "said once"
+    said = " ".join(out.split())
+    assert "nobody.invalid did not join" in said and "Pairs of hosts" in said
+
+
+def test_a_probe_that_a_program_starts_says_in_seconds_that_it_does_not_reach_the_head(cable: Cable) -> None:
+    launcher = probes(cable)
+    try:
+        with Head(TOKEN, cable.here) as head:
+            told: list[str] = []
+            meeting = head.gather(
+                launcher, bound_s=25.0, kernels=1, given=cable.there,
+                tell=lambda missing: told.extend(rendezvous.absent(each) for each in missing),
+            )  # fmt: skip
+        assert meeting.took_s < 15, "it does not wait for what has ended"
+        missing = {each.host: each for each in errors(rendezvous.judge(meeting)) if each.id == "rendezvous-missing"}
+        assert "cannot be reached from there" in missing["there"].seen and "refused" in missing["there"].seen
+        assert f"{cable.there}:{head.port}" in missing["there"].seen
+    finally:
+        launcher.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_of_a_self_test_end_with_their_probe_and_leave_nothing(number: int) -> None:
+    before = set(Path(tempfile.gettempdir()).glob("lockstep-check-*"))
+    launcher = LocalProbes({"here": ()}, TOKEN_VARIABLE)
+    task = {
+        "world": 3, "ranks": [0, 1], "host": "127.0.0.1", "port": 0, "address": "127.0.0.1", "device": "cpu",
+        "bytes": 1 << 20, "bound_s": 60, "communicators": [], "serve": True,
+    }  # fmt: skip
+    try:
+        with Head(TOKEN, "127.0.0.1") as head:
+            head.gather(launcher, bound_s=20.0, kernels=0)
+            order = {"do": "ranks", "what": "start", "environment": {}, "spec": task}
+            started, lost = head.ask({"here": order}, 60.0, "a test", answers.started)
+            assert started["here"].port > 0, lost
+            probe = psutil.Process(launcher.pid("here"))
+            until(lambda: len(probe.children(recursive=True)) == 3, "the test and two ranks of it")
+            ranks = probe.children(recursive=True)
+            probe.send_signal(number)
+            until(lambda: not any(_lives(rank) for rank in ranks), "they have ended")
+    finally:
+        launcher.stop()
+    assert set(Path(tempfile.gettempdir()).glob("lockstep-check-*")) <= before
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 15
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)

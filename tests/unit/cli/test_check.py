@@ -5,10 +5,14 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
 from lockstep.cli import app
+from lockstep.cli.check_arguments import read_arguments
+from lockstep.config.cluster import LocalCluster, RayCluster
+from lockstep.config.errors import ConfigError
 from lockstep.config.load import load_config
 from lockstep.doctor.check.wanted import needs_of
 
@@ -58,3 +62,79 @@ def test_a_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check", str(tmp_path / "none.yaml")])
     assert result.exit_code == 2
     assert "refused" in result.stderr and "Traceback" not in result.output
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "sft_sort.yaml"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ValueError("no way"), 2), (OSError("no such host"), 2), (KeyError("x"), 1)]
+)
+def test_what_was_found_is_printed_where_a_later_rung_breaks(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    def broken(*given: object) -> None:
+        raise error
+
+    monkeypatch.setattr("lockstep.cli.check_hosts.climb", broken)
+    result = CliRunner().invoke(app, ["check", "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == code and {"versions", "limits"} <= {rung["name"] for rung in report["rungs"]}
+    assert report["findings"][-1]["id"] == "check-ended" and report["findings"][-1]["severity"] == "unchecked"
+    shown = CliRunner().invoke(app, ["check"])
+    assert "Versions" in shown.stdout and "Not climbed" in shown.stdout
+
+
+def test_rungs_are_printed_as_they_are_climbed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("lockstep.cli.check_hosts.climb", lambda *given: seen.append(capsys.readouterr().out))
+    with pytest.raises(SystemExit):
+        app(["check"])
+    assert "Versions" in seen[0] and "Limits" in seen[0] and "Environment" in seen[0]
+    rest = capsys.readouterr().out
+    assert "Versions" not in rest and " ok" in rest
+
+
+def test_a_cluster_that_cannot_be_reached_is_a_finding() -> None:
+    result = CliRunner().invoke(app, ["check", "--json", "--cluster", "127.0.0.1:1"])
+    found = _found(result)["cluster-unknown"]
+    assert result.exit_code == 1 and found["severity"] == "error" and "Traceback" not in result.output
+
+
+def test_the_cluster_of_a_config_is_another_one_where_the_command_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def cluster(word: str | None, *overrides: str) -> object:
+        asked = read_arguments(str(EXAMPLE), overrides, None, word, None, None, None)
+        assert asked.config is not None and load_config(EXAMPLE, asked.overrides) == asked.config
+        assert asked.beyond.cluster == asked.config.cluster
+        return asked.config.cluster
+
+    on_ray = ["cluster.kind=ray", "cluster.address=head:1", "cluster.env.A=b", "cluster.device=cpu"]
+    assert cluster("local", *on_ray) == LocalCluster(device="cpu")
+    assert (
+        cluster("ray", *on_ray) == RayCluster(address="head:1", env={"A": "b"}, device="cpu") == cluster(None, *on_ray)
+    )
+    assert cluster("other:6379", *on_ray) == RayCluster(address="other:6379", env={"A": "b"}, device="cpu")
+    assert cluster("ray", "cluster.device=cpu") == RayCluster(address="auto", device="cpu")
+    assert cluster("auto") == RayCluster(address="auto", device=load_config(EXAMPLE).cluster.device)
+    with pytest.raises(ConfigError):
+        cluster("local", "cluster.devise=cpu")
+    monkeypatch.setenv("RAY_ADDRESS", "given:6379")
+    assert cluster("ray", "cluster.device=cpu") == RayCluster(device="cpu")
+    alone = read_arguments(None, (), None, "ray", None, None, None)
+    assert alone.several and alone.beyond.cluster == RayCluster()
+    assert not read_arguments(None, (), None, "local", None, None, None).several
+
+
+@pytest.mark.parametrize(
+    "words", [["--cluster", "slurm"], ["--cluster", "ray", "--hosts", "a,b"], ["--hosts", "a"], ["--ports", "x"],
+              ["--join", "nowhere"], ["--join", "a:1", "--wait", "0"]],
+)  # fmt: skip
+def test_arguments_that_cannot_be_are_refused(words: list[str]) -> None:
+    result = CliRunner().invoke(app, ["check", *words])
+    assert result.exit_code == 2 and not result.stdout and "Traceback" not in result.output
