@@ -17,7 +17,7 @@ from lockstep.doctor.processes import ranks_of
 from lockstep.doctor.sightings import Reading, Sighting, Tick
 from lockstep.doctor.steps import Steps
 from lockstep.doctor.times import Clock
-from lockstep.doctor.tracebacks import START, Traceback
+from lockstep.doctor.tracebacks import START, Traceback, own
 
 TRAITS = {
     "ended_well": "the last attempt says that it is done, and nothing fatal came after that",
@@ -252,32 +252,34 @@ class Story:
             return max(numbers) <= 1
         groups = {each.group for each in self.timeouts if each.group}
         states = self.facts("work_state")
-        own = [each for each in states if each.fields.get("pg") in groups] or states
-        return bool(own) and all(int(each.fields["completed"]) <= 0 for each in own)
+        states = [each for each in states if each.fields.get("pg") in groups] or states
+        return bool(states) and all(int(each.fields["completed"]) <= 0 for each in states)
 
     @cached_property
     def ended_well(self) -> bool:
         """It says so, nothing went wrong after that, and what had gone wrong before did not keep it from going on."""
-        done = [each for each in self.facts("done") if not self.survived(each)]
+        done = [each for each in self.facts("done") if not (self.survived(each) or self._part(each))]
         if not done:
             return False
         first, last = done[0], {each.source: each.line for each in sorted(done, key=lambda each: each.line)}
-        bad = [each for each in self.failures + self.exceptions if self._ends(each)]
-        if any(each.source != first.source or each.line > first.line or not self._on_the_way(each, first)
-               for each in bad):  # fmt: skip
-            return False
-        if any(reading.source == first.source and traceback.number < first.line
-               for _, _, traceback, reading in self.tracebacks):  # fmt: skip
+        bad = [(each.source, each.who.rank, each.line) for each in self.failures + self.exceptions if self._ends(each)]
+        bad += [(reading.source, None, each.number) for _, _, each, reading in self.tracebacks if own(each)]
+        if any(each[0] != first.source or not self._stepped(*each, first.line) for each in bad):
             return False
         later = (each for each in self.sightings if each.line > last.get(each.source, each.line))
         return not any(self._lethal(each) for each in later) and not any(
             self._raises_after(*each) for each in last.items()
         )
 
-    def _on_the_way(self, seen: Sighting, done: Sighting) -> bool:
-        """A step was made between a failure and the end."""
-        return any(tick.who.rank in (None, seen.who.rank) or seen.who.rank is None
-                   for tick in self.ticks_of(seen.source) if seen.line < tick.line <= done.line)  # fmt: skip
+    def _part(self, done: Sighting) -> bool:
+        """Only an evaluation or a test has ended: a counter before it had not come to its end."""
+        before = [tick for tick in self.ticks_of(done.source) if tick.line < done.line]
+        return "part" in done.fields and bool(before) and before[-1].step + 1 < before[-1].of
+
+    def _stepped(self, source: int, rank: int | None, line: int, until: int) -> bool:
+        """A step was made between two lines."""
+        return any(line < tick.line <= until and (rank is None or tick.who.rank in (None, rank))
+                   for tick in self.ticks_of(source))  # fmt: skip
 
     def _lethal(self, seen: Sighting) -> bool:
         signature = seen.rule.signature

@@ -14,21 +14,13 @@ from lockstep.doctor.judge import Candidate
 from lockstep.doctor.sightings import Said
 from lockstep.doctor.steps import steps_by_rank
 from lockstep.doctor.story import Story
-from lockstep.doctor.tracebacks import Traceback
-from lockstep.doctor.waits import LOST, TIMED_OUT, Wait, doing, stacks_of, waits
+from lockstep.doctor.tracebacks import of_others, own
+from lockstep.doctor.waits import Wait, doing, stacks_of, waits
 from lockstep.watch.verdict import Fact
 
 _SHARDED = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
 _GENERATES = re.compile(r"(?i)generat|sampl|rollout|decod|greedy|evaluat|predict|validat|infer")
 _VLLM = re.compile(r"(?i)vllm|worker_?tp|enginecore|apiserver")
-_WRAPPERS = re.compile(
-    r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|EngineDead|EngineGenerateError|ProcessExitedException"
-    r"|ProcessRaisedException|CalledProcessError|SystemExit|KeyboardInterrupt|SignalException|TaskCancelled"
-    r"|Engine core initialization|Dist(?:Network|Store|Backend)Error|Rendezvous\w+Error|BrokenProcessPool"
-    r"|CancelledError|GetTimeoutError"
-    r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
-)
-"""Exceptions that tell of another failure."""
 _RAISED = re.compile(r"(?:^|[\s|:>-])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: |$)")
 """The end of a traceback of which a merged log has left the rest out."""
 _LATER = re.compile(r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of")
@@ -94,7 +86,7 @@ def candidates(story: Story) -> Iterator[Candidate]:
 def _raised(story: Story) -> Iterator[Candidate]:
     """The first exception that is neither a wait that ended nor a wrapper of another one."""
     found = [(when if when is not None else float("inf"), reading.source, traceback.number, who, traceback, reading)
-             for who, when, traceback, reading in story.tracebacks if _own(traceback)]  # fmt: skip
+             for who, when, traceback, reading in story.tracebacks if own(traceback)]  # fmt: skip
     if not found:
         return
     _, _, _, said, traceback, reading = min(found, key=lambda each: each[:3])
@@ -109,19 +101,10 @@ def _raised(story: Story) -> Iterator[Candidate]:
     yield Candidate("rank_exception_masked", 0.6 if victims else 0.45, [], culprits, "", text, [fact])
 
 
-def _own(traceback: Traceback) -> bool:
-    return not _of_others(f"{traceback.type}: {traceback.message}")
-
-
-def _of_others(message: str) -> bool:
-    """It tells of a wait that ended, a peer that left, or another failure."""
-    return bool(TIMED_OUT.search(message) or LOST.search(message) or _WRAPPERS.search(message))
-
-
 def _left(seen: Scene) -> Iterator[Candidate]:
     """Nobody timed out, some lost a peer: who is known and says nothing has left."""
     lost = [each for each in seen.waits.values() if each.lost]
-    if not lost or any(_own(traceback) for _, _, traceback, _ in seen.story.tracebacks):
+    if not lost or any(own(traceback) for _, _, traceback, _ in seen.story.tracebacks):
         return
     gone = [each for each in first_to_fall(seen.story) if each.rank is not None and each.rank not in seen.waits]
     ranks = tuple(each.rank for each in gone if each.rank is not None)
@@ -261,7 +244,7 @@ def _meanwhile(seen: Scene, ranks: Sequence[int]) -> tuple[str, float] | None:
         for each in reversed(words):
             during = began is not None and each.when is not None and each.when > began + 1.0
             moved = moved or during
-            if each is words[-1] and _RAISED.search(each.text) and not _of_others(each.text):
+            if each is words[-1] and _RAISED.search(each.text) and not of_others(each.text):
                 return "rank_exception_masked", 0.55
             cls = doing(each.text)
             if cls == "uneven_data" and _all_are_through(seen):

@@ -23,6 +23,23 @@ _TASK = re.compile(r"ray::\S+ \(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?")
 LIBRARY = re.compile(
     r"site-packages/|dist-packages/|lib/python3|<frozen |/bin/|torch/distributed|<string>|/ray/_private/"
 )
+TIMED_OUT = re.compile(
+    r"Timed out waiting \d+ms|[Ww]atchdog caught collective|collective operation timeout|Application timeout caused"
+    r"|wait timeout after|timed out in (?:send|recv)|monitoredBarrier|[Tt]imeout(?:Error)?.{0,40}(?:barrier|collective)"
+)
+LOST = re.compile(
+    r"(?i)connection (?:closed|reset|refused) by|connection reset|remote(?: |_)?(?:peer|process|error)|broken pipe"
+    r"|ncclRemoteError|NCCL communicator was aborted|socket ?timeout|read error \[|socket closed|Connection was likely"
+    r"|connectFullMesh"
+)
+_WRAPPERS = re.compile(
+    r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|EngineDead|EngineGenerateError|ProcessExitedException"
+    r"|ProcessRaisedException|CalledProcessError|SystemExit|KeyboardInterrupt|SignalException|TaskCancelled"
+    r"|Engine core initialization|Dist(?:Network|Store|Backend)Error|Rendezvous\w+Error|BrokenProcessPool"
+    r"|CancelledError|GetTimeoutError|RPC call to \w+ timed out"
+    r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
+)
+"""Exceptions that tell of another failure."""
 _MOST = 200
 _MESSAGE = 16
 """Lines of a message."""
@@ -72,6 +89,19 @@ class Traceback:
     def where(self) -> str:
         frame = self.user
         return "" if frame is None else f"{frame.function}() at {frame.file.rsplit('/', 1)[-1]}:{frame.line}"
+
+
+def own(found: Traceback) -> bool:
+    """Whether it tells of a failure of its own. An engine's `TimeoutError` without a word says only that a worker did
+    not answer."""
+    if not found.message and found.type == "TimeoutError" and found.frames and "/vllm/" in found.frames[-1].file:
+        return False
+    return not of_others(f"{found.type}: {found.message}")
+
+
+def of_others(message: str) -> bool:
+    """It tells of a wait that ended, a peer that left, or another failure."""
+    return bool(TIMED_OUT.search(message) or LOST.search(message) or _WRAPPERS.search(message))
 
 
 def assemble(said: Sequence[tuple[int, str]]) -> Traceback | None:

@@ -9,17 +9,8 @@ from lockstep.doctor.prefixes import Who
 from lockstep.doctor.sightings import Reading
 from lockstep.doctor.stacks import Stack
 from lockstep.doctor.story import Story
-from lockstep.doctor.tracebacks import LIBRARY, Frame, Traceback
+from lockstep.doctor.tracebacks import LIBRARY, LOST, TIMED_OUT, Frame, Traceback
 
-TIMED_OUT = re.compile(
-    r"Timed out waiting \d+ms|[Ww]atchdog caught collective|collective operation timeout|Application timeout caused"
-    r"|wait timeout after|timed out in (?:send|recv)|monitoredBarrier|[Tt]imeout(?:Error)?.{0,40}(?:barrier|collective)"
-)
-LOST = re.compile(
-    r"(?i)connection (?:closed|reset|refused) by|connection reset|remote(?: |_)?(?:peer|process|error)|broken pipe"
-    r"|ncclRemoteError|NCCL communicator was aborted|socket ?timeout|read error \[|socket closed|Connection was likely"
-    r"|connectFullMesh"
-)
 _NAMES = (
     ("reduce_scatter", re.compile(r"reduce_?scatter")), ("allreduce", re.compile(r"all_?reduce")),
     ("allgather", re.compile(r"all_?gather")), ("alltoall", re.compile(r"all_?to_?all")),

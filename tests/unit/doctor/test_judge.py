@@ -237,3 +237,27 @@ def test_an_idle_group_does_not_make_it_the_first_collective(tmp_path: Path) -> 
     assert judged(tmp_path, job=lines).cause != "p2p_path_broken"
     first = [line for rank in range(4) for line in [*watchdog(rank, 1), *state(rank, 1, 0)]]
     assert judged(tmp_path, job=first).cause == "p2p_path_broken"
+
+
+def test_an_exception_without_a_rule_undoes_the_success_of_another_rank(tmp_path: Path) -> None:
+    done, raises = [*steps(0, 9), _DONE], raised(1, "mylib.BadThing: no")
+    assert judged(tmp_path, rank0=done, rank1=[*steps(1, 9), *raises]).cause == "rank_exception_masked"
+    assert judged(tmp_path / "one", job=[*done, *raises]).cause == "rank_exception_masked"
+
+
+def test_an_evaluation_that_ended_is_not_the_end_of_the_training(tmp_path: Path) -> None:
+    ticks = [f"step {at}/1000 loss 0.5" for at in range(50)]
+    among = judged(tmp_path, job=[*ticks, "Evaluation completed: accuracy 0.3"])
+    assert among.confidence < 0.8
+    assert judged(tmp_path / "all", job=[*ticks, "step 1000/1000", "Evaluation completed"]).confidence >= 0.8
+
+
+def test_an_engine_that_did_not_answer_in_time_tells_little(tmp_path: Path) -> None:
+    prefix = "(EngineCore_DP0 pid=3) ERROR 03-08 17:32:28 [core.py:844] "
+    frame = '  File "/v/site-packages/vllm/v1/executor/multiproc_executor.py", line 290, in get_response'
+    said = ["Traceback (most recent call last):", frame, "    status, result = mq.dequeue(", "TimeoutError", "",
+            "The above exception was the direct cause of the following exception:", "",
+            "Traceback (most recent call last):", frame, "    raise TimeoutError(...) from e",
+            "TimeoutError: RPC call to sample_tokens timed out."]  # fmt: skip
+    verdict = judged(tmp_path, server=[prefix + each for each in said])
+    assert verdict.confidence <= 0.5
