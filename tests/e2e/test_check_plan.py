@@ -62,6 +62,14 @@ def test_what_a_run_would_refuse_is_an_error_with_its_remedy(run_file: Path) -> 
     assert code == 1 and "max_tokens 5000" in error["seen"] and "set it to" in error["fix"]
 
 
+def test_a_model_that_is_not_there_is_the_finding_and_nothing_is_said_of_its_size(run_file: Path) -> None:
+    code, report = check(run_file, "model.path=runs/made-later/export")
+    (error,) = [each for each in rungs(report, "placement") if each["severity"] == "error"]
+    assert code == 1 and error["id"] == "model" and "there is no such folder" in error["seen"]
+    assert error["fix"].startswith("give an existing") and "model.path" not in error["fix"]
+    assert not rungs(report, "memory")
+
+
 def test_a_bundle_that_has_no_place_is_named_with_what_would_fit(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,8 @@ def climb(report: Report, config: Config, overrides: Sequence[str], room: Room) 
     began = time.monotonic()
     found, findings = _surveyed(config, overrides)
     report.add("placement", "Placement", findings, time.monotonic() - began)
+    if any(each.id == "model" for each in findings):
+        return None  # what cannot be had has no size
     began = time.monotonic()
     report.add("memory", "Memory and time", _sizes(config, room), time.monotonic() - began)
     return None if found is None else found.plan
@@ -55,8 +57,7 @@ def _surveyed(config: Config, overrides: Sequence[str]) -> tuple[Survey | None, 
     except Finished as error:
         return None, [Finding("placement", "note", "", str(error))]
     except (Refused, LedgerError, ValueError, OSError) as error:
-        problem, _, remedy = str(error).rpartition(": ")
-        return None, [Finding("placement", "error", "", problem or remedy, why, remedy if problem else "")]
+        return None, [_refused(error, why)]
     findings = [Finding("placement", "note", "", note) for note in found.notes]
     if found.plan.busy:
         findings.append(Finding("placement", "warning", "", found.plan.busy, "the run waits until they are free"))
@@ -70,6 +71,14 @@ def _surveyed(config: Config, overrides: Sequence[str]) -> tuple[Survey | None, 
         names = ", ".join(f"{each.name} on {each.device}" for each in found.plan.processes)
         findings.insert(0, Finding("placement", "ok", "", f"this host holds all processes: {names}"))
     return found, findings
+
+
+def _refused(error: Exception, why: str) -> Finding:
+    text, remedy = str(error), str(getattr(error, "remedy", ""))
+    problem = text.replace(remedy, "").rstrip("; ") if remedy else text.rpartition(": ")[0]
+    remedy = remedy or (text.rpartition(": ")[2] if problem else "")
+    id = "model" if isinstance(error, ModelError) else "placement"
+    return Finding(id, "error", "", problem or text, why, remedy)
 
 
 def _sizes(config: Config, room: Room) -> list[Finding]:

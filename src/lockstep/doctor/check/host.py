@@ -157,7 +157,9 @@ def _links(facts: HostFacts) -> Iterator[Finding]:
 
 def _limits(facts: HostFacts, needs: Needs) -> Iterator[Finding]:
     if facts.limits is not None:
-        yield from judge_limits(facts.host, facts.limits, needs, bool(facts.rdma and facts.rdma.ports))
+        yield from judge_limits(
+            facts.host, facts.limits, needs, bool(facts.rdma and facts.rdma.ports), gpu_count(facts)
+        )
     for disk in facts.disks or ():
         yield from judge_disk(facts.host, disk)
     if facts.clock is not None:

@@ -26,16 +26,17 @@ def size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def judge_limits(host: str, limits: Limits, needs: Needs, rdma: bool) -> Iterator[Finding]:
+def judge_limits(host: str, limits: Limits, needs: Needs, rdma: bool, gpus: int) -> Iterator[Finding]:
     """All of them.
 
     Args:
         rdma: whether the host has InfiniBand or RoCE adapters, which register memory by locking it.
+        gpus: how many the host has.
     """
     if limits.shm is None:
         yield Finding("shm", "unchecked", host, "there is no /dev/shm here")
     else:
-        yield from _shm(host, limits.shm)
+        yield from _shm(host, limits.shm, needs.shared or gpus > 0)
     yield _memlock(host, limits, rdma)
     yield _nofile(host, limits)
     yield _processes(host, limits)
@@ -50,15 +51,16 @@ def judge_limits(host: str, limits: Limits, needs: Needs, rdma: bool) -> Iterato
         yield Finding("map-count", "warning", host, said, why, "sysctl -w vm.max_map_count=262144")
 
 
-def _shm(host: str, shm: SharedMemory) -> Iterator[Finding]:
+def _shm(host: str, shm: SharedMemory, used: bool) -> Iterator[Finding]:
+    little: Severity = "error" if used else "warning"
     said = f"/dev/shm has {size(shm.free)} free of {size(shm.total)}"
     why = "ranks of one host, data loader workers and vLLM exchange data there; what does not fit ends in a bus error"
     if shm.total <= 64 * MIB:
         said += ", as docker gives when it is not asked for more"
-        yield Finding("shm-size", "error", host, said, why, _SHM_FIX, SHM_SOURCE)
+        yield Finding("shm-size", little, host, said, why, _SHM_FIX, SHM_SOURCE)
     elif shm.free < 128 * MIB:
         fix = "remove what was left there" if shm.stale else "find who fills it: ls -lS /dev/shm"
-        yield Finding("shm-size", "error", host, said, why, fix, SHM_SOURCE)
+        yield Finding("shm-size", little, host, said, why, fix, SHM_SOURCE)
     elif shm.free < GIB:
         yield Finding("shm-size", "warning", host, said, why, _SHM_FIX, SHM_SOURCE)
     else:

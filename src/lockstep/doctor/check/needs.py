@@ -12,6 +12,8 @@ class Needs:
     """Whether the run has other hosts: then addresses that only this host reaches are wrong."""
     gpus: bool = False
     """Whether it cannot do without a GPU."""
+    shared: bool = False
+    """Whether processes of one host exchange data in shared memory: ranks, an engine, workers."""
     packages: tuple[str, ...] = ("python", "torch", "transformers")
     """Those without which it does not start."""
     interface: str | None = None

@@ -21,7 +21,7 @@ def needs_of(config: RunConfig | None, several: bool = False) -> Needs:
     """
     ports = _ports(os.environ)
     if config is None:
-        return Needs(several=several, folders={str(Path.cwd()): "the working folder"}, ports=ports)
+        return Needs(several=several, shared=several, folders={str(Path.cwd()): "the working folder"}, ports=ports)
     packages = ["python", "torch", "transformers"]
     cluster = config.cluster
     ray = isinstance(cluster, RayCluster)
@@ -36,6 +36,7 @@ def needs_of(config: RunConfig | None, several: bool = False) -> Needs:
     return Needs(
         several=several or (isinstance(cluster, RayCluster) and bool(cluster.address or os.environ.get("RAY_ADDRESS"))),
         gpus=cluster.device == "cuda",
+        shared=several or config.trainer.ranks > 1 or config.reward is not None or config.evaluation is not None,
         packages=tuple(packages),
         interface=cluster.interface if isinstance(cluster, RayCluster) else None,
         names=names,

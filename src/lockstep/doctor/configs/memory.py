@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lockstep.doctor.configs.advice import Advice
 from lockstep.doctor.configs.models import Shape
 from lockstep.doctor.configs.settings import NOWHERE, Place
+from lockstep.doctor.finding import Severity
 
 GIB = 1 << 30
 SOLD = (24, 40, 48, 80, 96, 141, 192, 288)
@@ -160,6 +161,10 @@ def _training(
     advice: Advice, training: Training, need: Need, batch: Batch, gpu_gib: float | None, at: Place, what: str
 ) -> None:
     seen, fix = _seen(training, need, batch, what), _smaller(training, need)
+    open_end = not training.shape.layers or batch.tokens is None
+    if open_end:
+        unknown = "the model's shape" if not training.shape.layers else "how many tokens a micro-batch has"
+        seen += f", and more for activations and logits ({unknown} is not known here)"
     room = gpu_gib if gpu_gib is not None else SOLD[-1]
     if need.certain > room * GIB:
         has = f"a GPU has {gpu_gib:g} GiB" if gpu_gib is not None else "no GPU has that much"
@@ -167,12 +172,14 @@ def _training(
     elif gpu_gib is None:
         enough = next(size for size in SOLD if need.likely <= size * GIB * 0.92 or size == SOLD[-1])
         say = advice.warn if enough > 80 else advice.note
-        say("memory-training", f"{seen}; GPUs from {enough} GiB have room", "", fix if enough > 80 else "", ZERO, at)
+        room_is = f"GPUs below {enough} GiB have no room" if open_end else f"GPUs from {enough} GiB have room"
+        say("memory-training", f"{seen}; {room_is}", "", fix if enough > 80 else "", ZERO, at)
     elif need.likely > 0.92 * gpu_gib * GIB:
         tight = f"{seen}, of {gpu_gib:g} GiB: buffers and fragments do not fit beside it"
         advice.warn("memory-training", tight, "", fix, ZERO, at)
     else:
-        advice.say("memory-training", "ok", f"{seen}, of {gpu_gib:g} GiB", source=ZERO, at=at)
+        severity: Severity = "note" if open_end else "ok"
+        advice.say("memory-training", severity, f"{seen}, of {gpu_gib:g} GiB", source=ZERO, at=at)
 
 
 def _smaller(training: Training, need: Need) -> str:

@@ -89,6 +89,7 @@ def from_config(raw: dict[str, Any], name: str, source: str = "") -> Shape | Non
 
 def _known(name: str) -> Shape | None:
     plain = name.rstrip("/").rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-hf")
+    plain = re.sub(r"^(qwen[\d.]+)-(?:math|coder)-", r"\1-", plain)  # of the same shape as the model they are made of
     content = data("models")
     found = [key for key in content["models"] if re.fullmatch(re.escape(key) + r"(?:-(?!\d+(?:\.\d+)?b).*)?", plain)]
     if not found:

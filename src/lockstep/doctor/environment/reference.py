@@ -1,9 +1,10 @@
 """The page about variables as Markdown, from the data files: `python -m lockstep.doctor.environment.reference`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from textwrap import wrap
 
-from lockstep.doctor.environment.schema import Launcher, Library, Variable, When
+from lockstep.doctor.environment.schema import Harm, Library, Variable, When
 from lockstep.doctor.environment.variables import Table, load
 
 _INTRODUCTION = """\
@@ -40,8 +41,8 @@ The exit code of `lockstep check` is 1 where a finding is an error, 0 otherwise,
 variable is set in it; with `--json` findings are printed as JSON. Values of variables that are not listed below, and of
 those that hold secrets, are never printed. Users' own variables are left alone.
 
-The tables are made from data files (`python -m lockstep.doctor.environment.reference`); each statement names the
-documentation or the source that it was checked against. A variable that is in no table here may still be known by name.
+What follows is made from data files (`python -m lockstep.doctor.environment.reference`); each statement names the
+documentation or the source that it was checked against. A variable that is not here may still be known by name.
 """
 
 
@@ -50,47 +51,59 @@ def reference(table: Table | None = None) -> str:
     table = table or load()
     lines = [_INTRODUCTION, "## How variables reach workers", "", *_launchers(table)]
     for library in table.libraries:
-        lines += ["", f"## {library.title[0].upper()}{library.title[1:]}", "", *_about(library), *_table(library)]
+        lines += ["", f"## {library.title[0].upper()}{library.title[1:]}", "", *_about(library)]
+        for variable in library.variables:
+            lines += ["", f"### `{variable.name}`", "", *_of(variable)]
     return "\n".join(lines) + "\n"
 
 
 def _launchers(table: Table) -> Iterator[str]:
-    yield "| `--launcher` | passes on | why | to pass a variable on |"
-    yield "|---|---|---|---|"
+    yield "What of the shell's environment `--launcher` says that workers on other hosts get, and how to pass more on:"
     for each in table.launchers.values():
-        yield _row(
-            f"`{each.name}`", _forwards(each), f"{each.why} {_links(each.sources)}", each.fix.format(name="NAME")
-        )
-
-
-def _forwards(launcher: Launcher) -> str:
-    return ", ".join(f"`{each}`" for each in launcher.forwards) or "nothing"
+        passes = ", ".join(f"`{name}`" for name in each.forwards) or "nothing"
+        yield ""
+        yield from _wrapped(f"**`{each.name}`** passes on {passes}. {each.why} To pass a variable on: "
+                            f"{each.fix.format(name='NAME')}. {_links(each.sources)}")  # fmt: skip
 
 
 def _about(library: Library) -> Iterator[str]:
     more = f", and {len(library.names)} more by name" if library.names else ""
-    yield f"Looked through: {library.read}. {len(library.variables)} variables{more}."
-    yield ""
+    yield from _wrapped(f"Looked through: {library.read}. {len(library.variables)} variables{more}.")
+    if unread := [each.name for each in library.variables if not each.readers]:
+        yield ""
+        yield from _wrapped(f"Read by nobody: {_code(unread)}.")
     if library.gone:
         gone = ", ".join(f"`{name}` ({until})" for name, until in library.gone.items())
-        yield f"Not read any more since the version in brackets: {gone}."
         yield ""
+        yield from _wrapped(f"Not read any more since the version in brackets: {gone}.")
 
 
-def _table(library: Library) -> Iterator[str]:
-    yield "| variable | what it does | values | versions | when it hurts |"
-    yield "|---|---|---|---|---|"
-    for each in library.variables:
-        use = f" For: {each.use}" if each.use else ""
-        yield _row(f"`{each.name}`", f"{_read(each)}{each.does}{use} {_links(each.sources)}", _values(each),
-                   _versions(each), _hurts(each))  # fmt: skip
-
-
-def _read(variable: Variable) -> str:
-    if not variable.readers:
+def _of(variable: Variable) -> Iterator[str]:
+    """What is known of one variable: what it does, then its values, versions and what hurts, a line each."""
+    if variable.readers:
+        yield from _wrapped(variable.does)
+    else:
         meant = f"`{variable.renamed}`" if variable.renamed else variable.instead
-        return f"**Read by nobody**; instead: {meant}. "
-    return ""
+        yield from _wrapped(f"**Read by nobody.** {variable.does} Instead: {meant}.")
+    items = [
+        ("use", variable.use), ("values", _values(variable)), ("versions", _versions(variable)),
+        ("hurts", variable.hurts), *((_harmful(each), each.why) for each in variable.left_on),
+        *((f"with `{each.other}` ({_when(each.other_when)})", each.why) for each in variable.conflicts),
+        ("see", _links(variable.sources)),
+    ]  # fmt: skip
+    yield ""
+    for name, text in items:
+        if text:
+            yield from _wrapped(f"- {name}: {text}", "  ")
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    words = " ".join(text.split())
+    return wrap(words, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _values(variable: Variable) -> str:
@@ -116,25 +129,21 @@ def _versions(variable: Variable) -> str:
     )
 
 
-def _hurts(variable: Variable) -> str:
-    parts = [variable.hurts, *(f"{_when(each.when)}: {each.why}" for each in variable.left_on)]
-    parts += [f"With `{each.other}` ({_when(each.other_when)}): {each.why}" for each in variable.conflicts]
-    return " ".join(part for part in parts if part)
-
-
 def _when(when: When) -> str:
     words = {"set": "any value", "on": "on", "off": "off", "empty": "empty"}
     several = (when,) if isinstance(when, str) else when
     return " or ".join(words.get(each, "some values" if each[0] == "~" else f"`{each}`") for each in several)
 
 
+def _harmful(harm: Harm) -> str:
+    where = {None: "", "several": "several hosts", "cuda": "a job on GPUs"}[harm.where]
+    known = [part for part in (where, f"GPUs such as {harm.gpus}xx" if harm.gpus else "") if part]
+    return _when(harm.when) + (f" ({', '.join(known)})" if known else "")
+
+
 def _links(sources: tuple[str, ...]) -> str:
     pages = (each.removeprefix("docs/") for each in sources)
     return " ".join(f"<{each}>" if "://" in each else f"[{each}]({each})" for each in pages)
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 if __name__ == "__main__":

@@ -34,8 +34,11 @@ print(json.dumps(asdict(gather_limits(System()))))
 """
 
 
-def _judged(limits: Limits, rdma: bool = False) -> dict[str, Finding]:
-    return {finding.id: finding for finding in judge_limits("a", limits, Needs(), rdma)}
+SHARED = Needs(shared=True)
+
+
+def _judged(limits: Limits, rdma: bool = False, needs: Needs = SHARED, gpus: int = 0) -> dict[str, Finding]:
+    return {finding.id: finding for finding in judge_limits("a", limits, needs, rdma, gpus)}
 
 
 def _child(**limits: int) -> Limits:
@@ -87,6 +90,12 @@ def test_shared_memory(total: int, free: int, severity: str) -> None:
     found = _judged(replace(FINE, shm=SharedMemory(total, free)))["shm-size"]
     assert found.severity == severity
     assert severity != "error" or "--shm-size" in found.fix or "ls" in found.fix
+
+
+def test_little_shared_memory_is_a_warning_where_one_process_computes_on_the_cpu() -> None:
+    little = replace(FINE, shm=SharedMemory(64 * MIB, 64 * MIB))
+    assert _judged(little, needs=Needs())["shm-size"].severity == "warning"
+    assert _judged(little, needs=Needs(), gpus=1)["shm-size"].severity == "error"
 
 
 def test_a_real_tmpfs_of_docker_size(tmp_path: Path) -> None:
@@ -173,7 +182,7 @@ def test_endless_limits_of_version_1_are_none(tmp_path: Path) -> None:
 
 def test_no_shared_memory_is_unchecked(tmp_path: Path) -> None:
     assert gather_shm(made(tmp_path, {})) is None
-    found = next(judge_limits("a", replace(FINE, shm=None), Needs(), False))
+    found = next(judge_limits("a", replace(FINE, shm=None), Needs(), False, 0))
     assert found.severity == "unchecked"
 
 

@@ -96,7 +96,7 @@ def test_the_same_on_many_hosts_is_said_once() -> None:
     facts |= {f"s{number}": HostFacts(f"s{number}", limits=small) for number in range(3)}
     facts["odd"] = HostFacts("odd", limits=FINE, versions=Versions({"torch": "2.12.0"}))
     facts["h0"] = replace(facts["h0"], versions=Versions({"torch": "2.13.0"}))
-    found = {each.id: each for each in judge_others(facts, {}, Needs(packages=()), lambda name: False)}
+    found = {each.id: each for each in judge_others(facts, {}, Needs(packages=(), shared=True), lambda name: False)}
     assert found["shm-size"].host == "s0,s1,s2" and found["shm-size"].severity == "error"
     assert found["differs-torch"].host == "odd" and found["hosts"].host == "h0,h1,h2,h3,h4"
 

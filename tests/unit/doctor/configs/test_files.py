@@ -173,6 +173,12 @@ PUBLISHED = {
     "qwen3-14b": 14.8, "qwen3-32b": 32.8, "llama-3-8b": 8.03, "llama-3-70b": 70.6, "llama-3.1-8b": 8.03,
     "llama-3.1-70b": 70.6, "llama-3.2-1b": 1.23, "llama-3.2-3b": 3.21, "llama-3.3-70b": 70.6, "llama-2-7b": 6.74,
     "llama-2-13b": 13.0, "llama-2-70b": 69.0, "mistral-7b-v0.1": 7.24, "mistral-7b-v0.3": 7.25,
+    "qwen2-0.5b": 0.49, "qwen2-1.5b": 1.54, "qwen2-7b": 7.62, "qwen2-72b": 72.7,
+    "deepseek-r1-distill-qwen-1.5b": 1.78, "deepseek-r1-distill-qwen-7b": 7.62,
+    "deepseek-r1-distill-qwen-14b": 14.8, "deepseek-r1-distill-qwen-32b": 32.8, "deepseek-r1-distill-llama-8b": 8.03,
+    "deepseek-r1-distill-llama-70b": 70.6, "deepseek-llm-7b": 6.91, "deepseek-math-7b": 6.91, "gemma-2b": 2.51,
+    "gemma-7b": 8.54, "gemma-2-2b": 2.61, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2, "gemma-3-1b": 1.0,
+    "phi-3-mini": 3.82, "phi-3-medium": 14.0, "phi-3.5-mini": 3.82, "phi-4": 14.7, "phi-4-mini": 3.84,
 }  # fmt: skip
 """Billions of parameters, as the models' own pages say them."""
 
@@ -191,8 +197,8 @@ def test_shapes_give_the_number_of_parameters_that_is_published(tmp_path: Path) 
     [
         ("Qwen/Qwen2.5-7B-Instruct", 7.61), ("meta-llama/Meta-Llama-3-8B-Instruct", 8.03),
         ("OpenRLHF/Llama-3-8b-sft-mixture", 8.03),
-        ("me/my-model-13b", 13), ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7), ("Qwen/Qwen3-30B-A3B", None),
-        ("mistralai/Mixtral-8x7B-v0.1", None), ("gpt2", None), ("", None),
+        ("me/my-model-13b", 13), ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 7.61), ("me/x-7b", 7),
+        ("Qwen/Qwen3-30B-A3B", None), ("mistralai/Mixtral-8x7B-v0.1", None), ("gpt2", None), ("", None),
     ],
 )  # fmt: skip
 def test_models_are_known_by_their_names(tmp_path: Path, name: str, billions: float | None) -> None:

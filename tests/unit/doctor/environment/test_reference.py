@@ -1,5 +1,6 @@
 """The page about variables is the one the data files make."""
 
+import re
 from pathlib import Path
 
 from lockstep.doctor.environment.reference import reference
@@ -15,5 +16,12 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_variable_and_launcher_is_on_it() -> None:
     text, table = reference(), load()
-    assert all(f"| `{name}` |" in text for name in [*table.known, *table.launchers])
-    assert all(row.count(" | ") in (1, 3, 4) for row in text.splitlines() if row.startswith("| "))
+    assert all(f"\n### `{name}`\n" in text for name in table.known)
+    assert all(f"\n**`{name}`** passes on " in text for name in table.launchers)
+
+
+def test_it_reads_as_a_page() -> None:
+    lines = reference().splitlines()
+    assert all(len(line) <= 120 for line in lines if "http" not in line and not line.startswith("|"))
+    assert not [line for line in lines if re.match(r" +([-+*#]|\d+\.) ", line)], "a wrapped line that begins a list"
+    assert max(line.count(" | ") for line in lines) == 1, "tables of short cells only"
