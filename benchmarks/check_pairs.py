@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from lockstep.doctor.check.answers import reached
 from lockstep.doctor.check.peers import Answering, Target, reach
 from lockstep.doctor.check.tournament import LANES, budget, measured, opponents
 
@@ -69,9 +70,10 @@ def cost() -> Cost:
     assert not any(one.why for one in found)
     names = [f"host-{k}" for k in range(SAMPLE)]
     answer = json.dumps({"ms": [0.1234] * SAMPLE, "failed": []})
+    read = reached(names)
     began = time.process_time()
     for name in names:
-        {(name, peer): trip for peer, trip in zip(names, json.loads(answer)["ms"], strict=True)}
+        {(name, peer): trip for peer, trip in zip(names, read(name, json.loads(answer)).ms, strict=True)}
     return Cost(both / 2, (time.process_time() - began) / SAMPLE**2)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_hosts import Hosts, needs_namespaces
+from namespaces import needs_namespaces
+from ray_hosts import Hosts
 
 from lockstep.models.tiny import make_tiny
 
@@ -50,3 +51,16 @@ def test_every_node_has_a_probe_and_ranks_are_where_the_placement_puts_them(host
     assert len(tried) == 3 and all("all sums right" in seen for seen in tried)
     placed = next(each["seen"] for each in found if each["rung"] == "placement" and each["severity"] == "ok")
     assert "policy-0" in placed and "policy-1" in placed
+
+    # Its hosts without a config, and with one that is for this host alone.
+    (tmp_path / "sft.yaml").write_text((ROOT / "examples" / "sft_sort.yaml").read_text())
+    local = ["sft.yaml", f"model.path={tmp_path}/model", f"data.path={tmp_path}/data/sft.jsonl", "cluster.device=cpu"]
+    for more in ([], local):
+        done = subprocess.run(
+            [sys.executable, "-m", "lockstep", "check", *more, "--cluster", hosts.address, "--json"],
+            env={**hosts.environment, "HF_HUB_OFFLINE": "1"}, cwd=tmp_path, timeout=240, capture_output=True, text=True,
+        )  # fmt: skip
+        assert "Traceback" not in done.stderr, done.stderr
+        found = json.loads(done.stdout)["findings"]
+        assert next(each for each in found if each["id"] == "pairs")["severity"] == "ok"
+        assert "2 of 2 hosts joined" in next(each["seen"] for each in found if each["id"] == "rendezvous")

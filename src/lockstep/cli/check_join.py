@@ -33,7 +33,8 @@ def join(where: str, name: str | None, address: str | None, wait_s: float | None
             raise ValueError(f"there is no token: set {TOKEN_VARIABLE} to the one that the check on the head printed")
         token = str(typer.prompt("token of the check", hide_input=True)).strip()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, _leave)
     serve(host, port, token, name or socket.gethostname(), address, _look, wait_s or JOIN_S, show_note)
 
 

@@ -146,11 +146,11 @@ def absent(missing: Missing) -> str:
 
 def _missing(missing: Missing, meeting: Meeting, many: int) -> Finding:
     joined = ", ".join(meeting.joined) or "nobody"
-    given = f"it was given {missing.given} for the head; joined: {joined}"
+    given = f"It was given {missing.given} for the head; joined: {joined}"
     seen = f"{missing.name} did not join within {meeting.took_s:.1f} s ({len(meeting.joined)} of {many} did)"
     if missing.failed:
         return Finding(
-            "rendezvous-missing", "error", missing.name, f"{seen}: {missing.failed}. {given[0].upper()}{given[1:]}",
+            "rendezvous-missing", "error", missing.name, f"{seen}: {missing.failed}. {given}",
             "a rendezvous waits for everybody", _fix_of(missing.failed, missing),
         )  # fmt: skip
     if not missing.resolves_to:
