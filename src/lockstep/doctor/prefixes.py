@@ -55,31 +55,37 @@ _LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)
 _HOST = r"(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[\w.-]*\d)(?=[\w.-]*[-.]|[a-z]+\d{2,}|[a-z]{1,5}\d+\b)[A-Za-z][\w.-]{2,62})"
 _PREFIX = re.compile(
     r"\s*(?:"
-    rf"\[?(?:{'|'.join(_STAMPS)})\]?(?=[\s:\[\],|]|$),?"
+    rf"\[(?:{'|'.join(_STAMPS)})(?: [A-Z]{{2,3}}\d+)*?,? (?:{_RANK}|TP)[ _:=#]?"
+    r"(?P<stamped>\d{1,6})(?: [A-Z]{2,3}\d+)*\]"
+    rf"|\[NeMo [A-Z] (?:{'|'.join(_STAMPS)})[^\]]{{0,80}}\]"
+    rf"|\[?(?:{'|'.join(_STAMPS)})\]?(?=[\s:\[\],|]|$)[,:]?"
     r"|\[(?:rank|RANK|Rank|default|trainer|worker)[ _]?(?P<rank>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
     r"|\[(?P<mpijob>\d+),(?P<mpi>\d+)\]<(?:stdout|stderr|stddiag)>:"
     r"|\((?P<actor>[A-Za-z_][\w.<>\[\]-]*(?:\([\w.]*\))?)(?: rank=(?P<arank>\d+))?(?: pid=(?P<pid>\d+))"
     r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"
     r"|\((?P<daemon>raylet|gcs_server|autoscaler|bundle_reservation_check_func)(?:, ip=(?P<dip>[\w.:-]+))?\)"
     r"|\((?:head|worker\d+),? rank=(?P<sky>\d+)[^)]*\)"
-    rf"|\[(?!c10d\b)(?P<bracket>{_HOST})(?::(?P<blocal>\d+))?\]:?(?=\s|$)"
+    rf"|\[(?!c10d\b|{_RANK}\b|{_RANK}[_-]?\d)(?P<bracket>{_HOST})(?::(?P<blocal>\d+))?\]:?(?=\s|$)"
     r"|\[pod/(?P<pod>[\w.-]+)/[\w.-]+\]"
     r"|(?P<slurm>\d{1,5}):(?= |$) ?"
-    rf"|(?P<pdsh>{_HOST}):(?= |$) ?"
+    rf"|(?!{_RANK}[_-]?\d)(?P<pdsh>{_HOST}):(?= |$) ?"
     r"|(?P<nhost>[A-Za-z][\w.-]*):(?P<npid>\d+):\d+ \[(?P<dev>-?\d+)\]"
     r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
-    r"|\[[IWEF](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: \d+)? [\w./-]+:\d+\]"
+    r"|\[?[IWEFDC](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: +\d+)? [\w./-]+:\d+\]"
     r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
-    rf"|[\[({{<](?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*)[/:,|] ?)?(?:{_RANK}[ _:=#]{{0,2}}|[Rr])(?P<wrapped>\d{{1,6}})"
-    r"(?: ?(?:/|of) ?\d+)?[\])}>](?::(?=\s|$)| ?\||(?=[\s\[]|$))"
-    rf"|(?:[-|] ?)?{_RANK}[ _:=#]{{0,2}}(?P<bare>\d{{1,6}})(?: ?(?:/|of) ?\d+)?(?::(?=\s)|(?=\s*\|)|(?=\s+- ))"
+    rf"|[\[({{<](?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*)[/:,| ] ?)?(?:{_RANK}[ _:=#-]{{0,2}}|[Rr])"
+    r"(?P<wrapped>\d{1,6})(?: ?(?:/|of) ?\d+)?(?:[ ,;|]+pid[ =:]*(?P<wpid>\d+))?[\])}>](?::(?=\s|$)| ?\||(?=[\s\[]|$))"
+    rf"|(?:[-|] ?)?(?:(?P<bhost>{_HOST})[/:])?{_RANK}[ _:=#-]{{0,2}}(?P<bare>\d{{1,6}})(?: ?(?:/|of) ?\d+)?"
+    r"(?: [\[(]pid[ =:]*(?P<bpid>\d+)[\])])?(?::(?=\s|$)|(?=\s*\|)|(?=\s+- ))"
     r"|(?:trainer|worker|rank|Rank|RANK|proc)\[(?P<index>\d{1,3})\](?::|(?=\s|$))"
     r"|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]+:\d+\]"
-    rf"|(?:[-|] )?{_LEVEL}(?:(?=\s*\||\s+- |\s+\[)|:[A-Za-z_][\w.]*:|:(?=\s)|\s[\w.-]+:\d+ --(?=\s))"
+    rf"|(?:[-|] )?{_LEVEL}(?:(?=\s*\||\s+- |\s+\[|\s+\d{{2,4}}[-/:]\d\d)"
+    r"|:[A-Za-z_][\w.]*:|:(?=\s|\d{4}-)|\s[\w.-]+:\d+ --(?=\s))"
+    r"|[DIWECF] (?=\d{4}[-/]\d\d[-/])"
     r"|[-|] [\w.<>-]{2,60}(?::[\w<>.]+:\d+)?(?=\s*\||\s+- )"
     r"|r(?P<short>\d{1,5}) (?=\w+ [DIWEC] )|(?:worker|stage|process) (?P<named>\d{1,5}):(?= )"
     r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
-    r"|\[[\w./<>-]{2,60}(?::\d+)?(?::[\w<>]+)?\](?=\[|\s-\s|\s\[)|- (?=\[)"
+    r"|\[[\w./<>-]{2,60}(?::\d+)?(?::[\w<>]+)?\](?=\[|\s-\s|\s\[|\s\d{4}-\d\d-)|- (?=\[)"
     r")"
 )
 _LEFT = re.compile(r"\s*[-|](?=\s) ?")
@@ -106,7 +112,7 @@ _TOOLS = re.compile(
     r"|[_.-](?:py-?spy|nvidia-smi|ibstat|strace|env|ps|top|stack)$"
 )
 _OF_KERNEL = r"(?:dmesg|kern(?:el)?|syslog|messages|journal(?:ctl)?)"
-_KERNEL = re.compile(rf"^{_OF_KERNEL}(?:\.log)?[_.-](?P<after>.+)$|^(?P<before>.+?)[_.-]{_OF_KERNEL}$")
+_KERNEL = re.compile(rf"^{_OF_KERNEL}(?:\.log|[_-]T)?[_.@-](?P<after>.+)$|^(?P<before>.+?)[_.-]{_OF_KERNEL}$")
 _KERNEL_HOST = re.compile(r"(?=[^\d]*\d|(?:host|node|gpu|worker|server|head|master|login|compute)[-_.])[A-Za-z][\w.-]*")
 """What stands beside the kernel's name: the log of a kernel is a host's, with fewer forms than other files have."""
 _NO_HOST = re.compile(r"(?:job|slurm|run|attempt|step|boot|part|after|before)[-_.]?\d*")
@@ -158,8 +164,9 @@ def read(line: str, clock: Clock) -> Said:
     return Said(who, at, clock.read(line))
 
 
-_RANKS = ("rank", "mpi", "arank", "slurm", "sky", "srank", "wrapped", "bare", "index", "short", "named")
-_HOSTS = ("ip", "dip", "bracket", "pod", "pdsh", "nhost", "khost", "rhost")
+_RANKS = ("rank", "mpi", "arank", "slurm", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named")
+_PIDS = ("pid", "npid", "wpid", "bpid")
+_HOSTS = ("ip", "dip", "bracket", "pod", "pdsh", "nhost", "khost", "rhost", "bhost")
 
 
 def _merged(who: Who, found: re.Match[str]) -> Who:
@@ -176,7 +183,7 @@ def _merged(who: Who, found: re.Match[str]) -> Who:
         role = said
         worker = _WORKER.match(role)
         rank = int(worker["n"]) if worker and rank is None else rank
-    process = found["pid"] or found["npid"]
+    process = next((found[name] for name in _PIDS if found[name]), None)
     pid = int(process) if process and pid is None else pid
     device = found["dev"] or found["blocal"]
     local = int(device) if device and local is None and not device.startswith("-") else local
@@ -211,7 +218,13 @@ def of_file(name: str) -> tuple[Who, int | None]:
     return Who(host=_host_in(stem, last)), number
 
 
-_NUMBERED = re.compile(r"(?:(?:global|local)_?)?(?:rank|proc|process|stage|r|trainer)[_.-]?\d+$", re.IGNORECASE)
+_NUMBERED = re.compile(
+    r"(?:(?:global|local)_?)?(?:rank|proc|process|stage|r|trainer)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$", re.IGNORECASE
+)
+_OF_RANK = re.compile(
+    r"[_.-](?:(?:global|local)_?)?(?:rank|proc|process|r|trainer)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$", re.IGNORECASE
+)
+"""Behind the host in a name."""
 _RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
 """Names that experiment trackers and schedulers make up."""
 
@@ -219,7 +232,7 @@ _RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
 def _host_in(stem: str, last: str) -> str:
     if _JOB_NAMES.match(last) or _RUN_NAME.search(last):
         return ""
-    last = _TOOLS.sub("", _TOOLS.sub("", last))
+    last = _OF_RANK.sub("", _TOOLS.sub("", _TOOLS.sub("", last)))
     found = _FILE_HOST.search(last)
     if found:
         return "" if _NUMBERED.match(found["host"]) else found["host"]
@@ -229,4 +242,4 @@ def _host_in(stem: str, last: str) -> str:
 def _host_above(stem: str) -> str:
     parent = PurePosixPath(stem).parent.name
     found = _FILE_HOST.match(parent) if parent else None
-    return found["host"] if found else ""
+    return found["host"] if found and not _NUMBERED.match(found["host"]) else ""
