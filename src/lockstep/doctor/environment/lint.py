@@ -232,7 +232,9 @@ def _harm(known: Known, value: str, harm: Harm, renamed: bool, asked: Asked) -> 
         since = f"since {known.library.title} {variable.renamed_since} " if variable.renamed_since else "today "
         seen += f" ({since}{variable.renamed})"
     fix = harm.fix or f"unset {variable.name} when the fault is found"
-    return _finding("env-left-on", _gravity(harm, asked.job), seen, harm.why, fix, variable)
+    severity = _gravity(harm, asked.job)
+    fits = severity == "note" and harm.severity != "note" and harm.where == "several"
+    return _finding("env-left-on", severity, seen, harm.why, "" if fits else fix, variable)
 
 
 def _gravity(harm: Harm, job: Job) -> Severity:

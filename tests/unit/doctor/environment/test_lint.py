@@ -202,6 +202,7 @@ def severities(values: dict[str, str], job: Job) -> dict[str, str]:
 )
 def test_what_is_right_on_one_host_is_an_error_with_others_alone(name: str, value: str) -> None:
     assert severities({name: value}, Job(several=False)) == {name: "note"}
+    assert not any(each.fix for each in lint([Place("", {name: value})], job=Job(several=False)))
     assert severities({name: value}, Job()) == {name: "warning"}
     assert severities({name: value}, Job(several=True)) == {name: "error"}
     assert [each.severity for each in lint([Place("", {name: value})], launcher="slurm")] == ["error"]
