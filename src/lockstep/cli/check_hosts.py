@@ -65,21 +65,24 @@ def climb(report: Report, config: "RunConfig | None", beyond: Beyond, say: Say, 
             report.add("rendezvous", "Rendezvous", before)
         return
     address = address or (_own_address(launcher.hosts) if several else "127.0.0.1")
-    if address:
-        before += rendezvous.advertised(
-            socket.gethostname(), address, "the head of the check", "give an address of this host that the others "
-            "reach with --address", several, interfaces(),
-        )  # fmt: skip
-    else:
-        before.append(_no_address(launcher.hosts))
-    if several and any(each.id == "head-address" and each.severity == "error" for each in before):
-        report.add("rendezvous", "Rendezvous", before)
+    useless = [each for each in _of_head(address, several) if each.severity == "error"] if address else []
+    if several and not address:
+        useless = [_no_address(launcher.hosts)]
+    if useless:
+        report.add("rendezvous", "Rendezvous", [*before, *useless])
         return
     try:
         with Head(token, address) as head:
             _meet(report, config, beyond, say, head, launcher, made, places(plan), before)
     finally:
         launcher.stop()
+
+
+def _of_head(address: str, several: bool, reached: bool = False) -> list[Finding]:
+    fix = "give an address of this host that the others reach with --address"
+    return rendezvous.advertised(
+        socket.gethostname(), address, "the head of the check", fix, several, interfaces(), reached
+    )
 
 
 def _unknown_cluster(error: Exception) -> Finding:
@@ -126,7 +129,8 @@ def _meet(
     meeting = head.gather(launcher, beyond.wait_s if by_people else START_S, beyond.ports, tell=Absence(say))
     several = len(launcher.hosts) > 1
     if several or before or set(meeting.joined) != set(launcher.hosts):
-        findings = [*before, *rendezvous.judge(meeting)]
+        of_head = _of_head(meeting.head, several, rendezvous.reached(meeting))
+        findings = [*before, *of_head, *rendezvous.judge(meeting)]
         report.add("rendezvous", "Rendezvous", findings, time.monotonic() - began)
     if several:
         found = pairs.try_pairs(head, meeting.joined)

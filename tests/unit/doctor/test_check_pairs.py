@@ -192,6 +192,22 @@ def test_addresses_that_are_fine() -> None:
     assert not rendezvous.advertised("a", "2001:4860::5", "x", "", True, six), "what hosts of IPv6 networks have"
 
 
+def test_an_address_by_which_others_have_come_is_doubted_no_more() -> None:
+    inner = Interface("br0", ["10.0.0.1/24"], kind="bridge", carries_host=False)
+    head = replace(CARD, name="a", address="10.0.0.1", came_from="10.0.0.1", interfaces=(inner,), ports={"kernel-0": 9})
+    other = replace(CARD, came_from="10.0.0.2", ports={"kernel-0": 9})
+    alone = rendezvous.judge(replace(MET, joined={"a": head}, missing=(Missing("b", "10.0.0.1:4000"),)))
+    assert [each.severity for each in alone if each.id == "head-address"] == ["warning"]
+    together = replace(
+        MET, joined={"a": head, "b": replace(other, interfaces=(replace(inner, addresses=["10.0.0.2/24"]),))}
+    )
+    assert rendezvous.reached(together)
+    assert not [each for each in rendezvous.judge(together) if each.id == "head-address"]
+    closed = rendezvous.judge(replace(together, back={"b": "silent"}))
+    assert [each.host for each in closed if each.id == "head-address"] == ["b"]
+    assert rendezvous.advertised("a", "127.0.0.1", "x", "", True, [inner], reached=True), "loopback is never right"
+
+
 def test_whoever_is_missing_is_named_with_what_is_known_of_it() -> None:
     missing = (
         Missing("x", "10.0.0.1:4000"),

@@ -39,7 +39,13 @@ _USELESS: Mapping[Reach, tuple[Severity, str, str]] = {
 
 
 def advertised(
-    host: str, address: str, of: str, fix: str, several: bool, interfaces: Sequence[Interface] = ()
+    host: str,
+    address: str,
+    of: str,
+    fix: str,
+    several: bool,
+    interfaces: Sequence[Interface] = (),
+    reached: bool = False,
 ) -> list[Finding]:
     """Whether others can use an address that a head gives them.
 
@@ -47,12 +53,15 @@ def advertised(
         of: what it is the address of: `the head of the check`, `MASTER_ADDR`, `the Ray head`.
         fix: the setting that gives another one.
         interfaces: of the host; none where they are not known.
+        reached: another host has got there by it: then there is no doubt of it.
     """
     reach = judge_address(address, interfaces).reach
     name = owner(interfaces, address)
     seen = f"{of} is given to others as {address}" + (f" ({name})" if name else "")
+    severity, why, source = _USELESS.get(reach, ("note", "", ""))
+    if reached and severity == "warning":
+        return []
     if reach == "unspecified" or (several and reach in _USELESS):
-        severity, why, source = _USELESS[reach]
         return [Finding("head-address", severity, host, seen, why, fix, source)]
     if not several or reach != "public":
         return []  # a name: what it resolves to is looked at elsewhere
@@ -111,6 +120,11 @@ def judge(meeting: Meeting) -> list[Finding]:
         seen = f"{len(meeting.joined)} of {many} hosts joined within {meeting.took_s:.1f} s: {rows}"
         found.insert(0, Finding("rendezvous", "ok", "", seen))
     return found
+
+
+def reached(meeting: Meeting) -> bool:
+    """Whether a host that is not the head's own has come by the address that it was given for the head."""
+    return any(card.came_from not in ("", meeting.head) for card in meeting.joined.values())
 
 
 def same_addresses(joined: Mapping[str, Card]) -> list[Finding]:
@@ -193,6 +207,7 @@ def _of_card(name: str, card: Card, meeting: Meeting, several: bool) -> list[Fin
     found = advertised(
         name, card.address, f"{name}", f"start its probe with --address and an address of {name} that others can "
         "reach, and set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME there to that interface", several, card.interfaces,
+        reached(meeting) if card.address == meeting.head else bool(card.ports) and name not in meeting.back,
     )  # fmt: skip
     why = meeting.back.get(name, "")
     if why:
