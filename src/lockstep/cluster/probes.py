@@ -10,15 +10,17 @@ from typing import IO
 
 from lockstep.watch import waits
 
-TRY_S = 3
-"""How long a probe that is started here tries the head, which listens already."""
+_TRY_S, _TRY_MORE_S = 3.0, 0.01
+"""How long a probe that a program starts tries the head, which listens already; and how much longer for each one that
+comes at the same time."""
 _LAST_WORDS = 400
 
 
-def probe_command(head: str, port: int, name: str, python: str = sys.executable) -> list[str]:
-    """What starts a probe; the token is in its environment."""
+def probe_command(head: str, port: int, name: str, many: int) -> list[str]:
+    """What starts one of so many probes; the token is in its environment."""
     where = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
-    return [python, "-m", "lockstep", "check", "--join", where, "--name", name, "--wait", str(TRY_S)]
+    wait = f"{_TRY_S + many * _TRY_MORE_S:.0f}"
+    return [sys.executable, "-m", "lockstep", "check", "--join", where, "--name", name, "--wait", wait]
 
 
 def last_words(output: IO[bytes]) -> str:
@@ -58,8 +60,9 @@ class LocalProbes:
         for name, prefix in self._prefixes.items():
             try:
                 self._output[name] = output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
+                command = [*prefix, *probe_command(head, port, name, len(self._prefixes))]
                 self._started[name] = subprocess.Popen(
-                    [*prefix, *probe_command(head, port, name)], env={**os.environ, self._variable: token},
+                    command, env={**os.environ, self._variable: token},
                     stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 )  # fmt: skip
             except OSError as error:

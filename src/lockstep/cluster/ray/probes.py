@@ -16,13 +16,13 @@ from lockstep.cluster.ray.session import close_session, open_session
 from lockstep.config.cluster import RayCluster as Config
 
 
-def run_probe(head: str, port: int, name: str, address: str, variable: str, token: str) -> str:
+def run_probe(head: str, port: int, name: str, many: int, address: str, variable: str, token: str) -> str:
     """On a node: runs its probe until it ends; the last words of one that failed. Bounded by the probe, which leaves
     when the head is gone, and by Ray, which ends it with the task."""
     from lockstep.cluster.probes import last_words, probe_command
     from lockstep.watch import waits
 
-    command = [*probe_command(head, port, name), "--address", address]
+    command = [*probe_command(head, port, name, many), "--address", address]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command, env={**os.environ, variable: token}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -66,7 +66,9 @@ class RayProbes:
                 num_cpus=0, max_retries=0, name=f"check-{node.name}",
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
             )  # fmt: skip
-            self._tasks[node.name] = task.remote(head, port, node.name, node.address, self._variable, token)
+            self._tasks[node.name] = task.remote(
+                head, port, node.name, len(self._nodes), node.address, self._variable, token
+            )
 
     def failed(self) -> Mapping[str, str]:
         """By node, why its probe could not be started or has ended."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from lockstep.doctor.check.facts import HostFacts, SharedMemory, Versions
+from lockstep.doctor.check.facts import HostFacts, Kernel, KernelEvent, SharedMemory, Versions
 from lockstep.doctor.check.meeting import Head
 from lockstep.doctor.check.needs import Needs
 from lockstep.doctor.check.others import answer_look, compare_environments, judge_others, look_at, merged
@@ -106,3 +106,13 @@ def test_merging_keeps_what_differs_apart() -> None:
     assert merged([first, second, Finding("x", "error", "c", "2")]) == [
         Finding("x", "error", "a,b", "1"), Finding("x", "error", "c", "2"),
     ]  # fmt: skip
+
+
+def test_a_host_whose_facts_cannot_be_judged_is_said_to_be_so_and_others_are_judged() -> None:
+    small = replace(FINE, shm=SharedMemory(64 << 20, 64 << 20))
+    facts = {
+        "odd": HostFacts("odd", kernel=Kernel([KernelEvent("of a later version", "?")]), limits=FINE),
+        "small": HostFacts("small", limits=small),
+    }
+    found = {each.id: each for each in judge_others(facts, {}, Needs(packages=()), lambda name: False)}
+    assert found["shm-size"].host == "small" and found["host"].host == "odd" and found["host"].severity == "unchecked"
