@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from namespaces import Cable, needs_namespaces
+from namespaces import Cable, ip, needs_namespaces
 
 from lockstep.cluster.probes import LocalProbes
 from lockstep.doctor.check import answers, collectives, pairs, rendezvous
@@ -24,6 +24,7 @@ from lockstep.doctor.check.communicators import OPERATIONS, Communicator
 from lockstep.doctor.check.launchers import Several
 from lockstep.doctor.check.meeting import Head, Meeting
 from lockstep.doctor.check.peers import Answering, host_answers
+from lockstep.doctor.check.probe import interfaces
 from lockstep.doctor.check.protocol import TOKEN_VARIABLE
 from lockstep.doctor.finding import Finding
 
@@ -77,6 +78,27 @@ def test_two_hosts_join_reach_each_other_and_sum(cable: Cable) -> None:
             assert "policy-" in slowest.seen
     finally:
         launcher.stop()
+
+
+def test_a_head_whose_address_is_on_a_bridge_is_met_and_then_not_doubted(cable: Cable) -> None:
+    """As on hosts of virtual machines: the address is the bridge's, and the way out is one of its ports."""
+    bridge = f"br{cable.near}"
+    launcher = probes(cable)
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("addr", "flush", "dev", cable.near)
+        ip("link", "set", cable.near, "master", bridge)
+        ip("addr", "add", f"{cable.here}/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        (doubt,) = rendezvous.advertised("here", cable.here, "the head", "", True, interfaces())
+        assert doubt.severity == "warning" and f"({bridge})" in doubt.seen
+        with Head(TOKEN, cable.here) as head:
+            meeting = gather(head, launcher)
+            assert set(meeting.joined) == {"here", "there"} and rendezvous.reached(meeting)
+            assert not [each for each in rendezvous.judge(meeting) if each.id == "head-address"]
+    finally:
+        launcher.stop()
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, timeout=20, check=False)
 
 
 def test_ports_that_a_firewall_closes_are_named_with_their_direction(cable: Cable) -> None:
