@@ -42,3 +42,15 @@ def opened(before: bytes, after: bytes) -> bytes | None:
         return None
     ends = _MARK.search(after)
     return None if ends is None else last[0]
+
+
+_CAUSES = re.compile(
+    r"(?:[Pp]ossible|[Pp]otential|[Cc]ommon|[Ll]ikely|[Tt]ypical|[Uu]sual)(?: root)? (?:reasons?|causes?)"
+    r"(?: (?:include|includes|are|is|for [^.:]{1,80}))?[:.] "
+)
+"""How a library begins a list of what may have happened."""
+
+
+def supposed(line: str, at: int) -> bool:
+    """Whether what stands at `at` of a line is one of several causes that a library lists without knowing which."""
+    return _CAUSES.search(line, 0, at) is not None

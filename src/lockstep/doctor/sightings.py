@@ -251,7 +251,9 @@ class Reader:
         before = whole.count("\n", 0, at)
         if before:
             number, line, at = number + before, whole.split("\n")[before], 0
-        elif self._quoted(page, start, line, at if at > begin else min(found.end(), len(line)), begin):
+        elif quotes.supposed(line, at) or self._quoted(
+            page, start, line, at if at > begin else min(found.end(), len(line)), begin
+        ):
             return
         seen = Sighting(rule, who, when, self.reading.name, self.reading.source, number, shown(line, at),
                         groups(found.groupdict()))  # fmt: skip
