@@ -20,7 +20,7 @@ def candidates(story: Story) -> Iterator[Candidate]:
 
 def _mismatched(story: Story) -> Iterator[Candidate]:
     """The ranks called different things under one number: the same operation with other shapes is uneven data."""
-    said = story.facts("mismatch")
+    said = [each for each in story.facts("mismatch") if not story.survived(each)]
     if not said:
         return
     operations = {each.fields[key] for each in said for key in ("op", "peer_op") if key in each.fields}

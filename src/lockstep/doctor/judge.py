@@ -124,7 +124,8 @@ def _by_class(story: Story, causes: Sequence[Sighting]) -> dict[str, Candidate]:
         for at, weight in enumerate(ordered):
             left *= 1 - (weight if at == 0 else weight / 2)
         strongest = sorted(members[cls], key=lambda each: (-of_rule[each.rule.id], order(each)))
-        found[cls] = Candidate(cls, min(AT_MOST, 1 - left), strongest)
+        most = STRAYED if all(story.strayed(each) for each in strongest) else AT_MOST
+        found[cls] = Candidate(cls, min(most, 1 - left), strongest)
     return found
 
 

@@ -56,10 +56,14 @@ def _first(reading: Reading, start: int) -> float:
 
 
 def _last(reading: Reading) -> float:
-    """Of a log whose counters go on without times nobody knows when it ended."""
-    assert reading.last is not None
+    """Of a log whose counters go on without times, or that ends with older lines, nobody knows when it ended."""
+    assert reading.first is not None and reading.last is not None
     said = reading.dated_lines[1]
-    late = reading.lines - said <= _EDGE and not any(tick.line > said for tick in reading.ticks[-_EDGE:])
+    late = (
+        reading.lines - said <= _EDGE
+        and reading.last >= reading.first
+        and not any(tick.line > said for tick in reading.ticks[-_EDGE:])
+    )
     return reading.last if late else float("inf")
 
 

@@ -42,3 +42,12 @@ def test_nobody_knows_when_a_log_without_times_at_its_end_ended(tmp_path: Path) 
     bars = [f"{at}%|#    | {at}/100 [{at}:00<99:00, 1.0s/it]" for at in range(90)]
     assert cause(tmp_path, f"[Sun Nov 22 14:10:05 2026] {_KILLED}", [*steps(0, 9), *bars])[1] > 0.8
     assert cause(tmp_path, f"[Thu Nov 19 14:10:05 2026] {_KILLED}", [*bars, *steps(0, 9)])[1] > 0.8
+
+
+def test_old_lines_that_an_epilog_prints(tmp_path: Path) -> None:
+    kernel = [f"[Fri Nov 20 03:09:58 2026] {_XID}", f"[Fri Nov 20 03:10:58 2026] {_KILLED}"]
+    verdict = explain([write(tmp_path, slurm=[*_JOB, "--- last kernel messages ---", *kernel])]).verdict
+    assert verdict.cause == "rank_exception_masked" and verdict.confidence >= 0.6
+    now = ["[Fri Nov 20 03:10:58 2026] nvidia: loaded", f"[Sat Nov 21 14:10:58 2026] {_XID}"]
+    verdict = explain([write(tmp_path / "now", slurm=[*_JOB, "--- last kernel messages ---", *now])]).verdict
+    assert verdict.cause == "gpu_hardware_fault"

@@ -170,3 +170,14 @@ def test_a_merged_log_that_has_kept_only_the_end_of_a_traceback(tmp_path: Path) 
     ]
     verdict = judged(tmp_path, train=lines)
     assert verdict.cause == "rank_exception_masked" and ranks(verdict) == [0]
+
+
+def test_calls_that_did_not_match_once_and_were_overcome(tmp_path: Path) -> None:
+    said = (
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=5, OpType=ALLREDUCE, TensorShape=[10], TensorDtypes=Float), but Rank 0 "
+        "is running collective: CollectiveFingerPrint(SequenceNumber=5, OpType=BROADCAST, TensorShape=[3])."
+    )
+    assert explain([write(tmp_path, train=[*steps(0, 9), said, *steps(0, 40, 9)])]).verdict.cause == "benign"
+    left = explain([write(tmp_path / "last", train=[*steps(0, 9), said])]).verdict
+    assert left.cause == "rank_divergent_branch"
