@@ -5,6 +5,7 @@ import gzip
 import io
 import lzma
 import re
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -14,8 +15,9 @@ from typing import IO, Any
 
 MEMORY = 256 << 20
 """Bytes of a zip file inside of another archive, which is held in memory: its directory stands at its end."""
-ERRORS = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
-"""What a file that is not what it should be raises."""
+ERRORS = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, RuntimeError, ValueError,
+          OverflowError, struct.error)  # fmt: skip
+"""What a file that is not what it should be raises; zipfile lets through what negative sizes and odd names lead to."""
 _NAMES = re.compile(r"\.(?:tar|tgz|tbz2?|txz|tzst)$|\.tar\.(?:gz|bz2|xz|zst|lzma)$")
 ENTRIES = 200_000
 """Of one tar file, folders and links included."""

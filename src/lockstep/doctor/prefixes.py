@@ -102,7 +102,8 @@ _PG = re.compile(r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|^\[Rank (?P<b>\d+)
 _WORKER = re.compile(r"^(?:VllmWorker|Worker)_?(?:TP|PP|DP)?-?(?P<n>\d+)$")
 
 _FILE_RANK = re.compile(
-    r"(?:^|[/_.-])(?:rank|RANK|local_rank|trainer|worker|proc|process|stage|global_rank|r)[_.-]?(?P<rank>\d{1,6})(?=[/_.-]|$)"
+    r"(?:^|[/_.-])(?:rank|RANK|local_rank|trainer|learner|worker|w|member|peer|proc|process|task|stage|global_rank|r)[_.-]?"
+    r"(?P<rank>\d{1,6})(?=[/_.-]|$)"
 )
 _FILE_NODE = re.compile(r"(?:^|[/_.-])(?:node|host|n)[_.-]?(?P<node>\d{1,5})(?=[/_.-]|$)")
 _ATTEMPT = re.compile(r"(?:^|/)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/(?:stdout|stderr|error)")
@@ -219,7 +220,8 @@ def of_file(name: str) -> tuple[Who, int | None]:
 
 
 _NUMBERED = re.compile(
-    r"(?:(?:global|local)_?)?(?:rank|proc|process|stage|r|trainer)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$", re.IGNORECASE
+    r"(?:(?:global|local)_?)?(?:rank|proc|process|stage|r|w|trainer|learner|member|peer|task)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$",
+    re.IGNORECASE,
 )
 _OF_RANK = re.compile(
     r"[_.-](?:(?:global|local)_?)?(?:rank|proc|process|r|trainer)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$", re.IGNORECASE

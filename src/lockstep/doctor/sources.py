@@ -147,7 +147,7 @@ def _file(path: Path, name: str, found: Gathered) -> None:
         found.gaps.append(f"{name}: {error}")
 
 
-class _Full(ValueError):
+class _Full(Exception):
     """More is not listed."""
 
 
@@ -169,7 +169,7 @@ def _members(raw: Any, file: str, about: Source, found: Gathered, left: list[int
         if member in listed:
             continue
         listed.add(member)
-        name = f"{about.name}/{PurePosixPath('/' + member).relative_to('/')}"
+        name = f"{about.name}/{_shown(member)}"
         each = Source(name, about.path, (*about.inside, member), size)
         if not kind(member):
             if not _SKIPPED.search(member):
@@ -182,6 +182,12 @@ def _members(raw: Any, file: str, about: Source, found: Gathered, left: list[int
                     _members(stream, member, each, found, left)
             except ERRORS as error:
                 found.gaps.append(f"{name}: {error}")
+
+
+def _shown(member: str) -> str:
+    """A name as evidence cites it; archives hold any bytes."""
+    said = member.encode("utf-8", "replace").decode()
+    return str(PurePosixPath("/" + said.lstrip("/")).relative_to("/"))
 
 
 def streams(sources: Sequence[Source], gaps: list[str]) -> Iterator[tuple[Source, Iterator[bytes]]]:

@@ -130,6 +130,13 @@ def test_a_broken_archive_in_an_archive_is_told_and_the_rest_read(tmp_path: Path
     assert any("n1.tar.gz" in gap for gap in found.gaps) and any("n2.zip" in gap for gap in found.gaps)
 
 
+def test_members_of_any_name(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(_tar({"/root/a.log": b"a\n", "//b.log": b"b\n", "\udcff.log": b"c\n"}, "w"))
+    found = gather([str(tmp_path)])
+    assert _all(found) == {"a.tar/root/a.log": b"a\n", "a.tar/b.log": b"b\n", "a.tar/?.log": b"c\n"}
+    assert not found.gaps
+
+
 def test_an_archive_is_gone_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.tar.gz").write_bytes(_tar({f"rank{rank}.log": b"x\n" * 1000 for rank in range(200)}))
     found = gather([str(tmp_path)])
@@ -172,6 +179,31 @@ def test_what_is_not_there_is_refused() -> None:
 
 def test_standard_input() -> None:
     assert gather(["-"]).sources == [Source("stdin", None)]
+
+
+_LOGS = {"rank0.log.gz": gzip.compress(b"zero\n" * 50), "rank1.log": b"one\n" * 50}
+_ARCHIVES = {
+    "a.tar.gz": _tar(_LOGS),
+    "b.zip": _zip({"n1.tar": _tar(_LOGS, "w"), "n2.zip": _zip(_LOGS)}),
+    "c.tar": _tar({"x/n3.zip": _zip(_LOGS), "n4.tar.xz": _tar(_LOGS, "w:xz")}, "w"),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(sorted(_ARCHIVES)),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 40), st.binary(max_size=4)), min_size=1, max_size=8),
+)
+def test_no_damage_to_an_archive_is_more_than_a_gap(name: str, damage: list[tuple[float, int, bytes]]) -> None:
+    data = bytearray(_ARCHIVES[name])
+    for place, gone, new in damage:
+        at = int(place * len(data))
+        data[at : at + gone] = new
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / name).write_bytes(bytes(data))
+        found = gather([folder])
+        for _, blocks_of in streams(found.sources, found.gaps):
+            assert sum(map(len, blocks_of)) < 1 << 20
 
 
 _BEGINNINGS = (b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd")
