@@ -1,6 +1,7 @@
 """Who says a line: what launchers, frameworks and kernels put before it, and what the name of its file says."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
@@ -22,6 +23,10 @@ class Who:
     pid: int | None = None
     local: int | None = None
     """Its number on its host."""
+    label: int | None = None
+    """What a launcher numbers its processes with: the task of srun, of mpirun, torchrun's number on the host."""
+    guessed: bool = False
+    """Its rank is only that label, as nothing on the line says more."""
 
     def __bool__(self) -> bool:
         return self.rank is not None or bool(self.host or self.role) or self.pid is not None
@@ -32,12 +37,13 @@ class Who:
             return self
         if not self:
             return other
-        return Who(
-            other.rank if self.rank is None and not (self.role and other.role != self.role) else self.rank,
-            self.host or other.host,
-            self.role or other.role,
-            self.pid if self.pid is not None else other.pid,
-            self.local if self.local is not None else other.local,
+        return replace(
+            self,
+            rank=other.rank if self.rank is None and not (self.role and other.role != self.role) else self.rank,
+            host=self.host or other.host,
+            role=self.role or other.role,
+            pid=self.pid if self.pid is not None else other.pid,
+            local=self.local if self.local is not None else other.local,
         )
 
 
@@ -59,8 +65,11 @@ _PREFIX = re.compile(
     r"(?P<stamped>\d{1,6})(?: [A-Z]{2,3}\d+)*\]"
     rf"|\[NeMo [A-Z] (?:{'|'.join(_STAMPS)})[^\]]{{0,80}}\]"
     rf"|\[?(?:{'|'.join(_STAMPS)})\]?(?=[\s:\[\],|]|$)[,:]?"
-    r"|\[(?:rank|RANK|Rank|default|trainer|worker)[ _]?(?P<rank>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
-    r"|\[(?P<mpijob>\d+),(?P<mpi>\d+)\]<(?:stdout|stderr|stddiag)>:"
+    r"|\[(?:rank|RANK|Rank)[ _]?(?P<rank>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
+    r"|\[(?:default|trainer|worker)[ _]?(?P<role>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
+    r"|\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,(?P<mpihost>[\w.-]+))?\]<(?:stdout|stderr|stddiag)>:"
+    r"|(?:stdout|stderr) [FP](?=\s|$)|(?:> ?)+"
+    rf"|(?P<container>{_HOST})(?: +\|(?: |$)| [a-z][a-z0-9-]* (?=\[rank\d))"
     r"|\((?P<actor>[A-Za-z_][\w.<>\[\]-]*(?:\([\w.]*\))?)(?: rank=(?P<arank>\d+))?(?: pid=(?P<pid>\d+))"
     r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"
     r"|\((?P<daemon>raylet|gcs_server|autoscaler|bundle_reservation_check_func)(?:, ip=(?P<dip>[\w.:-]+))?\)"
@@ -73,7 +82,7 @@ _PREFIX = re.compile(
     r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
     r"|\[?[IWEFDC](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: +\d+)? [\w./-]+:\d+\]"
     r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
-    rf"|[\[({{<](?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*)[/:,| ] ?)?(?:{_RANK}[ _:=#-]{{0,2}}|[Rr])"
+    rf"|[\[({{<](?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*(?::\d+)?)[/:,| ] ?)?(?:{_RANK}[ _:=#-]{{0,2}}|[Rr])"
     r"(?P<wrapped>\d{1,6})(?: ?(?:/|of) ?\d+)?(?:[ ,;|]+pid[ =:]*(?P<wpid>\d+))?[\])}>](?::(?=\s|$)| ?\||(?=[\s\[]|$))"
     rf"|(?:[-|] ?)?(?:(?P<bhost>{_HOST})[/:])?{_RANK}[ _:=#-]{{0,2}}(?P<bare>\d{{1,6}})(?: ?(?:/|of) ?\d+)?"
     r"(?: [\[(]pid[ =:]*(?P<bpid>\d+)[\])])?(?::(?=\s|$)|(?=\s*\|)|(?=\s+- ))"
@@ -152,43 +161,53 @@ def read(line: str, clock: Clock) -> Said:
         found = _PREFIX.match(line, at)
         if not found or found.end() == at:
             break
-        if line[:at].strip() and (found["slurm"] or found["pdsh"]):
+        if line[:at].strip() and any(found[name] for name in _OUTERMOST):
             break
         who = _merged(who, found)
         at = found.end()
     left = _LEFT.match(line, at) if at else None
     at = left.end() if left else at
-    if who.rank is None and "ank" in line[:_NEAR]:
+    if (who.rank is None or who.guessed) and "ank" in line[:_NEAR]:
         found = _PG.search(line[at : at + _NEAR]) or _PAIRS.match(line, at)
         if found:
-            who = replace(who, rank=int(next(each for each in found.groups() if each)))
+            who = replace(who, rank=int(next(each for each in found.groups() if each)), guessed=False)
     return Said(who, at, clock.read(line))
 
 
-_RANKS = ("rank", "mpi", "arank", "slurm", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named")
-_PIDS = ("pid", "npid", "wpid", "bpid")
-_HOSTS = ("ip", "dip", "bracket", "pod", "pdsh", "nhost", "khost", "rhost", "bhost")
+_RANKS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named")
+_LABELS = ("role", "mpi", "slurm")
+_PIDS = ("npid", "wpid", "bpid")
+_HOSTS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "rhost", "bhost", "mpihost")
+_OUTERMOST = ("slurm", "pdsh", "container")
 
 
 def _merged(who: Who, found: re.Match[str]) -> Who:
-    """What one prefix adds."""
+    """What one prefix adds. A rank counts more than a label; of actors the innermost speaks, others pass it on."""
     if found.lastindex is None:
         return who
-    rank, host, role, pid, local = who.rank, who.host, who.role, who.pid, who.local
-    if rank is None:
-        number = next((found[name] for name in _RANKS if found[name]), None)
-        rank = None if number is None else int(number)
-    host = host or next((found[name] for name in _HOSTS if found[name]), "")
-    said = found["actor"] or found["daemon"]
-    if said and not role:
-        role = said
-        worker = _WORKER.match(role)
-        rank = int(worker["n"]) if worker and rank is None else rank
-    process = next((found[name] for name in _PIDS if found[name]), None)
-    pid = int(process) if process and pid is None else pid
+    number, label = _first(found, _RANKS), _first(found, _LABELS)
+    if number and (who.rank is None or who.guessed):
+        who = replace(who, rank=int(number), guessed=False)
+    if label:
+        who = replace(who, label=int(label))
+        who = replace(who, rank=int(label), guessed=True) if who.rank is None else who
+    host = found["ip"] or found["dip"] or who.host or _first(found, _HOSTS)
+    role = found["actor"] or found["daemon"] or who.role
+    worker = _WORKER.match(role) if found["actor"] and who.rank is None else None
+    process = found["pid"] or (_first(found, _PIDS) if who.pid is None else "")
     device = found["dev"] or found["blocal"]
-    local = int(device) if device and local is None and not device.startswith("-") else local
-    return Who(rank, host, role, pid, local)
+    return replace(
+        who,
+        rank=int(worker["n"]) if worker else who.rank,
+        host=host,
+        role=role,
+        pid=int(process) if process else who.pid,
+        local=int(device) if device and who.local is None and not device.startswith("-") else who.local,
+    )
+
+
+def _first(found: re.Match[str], names: Iterable[str]) -> str:
+    return next((found[name] for name in names if found[name]), "")
 
 
 def mentioned(line: str) -> int | None:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lockstep.doctor import kinds, prefixes, progress, quotes, stacks, tracebacks
+from lockstep.doctor import kinds, labels, prefixes, progress, quotes, stacks, tracebacks
 from lockstep.doctor.filter import Filter, groups
 from lockstep.doctor.lines import LONGEST, Page, count, numbered, parts, shown, text
 from lockstep.doctor.prefixes import NOBODY, Who
@@ -133,7 +133,7 @@ class Reader:
         self._clock = Clock()
         self._kept: Counter[tuple[str, Who]] = Counter()
         self._latest: dict[tuple[str, Who], Sighting] = {}
-        self._said: dict[int | None, deque[tuple[int, float | None, str]]] = {}
+        self._said: dict[Who, deque[tuple[int, float | None, str]]] = {}
         self._stamp: tuple[int, float] | None = None
         self._raised: set[int] = set()
         self._skip_to: dict[Who, int] = {}
@@ -158,9 +158,20 @@ class Reader:
         found.sightings += [each for each in self._latest.values() if id(each) not in kept]
         found.sightings.sort(key=lambda each: each.line)
         found.dated = bool(self._clock.year)
-        for rank, lines in self._said.items():
-            found.said[rank] = [Said(number, when, shown(line)) for number, when, line in lines]
+        self._settle(labels.settled(labels.pairs([*found.speakers, *(each.who for each in found.sightings)])))
         return found
+
+    def _settle(self, settle: Callable[[Who], Who]) -> None:
+        """Decides which labels are ranks, now that all lines are known."""
+        found = self.reading
+        found.speakers = {settle(who): line for who, line in found.speakers.items()}
+        found.sightings = [replace(each, who=settle(each.who)) for each in found.sightings]
+        found.ticks = [replace(each, who=settle(each.who)) for each in found.ticks]
+        found.tracebacks = [(settle(who), when, traceback) for who, when, traceback in found.tracebacks]
+        for who, lines in self._said.items():
+            said = found.said.setdefault(settle(who).rank, [])
+            said += [Said(number, when, shown(line)) for number, when, line in lines]
+        found.said = {rank: sorted(lines, key=lambda each: each.line)[-LAST:] for rank, lines in found.said.items()}
 
     def _head(self, page: Page) -> None:
         for number, raw in numbered(page, self._head_bytes):
@@ -196,10 +207,11 @@ class Reader:
         line = text(last)
         who, when = self._look(number, line)
         if line and not line.isspace():
-            rank_of = who.rank if who.rank is not None else self.reading.who.rank
-            lines = self._said.get(rank_of)
+            rank_of = who if who.rank is not None else self.reading.who
+            key = Who(rank_of.rank, label=rank_of.label, guessed=rank_of.guessed)
+            lines = self._said.get(key)
             if lines is None:
-                lines = self._said[rank_of] = deque(maxlen=LAST)
+                lines = self._said[key] = deque(maxlen=LAST)
             lines.append((number, when, line))
 
     def _look(self, number: int, line: str) -> tuple[Who, float | None]:
@@ -313,8 +325,8 @@ class Reader:
             part = _speaker(line, Clock()) if own is None else prefixes.read(line, Clock())
             if own is None:
                 own = part.who
-            if part.who == own or (not part.who and not misses):
-                said.append((number, line[part.at :] if part.who == own else line))
+            if part.who == own or (not misses and _names_nobody(part.who, own)):
+                said.append((number, line[part.at :] if part.who else line))
             else:
                 misses += 1
             at, number = end + 1, number + 1
@@ -342,8 +354,15 @@ def _speaker(line: str, clock: Clock) -> prefixes.Said:
     if not cut:
         return prefixes.read(line, clock)
     last, whole = prefixes.read(line[cut:], clock), prefixes.read(line, clock)
+    if whole.at >= cut + last.at:
+        return whole
     who = last.who or whole.who
     return prefixes.Said(who, max(cut + last.at, whole.at), whole.when if last.when is None else last.when)
+
+
+def _names_nobody(who: Who, own: Who) -> bool:
+    """Whether a line may go on what another one said: it has no name, or its launcher's label only."""
+    return not who or (who.guessed and who.label == own.label and who.host == own.host)
 
 
 def date(readings: Sequence[Reading]) -> None:
@@ -371,4 +390,4 @@ def shift(reading: Reading, move: Callable[[float], float]) -> None:
 
 
 def _with_rank(who: Who, rank: int | None) -> Who:
-    return who if rank is None else Who(rank, who.host, who.role, who.pid, who.local)
+    return who if rank is None else replace(who, rank=rank, guessed=False)
