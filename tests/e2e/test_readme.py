@@ -159,11 +159,12 @@ def test_the_commands_of_the_readme_run_in_their_order(copy: Path) -> None:
                 ["bash", "-c", f"set -eu; {sourced}{shlex.join([*shlex.split(command), *extra])}"],
                 cwd=copy, env=environment(), capture_output=True, text=True, timeout=300,
             )  # fmt: skip
-            assert done.returncode == 0, f"{block}: {command}\n{done.stdout}\n{done.stderr}"
+            told = command.startswith("lockstep check") and done.returncode == 1  # of the host that runs the tests
+            assert done.returncode == 0 or told, f"{block}: {command}\n{done.stdout}\n{done.stderr}"
             assert "Traceback" not in done.stderr and "it/s]" not in done.stderr, done.stderr
             ran.append(command)
     assert [command.split()[1] for command in ran if command.startswith("lockstep")] == [
-        *("tiny", "train", "train", "train", "top", "train")
+        *("tiny", "check", "train", "train", "train", "top", "train")
     ]
     assert (copy / "runs/sort-grpo/export/model.safetensors").is_file()
     assert "finished after 2 of 2" not in done.stderr and "is finished: 2 of 2 steps" in done.stderr, "--resume of it"
