@@ -1,11 +1,13 @@
 """Findings from environments, on blocks as well-known posts recommend them."""
 
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.doctor.environment.here import gpus
 from lockstep.doctor.environment.lint import SHELL, Job, Place, lint
 from lockstep.doctor.environment.variables import load
 from lockstep.doctor.finding import Finding
@@ -266,3 +268,12 @@ def test_a_thousand_hosts_are_looked_at_in_seconds() -> None:
     findings = lint([Place(f"n{i}", values | {"NCCL_DEBUG": "INFO" if i == 7 else "WARN"}) for i in range(1024)])
     assert time.process_time() - began < 10
     assert any("NCCL_DEBUG=INFO on n7" in each.seen for each in findings if each.id == "env-differs")
+
+
+def test_names_of_gpus_are_read_where_the_driver_writes_them(tmp_path: Path) -> None:
+    assert gpus(tmp_path) == ()
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        folder = tmp_path / "driver/nvidia/gpus" / bus
+        folder.mkdir(parents=True)
+        (folder / "information").write_text("Model: \t\t NVIDIA GeForce RTX 4090\nIRQ:   \t\t 139\n")
+    assert gpus(tmp_path) == ("NVIDIA GeForce RTX 4090",) * 2
