@@ -57,9 +57,9 @@ def _related(condition: Condition, other: Sighting, seen: Sighting) -> bool:
         same = same_speaker(other, seen)
         if same is None or same != (condition.who == "same"):
             return False
-    if condition.when == "before" and order(other) > order(seen):
+    if condition.when == "before" and _precedes(seen, other):
         return False
-    if condition.when == "after" and order(other) < order(seen):
+    if condition.when == "after" and _precedes(other, seen):
         return False
     if condition.within_s is not None and (
         other.when is None or seen.when is None or abs(other.when - seen.when) > condition.within_s
@@ -68,6 +68,13 @@ def _related(condition: Condition, other: Sighting, seen: Sighting) -> bool:
     if condition.within_lines is not None:
         return other.source == seen.source and abs(other.line - seen.line) <= condition.within_lines
     return True
+
+
+def _precedes(one: Sighting, other: Sighting) -> bool:
+    """By time; by the line in one file where one of them has no time."""
+    if one.source == other.source and (one.when is None or other.when is None):
+        return one.line < other.line
+    return order(one) < order(other)
 
 
 def same_speaker(one: Sighting, other: Sighting) -> bool | None:

@@ -261,3 +261,14 @@ def test_an_engine_that_did_not_answer_in_time_tells_little(tmp_path: Path) -> N
             "TimeoutError: RPC call to sample_tokens timed out."]  # fmt: skip
     verdict = judged(tmp_path, server=[prefix + each for each in said])
     assert verdict.confidence <= 0.5
+
+
+def test_a_job_that_was_stuck_when_its_time_ran_out(tmp_path: Path) -> None:
+    limit = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-21T16:00:00 DUE TO TIME LIMIT ***"
+    stuck = [line for rank in range(4) for line in watchdog(rank, 812)]
+    undated = [line.replace("1121 14:30:00.000000000 ", "") for line in stuck]
+    for number, lines in enumerate((stuck, undated)):
+        verdict = judged(tmp_path / str(number), job=[*steps(0, 9), *lines, limit])
+        assert verdict.cause != "external_kill" or verdict.confidence < 0.6
+    running = judged(tmp_path / "b", job=[*steps(0, 9), limit])
+    assert running.cause == "external_kill" and running.confidence > 0.8
