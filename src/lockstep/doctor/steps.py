@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lockstep.doctor.sightings import Reading, Tick
 
@@ -11,6 +12,23 @@ FEW = 2
 MANY = 10
 """More than those who wait for a dead rank can make."""
 _ANYBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """The counters of a speaker, in the order of lines.
+
+    Attributes:
+        lines: On which they stand.
+        left: How many different ones stand on each and after it.
+        most: The highest of these.
+        reached: The highest of all.
+    """
+
+    lines: list[int]
+    left: list[int]
+    most: list[tuple[int, int]]
+    reached: tuple[int, int]
 
 
 class Steps:
@@ -22,22 +40,31 @@ class Steps:
     def went_on(self, source: int, rank: int | None, line: int, *, lethal: bool = False) -> bool:
         """Whether steps were made after a line, by the same rank where that is known, else by anybody.
 
+        Where a rank that counted counts no more the others have to get further than it, and by many: in a file that was
+        put together from those of several ranks theirs follow on its last words.
+
         Args:
             lethal: Nobody survives what the line says, so of others many steps are wanted.
         """
-        counted = self._after.get(source)
-        if counted is None:
+        counted = self._after.get(source, {})
+        own, all_of_them = counted.get(rank), counted.get(_ANYBODY)
+        if own is not None:
+            at = bisect_right(own.lines, line)
+            if at < len(own.lines):
+                return own.left[at] > (MANY if lethal and rank is None else FEW)
+        if all_of_them is None:
             return False
-        for each in (rank, _ANYBODY):
-            lines, left = counted.get(each, ((), ()))
-            at = bisect_right(lines, line)
-            if at < len(lines):
-                return left[at] > (MANY if lethal and each in (None, _ANYBODY) else FEW)
-        return False
+        at = bisect_right(all_of_them.lines, line)
+        if at == len(all_of_them.lines):
+            return False
+        if own is not None and rank is not None:
+            epoch, step = own.reached
+            return all_of_them.left[at] > MANY and all_of_them.most[at] > (epoch, step + 1)
+        return all_of_them.left[at] > (MANY if lethal else FEW)
 
 
-def _counted(ticks: Sequence[Tick]) -> dict[int | None, tuple[list[int], list[int]]]:
-    """By rank, the lines with a counter, and how many different ones stand on each and after it."""
+def _counted(ticks: Sequence[Tick]) -> dict[int | None, _Counted]:
+    """By rank."""
     of_rank: dict[int | None, list[Tick]] = defaultdict(list)
     for tick in ticks:
         of_rank[_ANYBODY].append(tick)
@@ -45,11 +72,14 @@ def _counted(ticks: Sequence[Tick]) -> dict[int | None, tuple[list[int], list[in
     found = {}
     for rank, own in of_rank.items():
         seen: set[tuple[int, int]] = set()
-        left = []
+        left, most = [], []
+        highest = (0, 0)
         for tick in reversed(own):
             seen.add((tick.epoch, tick.step))
+            highest = max(highest, (tick.epoch, tick.step))
             left.append(len(seen))
-        found[rank] = [tick.line for tick in own], left[::-1]
+            most.append(highest)
+        found[rank] = _Counted([tick.line for tick in own], left[::-1], most[::-1], highest)
     return found
 
 

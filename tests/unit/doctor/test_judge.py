@@ -272,3 +272,11 @@ def test_a_job_that_was_stuck_when_its_time_ran_out(tmp_path: Path) -> None:
         assert verdict.cause != "external_kill" or verdict.confidence < 0.6
     running = judged(tmp_path / "b", job=[*steps(0, 9), limit])
     assert running.cause == "external_kill" and running.confidence > 0.8
+
+
+def test_logs_of_ranks_one_behind_the_other(tmp_path: Path) -> None:
+    lines = [*steps(0, 50), *raised(0, "KeyError: 'label'"), *steps(1, 50)]
+    verdict = judged(tmp_path, all=lines)
+    assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [0]
+    beyond = [*steps(0, 50), "[rank0]: KeyError: 'label', will try again", *steps(1, 50, 50)]
+    assert judged(tmp_path / "beyond", all=beyond).cause == "benign"
