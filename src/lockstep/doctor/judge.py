@@ -27,6 +27,13 @@ STRAYED = 0.45
 lasts."""
 LATER = 0.75
 """The weight of a cause that comes after another one's, on another rank or in the same."""
+AT_THE_END = 0.6
+"""The weight of an end from outside that comes long after a failure."""
+STRONG = 0.5
+"""A class from this on may take weight from others."""
+_END = "external_kill"
+_CLOSE = 60.0
+"""Seconds within which the order of lines says little of what came first."""
 DECIDED = 0.35
 """A class below this is not named."""
 AT_MOST = 0.97
@@ -46,6 +53,8 @@ class Candidate:
     explanation: str = ""
     facts: list[Fact] = field(default_factory=list)
     """Evidence beside the sightings."""
+    lasts: bool = False
+    """It was still so at the end: a job that ends well all the same is not healed of it."""
 
     @property
     def first(self) -> tuple[float, int, int]:
@@ -77,6 +86,7 @@ def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
         _last_resort(story, [each for each in held if each.rule.signature.role == "victim"], candidates)
     _specific(candidates)
     _first_counts(candidates)
+    _end_is_no_cause(story, candidates)
     _healthy(story, [each for each in held if each.rule.signature.role == "healthy"], candidates)
     ranked = sorted(candidates.values(), key=lambda each: (-each.weight, each.first))
     if not ranked or ranked[0].weight < DECIDED:
@@ -90,16 +100,24 @@ def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
 def _unexplained(story: Story, causes: list[Sighting]) -> list[Sighting]:
     """Without those that another one explains: by its rule, whatever the order. What the job went on after, or what is
     dated outside of it, explains nothing."""
-    explained: set[str] = set()
     present = {each.rule.id: each for each in causes if not (story.survived(each) or story.strayed(each))}
-    for each in present.values():
-        explained |= set(each.rule.signature.explains)
-    kept = [each for each in causes if not _is_explained(each, explained)]
+    kept = [each for each in causes if not any(_explains(one, each) for one in present.values())]
     return kept or causes
 
 
-def _is_explained(seen: Sighting, explained: set[str]) -> bool:
-    return seen.rule.id in explained or seen.rule.cls in explained
+def _explains(one: Sighting, other: Sighting) -> bool:
+    """An end from outside explains nothing that was before it."""
+    names = one.rule.signature.explains
+    if other.rule.id not in names and other.rule.cls not in names:
+        return False
+    return one.rule.cls != _END or other.rule.cls == _END or not _long_before(other, one)
+
+
+def _long_before(one: Sighting, other: Sighting) -> bool:
+    """By so much that it cannot be a consequence which was only printed earlier."""
+    if one.when is not None and other.when is not None:
+        return one.when < other.when - _CLOSE
+    return one.source == other.source and one.line < other.line
 
 
 def _by_class(story: Story, causes: Sequence[Sighting]) -> dict[str, Candidate]:
@@ -141,7 +159,7 @@ def _joined(one: Candidate, other: Candidate) -> Candidate:
     return Candidate(one.cls, weight, [*one.sightings, *other.sightings],
                      other.culprits if one.culprits is None else one.culprits,
                      one.collective or other.collective, one.explanation or other.explanation,
-                     [*one.facts, *other.facts])  # fmt: skip
+                     [*one.facts, *other.facts], one.lasts or other.lasts)  # fmt: skip
 
 
 def _specific(candidates: Mapping[str, Candidate]) -> None:
@@ -158,13 +176,24 @@ def _specific(candidates: Mapping[str, Candidate]) -> None:
 
 def _first_counts(candidates: Mapping[str, Candidate]) -> None:
     """Of causes that are about as strong, those after the first lose."""
-    strong = [each for each in candidates.values() if each.sightings and each.weight >= 0.5]
+    strong = [each for each in candidates.values() if each.sightings and each.weight >= STRONG]
     if len(strong) < 2:
         return
     first = min(strong, key=lambda each: each.first)
     for each in candidates.values():
         if each is not first and each.sightings and each.first > first.first:
             each.weight *= LATER
+
+
+def _end_is_no_cause(story: Story, candidates: Mapping[str, Candidate]) -> None:
+    """A job that hangs after a failure, or goes on for a while, is ended by its time limit or by somebody."""
+    end = candidates.get(_END)
+    if end is None or not end.sightings:
+        return
+    before = [seen for each in candidates.values() if each is not end and each.weight >= STRONG
+              for seen in each.sightings]  # fmt: skip
+    if any(_long_before(seen, end.sightings[0]) and not story.survived(seen) for seen in before):
+        end.weight *= AT_THE_END
 
 
 def _ends_with_trouble(story: Story, candidates: Mapping[str, Candidate]) -> bool:
@@ -187,7 +216,8 @@ def _healthy(story: Story, healthy: Sequence[Sighting], candidates: dict[str, Ca
         weight *= TROUBLED
     if "ended_well" in traits:
         for each in candidates.values():
-            each.weight *= 0.3
+            each.weight *= 1.0 if each.lasts else 0.3
+        weight *= TROUBLED if any(each.lasts for each in candidates.values()) else 1.0
     elif worst >= 0.6:
         weight *= 0.4
     if weight:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lockstep.doctor.judge import Candidate
 from lockstep.doctor.stacks import UNREADABLE, Stack
 from lockstep.doctor.story import Story
-from lockstep.doctor.waits import doing, operation
+from lockstep.doctor.waits import doing, operation, shards
 from lockstep.watch.verdict import Culprit, Fact
 
 _FILES = re.compile(r"(?i)(?:^|_)(?:open|read|write|save|load|fsync|close|flush|_?serialize|dump|stat|listdir)")
@@ -49,14 +49,17 @@ def candidates(story: Story) -> Iterator[Candidate]:
     culprits = tuple(_culprit(each.stack, story) for each in stuck or others)
     where = others[0].caller or "a place that could not be looked at"
     text = f"{many} processes wait in {waited}; {len(others)} {'is' if len(others) == 1 else 'are'} in {where}."
-    cls, weight = _what(story, stuck, others)
+    cls, weight = _what(found, stuck, others)
     yield Candidate(cls, weight, [], culprits, waited, text, facts)
 
 
-def _what(story: Story, stuck: Sequence[Snap], others: Sequence[Snap]) -> tuple[str, float]:
+def _what(all_of: Sequence[Snap], stuck: Sequence[Snap], others: Sequence[Snap]) -> tuple[str, float]:
+    """Those who wait in another collective took another way; of others their functions tell what keeps them."""
     frames = " ".join(frame.function for each in others for frame in each.stack.frames)
     if stuck:
         return "storage_fault", 0.55
+    if all(each.operation for each in others):
+        return ("zero3_generate_desync" if shards(each.stack for each in all_of) else "rank_divergent_branch"), 0.65
     cls = doing(frames)
     if cls is not None:
         return cls, 0.65

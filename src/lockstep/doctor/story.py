@@ -262,7 +262,8 @@ class Story:
         if not done:
             return False
         first, last = done[0], {each.source: each.line for each in sorted(done, key=lambda each: each.line)}
-        bad = [(each.source, each.who.rank, each.line) for each in self.failures + self.exceptions if self._ends(each)]
+        bad = [(each.source, each.who.rank, each.line) for each in self.failures + self.exceptions
+               if self._ends(each) and not (_cleans_up(each) and each.line < last.get(each.source, 0))]  # fmt: skip
         bad += [(reading.source, None, each.number) for _, _, each, reading in self.tracebacks if own(each)]
         if any(each[0] != first.source or not self._stepped(*each, first.line) for each in bad):
             return False
@@ -367,6 +368,11 @@ def _elements(said: Mapping[str, str]) -> int | None:
 def _network(address: str) -> str:
     """Its first two numbers: hosts of one cluster are rarely in several such networks, and then on purpose."""
     return ".".join(address.split(".")[:2])
+
+
+def _cleans_up(seen: Sighting) -> bool:
+    """A launcher ends a process of its own."""
+    return seen.rule.signature.fact == "cancelled" and "signal" in seen.fields
 
 
 def _exit_code(seen: Sighting) -> int | None:

@@ -15,11 +15,9 @@ from lockstep.doctor.sightings import Said
 from lockstep.doctor.steps import steps_by_rank
 from lockstep.doctor.story import Story
 from lockstep.doctor.tracebacks import of_others, own
-from lockstep.doctor.waits import Wait, doing, stacks_of, waits
+from lockstep.doctor.waits import GENERATES, SHARDED, Wait, doing, operation, shards, stacks_of, waits
 from lockstep.watch.verdict import Fact
 
-_SHARDED = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
-_GENERATES = re.compile(r"(?i)generat|sampl|rollout|decod|greedy|evaluat|predict|validat|infer")
 _VLLM = re.compile(r"(?i)vllm|worker_?tp|enginecore|apiserver")
 _RAISED = re.compile(r"(?:^|[\s|:>-])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: |$)")
 """The end of a traceback of which a merged log has left the rest out."""
@@ -205,9 +203,9 @@ def _another_step(counts: Mapping[int, tuple[int, int]], ranks: Sequence[int]) -
 
 def _sharded_generation(seen: Scene) -> bool:
     stacks = [" ".join(map(str, each.path)) for each in seen.waits.values()]
-    generates = any(_GENERATES.search(each) for each in stacks)
-    sharded = any(_SHARDED.search(each.text) for each in seen.story.sightings) or any(
-        _SHARDED.search(frame.file + frame.function)
+    generates = any(GENERATES.search(each) for each in stacks)
+    sharded = any(SHARDED.search(each.text) for each in seen.story.sightings) or any(
+        SHARDED.search(frame.file + frame.function)
         for reading in seen.story.readings for _, _, traceback in reading.tracebacks for frame in traceback.frames
     )  # fmt: skip
     return generates and sharded
@@ -234,6 +232,8 @@ def _meanwhile(seen: Scene, ranks: Sequence[int]) -> tuple[str, float] | None:
     others waited, or, less sure, what they said last."""
     stacks = stacks_of(seen.story)
     for rank in ranks:
+        if rank in stacks and _in_another_call(seen, operation(stacks[rank].frames)):
+            return ("zero3_generate_desync" if shards(stacks.values()) else "rank_divergent_branch"), 0.7
         cls = doing(" ".join(frame.function for frame in stacks[rank].frames)) if rank in stacks else None
         if cls is not None:
             return cls, 0.75
@@ -252,6 +252,11 @@ def _meanwhile(seen: Scene, ranks: Sequence[int]) -> tuple[str, float] | None:
             if cls is not None:
                 return cls, 0.7 if during else 0.55
     return ("slow_collective_timeout", 0.5) if moved else None
+
+
+def _in_another_call(seen: Scene, call: str) -> bool:
+    """A collective that is not the one in which others timed out: who waits there is not slow."""
+    return bool(call) and call not in {each.operation for each in seen.timed_out}
 
 
 def _all_are_through(seen: Scene) -> bool:

@@ -28,6 +28,8 @@ _CALL = re.compile(r"\b(?:dist|distributed|collective|c10d|group|comm|pg)\.(\w+)
 """Of functions, the innermost frame first; a backward pass that waits does so in the reducer's all-reduce."""
 
 
+SHARDED = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
+GENERATES = re.compile(r"(?i)generat|sampl|rollout|decod|greedy|evaluat|predict|validat|infer")
 _DOES = (
     (
         "uneven_data",
@@ -201,6 +203,12 @@ def stacks_of(story: Story) -> Mapping[int, Stack]:
             if rank is not None and stack.main:
                 found.setdefault(rank, stack)
     return found
+
+
+def shards(stacks: Iterable[Stack]) -> bool:
+    """Some stack gathers sharded weights for a forward of generation or evaluation."""
+    whole = (" ".join(map(str, each.frames)) for each in stacks)
+    return any(GENERATES.search(each) and SHARDED.search(each) for each in whole)
 
 
 def doing(text: str) -> str | None:

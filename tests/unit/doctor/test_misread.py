@@ -66,3 +66,45 @@ def test_the_gpu_that_throttles_is_the_one_that_all_wait_for(tmp_path: Path) -> 
 
     verdict = judged(tmp_path, rank0=rank(0, "Not Active"), rank1=rank(1, "Active"), rank2=rank(2, "Not Active"))
     assert verdict.cause == "gpu_hardware_fault" and [each.rank for each in verdict.culprits] == [1]
+
+
+_LIMIT = "slurmstepd: error: *** JOB 77 ON gpu-03 CANCELLED AT 2026-11-21T{} DUE TO TIME LIMIT ***"
+
+
+def test_a_time_limit_does_not_explain_a_failure_long_before_it(tmp_path: Path) -> None:
+    lines = [*steps(0, 9), *steps(1, 9), *raised(1, "KeyError: 'label'")]
+    hung = judged(tmp_path, job=[*lines, _LIMIT.format("20:00:00")])
+    assert hung.cause == "rank_exception_masked" and [each.rank for each in hung.culprits] == [1]
+    assert judged(tmp_path, job=[*steps(0, 9), _LIMIT.format("14:10:10")]).cause == "external_kill"
+
+
+def test_a_time_limit_after_a_refused_update_of_weights(tmp_path: Path) -> None:
+    said = '2026-11-21 14:10:30 INFO:     10.0.0.2:5470 - "POST /update_weights_from_distributed HTTP/1.1" 500 Error'
+    verdict = judged(tmp_path, serve=[said], train=[*steps(0, 9), _LIMIT.format("20:00:00")])
+    assert verdict.cause == "vllm_weight_sync" and verdict.confidence < 0.8
+
+
+def test_a_launcher_that_ends_a_helper_after_a_good_end(tmp_path: Path) -> None:
+    closing = (
+        "W1121 14:12:00.118000 331 torch/elastic/multiprocessing/api.py:897] Sending process 340 closing signal SIGTERM"
+    )
+    good = [*steps(0, 9), "{'train_runtime': 412.2, 'train_loss': 0.81}", closing, "job finished with exit code 0"]
+    assert judged(tmp_path, job=good).cause == "benign"
+    assert (
+        judged(tmp_path, job=[*steps(0, 9), closing, "srun: error: n3: task 3: Exited with exit code 1"]).cause
+        != "benign"
+    )
+
+
+def test_a_loss_that_stays_nan_is_not_healed_by_a_good_end(tmp_path: Path) -> None:
+    def row(at: int, loss: str) -> str:
+        return f"{{'loss': {loss}, 'grad_norm': {loss}, 'learning_rate': 1e-05, 'epoch': {at / 100}}}"
+
+    end = "{'train_runtime': 412.2, 'train_loss': 0.8, 'epoch': 1.0}"
+    good = [row(at, "0.5") for at in range(1, 60)]
+    lasting = [row(at, "nan") for at in range(60, 99)]
+    assert judged(tmp_path, job=[*good, *lasting, end]).cause == "nan_or_inf"
+    assert (
+        judged(tmp_path, job=[*good, row(60, "nan"), *[row(at, "0.5") for at in range(61, 99)], end]).cause == "benign"
+    )
+    assert judged(tmp_path, job=[*lasting[:9], *[row(at, "0.5") for at in range(71, 99)], end]).cause == "benign"

@@ -181,3 +181,30 @@ def test_calls_that_did_not_match_once_and_were_overcome(tmp_path: Path) -> None
     assert explain([write(tmp_path, train=[*steps(0, 9), said, *steps(0, 40, 9)])]).verdict.cause == "benign"
     left = explain([write(tmp_path / "last", train=[*steps(0, 9), said])]).verdict
     assert left.cause == "rank_divergent_branch"
+
+
+def _taken(rank: int, *frames: str) -> list[str]:
+    return [
+        f"Process {rank}: python train.py",
+        f'Thread {rank} (active): "MainThread"',
+        *(f"    {at}" for at in frames),
+    ]
+
+
+def test_a_rank_whose_stack_waits_in_another_call_is_not_slow(tmp_path: Path) -> None:
+    gathers = ("all_gather_into_tensor (torch/distributed/distributed_c10d.py:3798)",
+               "fetch_sub_module (deepspeed/runtime/zero/partitioned_param_coordinator.py:310)",
+               "_sample (transformers/generation/utils.py:3206)", "evaluation_loop (train.py:205)")  # fmt: skip
+    waits = ("barrier (torch/distributed/distributed_c10d.py:4159)", "evaluation_loop (train.py:212)")
+    timed_out = [line for rank in (0, 1) for line in [*steps(rank, 9), *watchdog(rank, 77, "ALLGATHER")]]
+    verdict = judged(
+        tmp_path / "sharded", train=timed_out, pyspy_rank0=_taken(0, *gathers), pyspy_rank1=_taken(1, *gathers),
+        pyspy_rank2=_taken(2, *waits),
+    )  # fmt: skip
+    assert verdict.cause == "zero3_generate_desync" and ranks(verdict) == [2]
+    plain = ("all_gather (torch/distributed/distributed_c10d.py:3798)", "sync_metrics (train.py:90)")
+    verdict = judged(
+        tmp_path / "plain", train=timed_out, pyspy_rank0=_taken(0, *plain), pyspy_rank1=_taken(1, *plain),
+        pyspy_rank2=_taken(2, *waits),
+    )  # fmt: skip
+    assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [2]
