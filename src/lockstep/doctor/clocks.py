@@ -5,12 +5,15 @@ difference that stays the same over several steps, or is a whole number of half 
 rank's. One that changes is a rank's delay, and is left alone.
 """
 
+import time
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median, median_low
 
-from lockstep.doctor.sightings import Reading, shift
+from lockstep.doctor.sightings import Reading
+from lockstep.doctor.times import UNDATED, in_year
 
 LEAST = 2.0
 """Seconds by which clocks differ that are worth a correction: writing a line takes its time too."""
@@ -89,3 +92,27 @@ def _events(readings: Sequence[Reading]) -> Events:
         if seen.rule.signature.fact == "collective_timeout" and seen.when is not None and said.get("seq"):
             found.setdefault((said.get("op"), said["seq"], said.get("numel")), seen.when)
     return found
+
+
+def date(readings: Sequence[Reading]) -> None:
+    """Gives the files that name no year the year of those that do."""
+    years = [time.gmtime(each.first).tm_year for each in readings if each.dated and each.first is not None]
+    if not years or years[0] == UNDATED:
+        return
+    for each in readings:
+        if not each.dated and each.first is not None:
+            shift(each, lambda at: in_year(at, years[0]))
+
+
+def shift(reading: Reading, move: Callable[[float], float]) -> None:
+    """Moves all times of a file."""
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else move(at)
+
+    reading.first, reading.last = moved(reading.first), moved(reading.last)
+    reading.sightings = [replace(seen, when=moved(seen.when)) for seen in reading.sightings]
+    reading.ticks = [replace(tick, when=moved(tick.when)) for tick in reading.ticks]
+    reading.tracebacks = [(who, moved(when), traceback) for who, when, traceback in reading.tracebacks]
+    reading.said = {rank: [replace(said, when=moved(said.when)) for said in lines]
+                    for rank, lines in reading.said.items()}  # fmt: skip

@@ -9,16 +9,16 @@ from pathlib import Path
 from lockstep.doctor import compared, lasting, recorded, snapshots, structure
 from lockstep.doctor import waits as waiting
 from lockstep.doctor.attempts import old_sources
-from lockstep.doctor.clocks import align
+from lockstep.doctor.clocks import align, date
 from lockstep.doctor.culprits import blamed
 from lockstep.doctor.filter import Filter
 from lockstep.doctor.judge import Candidate, Judgement, judge
 from lockstep.doctor.lines import pages
 from lockstep.doctor.rules import Rules, load
-from lockstep.doctor.sightings import Reader, Reading, Sighting, date
+from lockstep.doctor.sightings import Reader, Reading, Sighting
 from lockstep.doctor.sources import Gathered, gather, streams
 from lockstep.doctor.story import Story, tell
-from lockstep.doctor.tracebacks import STARTS
+from lockstep.doctor.tracebacks import LAST, STARTS
 from lockstep.watch.verdict import SURE, Alternative, Collective, Fact, Kind, Level, Verdict
 
 EVIDENCE = 8
@@ -79,7 +79,7 @@ def explain(
 
 def read(found: Gathered, rules: Rules) -> list[Reading]:
     """All sources, one after the other."""
-    prefilter = Filter([*rules.by_literal, *STARTS])
+    prefilter = Filter([*rules.by_literal, *STARTS, *LAST])
     many = len(found.sources)
     readings = [Reader(rules, prefilter, source.name, number, many).read(pages(blocks))
                 for number, (source, blocks) in enumerate(streams(found.sources, found.gaps))]  # fmt: skip

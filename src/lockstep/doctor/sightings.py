@@ -1,9 +1,8 @@
 """What was seen in one source: matches of rules with who said them and when, tracebacks, counters, times."""
 
 import re
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lockstep.doctor import kinds, labels, prefixes, progress, quotes, stacks, tracebacks
@@ -12,7 +11,7 @@ from lockstep.doctor.lines import LONGEST, Page, count, numbered, parts, shown, 
 from lockstep.doctor.prefixes import NOBODY, Who
 from lockstep.doctor.rules import Rule, Rules
 from lockstep.doctor.stacks import Stack
-from lockstep.doctor.times import UNDATED, Clock, in_year, year_in
+from lockstep.doctor.times import Clock, year_in
 from lockstep.doctor.tracebacks import Traceback
 
 HEAD = 512 << 10
@@ -246,6 +245,12 @@ class Reader:
         at = next((at for each in tracebacks.STARTS if (at := line.find(each)) >= 0), None)
         if at is not None and not self._quoted(page, start, line, at, said.at):
             self._traceback(page, number, start, who, when)
+        elif (
+            said.who.rank is not None and number not in self._raised and any(each in texts for each in tracebacks.LAST)
+        ):
+            found = tracebacks.alone(number, line[said.at :])
+            if found is not None and not self._quoted(page, start, line, said.at, said.at):
+                self._raise(found, who, self._before(page, start) if when is None else when)
 
     def _match(self, rule: Rule, page: Page, number: int, start: int, line: str, begin: int, who: Who,
                when: float | None) -> None:  # fmt: skip
@@ -299,6 +304,10 @@ class Reader:
         spawned = _SPAWNED.match(before)
         if spawned and who.rank is None:
             who = _with_rank(who, int(spawned["rank"]))
+        self._raise(found, who, when)
+
+    def _raise(self, found: Traceback, who: Who, when: float | None) -> None:
+        """Keeps an exception, and what the rules say of it."""
         self.reading.tracebacks.append((who, when, found))
         whole = f"{found.type}: {found.message}"
         frames = "\n".join(str(each) for each in found.frames)
@@ -363,30 +372,6 @@ def _speaker(line: str, clock: Clock) -> prefixes.Said:
 def _names_nobody(who: Who, own: Who) -> bool:
     """Whether a line may go on what another one said: it has no name, or its launcher's label only."""
     return not who or (who.guessed and who.label == own.label and who.host == own.host)
-
-
-def date(readings: Sequence[Reading]) -> None:
-    """Gives the files that name no year the year of those that do."""
-    years = [time.gmtime(each.first).tm_year for each in readings if each.dated and each.first is not None]
-    if not years or years[0] == UNDATED:
-        return
-    for each in readings:
-        if not each.dated and each.first is not None:
-            shift(each, lambda at: in_year(at, years[0]))
-
-
-def shift(reading: Reading, move: Callable[[float], float]) -> None:
-    """Moves all times of a file."""
-
-    def moved(at: float | None) -> float | None:
-        return None if at is None else move(at)
-
-    reading.first, reading.last = moved(reading.first), moved(reading.last)
-    reading.sightings = [replace(seen, when=moved(seen.when)) for seen in reading.sightings]
-    reading.ticks = [replace(tick, when=moved(tick.when)) for tick in reading.ticks]
-    reading.tracebacks = [(who, moved(when), traceback) for who, when, traceback in reading.tracebacks]
-    reading.said = {rank: [replace(said, when=moved(said.when)) for said in lines]
-                    for rank, lines in reading.said.items()}  # fmt: skip
 
 
 def _with_rank(who: Who, rank: int | None) -> Who:

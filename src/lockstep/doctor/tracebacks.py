@@ -7,6 +7,12 @@ from dataclasses import dataclass
 START = "Traceback (most recent call last)"
 STARTS = (START, "error raised in its creation task", "Unhandled error (suppress with")
 """Ray leaves the first of them out where it tells what a constructor or a task raised."""
+LAST = ("error: ", "exception: ")
+"""Texts of the last line of a traceback, in lower case."""
+_ALONE = re.compile(
+    r"\s?(?:Uncaught (?P<uncaught>[A-Z]\w*)|(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)))"
+    r": (?P<message>\S.*)$"
+)
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+?)\s*$')
 _ERROR = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Failure|Dead|Full|Empty"
@@ -102,6 +108,15 @@ def own(found: Traceback) -> bool:
 def of_others(message: str) -> bool:
     """It tells of a wait that ended, a peer that left, or another failure."""
     return bool(TIMED_OUT.search(message) or LOST.search(message) or _WRAPPERS.search(message))
+
+
+def alone(number: int, said: str) -> Traceback | None:
+    """The last line of a traceback of which the rest was left out; None where a line is none."""
+    found = _ALONE.match(said)
+    if found is None:
+        return None
+    kind = found["type"] or found["uncaught"]
+    return Traceback(kind, found["message"].rstrip(), (), number, number, said.strip())
 
 
 def assemble(said: Sequence[tuple[int, str]]) -> Traceback | None:

@@ -118,3 +118,15 @@ def test_an_argument_that_a_library_gives_and_one_that_the_user_gives(
     tmp_path: Path, last: str, frames: tuple[tuple[str, int, str, str], ...], cause: str
 ) -> None:
     assert judged(tmp_path, job=raised(0, last, *frames)).cause == cause
+
+
+def test_an_exception_of_a_rank_needs_no_heading(tmp_path: Path) -> None:
+    """Loggers and those who post logs leave the frames out."""
+    lines = ["[rank2]: FileNotFoundError: [Errno 2] No such file or directory: '/data/train.jsonl'"]
+    verdict = judged(tmp_path / "file", job=[*steps(0, 5), *lines])
+    assert verdict.cause == "storage_fault" and names(verdict) == [2]
+    verdict = judged(tmp_path / "odd", job=[*steps(0, 5), "[rank3]: lib.shapes.OddError: these do not fit"])
+    assert verdict.cause == "rank_exception_masked" and names(verdict) == [3]
+    logged = "[2026-11-21 14:10:06] CRITICAL [lib.util:158, rank=6] Uncaught OddThing: these do not fit"
+    verdict = judged(tmp_path / "logged", job=[*steps(0, 5), f"{logged}: Error: none"])
+    assert names(verdict) == [6]
