@@ -57,6 +57,8 @@ _STAMPS = (
     r"\d\d:\d\d:\d\d(?:[.,]\d+)?",
 )
 _RANK = r"(?:[Gg]lobal[_ ]?)?(?:rank|Rank|RANK)"
+_PART = r"(?:local|node|group|[A-Z]{2}|tensor|pipeline|data|expert|model)"
+"""What a rank may be counted in that is not the job."""
 _LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
 _HOST = r"(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[\w.-]*\d)(?=[\w.-]*[-.]|[a-z]+\d{2,}|[a-z]{1,5}\d+\b)[A-Za-z][\w.-]{2,62})"
 _PREFIX = re.compile(
@@ -82,7 +84,8 @@ _PREFIX = re.compile(
     r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
     r"|\[?[IWEFDC](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: +\d+)? [\w./-]+:\d+\]"
     r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
-    rf"|[\[({{<](?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*(?::\d+)?)[/:,| ] ?)?(?:{_RANK}[ _:=#-]{{0,2}}|[Rr])"
+    rf"|[\[({{<](?!{_PART}\b)"
+    rf"(?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*(?::\d+)?)[/:,| ] ?)?(?:{_RANK}[ _:=#-]{{0,2}}|[Rr])"
     r"(?P<wrapped>\d{1,6})(?: ?(?:/|of) ?\d+)?(?:[ ,;|]+pid[ =:]*(?P<wpid>\d+))?[\])}>](?::(?=\s|$)| ?\||(?=[\s\[]|$))"
     rf"|(?:[-|] ?)?(?:(?P<bhost>{_HOST})[/:])?{_RANK}[ _:=#-]{{0,2}}(?P<bare>\d{{1,6}})(?: ?(?:/|of) ?\d+)?"
     r"(?: [\[(]pid[ =:]*(?P<bpid>\d+)[\])])?(?::(?=\s|$)|(?=\s*\|)|(?=\s+- ))"

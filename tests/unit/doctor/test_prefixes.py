@@ -71,6 +71,9 @@ from lockstep.doctor.times import Clock
         ("rank 3 (pid 77): words", Who(3, pid=77), " words"),
         ("Rank 3 failed to pass monitoredBarrier", Who(), None),
         ("Process 4120: python train.py", Who(), None),
+        ("[local rank 3] words", Who(), None),
+        ("(TP rank 3) words", Who(), None),
+        ("[pipeline rank 1] words", Who(), None),
         ("rank 3 of 8 nodes have a rank", Who(), None),
     ],
 )
