@@ -23,6 +23,8 @@ _MENTIONED = re.compile(
     rf"\b(?:ip|IP)[=:] ?(?P<a>{_ADDRESS})|\b(?:on|at|of|this) node (?P<b>{_ADDRESS}|(?=[\w.-]*\d)[A-Za-z][\w.-]+)"
     rf"|[Nn]ode failure on (?P<c>[\w.-]+)|\baddress: (?P<d>{_ADDRESS})|\b(?:on|of) host (?P<e>[\w.-]+)"
 )
+_SAYS = re.compile(r"(?:^|Error: )\[?[Rr]ank (?P<rank>\d+)[\],:](?! [Rr]ank \d)")
+"""How a message begins that names the rank which raises it."""
 _SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|router|engine|gateway|proxy)")
 _DRIVERS = re.compile(
     r"(?i)task_?runner|main_task|driver|entrypoint|raylet|gcs_server|autoscaler|apiserver|engine_?core$"
@@ -49,20 +51,28 @@ def _plain(who: int | str | Culprit, story: Story) -> Culprit:
 def _of_sightings(candidate: Candidate, story: Story) -> Iterator[Culprit]:
     if not candidate.sightings:
         return
-    rule = candidate.sightings[0].rule
-    same = [each for each in candidate.sightings if each.rule.id == rule.id]
-    if rule.signature.culprit == "others":
-        yield from _others(same, story)
-        return
+    lead = candidate.sightings[0].rule
+    found = _of_rule(lead.id, candidate.sightings, story)
+    if not found and lead.signature.culprit != "none":
+        if candidate.cls in _FALLS:
+            found = list(first_to_fall(story))
+        causes = dict.fromkeys(each.rule.id for each in candidate.sightings if each.rule.signature.role == "cause")
+        found = next(filter(None, (_of_rule(each, candidate.sightings, story) for each in causes)), found)
+    yield from _all_of(found, story)
+
+
+def _of_rule(rule: str, sightings: Sequence[Sighting], story: Story) -> list[Culprit]:
+    """Whom the sightings of one rule name."""
+    same = [each for each in sightings if each.rule.id == rule]
+    if same[0].rule.signature.culprit == "others":
+        return _others(same, story)
     found: dict[object, Culprit] = {}
-    for telling in (_who_fell(same, story), same):
+    for telling in ([each for each in same if _captured(each)], _who_fell(same, story), same):
         for each in (each for seen in telling for each in _named(seen, story)):
             found.setdefault((each.rank, each.host if each.rank is None else "", each.name), each)
         if found:
             break
-    if not found and rule.signature.culprit == "line" and candidate.cls in _FALLS:
-        found = {each.rank if each.rank is not None else each.host: each for each in first_to_fall(story)}
-    yield from _all_of(found.values(), story)
+    return list(found.values())
 
 
 def _all_of(found: Iterable[Culprit], story: Story) -> list[Culprit]:
@@ -100,6 +110,14 @@ def _key(who: Who) -> object:
     return who.rank if who.rank is not None else (who.pid or who.host or None)
 
 
+def _captured(seen: Sighting) -> bool:
+    """It names somebody; of who says the same without a name, nothing is known but that."""
+    said = seen.rule.signature.culprit
+    if isinstance(said, str) or said.facts:
+        return False
+    return any(seen.fields.get(group) for group in ((said.group,) if isinstance(said.group, str) else said.group))
+
+
 def _named(seen: Sighting, story: Story) -> Iterator[Culprit]:
     said = seen.rule.signature.culprit
     if said == "none":
@@ -108,8 +126,9 @@ def _named(seen: Sighting, story: Story) -> Iterator[Culprit]:
         yield from speaker(seen, story)
         return
     groups = (said.group,) if isinstance(said.group, str) else said.group
-    if said.fact is not None:
-        for each in story.facts(said.fact):
+    if said.facts:
+        seen_first = next((facts for name in said.facts if (facts := story.facts(name))), [])
+        for each in seen_first:
             for group in groups:
                 if each.fields.get(group):
                     yield from _of_group(group, each.fields[group], each, story)
@@ -145,6 +164,9 @@ def speaker(seen: Sighting, story: Story) -> Iterator[Culprit]:
     """Who says a line: its rank, else the node that it speaks of, its host, the service whose log it is, its role."""
     where = seen.traceback.where if seen.traceback else ""
     rank = seen.who.rank if seen.who.rank is not None else story.rank(seen)
+    own = _SAYS.search(seen.text) if rank is None else None
+    rank = int(own["rank"]) if own else rank
+    host = seen.who.host or _of_task(seen.who.label, story)
     mentioned = _MENTIONED.search(seen.text)
     node = next((each for each in mentioned.groups() if each), "") if mentioned else ""
     remote = seen.fields.get("ip", "")
@@ -154,12 +176,16 @@ def speaker(seen: Sighting, story: Story) -> Iterator[Culprit]:
         yield replace(known, where=where or known.where, role=seen.who.role, pid=seen.who.pid)
     elif remote or node:
         yield Culprit(None, host=story.alias(remote or node), name=remote or node, where=where, role=role)
-    elif seen.who.host:
-        yield Culprit(
-            None, host=seen.who.host, name=story.alias(seen.who.host), where=where, role=role, pid=seen.who.pid
-        )
+    elif host:
+        yield Culprit(None, host=host, name=story.alias(host), where=where, role=role, pid=seen.who.pid)
     elif _SERVICE.search(PurePosixPath(seen.file).stem):
         name = PurePosixPath(seen.file).stem
         yield Culprit(None, name=name, role=name, where=where)
     elif role:
         yield Culprit(None, name=role, role=role, where=where, pid=seen.who.pid)
+
+
+def _of_task(task: int | None, story: Story) -> str:
+    """The host of a task of srun, as its end tells."""
+    ends = [each.fields for each in story.facts("exit")] if task is not None else []
+    return next((each["host"] for each in ends if each.get("task") == str(task) and each.get("host")), "")

@@ -6,7 +6,7 @@ lead is lost among what the rest of the pipeline costs, its wheels lag behind fo
 Python's; ahocorasick_rs is small, has wheels for all that torch runs on, and builds its automaton in milliseconds.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,3 @@ class Filter:
         """All texts that a line contains."""
         low = line[:LONGEST].lower()
         return frozenset(self._texts[each] for each, _, _ in self._lines.find_matches_as_indexes(low, overlapping=True))
-
-
-def groups(found: Mapping[str, Any]) -> dict[str, str]:
-    """Named groups of a match that took part in it."""
-    return {name: value for name, value in found.items() if value}

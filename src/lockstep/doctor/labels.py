@@ -18,7 +18,8 @@ def pairs(speakers: Iterable[Who]) -> Mapping[int, set[int]]:
 
 
 def settled(known: Mapping[int, set[int]]) -> Callable[[Who], Who]:
-    """Takes labels off: they are ranks unless some rank says otherwise; then only that of a label that one rank has.
+    """Takes labels for ranks unless some rank says otherwise; then for the rank that alone has the label. Whoever has
+    no rank keeps the label.
 
     What several labels take for their rank is none: each process that knows of no others calls itself rank 0.
     """
@@ -35,6 +36,6 @@ def settled(known: Mapping[int, set[int]]) -> Callable[[Who], Who]:
             rank = min(ranks) if len(ranks) == 1 else None
         elif not tasks and claims[rank] > 1:
             rank = who.label
-        return replace(who, rank=rank, label=None, guessed=False)
+        return replace(who, rank=rank, label=None if rank is not None else who.label, guessed=False)
 
     return settle

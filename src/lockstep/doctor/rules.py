@@ -64,6 +64,16 @@ class Rule:
                 return found
         return None
 
+    def fields(self, found: re.Match[str]) -> dict[str, str]:
+        """Groups that took part in a match; of who is to blame all that the text names, where the rule asks for all."""
+        fields = {name: value for name, value in found.groupdict().items() if value}
+        culprit = self.signature.culprit
+        if isinstance(culprit, Culprit) and culprit.all and not culprit.facts:
+            for name in {culprit.group} if isinstance(culprit.group, str) else culprit.group:
+                values = (each.groupdict().get(name) for each in found.re.finditer(found.string, found.start()))
+                fields |= {name: ", ".join(dict.fromkeys(each for each in values if each))} if name in fields else {}
+        return fields
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -174,8 +184,9 @@ def _check_references(rules: Rules) -> None:
                 if isinstance(each, Condition) and each.fact is not None and each.fact not in facts:
                     raise BadRule(HOME, rule.id, key, f"there is no fact {each.fact!r}; known are {sorted(facts)}")
         culprit = rule.signature.culprit
-        if isinstance(culprit, Culprit) and culprit.fact is not None and culprit.fact not in facts:
-            raise BadRule(HOME, rule.id, "culprit", f"there is no fact {culprit.fact!r}; known are {sorted(facts)}")
+        for name in culprit.facts if isinstance(culprit, Culprit) else ():
+            if name not in facts:
+                raise BadRule(HOME, rule.id, "culprit", f"there is no fact {name!r}; known are {sorted(facts)}")
         for name in rule.signature.explains:
             if name not in rules.by_id and name not in classes:
                 raise BadRule(HOME, rule.id, "explains", f"{name!r} is neither a rule nor a class with rules")

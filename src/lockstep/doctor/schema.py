@@ -66,10 +66,15 @@ class Culprit(_Model):
     """Who is to blame: what the groups of the pattern captured, or all who say such a line."""
 
     group: str | tuple[str, ...]
-    fact: str | None = None
-    """The groups are those of this fact's sightings in the same attempt: an interface that is set on another line."""
+    fact: str | tuple[str, ...] | None = None
+    """The groups are those of this fact's sightings in the same attempt, of several facts those of the first that was
+    seen: an interface that is set on another line."""
     all: bool = False
-    """All groups that captured something, not the first of them."""
+    """All groups that captured something, not the first of them, and all places of the line that the pattern fits."""
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        return (self.fact,) if isinstance(self.fact, str) else self.fact or ()
 
 
 class Signature(_Model):

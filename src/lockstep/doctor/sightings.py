@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lockstep.doctor import kinds, labels, prefixes, progress, quotes, stacks, tracebacks
-from lockstep.doctor.filter import Filter, groups
+from lockstep.doctor.filter import Filter
 from lockstep.doctor.lines import LONGEST, Page, count, numbered, parts, shown, text
 from lockstep.doctor.prefixes import NOBODY, Who
 from lockstep.doctor.rules import Rule, Rules
@@ -30,6 +30,9 @@ _BACK = 12
 
 _SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 """What torch.multiprocessing.spawn puts before the traceback of a process."""
+_SUMMARY = re.compile(r"rank +: (?P<rank>\d+) \(local_rank: \d+\)")
+_OF_SUMMARY = re.compile(r"\btraceback : Traceback")
+"""torchrun's table of those who failed, whose last row is the traceback of a rank."""
 _IGNORED = "Exception ignored in"
 """What Python puts before the traceback of a finaliser, after which it goes on."""
 _GLUED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
@@ -244,7 +247,7 @@ class Reader:
                 self._match(rule, page, number, start, line, said.at, who, when)
         at = next((at for each in tracebacks.STARTS if (at := line.find(each)) >= 0), None)
         if at is not None and not self._quoted(page, start, line, at, said.at):
-            self._traceback(page, number, start, who, when)
+            self._traceback(page, number, start, line, who, when)
         elif (
             said.who.rank is not None and number not in self._raised and any(each in texts for each in tracebacks.LAST)
         ):
@@ -273,7 +276,7 @@ class Reader:
         ):
             return
         seen = Sighting(rule, who, when, self.reading.name, self.reading.source, number, shown(line, at),
-                        groups(found.groupdict()))  # fmt: skip
+                        rule.fields(found))  # fmt: skip
         self._keep(seen)
 
     def _quoted(self, page: Page, start: int, line: str, at: int, begin: int) -> bool:
@@ -292,7 +295,7 @@ class Reader:
             self.reading.sightings.append(seen)
         self._latest[key] = seen
 
-    def _traceback(self, page: Page, number: int, start: int, who: Who, when: float | None) -> None:
+    def _traceback(self, page: Page, number: int, start: int, line: str, who: Who, when: float | None) -> None:
         found = tracebacks.assemble(self._speech(page, number, start, 200))
         if found is None or len(self.reading.tracebacks) >= PER_RULE or found.number in self._raised:
             return
@@ -301,9 +304,9 @@ class Reader:
         before = text(page.data[page.data.rfind(b"\n", 0, max(0, start - 1)) + 1 : start])
         if _IGNORED in before:
             return
-        spawned = _SPAWNED.match(before)
-        if spawned and who.rank is None:
-            who = _with_rank(who, int(spawned["rank"]))
+        about = _SPAWNED.match(before) or _summarised(page.data[max(0, start - 1000) : start], line)
+        if about and (who.rank is None or who.guessed):
+            who = _with_rank(who, int(about["rank"]))
         self._raise(found, who, when)
 
     def _raise(self, found: Traceback, who: Who, when: float | None) -> None:
@@ -316,7 +319,7 @@ class Reader:
                 continue
             match = rule.match(whole)
             if match is not None:
-                fields = {"where": found.where, "exception": found.type, "ip": found.ip, **groups(match.groupdict())}
+                fields = {"where": found.where, "exception": found.type, "ip": found.ip, **rule.fields(match)}
                 self._keep(Sighting(rule, who, when, self.reading.name, self.reading.source, found.number,
                                     shown(found.text), fields, found))  # fmt: skip
 
@@ -372,6 +375,13 @@ def _speaker(line: str, clock: Clock) -> prefixes.Said:
 def _names_nobody(who: Who, own: Who) -> bool:
     """Whether a line may go on what another one said: it has no name, or its launcher's label only."""
     return not who or (who.guessed and who.label == own.label and who.host == own.host)
+
+
+def _summarised(before: bytes, line: str) -> re.Match[str] | None:
+    """The rank whose traceback a line of torchrun's summary begins."""
+    if not _OF_SUMMARY.search(line):
+        return None
+    return next(iter([*_SUMMARY.finditer(before.decode("utf-8", "replace"))][-1:]), None)
 
 
 def _with_rank(who: Who, rank: int | None) -> Who:

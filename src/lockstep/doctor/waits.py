@@ -44,7 +44,7 @@ _DOES = (
     (
         "checkpoint_timeout",
         re.compile(
-            r"(?i)(?:\b|_)(?:save|saving|write|writing|consolidat\w*|checkpoint\w*|serializ\w*|export\w*)(?:\b|_)"
+            r"(?i)(?:\b|_)(?:save|saving|write|writing|wrote|consolidat\w*|checkpoint\w*|serializ\w*|export\w*)(?:\b|_)"
         ),
     ),
     (

@@ -130,3 +130,83 @@ def test_an_exception_of_a_rank_needs_no_heading(tmp_path: Path) -> None:
     logged = "[2026-11-21 14:10:06] CRITICAL [lib.util:158, rank=6] Uncaught OddThing: these do not fit"
     verdict = judged(tmp_path / "logged", job=[*steps(0, 5), f"{logged}: Error: none"])
     assert names(verdict) == [6]
+
+
+BARRIER = "RuntimeError: Rank 2 failed to pass monitoredBarrier in 600000 ms"
+VERSIONS = (
+    "gpu-a:10:21 [0] init.cc:811 NCCL WARN Mismatched NCCL version detected : rank 0 version 22703 rank 8 version 22602"
+)
+MISMATCH = (
+    "error msg: Culprit rank 22; Error type: COLLECTIVE_TYPE_MISMATCH, Expected collective type: 'all_reduce' does not "
+    "match found collective type: 'all_gather', Culprit rank 110; Error type: COLLECTIVE_TYPE_MISMATCH, Expected"
+)
+NO_FAMILY = "[rank0]: ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)"
+EFA = (
+    "libfabric:4517:17085::efa:cq:efa_rdm_txe_handle_error():737<warn> err: 5, message: Invalid address My EFA addr: "
+    "fi_addr_efa://[fe80::13]:0:10 My host id: i-0d Peer EFA addr: fi_addr_efa://[fe80::b8]:0:9 Peer host id: i-0ce6d"
+)
+OFI = "ip-10-3-6-7:45:45 [4] NCCL WARN NET/OFI Request 0x7f1c completed with error. RC: 5. Error: Invalid address."
+XIDS = [
+    "[7.1] NVRM: Xid (PCI:0000:ed:00): 145, RLW_SRC_TRACK Nonfatal XC0 i0 Link -1 (0x00000004 0x80000000)",
+    "[7.2] NVRM: Xid (PCI:0000:dc:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 00 (0x026001c6 0x00000000)",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "who"),
+    [
+        ([f"[rank0]: {BARRIER}"], [2]),
+        ([VERSIONS], [0, 8]),
+        ([MISMATCH], [22, 110]),
+        (["gpu-a:10:10 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to eth2", NO_FAMILY], ["eth2"]),
+        (["gpu-a:10:10 [0] NCCL INFO Bootstrap : Using [0]eth3:10.0.0.2<0>", NO_FAMILY], ["eth3"]),
+        ([EFA, OFI], ["i-0ce6d"]),
+        (XIDS, ["0000:dc:00"]),
+        (["RuntimeError: Rank 4, node n7, device 0, iteration 31: Unexpected result nan (message='found NaN')"], [4]),
+        (["node-2: Host key verification failed.",
+          "node-1: [rank0]: torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 8/16 "
+          "clients joined."], ["node-2"]),
+    ],
+)  # fmt: skip
+def test_who_a_message_names(tmp_path: Path, lines: list[str], who: list[int | str]) -> None:
+    assert names(judged(tmp_path, job=[*steps(0, 5), *lines])) == who
+
+
+def test_who_listens_on_the_loopback_address_has_the_wrong_interface(tmp_path: Path) -> None:
+    lines = [
+        f"(Wrapper pid=4{rank}, ip=10.7.1.{rank}) [rank{rank}]: RuntimeError: Gloo connectFullMesh failed with "
+        f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR: refused, "
+        f"remote=[127.0.0.1]:188{rank} (rank={rank}, size=16, local=[127.0.0.1])"
+        for rank in (8, 9)
+    ]
+    verdict = judged(tmp_path, job=lines)
+    assert verdict.cause == "wrong_network_interface" and names(verdict) == ["127.0.0.1"]
+
+
+def test_a_traceback_in_torchruns_summary_is_its_ranks(tmp_path: Path) -> None:
+    lines = [
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : 2026-11-21_14:47:11",
+        "  host      : n1",
+        "  rank      : 11 (local_rank: 3)",
+        "  exitcode  : 1 (pid: 343)",
+        "  error_file: /tmp/e.json",
+        "  traceback : Traceback (most recent call last):",
+        '    File "/app/train.py", line 33, in step',
+        '      loss = batch["labels"]',
+        "  KeyError: 'labels'",
+        "  ",
+        "============================================================",
+    ]
+    verdict = judged(tmp_path, n1=lines)
+    assert verdict.cause == "rank_exception_masked" and names(verdict) == [11]
+
+
+def test_a_task_that_is_no_rank_is_its_host(tmp_path: Path) -> None:
+    lines = [
+        "0: [rank3]: RuntimeError: NCCL communicator was aborted on rank 3.",
+        "1: slurmstepd: error: execve(): /envs/rl/bin/torchrun: No such file or directory",
+        "srun: error: gpu-b02: task 1: Exited with exit code 2",
+    ]
+    assert names(judged(tmp_path, job=lines)) == ["gpu-b02"]

@@ -19,8 +19,8 @@ def test_labels_are_ranks_unless_a_rank_says_otherwise() -> None:
     tasks = settled(pairs([told, Who(9, label=1)]))
     assert tasks(told) == Who(3)
     assert tasks(Who(1, label=1, guessed=True)) == Who(9)
-    assert tasks(Who(2, label=2, guessed=True)) == Who()
-    assert settled(pairs([Who(2, label=0), Who(3, label=0)]))(Who(0, label=0, guessed=True)) == Who()
+    assert tasks(Who(2, label=2, guessed=True)) == Who(label=2)
+    assert settled(pairs([Who(2, label=0), Who(3, label=0)]))(Who(0, label=0, guessed=True)) == Who(label=0)
     alone = settled(pairs([Who(0, label=0), Who(0, label=1), Who(0, label=2)]))
     assert [alone(Who(0, label=2)), alone(Who(5, label=5, guessed=True))] == [Who(2), Who(5)]
 
