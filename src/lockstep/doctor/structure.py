@@ -14,13 +14,11 @@ from lockstep.doctor.judge import Candidate
 from lockstep.doctor.sightings import Said
 from lockstep.doctor.steps import steps_by_rank
 from lockstep.doctor.story import Story
-from lockstep.doctor.tracebacks import of_others, own
+from lockstep.doctor.tracebacks import own
 from lockstep.doctor.waits import GENERATES, SHARDED, Wait, doing, operation, shards, stacks_of, waits
 from lockstep.watch.verdict import Fact
 
 _VLLM = re.compile(r"(?i)vllm|worker_?tp|enginecore|apiserver")
-_RAISED = re.compile(r"(?:^|[\s|:>-])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)(?:: |$)")
-"""The end of a traceback of which a merged log has left the rest out."""
 _LATER = re.compile(r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of")
 
 
@@ -240,12 +238,11 @@ def _meanwhile(seen: Scene, ranks: Sequence[int]) -> tuple[str, float] | None:
     began = min((each.started for each in seen.timed_out if each.started is not None), default=None)
     moved = False
     for rank in ranks:
-        words = [each for each in _last_words(seen.story, rank) if not _MACHINERY.search(each.text)]
-        for each in reversed(words):
+        for each in reversed(_last_words(seen.story, rank)):
+            if _MACHINERY.search(each.text):
+                continue
             during = began is not None and each.when is not None and each.when > began + 1.0
             moved = moved or during
-            if each is words[-1] and _RAISED.search(each.text) and not of_others(each.text):
-                return "rank_exception_masked", 0.55
             cls = doing(each.text)
             if cls == "uneven_data" and _all_are_through(seen):
                 continue

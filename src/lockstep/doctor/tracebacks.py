@@ -41,7 +41,8 @@ LOST = re.compile(
 _WRAPPERS = re.compile(
     r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|EngineDead|EngineGenerateError|ProcessExitedException"
     r"|ProcessRaisedException|CalledProcessError|SystemExit|KeyboardInterrupt|SignalException|TaskCancelled"
-    r"|Engine core initialization|Dist(?:Network|Store|Backend)Error|Rendezvous\w+Error|BrokenProcessPool"
+    r"|Engine core initialization|[Ee]ngine ?[Cc]ore.{0,40} died|Dist(?:Network|Store|Backend)Error"
+    r"|Rendezvous\w+Error|BrokenProcessPool"
     r"|CancelledError|GetTimeoutError|RPC call to \w+ timed out"
     r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
 )

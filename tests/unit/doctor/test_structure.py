@@ -208,3 +208,8 @@ def test_a_rank_whose_stack_waits_in_another_call_is_not_slow(tmp_path: Path) ->
         pyspy_rank2=_taken(2, *waits),
     )  # fmt: skip
     assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [2]
+
+
+def test_that_the_engine_died_is_no_exception_of_the_one_who_says_so(tmp_path: Path) -> None:
+    said = "[rank0]: RuntimeError: Engine core proc EngineCore_DP0 died unexpectedly, shutting down client."
+    assert judged(tmp_path, train=[*steps(0, 3), said]).cause != "rank_exception_masked"
