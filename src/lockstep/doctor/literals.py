@@ -30,6 +30,7 @@ _COMMON = frozenset(_WORDS.split())
 """Words of healthy logs: a pattern that needs one of them and nothing rarer makes most lines candidates."""
 
 
+@cache
 def literals(pattern: str) -> tuple[str, ...]:
     """Lower-case texts of which every match contains at least one.
 

@@ -188,24 +188,25 @@ def _merged(who: Who, found: re.Match[str]) -> Who:
     """What one prefix adds. A rank counts more than a label; of actors the innermost speaks, others pass it on."""
     if found.lastindex is None:
         return who
+    rank, guessed = who.rank, who.guessed
     number, label = _first(found, _RANKS), _first(found, _LABELS)
-    if number and (who.rank is None or who.guessed):
-        who = replace(who, rank=int(number), guessed=False)
-    if label:
-        who = replace(who, label=int(label))
-        who = replace(who, rank=int(label), guessed=True) if who.rank is None else who
+    if number and (rank is None or guessed):
+        rank, guessed = int(number), False
+    if label and rank is None:
+        rank, guessed = int(label), True
     host = found["ip"] or found["dip"] or who.host or _first(found, _HOSTS)
     role = found["actor"] or found["daemon"] or who.role
-    worker = _WORKER.match(role) if found["actor"] and who.rank is None else None
+    worker = _WORKER.match(role) if found["actor"] and rank is None else None
     process = found["pid"] or (_first(found, _PIDS) if who.pid is None else "")
     device = found["dev"] or found["blocal"]
-    return replace(
-        who,
-        rank=int(worker["n"]) if worker else who.rank,
-        host=host,
-        role=role,
-        pid=int(process) if process else who.pid,
-        local=int(device) if device and who.local is None and not device.startswith("-") else who.local,
+    return Who(
+        int(worker["n"]) if worker else rank,
+        host,
+        role,
+        int(process) if process else who.pid,
+        int(device) if device and who.local is None and not device.startswith("-") else who.local,
+        int(label) if label else who.label,
+        guessed,
     )
 
 

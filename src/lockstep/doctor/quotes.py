@@ -18,6 +18,7 @@ _INSIDE = re.compile(
 _MARK = re.compile(rb"^[^\n]{0,120}?\[(?P<mark>prompt|response|ground_truth|score)\]", re.MULTILINE | re.IGNORECASE)
 """verl prints samples of several lines between such marks."""
 _OPENS = (b"prompt", b"response")
+_OPENED = (b"[prompt]", b"[Prompt]", b"[response]", b"[Response]")
 NEAR = 8 << 10
 """Bytes before and after a line in which the marks of a sample are looked for."""
 
@@ -33,7 +34,7 @@ def quoted(line: str, at: int, begin: int = 0) -> bool:
 
 def opened(before: bytes, after: bytes) -> bytes | None:
     """The line that began the sample of several lines that ends in `after`; None where there is none."""
-    if not any(b"[" + each in before.lower() for each in _OPENS):
+    if not any(each in before for each in _OPENED):
         return None
     last = None
     for last in _MARK.finditer(before):  # noqa: B007
