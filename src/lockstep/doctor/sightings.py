@@ -248,11 +248,10 @@ class Reader:
         at = next((at for each in tracebacks.STARTS if (at := line.find(each)) >= 0), None)
         if at is not None and not self._quoted(page, start, line, at, said.at):
             self._traceback(page, number, start, line, who, when)
-        elif (
-            said.who.rank is not None and number not in self._raised and any(each in texts for each in tracebacks.LAST)
-        ):
+        elif number not in self._raised and any(each in texts for each in tracebacks.LAST):
             found = tracebacks.alone(number, line[said.at :])
-            if found is not None and not self._quoted(page, start, line, said.at, said.at):
+            telling = found is not None and (said.who.rank is not None or tracebacks.own(found))
+            if found is not None and telling and not self._quoted(page, start, line, said.at, said.at):
                 self._raise(found, who, self._before(page, start) if when is None else when)
 
     def _match(self, rule: Rule, page: Page, number: int, start: int, line: str, begin: int, who: Who,

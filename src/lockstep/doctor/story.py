@@ -262,9 +262,10 @@ class Story:
         if not done:
             return False
         first, last = done[0], {each.source: each.line for each in sorted(done, key=lambda each: each.line)}
-        bad = [(each.source, each.who.rank, each.line) for each in self.failures + self.exceptions
-               if self._ends(each) and not (_cleans_up(each) and each.line < last.get(each.source, 0))]  # fmt: skip
-        bad += [(reading.source, None, each.number) for _, _, each, reading in self.tracebacks if own(each)]
+        bad = [(each.source, each.who.rank, each.line) for each in self.failures + self.exceptions if self._ends(each)
+               and not (_cleans_up(each, last) or _handled(each.traceback, each, first))]  # fmt: skip
+        bad += [(at.source, None, each.number) for _, _, each, at in self.tracebacks
+                if own(each) and not _handled(each, at, first)]  # fmt: skip
         if any(each[0] != first.source or not self._stepped(*each, first.line) for each in bad):
             return False
         later = (each for each in self.sightings if each.line > last.get(each.source, each.line))
@@ -341,12 +342,8 @@ class Story:
             found.add("crashed")
         if self.tracebacks:
             found.add("exception")
-        if len(self.ranks) <= 1:
-            found.add("one_rank")
-        if len(self.nodes) > 1:
-            found.add("many_hosts")
-        if self.foreign:
-            found.add("foreign_address")
+        hosts = {"one_rank": len(self.ranks) <= 1, "many_hosts": len(self.nodes) > 1, "foreign_address": self.foreign}
+        found |= {name for name, holds in hosts.items() if holds}
         saves, done = self.facts("checkpoint"), self.facts("checkpoint_done")
         if saves and (not done or order(saves[-1]) > order(done[-1])):
             found.add("saving")
@@ -370,9 +367,14 @@ def _network(address: str) -> str:
     return ".".join(address.split(".")[:2])
 
 
-def _cleans_up(seen: Sighting) -> bool:
-    """A launcher ends a process of its own."""
-    return seen.rule.signature.fact == "cancelled" and "signal" in seen.fields
+def _handled(found: Traceback | None, at: Sighting | Reading, done: Sighting) -> bool:
+    """Of an exception one line was printed, and then the job came to its end."""
+    return found is not None and found.alone and at.source == done.source and found.number < done.line
+
+
+def _cleans_up(seen: Sighting, done: Mapping[int, int]) -> bool:
+    """Before the last word of success a launcher ends a process of its own."""
+    return seen.rule.signature.fact == "cancelled" and "signal" in seen.fields and seen.line < done.get(seen.source, 0)
 
 
 def _exit_code(seen: Sighting) -> int | None:

@@ -85,6 +85,11 @@ class Traceback:
     """Of the node that a remote task raised it on."""
 
     @property
+    def alone(self) -> bool:
+        """Only its last line is there."""
+        return self.first == self.number
+
+    @property
     def user(self) -> Frame | None:
         """The innermost frame that is no library's; else the innermost."""
         for each in reversed(self.frames):

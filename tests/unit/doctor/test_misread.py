@@ -108,3 +108,20 @@ def test_a_loss_that_stays_nan_is_not_healed_by_a_good_end(tmp_path: Path) -> No
         judged(tmp_path, job=[*good, row(60, "nan"), *[row(at, "0.5") for at in range(61, 99)], end]).cause == "benign"
     )
     assert judged(tmp_path, job=[*lasting[:9], *[row(at, "0.5") for at in range(71, 99)], end]).cause == "benign"
+
+
+def test_an_exception_of_which_only_the_last_line_is_left(tmp_path: Path) -> None:
+    gone = "[rank8]: FileNotFoundError: [Errno 2] No such file or directory: '/data/sft/train.jsonl'"
+    lost = "[rank0]: torch.distributed.DistBackendError: [0] store->get('0') got error: Connection reset by peer"
+    verdict = judged(tmp_path, node1=[*steps(0, 9), lost], node2=[gone])
+    assert verdict.cause == "storage_fault" and [each.rank for each in verdict.culprits] == [8]
+    refused = "[rank1]: my.checks.ShapeMismatchError: rows differ"
+    assert judged(tmp_path / "last", job=[*steps(0, 9), refused]).cause == "rank_exception_masked"
+
+
+def test_an_exception_on_one_line_that_did_no_harm(tmp_path: Path) -> None:
+    said = "ValueError: row 17 has no label, left out"
+    assert judged(tmp_path, job=[*steps(0, 9), said, *steps(0, 9, 9)]).cause == "benign"
+    assert judged(tmp_path, job=[*steps(0, 9), said, "Training completed"]).cause == "benign"
+    quoted = "completion: 'ValueError: row 17 has no label'"
+    assert judged(tmp_path, job=[*steps(0, 9), quoted, *steps(0, 1, 9)]).cause == "benign"
