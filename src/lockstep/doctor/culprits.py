@@ -15,7 +15,8 @@ from lockstep.watch.verdict import Culprit
 _MOST = 64
 _FALLS = frozenset((
     "host_oom", "rank_oom", "cuda_kernel_error", "gpu_hardware_fault", "rank_exception_masked", "shm_too_small",
-    "os_limits", "storage_fault", "external_kill", "watchdog_or_heartbeat", "framework_bug", "gpu_binding",
+    "os_limits", "storage_fault", "remote_service_timeout", "nan_or_inf",
+    "external_kill", "watchdog_or_heartbeat", "framework_bug", "gpu_binding",
 ))  # fmt: skip
 """Classes in which somebody falls first: where no line says who, the first who ended with a fault does."""
 _ADDRESS = r"\d{1,3}(?:\.\d{1,3}){3}"
@@ -33,13 +34,20 @@ _DRIVERS = re.compile(
 
 def blamed(candidate: Candidate, story: Story) -> tuple[Culprit, ...]:
     """All who are at fault, as far as the logs tell; empty where they do not."""
-    if candidate.cls in ("benign", "unknown"):
+    if candidate.cls == "benign" or (candidate.cls == "unknown" and candidate.culprits is None):
         return ()
     if candidate.culprits is not None:
-        found = [_plain(each, story) for each in candidate.culprits]
+        found = _all_named(candidate, [_plain(each, story) for each in candidate.culprits], story)
     else:
         found = list(_of_sightings(candidate, story))
     return tuple(dict.fromkeys(found))[:_MOST]
+
+
+def _all_named(candidate: Candidate, guessed: list[Culprit], story: Story) -> list[Culprit]:
+    """Of those whom the structure shows a message may name more."""
+    lead = candidate.sightings[0] if candidate.sightings else None
+    named = list(_named(lead, story)) if lead is not None and _captured(lead) else []
+    return named if {each.rank for each in guessed} < {each.rank for each in named} else guessed
 
 
 def _plain(who: int | str | Culprit, story: Story) -> Culprit:

@@ -7,7 +7,7 @@ where something earlier explains it. Weights of different signatures of a class 
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lockstep.doctor.conditions import Seen
 from lockstep.doctor.sightings import Sighting
@@ -79,7 +79,11 @@ def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
     held = [each for each in telling if seen.allows(each)]
     causes = _unexplained(story, [each for each in held if each.rule.signature.role in ("cause", "sign")])
     candidates = _by_class(story, causes)
+    structural = list(structural)
+    silent = next((each for each in structural if each.cls == "unknown"), Candidate("unknown", 0.0))
     for each in structural:
+        if each is silent:
+            continue
         known = candidates.get(each.cls)
         candidates[each.cls] = each if known is None else _joined(known, each)
     if all(each.weight < DECIDED for each in candidates.values()):
@@ -90,7 +94,7 @@ def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
     _healthy(story, [each for each in held if each.rule.signature.role == "healthy"], candidates)
     ranked = sorted(candidates.values(), key=lambda each: (-each.weight, each.first))
     if not ranked or ranked[0].weight < DECIDED:
-        unknown = Candidate("unknown", 0.0, ranked[0].sightings if ranked else [])
+        unknown = replace(silent, sightings=ranked[0].sightings if ranked else [])
         return Judgement(unknown, 0.5, [(each, each.weight) for each in ranked[:3]])
     best, second = ranked[0], ranked[1].weight if len(ranked) > 1 else 0.0
     confidence = min(AT_MOST, best.weight * (1 - 0.5 * (second / best.weight) ** 3))

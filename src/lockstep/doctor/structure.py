@@ -28,6 +28,8 @@ _BEGUN = (
 )  # fmt: skip
 """Facts, and the class that each argues for; none for what is over."""
 _A_PAIR = 2
+_MANY = 4
+"""So many ranks must tell of a time-out for each that says nothing."""
 _MACHINERY = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
 """Lines of threads that speak while the rank itself is stuck."""
 
@@ -56,7 +58,16 @@ def scene(story: Story) -> Scene:
             heard |= {tick.who.rank for tick in reading.ticks if tick.who.rank is not None}
     raised = {story.rank(each) for each in story.exceptions}
     named = {int(rank) for each in story.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
-    return Scene(story, found, tuple(sorted(named or heard - set(found) - raised)))
+    return Scene(
+        story, found, tuple(sorted(named or heard - set(found) - raised or _missing(story, set(found) | raised)))
+    )
+
+
+def _missing(story: Story, told: set[int | None]) -> set[int]:
+    """Numbers that nobody has among many who tell how they ended: those ranks are there, and silent."""
+    numbers = {rank for rank in told if rank is not None} | story.ranks
+    missing = set(range(max(numbers, default=0) + 1)) - told
+    return {rank for rank in missing if rank is not None} if _MANY * len(missing) <= len(told) else set()
 
 
 def candidates(story: Story) -> Iterator[Candidate]:
@@ -217,9 +228,7 @@ def _did_not_come(seen: Scene) -> Iterator[Candidate]:
     facts = _facts(seen, absent) + [_fact_of(seen, rank) for rank in absent[:3] if _last_words(seen.story, rank)]
     waiting = " ".join(f"{frame.function} {frame.source}" for each in seen.timed_out for frame in each.path)
     does = _meanwhile(seen, absent)
-    cls, weight = does if does is not None else (doing(waiting), 0.45)
-    if cls is None:
-        return
+    cls, weight = does if does is not None else (doing(waiting) or "unknown", 0.45)
     if len(absent) > max(1, len(seen.waits)):
         weight = min(weight, 0.45)
     yield _candidate(cls, weight, absent, first, text, facts)

@@ -7,7 +7,7 @@ import pytest
 from lockstep.doctor.explain import explain
 from lockstep.watch.verdict import Verdict
 
-from .jobs import raised, steps, write
+from .jobs import raised, steps, watchdog, write
 
 
 def judged(folder: Path, **files: list[str]) -> Verdict:
@@ -210,3 +210,36 @@ def test_a_task_that_is_no_rank_is_its_host(tmp_path: Path) -> None:
         "srun: error: gpu-b02: task 1: Exited with exit code 2",
     ]
     assert names(judged(tmp_path, job=lines)) == ["gpu-b02"]
+
+
+def test_a_number_that_nobody_has_among_many_who_timed_out_is_silent(tmp_path: Path) -> None:
+    said = [line for rank in range(16) if rank != 3 for line in watchdog(rank, seq=55)]
+    assert names(judged(tmp_path / "one", job=said)) == [3]
+    said = [line for rank in range(16) if rank % 2 for line in watchdog(rank, seq=55)]
+    assert names(judged(tmp_path / "half", job=said)) == []
+
+
+def test_who_is_waited_for_prepares_data(tmp_path: Path) -> None:
+    last = (
+        "RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
+        "store by key '0', but store->get('0') got error: Socket Timeout"
+    )
+    frames = (("/app/train.py", 9, "load", "with first():"), ("/lib/training_args.py", 9, "main_process_first", "x"))
+    lines = raised(1, last, *frames)
+    verdict = judged(tmp_path, job=[line.removeprefix("[rank1]: ") for line in lines])
+    assert verdict.cause == "slow_rank_preprocess" and names(verdict) == [0]
+
+
+def test_the_first_who_ended_is_to_blame_for_what_nobody_says(tmp_path: Path) -> None:
+    lines = [
+        "tracker: Network error (ConnectTimeout), entering retry loop.",
+        "requests.exceptions.ReadTimeout: Read timed out.",
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : 2026-11-21_14:47:11",
+        "  host      : n1",
+        "  rank      : 11 (local_rank: 3)",
+        "  exitcode  : 1 (pid: 343)",
+    ]
+    verdict = judged(tmp_path, job=lines)
+    assert verdict.cause == "remote_service_timeout" and names(verdict) == [11]
