@@ -1,20 +1,25 @@
-"""Candidates from what ranks or hosts say of themselves and is not the same: fingerprints of collectives, versions."""
+"""Candidates from what ranks or hosts say of themselves and is not the same: fingerprints of collectives, totals of
+progress, versions."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 
 from lockstep.doctor.judge import Candidate
 from lockstep.doctor.sightings import Sighting
+from lockstep.doctor.steps import steps_by_rank
 from lockstep.doctor.story import Story
 from lockstep.watch.verdict import Culprit, Fact
 
 _SHOWN = 3
+_ALIKE = 0.75
+"""Bars whose totals differ by more count different things."""
 _PEERS = 4096
 
 
 def candidates(story: Story) -> Iterator[Candidate]:
     """What the differences argue for."""
     yield from _mismatched(story)
+    yield from _totals(story)
     yield from _versions(story)
 
 
@@ -65,6 +70,32 @@ def odd_ones(told: Iterable[tuple[int, int | None, Hashable]]) -> tuple[int, ...
     if len(sizes) < 2 or sizes[0] == sizes[1]:
         return ()
     return tuple(sorted(rank for side in sides.values() if len(side) < sizes[0] for rank in side))
+
+
+def _totals(story: Story) -> Iterator[Candidate]:
+    """Ranks count up to different numbers, and one that counts to the smaller one is through while others wait."""
+    last = steps_by_rank(each for each in story.ticks if each.of)
+    totals = Counter(tick.of for tick in last.values())
+    if len(totals) < 2 or not story.traits & {"collective_timeout", "peer_lost"}:
+        return
+    least, most = min(totals), max(totals)
+    through = any(tick.step + 1 >= tick.of for tick in last.values() if tick.of < most)
+    if not through or least < _ALIKE * most or len({tick.epoch for tick in last.values()}) > 1:
+        return
+    usual, _ = max(totals.items(), key=lambda each: (each[1], each[0]))
+    odd = sorted(rank for rank, tick in last.items() if tick.of != usual)
+    text = f"The ranks count to different totals, {least} and {most}: they have different numbers of batches."
+    yield Candidate("uneven_data", 0.7, [], tuple(odd), "", text, [*_shown(story, odd), *_shown(story, last)][:4])
+
+
+def _shown(story: Story, ranks: Iterable[int]) -> Iterator[Fact]:
+    """Of each rank the last line in which it counts."""
+    for rank in ranks:
+        tick = next(each for each in reversed(story.ticks) if each.who.rank == rank and each.of)
+        for reading in story.readings:
+            said = next((each for each in reading.said.get(rank, ()) if each.line == tick.line), None)
+            if said is not None and any(each is tick for each in reading.ticks):
+                yield Fact(said.text, file=reading.name, line=said.line)
 
 
 def _versions(story: Story) -> Iterator[Candidate]:
