@@ -59,7 +59,7 @@ def scene(story: Story) -> Scene:
     raised = {story.rank(each) for each in story.exceptions}
     named = {int(rank) for each in story.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
     return Scene(
-        story, found, tuple(sorted(named or heard - set(found) - raised or _missing(story, set(found) | raised)))
+        story, found, tuple(sorted(named or heard - set(found) - raised or _missing(story, {*found, *raised})))
     )
 
 
