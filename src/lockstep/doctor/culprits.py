@@ -61,12 +61,22 @@ def _of_sightings(candidate: Candidate, story: Story) -> Iterator[Culprit]:
         return
     lead = candidate.sightings[0].rule
     found = _of_rule(lead.id, candidate.sightings, story)
+    if candidate.cls in _FALLS and lead.signature.culprit == "line" and all(each.rank is None for each in found):
+        fell = [each for each in first_to_fall(story) if each.rank is not None]
+        found = fell if fell and _one_speaks(story) else found
     if not found and lead.signature.culprit != "none":
         if candidate.cls in _FALLS:
             found = list(first_to_fall(story))
         causes = dict.fromkeys(each.rule.id for each in candidate.sightings if each.rule.signature.role == "cause")
         found = next(filter(None, (_of_rule(each, candidate.sightings, story) for each in causes)), found)
     yield from _all_of(found, story)
+
+
+def _one_speaks(story: Story) -> bool:
+    """All lines have one container, host or actor before them, so that it tells nobody from anybody else."""
+    readings = [each for each in story.readings if each.source not in story.old]
+    spoken = [who.over(each.who) for each in readings for who in each.speakers]
+    return len({(who.host, who.role) for who in [*spoken, *(each.who for each in readings if not each.speakers)]}) <= 1
 
 
 def _of_rule(rule: str, sightings: Sequence[Sighting], story: Story) -> list[Culprit]:

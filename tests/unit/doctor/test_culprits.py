@@ -243,3 +243,20 @@ def test_the_first_who_ended_is_to_blame_for_what_nobody_says(tmp_path: Path) ->
     ]
     verdict = judged(tmp_path, job=lines)
     assert verdict.cause == "remote_service_timeout" and names(verdict) == [11]
+
+
+def test_a_container_that_says_every_line_is_not_to_blame_where_a_rank_fell(tmp_path: Path) -> None:
+    lines = [
+        "Fatal Python error: Segmentation fault",
+        "E0611 10:45:14.690000 331 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -11) "
+        "local_rank: 4 (pid: 344) of binary: /usr/bin/python3",
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : 2026-11-21_14:47:11",
+        "  host      : n1",
+        "  rank      : 4 (local_rank: 4)",
+        "  exitcode  : -11 (pid: 344)",
+    ]
+    for prefix in ("trainer-1  | ", "(Runner pid=7123, ip=10.0.0.77) "):
+        verdict = judged(tmp_path / prefix[0], job=[f"{prefix}{line}" for line in lines])
+        assert names(verdict) == [4]
