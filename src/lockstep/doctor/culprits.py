@@ -60,23 +60,26 @@ def _of_sightings(candidate: Candidate, story: Story) -> Iterator[Culprit]:
     if not candidate.sightings:
         return
     lead = candidate.sightings[0].rule
-    found = _of_rule(lead.id, candidate.sightings, story)
-    if candidate.cls in _FALLS and lead.signature.culprit == "line" and all(each.rank is None for each in found):
-        fell = [each for each in first_to_fall(story) if each.rank is not None]
-        found = fell if fell and _one_speaks(story) else found
+    everywhere = _before_every_line(story)
+
+    def named(rule: str) -> list[Culprit]:
+        found = _of_rule(rule, candidate.sightings, story)
+        return [each for each in found if not everywhere or each.rank is not None or each.host != everywhere]
+
+    found = named(lead.id)
     if not found and lead.signature.culprit != "none":
-        if candidate.cls in _FALLS:
-            found = list(first_to_fall(story))
         causes = dict.fromkeys(each.rule.id for each in candidate.sightings if each.rule.signature.role == "cause")
-        found = next(filter(None, (_of_rule(each, candidate.sightings, story) for each in causes)), found)
+        fell = list(first_to_fall(story)) if candidate.cls in _FALLS else []
+        found = next(filter(None, map(named, causes)), fell) or _of_rule(lead.id, candidate.sightings, story)
     yield from _all_of(found, story)
 
 
-def _one_speaks(story: Story) -> bool:
-    """All lines have one container, host or actor before them, so that it tells nobody from anybody else."""
+def _before_every_line(story: Story) -> str:
+    """The container, host or actor that all lines begin with, so that it tells nobody from anybody else."""
     readings = [each for each in story.readings if each.source not in story.old]
-    spoken = [who.over(each.who) for each in readings for who in each.speakers]
-    return len({(who.host, who.role) for who in [*spoken, *(each.who for each in readings if not each.speakers)]}) <= 1
+    spoken = [who.over(each.who).host for each in readings for who in each.speakers]
+    hosts = {*spoken, *(each.who.host for each in readings if not each.speakers)}
+    return hosts.pop() if len(hosts) == 1 else ""
 
 
 def _of_rule(rule: str, sightings: Sequence[Sighting], story: Story) -> list[Culprit]:
