@@ -7,7 +7,8 @@ line with `\\r`, a whole run long: that stays one line, of which the parts are l
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -111,6 +112,38 @@ def parts(raw: bytes) -> Sequence[bytes]:
         return (raw,)
     found = [each for each in raw.split(b"\r") if each]
     return (found if len(found) <= 2 * PARTS else [*found[:PARTS], *found[-PARTS:]]) or (b"",)
+
+
+_NARROWEST, _WIDEST, _CUTS = 60, 400, 3
+_DIGITS = re.compile(r"\d+")
+
+
+def wrapped_at(head: str) -> int:
+    """The width at which a terminal or a mail has broken the lines of a file; 0 where they are whole.
+
+    No line is longer then, and several that say different things are just as long and end within a word.
+    """
+    lines = head.split("\n")
+    width = max(map(len, lines))
+    if "\r" in head.replace("\r\n", "") or not _NARROWEST <= width <= _WIDEST:
+        return 0
+    cut = [one for one, other in pairwise(lines) if len(one) == width and one[-1].isalnum() and other[:1].isalnum()]
+    return width if len({_DIGITS.sub("#", each)[:_NARROWEST] for each in cut}) >= _CUTS else 0
+
+
+def unwrapped(page: Page, width: int) -> Page:
+    """Broken lines put together; empty ones follow in place of their parts, so that all others keep their numbers."""
+    whole: list[bytes] = []
+    left, broken = 0, False
+    for line in page.data.split(b"\n"):
+        if broken:
+            whole[-1] += line
+            left += 1
+        else:
+            whole += [*[b""] * left, line]
+            left = 0
+        broken = len(line.decode("utf-8", "replace")) == width
+    return replace(page, data=b"\n".join([*whole, *[b""] * left]))
 
 
 def shown(said: str, at: int = 0, most: int = 400) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from lockstep.doctor import kinds, labels, prefixes, progress, quotes, stacks, tracebacks
 from lockstep.doctor.filter import Filter
-from lockstep.doctor.lines import LONGEST, Page, count, numbered, parts, shown, text
+from lockstep.doctor.lines import LONGEST, Page, count, numbered, parts, shown, text, unwrapped, wrapped_at
 from lockstep.doctor.prefixes import NOBODY, Who
 from lockstep.doctor.rules import Rule, Rules
 from lockstep.doctor.stacks import Stack
@@ -133,6 +133,7 @@ class Reader:
         who, node = prefixes.of_file(name)
         self.reading = Reading(name, source, who, node)
         self._clock = Clock()
+        self._width = 0
         self._kept: Counter[tuple[str, Who]] = Counter()
         self._latest: dict[tuple[str, Who], Sighting] = {}
         self._said: dict[Who, deque[tuple[int, float | None, str]]] = {}
@@ -147,6 +148,9 @@ class Reader:
                 head = page.data[: 64 << 10].decode("utf-8", "replace")
                 self.reading.kind = kinds.of_file(self.reading.name, head[:4096])
                 self._clock.year = year_in(head)
+                self._width = wrapped_at(head)
+            page = unwrapped(page, self._width) if self._width else page
+            if page.first == 1:
                 if self.reading.kind == "stack":
                     whole = ((number, text(raw)) for number, raw in numbered(page))
                     self.reading.stacks += stacks.read(whole, self.reading.who, self.reading.name)
@@ -172,8 +176,12 @@ class Reader:
         found.tracebacks = [(settle(who), when, traceback) for who, when, traceback in found.tracebacks]
         for who, lines in self._said.items():
             said = found.said.setdefault(settle(who).rank, [])
-            said += [Said(number, when, shown(line)) for number, when, line in lines]
+            said += [Said(number, when, self._shown(line)) for number, when, line in lines]
         found.said = {rank: sorted(lines, key=lambda each: each.line)[-LAST:] for rank, lines in found.said.items()}
+
+    def _shown(self, line: str, at: int = 0) -> str:
+        """What evidence cites of a line: of a broken one what surely stands in its first part."""
+        return shown(line[: self._width * 2 // 3] if self._width else line, at)
 
     def _head(self, page: Page) -> None:
         for number, raw in numbered(page, self._head_bytes):
@@ -274,7 +282,7 @@ class Reader:
             page, start, line, at if at > begin else min(found.end(), len(line)), begin
         ):
             return
-        seen = Sighting(rule, who, when, self.reading.name, self.reading.source, number, shown(line, at),
+        seen = Sighting(rule, who, when, self.reading.name, self.reading.source, number, self._shown(line, at),
                         rule.fields(found))  # fmt: skip
         self._keep(seen)
 
@@ -310,6 +318,7 @@ class Reader:
 
     def _raise(self, found: Traceback, who: Who, when: float | None) -> None:
         """Keeps an exception, and what the rules say of it."""
+        found = replace(found, text=self._shown(found.text))
         self.reading.tracebacks.append((who, when, found))
         whole = f"{found.type}: {found.message}"
         frames = "\n".join(str(each) for each in found.frames)
@@ -320,7 +329,7 @@ class Reader:
             if match is not None:
                 fields = {"where": found.where, "exception": found.type, "ip": found.ip, **rule.fields(match)}
                 self._keep(Sighting(rule, who, when, self.reading.name, self.reading.source, found.number,
-                                    shown(found.text), fields, found))  # fmt: skip
+                                    found.text, fields, found))  # fmt: skip
 
     def _speech(self, page: Page, number: int, start: int, most: int) -> list[tuple[int, str]]:
         """The line at `start` and what the same speaker says next, prefixes taken off."""

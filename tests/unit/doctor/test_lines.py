@@ -1,11 +1,12 @@
 """Bytes become pages and lines, whatever the bytes."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.doctor import lines
 from lockstep.doctor.filter import Filter
-from lockstep.doctor.lines import Page, numbered, pages, parts, shown, text
+from lockstep.doctor.lines import Page, numbered, pages, parts, shown, text, unwrapped, wrapped_at
 
 _BLOCKS = st.lists(
     st.binary(max_size=40) | st.sampled_from([b"\n", b"a\nb", b"\r\n", b"\n\n", b"\r", b"needle"]), max_size=12
@@ -80,3 +81,37 @@ def test_a_page_sees_what_follows_it() -> None:
     assert seen[0].onwards(16) == b"a\na\n" + b"b\n" * 10
     assert [page.first for page in seen] == [1, 11, 21]
     assert [page.newlines for page in seen] == [10, 10, 10]
+
+
+def _broken(whole: list[str], width: int) -> list[str]:
+    return [line[at : at + width] for line in whole for at in range(0, max(len(line), 1), width)]
+
+
+def test_broken_lines_are_put_together_and_keep_their_numbers() -> None:
+    words = ["Loading", "Rank 3 says", "é the longest of these lines is this one here"]
+    whole = ["begin", *(f"{word} " + "abcdefghij" * 30 for word in words), "end"]
+    broken = _broken(whole, 79)
+    data = "\n".join(broken) + "\n"
+    assert wrapped_at(data) == 79
+    page = unwrapped(Page(data.encode(), 1, b"", len(broken)), 79)
+    seen = [(number, raw.decode()) for number, raw in numbered(page)]
+    assert [line for _, line in seen if line] == whole
+    assert all(broken[number - 1] == line[:79] for number, line in seen if line)
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        [f"step {at} loss 0.5 " + "x" * 70 for at in range(10, 30)],
+        [
+            "+" + "-" * 78 + "+",
+            "| NVIDIA-SMI 550.54" + " " * 60 + "|",
+            "| GPU  Name" + " " * 68 + "|",
+            "+" + "=" * 78 + "+",
+        ],
+        ["short", "a longer one", "x" * 90, "y" * 30],
+        [""],
+    ],
+)
+def test_lines_that_are_whole(whole: list[str]) -> None:
+    assert wrapped_at("\n".join(whole)) == 0

@@ -125,3 +125,14 @@ def test_an_exception_on_one_line_that_did_no_harm(tmp_path: Path) -> None:
     assert judged(tmp_path, job=[*steps(0, 9), said, "Training completed"]).cause == "benign"
     quoted = "completion: 'ValueError: row 17 has no label'"
     assert judged(tmp_path, job=[*steps(0, 9), quoted, *steps(0, 1, 9)]).cause == "benign"
+
+
+def test_lines_that_were_broken_at_a_width(tmp_path: Path) -> None:
+    plan = "INFO a plan of how the layers of the model are dealt to stages and to devices of each host of this job"
+    cause = "KeyError: 'a label that is missing in some of the rows of the data that this rank was given to work on'"
+    whole = [plan, *steps(0, 9), *watchdog(0, 40), *watchdog(1, 40), *raised(2, cause)]
+    broken = [line[at : at + 72] for line in whole for at in range(0, len(line), 72)]
+    verdict = judged(tmp_path, job=broken)
+    assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [2]
+    assert verdict.collective is not None and verdict.collective.operation == "allreduce"
+    assert all(each.text in broken[each.line - 1] for each in verdict.evidence if each.line)
