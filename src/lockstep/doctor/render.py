@@ -8,6 +8,7 @@ from rich.text import Text
 
 from lockstep.doctor.answer.text import safe
 from lockstep.doctor.finding import Finding, Report, Rung, Severity
+from lockstep.watch.naming import some
 
 _MARKS: dict[Severity, tuple[str, str]] = {
     "error": ("error", "bold red"),
@@ -62,12 +63,8 @@ def render_rung(rung: Rung, several: bool) -> RenderableType:
     return Group(Text.assemble((safe(rung.title), "bold"), (took, "dim")), table, Text(""))
 
 
-def _few(hosts: list[str], most: int = 4) -> str:
-    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")
-
-
 def _lines(finding: Finding, several: bool) -> Iterator[Text]:
-    host = f"{_few(finding.host.split(','))}: " if several and finding.host else ""
+    host = f"{some(finding.host.split(','), 4)}: " if several and finding.host else ""
     yield Text(safe(host + finding.seen), "dim" if finding.severity == "unchecked" else "")
     if finding.why and finding.severity != "ok":
         yield Text(safe(finding.why), "dim")

@@ -12,6 +12,7 @@ from lockstep.doctor.check.communicators import Communicator, processes
 from lockstep.doctor.check.meeting import Head
 from lockstep.doctor.check.protocol import Card
 from lockstep.doctor.finding import Finding
+from lockstep.watch.naming import some
 
 BOUND_S = 30.0
 START_S = 8.0
@@ -263,5 +264,4 @@ def _advice(seen: str, tested: Tested) -> str:
 
 
 def _named(names: Sequence[str], tested: Tested) -> str:
-    shown = ", ".join(f"{name} ({tested.hosts[name]})" for name in names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return some(names, 4, lambda name: f"{name} ({tested.hosts[name]})")

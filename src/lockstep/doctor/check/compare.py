@@ -8,8 +8,9 @@ from lockstep.doctor.check.addresses import judge
 from lockstep.doctor.check.facts import HostFacts, Network
 from lockstep.doctor.check.interfaces import Choice, choices
 from lockstep.doctor.check.judge_gpus import summary
-from lockstep.doctor.check.versions import compare_versions, few
+from lockstep.doctor.check.versions import compare_versions
 from lockstep.doctor.finding import Finding
+from lockstep.watch.naming import some
 
 
 def compare(facts: Sequence[HostFacts]) -> list[Finding]:
@@ -40,7 +41,7 @@ def _by_value(values: Mapping[str, str]) -> tuple[str, str, str]:
         hosts.setdefault(value, []).append(host)
     most = max(hosts, key=lambda value: len(hosts[value]))
     odd = ",".join(host for value, which in hosts.items() if value != most for host in which)
-    return "; ".join(f"{value} on {few(which)}" for value, which in hosts.items()), odd, most
+    return "; ".join(f"{value} on {some(which, 4)}" for value, which in hosts.items()), odd, most
 
 
 def _differing(
@@ -67,7 +68,7 @@ def _hardware(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     shm = {each.host: "none" for each in facts if each.limits is not None and each.limits.shm is None}
     if shm and len(shm) < len(facts):
         yield Finding(
-            "differs-shm", "warning", ",".join(shm), f"/dev/shm is missing on {few(list(shm))}", "ranks fail there"
+            "differs-shm", "warning", ",".join(shm), f"/dev/shm is missing on {some(list(shm), 4)}", "ranks fail there"
         )
 
 
@@ -104,7 +105,7 @@ def _same_address(who: str, chosen: Mapping[str, Choice]) -> Iterator[Finding]:
         owners.setdefault(choice.picks[0][1], []).append(host)
     for address, hosts in owners.items():
         if len(hosts) > 1:
-            said = f"{who} of {few(hosts)} would use the same address, {address}"
+            said = f"{who} of {some(hosts, 4)} would use the same address, {address}"
             why = "a peer that is told it reaches one of them, or itself"
             fix = "set the interface or address for each host (see the findings of each)"
             yield Finding(f"same-address-{who.lower()}", "error", ",".join(hosts), said, why, fix)
@@ -167,7 +168,7 @@ def _units(who: str, chosen: Mapping[str, Choice], networks: Mapping[str, Networ
                 sizes[host] = each.mtu
     for first, second in combinations(sorted(set(sizes.values())), 2):
         hosts = [host for host, mtu in sizes.items() if mtu == first]
-        said = f"interfaces of NCCL have MTU {first} on {few(hosts)} and {second} on others"
+        said = f"interfaces of NCCL have MTU {first} on {some(hosts, 4)} and {second} on others"
         why = "small messages pass, large ones vanish where the network does not divide them: a collective hangs"
         yield Finding("mtu", "warning", ",".join(hosts), said, why, "ip link set DEVICE mtu N, the same on all")
         return

@@ -12,6 +12,7 @@ import yaml
 from lockstep.doctor.check.facts import HostFacts, Kernel, KernelEvent, Pci, PciDevice, Port, Rdma, Topology
 from lockstep.doctor.check.pci import generation
 from lockstep.doctor.finding import SEVERITIES, Finding, Severity
+from lockstep.watch.naming import some
 
 ACS_SOURCE = (
     "https://docs.nvidia.com/deeplearning/nccl/archives/nccl_2262/user-guide/docs/troubleshooting.html"
@@ -97,9 +98,7 @@ def judge_pci(host: str, pci: Pci, gpus: int) -> Iterator[Finding]:
     if gpus < 2 and len(cards) < 2:
         return
     if pci.redirecting:
-        few = ", ".join(pci.redirecting[:4]) + (
-            f" and {len(pci.redirecting) - 4} more" if len(pci.redirecting) > 4 else ""
-        )
+        few = some(pci.redirecting, 4)
         said = f"access control (ACS) sends traffic between PCIe devices up to the CPU, at {few}"
         why = "GPUs talk to each other slowly or not at all: the first collective hangs with all GPUs at 100%"
         fix = "switch ACS off in the BIOS, or at each start setpci -s BRIDGE ECAP_ACS+0x6.w=0000"

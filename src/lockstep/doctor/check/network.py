@@ -11,7 +11,8 @@ import psutil
 
 from lockstep.doctor.check.facts import Interface, Names, Network
 from lockstep.doctor.check.interfaces import VARIABLES
-from lockstep.doctor.check.system import System, entries, number_of
+from lockstep.doctor.check.system import System, number_of
+from lockstep.watch.cards import on_card
 
 _INTERNET_V4, _INTERNET_V6 = ("8.8.8.8", 80), ("2001:4860:4860::8888", 80)
 """What Ray and vLLM ask the kernel's route to; no packet is sent."""
@@ -60,7 +61,7 @@ def _with_prefix(address: str, mask: str | None) -> str:
 def _kind(folder: Path, name: str) -> tuple[str, bool]:
     if name == "lo":
         return "loopback", True
-    carries = _on_card(folder)
+    carries = on_card(folder)
     if (folder / "bridge").is_dir():
         return "bridge", carries
     if (folder / "wireless").is_dir() or (folder / "phy80211").exists():
@@ -70,15 +71,6 @@ def _kind(folder: Path, name: str) -> tuple[str, bool]:
     if folder.exists() and not carries:
         return "virtual", False
     return "physical", True
-
-
-def _on_card(folder: Path, depth: int = 4) -> bool:
-    """Whether a device of the host is this interface, or below it: a port of a bridge, of a bond, what a VLAN is on."""
-    if (folder / "device").exists():
-        return True
-    below = {port.name for port in entries(folder / "brif")}
-    below |= {each.name.removeprefix("lower_") for each in entries(folder) if each.name.startswith("lower_")}
-    return depth > 0 and any(_on_card(folder.parent / name, depth - 1) for name in below)
 
 
 def _route(family: socket.AddressFamily, target: tuple[str, int]) -> str:

@@ -16,10 +16,10 @@ from lockstep.doctor.check.needs import Needs
 from lockstep.doctor.check.protocol import Message
 from lockstep.doctor.check.system import System
 from lockstep.doctor.check.typed import WORDS, reader
-from lockstep.doctor.check.versions import few
 from lockstep.doctor.environment.here import shareable
 from lockstep.doctor.environment.lint import Job, Place, lint
 from lockstep.doctor.finding import Finding
+from lockstep.watch.naming import some
 
 ENVIRONMENT_S = 5.0
 _WRONG = ("error", "warning")
@@ -106,7 +106,7 @@ def judge_others(
     differing = _compared([known for name, known in facts.items() if name not in odd])
     named = {name for each in [*said, *differing] if each.severity in _WRONG for name in each.host.split(",")}
     clean = sorted(set(others) - named - set(odd))
-    fine = [Finding("hosts", "ok", ",".join(clean), f"nothing is wrong on {few(clean, 8)}")] if clean else []
+    fine = [Finding("hosts", "ok", ",".join(clean), f"nothing is wrong on {some(clean, 8)}")] if clean else []
     return [*differing, *wrong, *unknown, *fine]
 
 

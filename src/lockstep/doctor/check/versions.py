@@ -18,6 +18,7 @@ from lockstep.doctor.check.libraries import compat, nccl_of_system
 from lockstep.doctor.check.support import Support, parsed, support
 from lockstep.doctor.check.system import System, text_of
 from lockstep.doctor.finding import Finding
+from lockstep.watch.naming import some
 
 COMPAT_SOURCE = "https://docs.nvidia.com/deploy/cuda-compatibility/forward-compatibility.html"
 PACKAGES = ("torch", "transformers", "accelerate", "ray", "vllm", "deepspeed", "flash-attn", "numpy", "peft")
@@ -213,7 +214,7 @@ def compare_versions(by_host: Mapping[str, Versions]) -> Iterator[Finding]:
         for host, value in values.items():
             hosts.setdefault(value or "none", []).append(host)
         most = max(hosts, key=lambda value: len(hosts[value]))
-        said = ", ".join(f"{value} on {few(which)}" for value, which in hosts.items())
+        said = ", ".join(f"{value} on {some(which, 4)}" for value, which in hosts.items())
         odd = ",".join(host for value, which in hosts.items() if value != most for host in which)
         fix = f"install {most} on all" if most != "none" else ""
         yield Finding(f"differs-{name}", alike.otherwise, odd, f"{name} differs: {said}", alike.why, fix)
@@ -222,8 +223,3 @@ def compare_versions(by_host: Mapping[str, Versions]) -> Iterator[Finding]:
 def _leading(version: str | None, parts: int) -> object:
     known = parsed(version)
     return version if known is None or not parts else known.release[:parts]
-
-
-def few(hosts: Sequence[str], most: int = 4) -> str:
-    """`a, b, c, d and 12 more`."""
-    return ", ".join(hosts[:most]) + (f" and {len(hosts) - most} more" if len(hosts) > most else "")

@@ -8,6 +8,7 @@ from lockstep.doctor.environment.schema import Conflict, Harm, Launcher, Library
 from lockstep.doctor.environment.values import distance, meant, nearest, wrong
 from lockstep.doctor.environment.variables import Known, Table, load, reached
 from lockstep.doctor.finding import Finding, Severity
+from lockstep.watch.naming import some
 from lockstep.watch.secrets import HIDDEN, is_secret_name, kind_of
 
 SHELL = "shell"
@@ -280,9 +281,7 @@ def _together(told: Iterable[tuple[Finding, str]]) -> Iterator[Finding]:
 
 
 def _listed(who: Sequence[str]) -> str:
-    every = list(dict.fromkeys(who))
-    more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
-    return ", ".join(every[:_NAMED]) + more
+    return some(list(dict.fromkeys(who)), _NAMED)
 
 
 # ---------------------------------------------------------------- between environments
@@ -347,8 +346,9 @@ def _missing(shell: Place, workers: Sequence[Place], asked: Asked) -> Iterator[F
 def _not_forwarded(shell: Place, launcher: Launcher, table: Table) -> Iterator[Finding]:
     names = [name for name, _ in _travelling(shell, table) if not _matches(name, launcher.forwards)]
     if names:
-        text = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-        seen = f"{text} {'is' if len(names) == 1 else 'are'} set in this shell and will not reach workers"
+        seen = (
+            f"{some(names, _NAMED)} {'is' if len(names) == 1 else 'are'} set in this shell and will not reach workers"
+        )
         yield Finding(
             "env-not-seen", "warning", shell.host, f"{seen} on other hosts ({launcher.title})", launcher.why,
             launcher.fix.format(name=names[0]), launcher.sources[0],
