@@ -70,7 +70,7 @@ _PREFIX = re.compile(
     r"|\[(?:rank|RANK|Rank)[ _]?(?P<rank>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
     r"|\[(?:default|trainer|worker)[ _]?(?P<role>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
     r"|\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,(?P<mpihost>[\w.-]+))?\]<(?:stdout|stderr|stddiag)>:"
-    r"|(?:stdout|stderr) [FP](?=\s|$)|(?:> ?)+"
+    r"|(?:stdout|stderr) [FP](?: |$)|(?:> ?)+"
     rf"|(?P<container>{_HOST})(?: +\|(?: |$)| [a-z][a-z0-9-]* (?=\[rank\d))"
     r"|\((?P<actor>[A-Za-z_][\w.<>\[\]-]*(?:\([\w.]*\))?)(?: rank=(?P<arank>\d+))?(?: pid=(?P<pid>\d+))"
     r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"

@@ -346,7 +346,7 @@ class Reader:
             if own is None:
                 own = part.who
             if part.who == own or (not misses and _names_nobody(part.who, own)):
-                said.append((number, line[part.at :] if part.who else line))
+                said.append((number, line[part.at :] if part.who or not own else line))
             else:
                 misses += 1
             at, number = end + 1, number + 1

@@ -199,8 +199,9 @@ def test_a_traceback_in_torchruns_summary_is_its_ranks(tmp_path: Path) -> None:
         "  ",
         "============================================================",
     ]
-    verdict = judged(tmp_path, n1=lines)
-    assert verdict.cause == "rank_exception_masked" and names(verdict) == [11]
+    for prefix in ("", "2025-06-11T10:00:00.123456789Z stderr F ", "2026-11-21 14:47:12,100 "):
+        verdict = judged(tmp_path, n1=[f"{prefix}{line}" for line in lines])
+        assert verdict.cause == "rank_exception_masked" and names(verdict) == [11], prefix
 
 
 def test_a_task_that_is_no_rank_is_its_host(tmp_path: Path) -> None:
