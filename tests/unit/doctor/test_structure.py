@@ -213,3 +213,11 @@ def test_a_rank_whose_stack_waits_in_another_call_is_not_slow(tmp_path: Path) ->
 def test_that_the_engine_died_is_no_exception_of_the_one_who_says_so(tmp_path: Path) -> None:
     said = "[rank0]: RuntimeError: Engine core proc EngineCore_DP0 died unexpectedly, shutting down client."
     assert judged(tmp_path, train=[*steps(0, 3), said]).cause != "rank_exception_masked"
+
+
+def test_an_analysis_of_dumps_that_names_other_sizes_adds_nothing_to_those_of_the_watchdogs(tmp_path: Path) -> None:
+    lines = [line for rank in range(2) for line in steps(rank, 9)]
+    said = "error msg: Culprit rank 1; Error type: SIZE_OR_SYNTAX_MISMATCH, Expected input sizes: '[[9]]'"
+    verdict = judged(tmp_path, train=[*lines, *watchdog(0, 9, numel=94705057), *watchdog(1, 9, numel=1)], dumps=[said])
+    assert verdict.confidence < 0.8
+    assert {verdict.cause, verdict.alternatives[0].what} == {"rank_divergent_branch", "uneven_data"}
