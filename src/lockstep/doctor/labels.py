@@ -17,6 +17,12 @@ def pairs(speakers: Iterable[Who]) -> Mapping[int, set[int]]:
     return found
 
 
+def told(who: Who, fact: str | None, fields: Mapping[str, str]) -> Who:
+    """Who speaks; where a launcher behind a label reports the end of a rank, that rank, which it had started."""
+    rank = fields.get("rank", "") if fact in ("exit", "first_failure") else ""
+    return replace(who, rank=int(rank), guessed=False) if who.guessed and rank.isdigit() else who
+
+
 def settled(known: Mapping[int, set[int]]) -> Callable[[Who], Who]:
     """Takes labels for ranks unless some rank says otherwise; then for the rank that alone has the label. Whoever has
     no rank keeps the label.

@@ -164,7 +164,8 @@ class Reader:
         found.sightings += [each for each in self._latest.values() if id(each) not in kept]
         found.sightings.sort(key=lambda each: each.line)
         found.dated = bool(self._clock.year)
-        self._settle(labels.settled(labels.pairs([*found.speakers, *(each.who for each in found.sightings)])))
+        told = [labels.told(each.who, each.rule.signature.fact, each.fields) for each in found.sightings]
+        self._settle(labels.settled(labels.pairs([*found.speakers, *told])))
         return found
 
     def _settle(self, settle: Callable[[Who], Who]) -> None:

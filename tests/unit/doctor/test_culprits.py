@@ -258,6 +258,6 @@ def test_a_container_that_says_every_line_is_not_to_blame_where_a_rank_fell(tmp_
         "  rank      : 4 (local_rank: 4)",
         "  exitcode  : -11 (pid: 344)",
     ]
-    for prefix in ("trainer-1  | ", "(Runner pid=7123, ip=10.0.0.77) "):
+    for prefix in ("trainer-1  | ", "(Runner pid=7123, ip=10.0.0.77) ", "0: "):
         verdict = judged(tmp_path / prefix[0], job=[f"{prefix}{line}" for line in lines])
         assert names(verdict) == [4]
