@@ -37,17 +37,17 @@ def blamed(candidate: Candidate, story: Story) -> tuple[Culprit, ...]:
     if candidate.cls == "benign" or (candidate.cls == "unknown" and candidate.culprits is None):
         return ()
     if candidate.culprits is not None:
-        found = _all_named(candidate, [_plain(each, story) for each in candidate.culprits], story)
+        found = _all_named([_plain(each, story) for each in candidate.culprits], story)
     else:
         found = list(_of_sightings(candidate, story))
     return tuple(dict.fromkeys(found))[:_MOST]
 
 
-def _all_named(candidate: Candidate, guessed: list[Culprit], story: Story) -> list[Culprit]:
-    """Of those whom the structure shows a message may name more."""
-    lead = candidate.sightings[0] if candidate.sightings else None
-    named = list(_named(lead, story)) if lead is not None and _captured(lead) else []
-    return named if {each.rank for each in guessed} < {each.rank for each in named} else guessed
+def _all_named(guessed: list[Culprit], story: Story) -> list[Culprit]:
+    """Of those whom the structure shows a message that lists them may name more."""
+    ranks = {each.rank for each in guessed}
+    told = (list(_named(each, story)) for each in story.sightings if _captured(each) and _lists(each))
+    return next((named for named in told if ranks < {each.rank for each in named}), guessed)
 
 
 def _plain(who: int | str | Culprit, story: Story) -> Culprit:
@@ -129,6 +129,11 @@ def _who_fell(same: Sequence[Sighting], story: Story) -> list[Sighting]:
 
 def _key(who: Who) -> object:
     return who.rank if who.rank is not None else (who.pid or who.host or None)
+
+
+def _lists(seen: Sighting) -> bool:
+    said = seen.rule.signature.culprit
+    return not isinstance(said, str) and said.all
 
 
 def _captured(seen: Sighting) -> bool:

@@ -261,3 +261,8 @@ def test_a_container_that_says_every_line_is_not_to_blame_where_a_rank_fell(tmp_
     for prefix in ("trainer-1  | ", "(Runner pid=7123, ip=10.0.0.77) ", "0: "):
         verdict = judged(tmp_path / prefix[0], job=[f"{prefix}{line}" for line in lines])
         assert names(verdict) == [4]
+
+
+def test_a_message_that_lists_culprits_names_more_than_the_structure_shows(tmp_path: Path) -> None:
+    said = [*watchdog(0, seq=39, numel=1025), *watchdog(22, seq=39, numel=262144), MISMATCH]
+    assert names(judged(tmp_path, job=said)) == [22, 110]
