@@ -30,6 +30,7 @@ _BEGUN = (
 _A_PAIR = 2
 _MANY = 4
 """So many ranks must tell of a time-out for each that says nothing."""
+_ON_RANK = re.compile(r"\b(?:on|by|from) rank (\d+)\b")
 _MACHINERY = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
 """Lines of threads that speak while the rank itself is stuck."""
 
@@ -306,7 +307,19 @@ def _begun(seen: Scene) -> Iterator[Candidate]:
     _, cls, each = max(found, key=lambda one: one[0])
     text = "The last thing that was begun before the time-out: " + each.text[:120]
     if cls:
-        yield _candidate(cls, 0.4, (), first, text, [Fact(each.text, file=each.file, line=each.line)])
+        alone = _alone(seen, [one.text for _, of, one in found if of == cls])
+        yield _candidate(cls, 0.4, alone, first, text, [Fact(each.text, file=each.file, line=each.line)])
+
+
+def _alone(seen: Scene, begun: Sequence[str]) -> tuple[int, ...]:
+    """Who did what was begun and was not where most waited: by its lines, else the one rank that waited elsewhere."""
+    groups = _places(seen)
+    most = {each.rank for each in groups[0]} if groups and len(groups[0]) > 1 else set(seen.waits)
+    named = {int(rank) for text in begun for rank in _ON_RANK.findall(text)} - most
+    if named:
+        return tuple(sorted(named))
+    others = [each.rank for group in groups[1:] for each in group if each.rank is not None]
+    return tuple(others) if len(others) == 1 and most - set(others) else ()
 
 
 def _last_words(story: Story, rank: int) -> list[Said]:

@@ -71,6 +71,55 @@ def test_a_port_that_went_down_is_named_before_the_peer_that_does_not_answer(tmp
     verdict = judged(tmp_path / "both", job=lines, **{"dmesg-gn4": kernel})
     assert verdict.cause == "ib_rdma_fault" and names(verdict) == ["mlx5_3"]
     assert verdict.culprits[0].host == "gn4"
+    event = ["gn4:3301:3390 [2] transport/net_ib.cc:93 NCCL WARN NET/IB : mlx5_3:1 Got async event : port error"]
+    verdict = judged(tmp_path / "event", job=[*event, *lines])
+    assert verdict.cause == "ib_rdma_fault" and names(verdict) == ["mlx5_3"]
+
+
+LINK = [
+    "[Fri Mar 07 09:11:40 2025] ixgbe 0000:5e:00.0 ens2f0: NIC Link is Down",
+    "[Fri Mar 07 09:11:42 2025] bond1: now running without any active interface!",
+]
+UNREACHED = (
+    "gn4:71:99 [0] misc/socket.cc:58 NCCL WARN socketProgressOpt: Call to recv from 10.9.0.7<47037> failed : "
+    "No route to host"
+)
+
+
+def test_a_host_without_link_is_named_before_the_peers_it_cannot_reach(tmp_path: Path) -> None:
+    here = judged(tmp_path / "here", job=[UNREACHED], **{"dmesg-gn4": LINK})
+    assert here.cause == "network_blocked" and names(here) == ["gn4"]
+    elsewhere = judged(tmp_path / "elsewhere", job=[UNREACHED], **{"dmesg-gn5": LINK})
+    assert names(elsewhere) == ["10.9.0.7"]
+    up = ["[Fri Mar 07 09:11:50 2025] bond1: active interface up!"]
+    again = judged(tmp_path / "again", job=[UNREACHED], **{"dmesg-gn4": [*LINK, *up]})
+    assert names(again) == ["10.9.0.7"]
+
+
+def test_the_head_that_does_not_answer_is_named_and_not_its_clients(tmp_path: Path) -> None:
+    said = "[2025-01-14 10:00:31,551 E 90 90] (raylet) gcs_rpc_client.h:179: Failed to connect to GCS"
+    lines = [f"{said} at address 10.1.0.3:6379 within 5 seconds.", f"{said} within 60 seconds. GCS may be dead."]
+    verdict = judged(tmp_path, **{"node-a": lines, "node-b": lines})
+    assert verdict.cause == "ray_node_or_gcs" and names(verdict) == ["10.1.0.3"]
+
+
+def test_the_rank_that_builds_an_index_for_all(tmp_path: Path) -> None:
+    said = [" > WARNING: could not find index map files, building the indices on rank 0 ..."]
+    waiting = [line for rank in range(1, 4) for line in watchdog(rank, seq=3, numel=1)]
+    verdict = judged(tmp_path, job=[*said, *waiting])
+    assert verdict.cause == "slow_rank_preprocess" and names(verdict) == [0]
+
+
+@pytest.mark.parametrize("where", [" on rank 0", ""])
+def test_the_rank_that_alone_saves(tmp_path: Path, where: str) -> None:
+    said = [f"2026-11-21 14:20:00,000 trainer INFO saving checkpoint at step 440{where}"]
+    own = watchdog(0, seq=60, operation="_ALLGATHER_BASE", numel=4096)
+    waiting = [line for rank in range(1, 4) for line in watchdog(rank, seq=60, numel=1)]
+    verdict = judged(tmp_path, job=[*said, *own, *waiting])
+    assert verdict.cause in ("checkpoint_timeout", "rank_divergent_branch") and names(verdict) == [0]
+    every = [f"2026-11-21 14:20:00,000 trainer INFO saving checkpoint at step 440 on rank {rank}" for rank in range(4)]
+    together = judged(tmp_path / "all", job=[*every, *(line for rank in range(4) for line in watchdog(rank, seq=60))])
+    assert names(together) == []
 
 
 def _call(*frames: tuple[str, str]) -> tuple[tuple[str, int, str, str], ...]:
