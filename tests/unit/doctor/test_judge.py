@@ -280,3 +280,16 @@ def test_logs_of_ranks_one_behind_the_other(tmp_path: Path) -> None:
     assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [0]
     beyond = [*steps(0, 50), "[rank0]: KeyError: 'label', will try again", *steps(1, 50, 50)]
     assert judged(tmp_path / "beyond", all=beyond).cause == "benign"
+
+
+def test_the_death_that_a_server_tells_of_outranks_what_its_client_sees(tmp_path: Path) -> None:
+    died = "ERROR 08-01 20:43:17 [multiproc_executor.py:149] Worker proc VllmWorker-3 died unexpectedly, shutting down."
+    seen = raised(0, "requests.exceptions.HTTPError: 500 Server Error: Internal Server Error for url: http://h:8000/v1")
+    verdict = judged(tmp_path, engine=[died], trainer=[*steps(0, 20), *seen])
+    assert verdict.cause == "vllm_engine_failure" and [each.rank for each in verdict.culprits] == [3]
+
+
+def test_a_server_that_answers_with_an_error_was_not_late(tmp_path: Path) -> None:
+    seen = raised(0, "requests.exceptions.HTTPError: 500 Server Error: Internal Server Error for url: http://h:8000/v1")
+    verdict = judged(tmp_path, trainer=[*steps(0, 20), *seen])
+    assert verdict.cause == "remote_service_timeout" and verdict.confidence < 0.8
