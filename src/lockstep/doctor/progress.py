@@ -15,6 +15,10 @@ _STEP = re.compile(
     r"[ =:]{1,2}(?P<count>\d+)\b|\b(?:rollout|episode|game|sample|request|trial|question) #?(?P<number>\d+)\b"
 )
 _BAR = re.compile(r"\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<")
+_WITHIN = re.compile(
+    r"(?i)\b(?:step|iteration|iter|batch|it)s?[ =:#\[(]{1,12}(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
+)
+"""What stands after the number of an epoch: `epoch 3 batch 11`."""
 _ROW = re.compile(r"\{.*['\"]epoch['\"]: ?['\"]?(?P<at>\d{1,6}(?:\.\d+)?(?:e-?\d{1,2})?)")
 """Of transformers' trainers, and those of TRL, which count in parts of an epoch: `{'loss': 0.61, ..., 'epoch': 0.12}`,
 the numbers quoted from release 5 on."""
@@ -39,10 +43,12 @@ def counted(line: str) -> tuple[int, int, int, bool] | None:
 
 
 def _finer(line: str, epoch: re.Match[str] | None) -> tuple[int, int, int, bool] | None:
-    """What counts within an epoch: the bar after its name, or a row that gives the epoch as a fraction."""
+    """What counts within an epoch: the bar or step after its name, or a row that gives the epoch as a fraction."""
     if epoch is not None:
-        bar = _BAR.search(line, epoch.end(), _HEAD)
-        return None if bar is None else (int(epoch["epochs"]), int(bar["bar"]), int(bar["total"]), True)
+        bar, within = _BAR.search(line, epoch.end(), _HEAD), _WITHIN.search(line, epoch.end(), _HEAD)
+        if bar is not None:
+            return int(epoch["epochs"]), int(bar["bar"]), int(bar["total"]), True
+        return None if within is None else (int(epoch["epochs"]), int(within["step"]), int(within["of"] or 0), False)
     row = _ROW.search(line) if "{" in line and "epoch" in line else None
     if row is None:
         return None

@@ -293,3 +293,11 @@ def test_a_server_that_answers_with_an_error_was_not_late(tmp_path: Path) -> Non
     seen = raised(0, "requests.exceptions.HTTPError: 500 Server Error: Internal Server Error for url: http://h:8000/v1")
     verdict = judged(tmp_path, trainer=[*steps(0, 20), *seen])
     assert verdict.cause == "remote_service_timeout" and verdict.confidence < 0.8
+
+
+def test_a_warning_of_the_set_up_that_steps_follow_on_is_harmless(tmp_path: Path) -> None:
+    warned = "[W ProcessGroupGloo.cpp:727] Warning: Unable to resolve hostname to a (local) address. Using the loopback"
+    warned += " address as fallback. Manually set the network interface to bind to with GLOO_SOCKET_IFNAME."
+    batches = [f"2026-11-21 14:10:{at:02d},000 [rank{at % 2}] epoch 0 batch {at} loss 0.5" for at in range(30)]
+    verdict = judged(tmp_path, all=[*batches[:8], warned, *batches[8:], "[rank0] all epochs done, acc 0.9"])
+    assert verdict.cause == "benign"
