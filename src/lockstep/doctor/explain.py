@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.doctor import compared, lasting, recorded, snapshots, structure
+from lockstep.doctor import compared, lasting, late, recorded, snapshots, structure
 from lockstep.doctor import waits as waiting
 from lockstep.doctor.attempts import old_sources
 from lockstep.doctor.clocks import align, date
@@ -25,7 +25,7 @@ EVIDENCE = 8
 _SHORTEST = 4
 _OF_RULE, _FIRST, _VICTIMS = 3, 4, 2
 _NO_FAULT = ("unknown", "benign")
-_ROOMS = (compared, structure, snapshots, lasting)
+_ROOMS = (compared, structure, snapshots, lasting, late)
 _KINDS = {
     "uneven_data": Kind.MISMATCH, "rank_divergent_branch": Kind.MISMATCH, "zero3_generate_desync": Kind.MISMATCH,
     "slow_rank_preprocess": Kind.ABSENT, "checkpoint_timeout": Kind.ABSENT, "rendezvous_incomplete": Kind.ABSENT,

@@ -147,14 +147,14 @@ def _watched(story: Story, found: dict[int, Wait]) -> None:
         started = None if seen.when is None or ran is None else seen.when - ran / 1000
         if known is None:
             named = "" if timeout.seq is None and timeout.operation in ("send", "recv") else timeout.operation
-            found[rank] = Wait(rank, timeout.who, _plain(named), (), True, False, timeout.seq, timeout.numel, started,
+            found[rank] = Wait(rank, timeout.who, plain(named), (), True, False, timeout.seq, timeout.numel, started,
                                seen.when, seen.file, seen.line, seen.text)  # fmt: skip
         else:
             found[rank] = replace(
                 known, seq=timeout.seq if known.seq is None else known.seq,
                 numel=timeout.numel if known.numel is None else known.numel,
                 started=started if known.started is None else known.started,
-                timed_out=True, lost=False, operation=known.operation or _plain(timeout.operation),
+                timed_out=True, lost=False, operation=known.operation or plain(timeout.operation),
             )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def operations(story: Story) -> Counter[str]:
     return Counter(name for name in names if name)
 
 
-def _plain(said: str) -> str:
+def plain(said: str) -> str:
     """`_ALLGATHER_BASE`, `all_reduce` -> `allgather`, `allreduce`."""
     low = said.lower().strip("_")
     for name, pattern in _NAMES[:11]:

@@ -221,3 +221,25 @@ def test_an_analysis_of_dumps_that_names_other_sizes_adds_nothing_to_those_of_th
     verdict = judged(tmp_path, train=[*lines, *watchdog(0, 9, numel=94705057), *watchdog(1, 9, numel=1)], dumps=[said])
     assert verdict.confidence < 0.8
     assert {verdict.cause, verdict.alternatives[0].what} == {"rank_divergent_branch", "uneven_data"}
+
+
+def _took(seconds: list[float]) -> list[str]:
+    return [f"2026-11-21 14:{at:02d}:00,000 - INFO - outer all_reduce of 6e9 params took {each} s"
+            for at, each in enumerate(seconds)]  # fmt: skip
+
+
+def test_a_collective_that_takes_longer_and_longer_meets_its_time_out(tmp_path: Path) -> None:
+    ends = [line for rank in range(4) for line in watchdog(rank, 61)]
+    verdict = judged(tmp_path, all=[*_took([500.0, 540.5, 571.0, 596.5]), *ends])
+    assert verdict.cause == "slow_collective_timeout"
+    steady = judged(tmp_path / "steady", all=[*_took([20.0, 21.5, 22.0, 23.0]), *ends])
+    assert steady.cause != "slow_collective_timeout"
+
+
+def test_a_rank_that_was_done_when_its_peers_had_given_up_was_slow(tmp_path: Path) -> None:
+    ends = [line for rank in range(3) for line in watchdog(rank, 61)]
+    late = "(WorkerDict pid=1207) rank 3 {} done in {} s"
+    verdict = judged(tmp_path, all=[*ends, late.format("rollout", 611.8)])
+    assert verdict.cause == "slow_collective_timeout" and ranks(verdict) == [3]
+    assert judged(tmp_path / "b", all=[*ends, late.format("checkpoint", 611.8)]).cause == "checkpoint_timeout"
+    assert judged(tmp_path / "c", all=[*ends, late.format("rollout", 11.8)]).cause != "slow_collective_timeout"
