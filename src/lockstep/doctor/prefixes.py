@@ -121,7 +121,7 @@ _FILE_NODE = re.compile(r"(?:^|[/_.-])(?:node|host|n)[_.-]?(?P<node>\d{1,5})(?=[
 _ATTEMPT = re.compile(r"(?:^|/)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/(?:stdout|stderr|error)")
 _FILE_HOST = re.compile(rf"(?:^|[/_])(?P<host>{_HOST})$")
 _TOOLS = re.compile(
-    r"^(?:(?:py-?spy|nvidia-smi|ibstat|strace)[_.-]|(?:probe|dmesg|gpu|ps|stack|env|top)_)"
+    r"^(?:(?:py-?spy|nvidia-smi|ibstat|strace)[_.-]|(?:probe|dmesg|gpu|ps|stack|env|top|node|host)_)"
     r"|[_.-](?:py-?spy|nvidia-smi|ibstat|strace|env|ps|top|stack)$"
 )
 _OF_KERNEL = r"(?:dmesg|kern(?:el)?|syslog|messages|journal(?:ctl)?)"
@@ -129,6 +129,11 @@ _KERNEL = re.compile(rf"^{_OF_KERNEL}(?:\.log|[_-]T)?[_.@-](?P<after>.+)$|^(?P<b
 _KERNEL_HOST = re.compile(r"(?=[^\d]*\d|(?:host|node|gpu|worker|server|head|master|login|compute)[-_.])[A-Za-z][\w.-]*")
 """What stands beside the kernel's name: the log of a kernel is a host's, with fewer forms than other files have."""
 _NO_HOST = re.compile(r"(?:job|slurm|run|attempt|step|boot|part|after|before)[-_.]?\d*")
+_PROGRAM = re.compile(
+    r"^(?:raylet|gcs(?:[-_]server)?|dashboard(?:[-_]agent)?|(?:runtime[-_]env[-_])?agent|(?:log[-_])?monitor"
+    r"|(?:python[-_])?core[-_](?:worker|driver)|torchrun|elastic|watchdog)(?:[-_.]\d+)?(?:[-_](?=\D)|$)"
+)
+"""Programs of every host, of which a number tells only one from another; the host may stand behind them."""
 _FILE_ADDRESS = re.compile(
     r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?=[_.-]|$)(?!\.\d)"
 )
@@ -257,7 +262,7 @@ _RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
 def _host_in(stem: str, last: str) -> str:
     if _JOB_NAMES.match(last) or _RUN_NAME.search(last):
         return ""
-    last = _OF_RANK.sub("", _TOOLS.sub("", _TOOLS.sub("", last)))
+    last = _PROGRAM.sub("", _OF_RANK.sub("", _TOOLS.sub("", _TOOLS.sub("", last))), count=1)
     found = _FILE_HOST.search(last)
     if found:
         return "" if _NUMBERED.match(found["host"]) else found["host"]
@@ -266,5 +271,5 @@ def _host_in(stem: str, last: str) -> str:
 
 def _host_above(stem: str) -> str:
     parent = PurePosixPath(stem).parent.name
-    found = _FILE_HOST.match(parent) if parent else None
+    found = _FILE_HOST.match(parent) if parent and not _NO_HOST.fullmatch(parent) else None
     return found["host"] if found and not _NUMBERED.match(found["host"]) else ""

@@ -154,6 +154,12 @@ def test_times(line: str, clock: str) -> None:
         ("gn12.rank3.log", "gn12"),
         ("rank-3-of-8.log", ""),
         ("rank.3/stdout", ""),
+        ("raylet-0.log", ""),
+        ("gn050/raylet-1.out", "gn050"),
+        ("raylet-gn12.log", "gn12"),
+        ("python-core-worker-12.log", ""),
+        ("job-17/console.log", ""),
+        ("node_gx-102.log", "gx-102"),
     ],
 )
 def test_the_host_in_the_name_of_a_file(name: str, host: str) -> None:
