@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from lockstep.doctor.conditions import Seen
 from lockstep.doctor.sightings import Sighting
 from lockstep.doctor.story import Story, order
+from lockstep.doctor.tracebacks import own
 from lockstep.watch.verdict import Culprit, Fact
 
 SIGN_AT_MOST = 0.6
@@ -32,6 +33,7 @@ AT_THE_END = 0.6
 STRONG = 0.5
 """A class from this on may take weight from others."""
 _END = "external_kill"
+_NOT_ALL = "rendezvous_incomplete"
 _CLOSE = 60.0
 """Seconds within which the order of lines says little of what came first."""
 DECIDED = 0.35
@@ -78,6 +80,7 @@ def judge(story: Story, structural: Iterable[Candidate] = ()) -> Judgement:
     telling = [each for each in story.sightings if each.rule.cls and each.rule.signature.role != "context"]
     held = [each for each in telling if seen.allows(each)]
     causes = _unexplained(story, [each for each in held if each.rule.signature.role in ("cause", "sign")])
+    causes = _not_kept_away(story, causes)
     candidates = _by_class(story, causes)
     structural = list(structural)
     silent = next((each for each in structural if each.cls == "unknown"), Candidate("unknown", 0.0))
@@ -107,6 +110,20 @@ def _unexplained(story: Story, causes: list[Sighting]) -> list[Sighting]:
     present = {each.rule.id: each for each in causes if not (story.survived(each) or story.strayed(each))}
     kept = [each for each in causes if not any(_explains(one, each) for one in present.values())]
     return kept or causes
+
+
+def _not_kept_away(story: Story, causes: list[Sighting]) -> list[Sighting]:
+    """Without the counts of who came, where as many ranks as were missed had errors of their own before that: those
+    kept them away."""
+    short = [each for each in causes if {"joined", "size"} <= each.fields.keys()]
+    fell = [(story.rank(each), each.when) for each in causes if each not in short and each.rule.cls != _NOT_ALL]
+    fell += [(who.rank, when) for who, when, traceback, _ in story.tracebacks if own(traceback)]
+    away = []
+    for each in short:
+        earlier = {rank for rank, when in fell if when is None or each.when is None or when <= each.when}
+        missed = int(each.fields["size"]) - int(each.fields["joined"])
+        away += [each] if len(earlier - {None, story.rank(each)}) == missed else []
+    return [each for each in causes if each not in away]
 
 
 def _explains(one: Sighting, other: Sighting) -> bool:

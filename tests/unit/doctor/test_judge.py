@@ -301,3 +301,17 @@ def test_a_warning_of_the_set_up_that_steps_follow_on_is_harmless(tmp_path: Path
     batches = [f"2026-11-21 14:10:{at:02d},000 [rank{at % 2}] epoch 0 batch {at} loss 0.5" for at in range(30)]
     verdict = judged(tmp_path, all=[*batches[:8], warned, *batches[8:], "[rank0] all epochs done, acc 0.9"])
     assert verdict.cause == "benign"
+
+
+def _short(joined: int) -> list[str]:
+    came = ["[rank1]: torch.distributed.DistNetworkError: failed to recv, got 0 bytes"] if joined > 1 else []
+    count = f"Timed out after 601 seconds waiting for clients. {joined}/4 clients joined."
+    return [f"[rank0]: torch.distributed.DistStoreError: {count}", *came]
+
+
+def test_an_error_of_as_many_ranks_as_were_missed_kept_them_away(tmp_path: Path) -> None:
+    broken = "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"
+    beside = [line for rank in (2, 3) for line in raised(rank, broken)]
+    verdict = judged(tmp_path, node_a=_short(2), node_b=beside)
+    assert verdict.cause == "gpu_hardware_fault" and {each.rank for each in verdict.culprits} == {2, 3}
+    assert judged(tmp_path / "one", node_a=_short(1), node_b=beside).cause == "rendezvous_incomplete"
