@@ -71,9 +71,9 @@ def _related(condition: Condition, other: Sighting, seen: Sighting) -> bool:
 
 
 def _precedes(one: Sighting, other: Sighting) -> bool:
-    """By time; by the line in one file where one of them has no time."""
-    if one.source == other.source and (one.when is None or other.when is None):
-        return one.line < other.line
+    """By time; where one of them has none by the line in one file, and of two files nothing is known."""
+    if one.when is None or other.when is None:
+        return one.source == other.source and one.line < other.line
     return order(one) < order(other)
 
 

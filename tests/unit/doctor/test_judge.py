@@ -287,6 +287,8 @@ def test_the_death_that_a_server_tells_of_outranks_what_its_client_sees(tmp_path
     seen = raised(0, "requests.exceptions.HTTPError: 500 Server Error: Internal Server Error for url: http://h:8000/v1")
     verdict = judged(tmp_path, engine=[died], trainer=[*steps(0, 20), *seen])
     assert verdict.cause == "vllm_engine_failure" and [each.rank for each in verdict.culprits] == [3]
+    undated = judged(tmp_path / "undated", client=seen, server=["Worker proc VllmWorker-3 died unexpectedly"])
+    assert undated.cause == "vllm_engine_failure"
 
 
 def test_a_server_that_answers_with_an_error_was_not_late(tmp_path: Path) -> None:
