@@ -103,6 +103,15 @@ def test_the_head_that_does_not_answer_is_named_and_not_its_clients(tmp_path: Pa
     assert verdict.cause == "ray_node_or_gcs" and names(verdict) == ["10.1.0.3"]
 
 
+def test_a_master_whose_name_does_not_resolve_is_named_by_the_line_that_tells_it(tmp_path: Path) -> None:
+    lines = ["ValueError: host not found: Name or service not known"]
+    told = ["2026-11-21 14:10:00,000 INFO main(batch_size=12, master=sft-master-0:23456)", *lines]
+    verdict = judged(tmp_path / "told", **{"sft-worker-1": told})
+    assert verdict.cause == "master_unreachable" and names(verdict) == ["sft-master-0"]
+    alone = judged(tmp_path / "alone", job=raised(3, lines[0]))
+    assert alone.cause == "master_unreachable" and names(alone) == [3]
+
+
 def test_the_rank_that_builds_an_index_for_all(tmp_path: Path) -> None:
     said = [" > WARNING: could not find index map files, building the indices on rank 0 ..."]
     waiting = [line for rank in range(1, 4) for line in watchdog(rank, seq=3, numel=1)]
