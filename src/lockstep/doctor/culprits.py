@@ -106,14 +106,16 @@ def _all_of(found: Iterable[Culprit], story: Story) -> list[Culprit]:
 
 
 def _others(same: Sequence[Sighting], story: Story) -> list[Culprit]:
-    """Who is known and does not say it: as many ranks as are missing, else the hosts with a file of their own."""
-    said = {story.rank(each) for each in same}
+    """Who is known and does not say it: as many ranks as are missing, else the hosts with a file of their own. Whom the
+    store was lost to had come."""
+    came = [*same, *story.facts("store_lost")]
+    said = {story.rank(each) for each in came}
     missing = [rank for rank in sorted(story.ranks) if rank not in said]
     counts = {int(each.fields["size"]) - int(each.fields["joined"]) for each in same
               if {"size", "joined"} <= each.fields.keys()}  # fmt: skip
     if missing and None not in said and counts <= {len(missing)}:
         return [of_rank(rank, story) for rank in missing]
-    files = {each.source for each in same}
+    files = {each.source for each in came}
     hosts = {reading.who.host for reading in story.readings if reading.who.host and reading.source not in files}
     return [Culprit(None, host=each, name=each) for each in sorted(hosts)]
 

@@ -112,6 +112,14 @@ def test_a_master_whose_name_does_not_resolve_is_named_by_the_line_that_tells_it
     assert alone.cause == "master_unreachable" and names(alone) == [3]
 
 
+def test_who_lost_the_store_had_come_to_the_rendezvous(tmp_path: Path) -> None:
+    short = "[rank0]: DistStoreError: Timed out after 9 seconds waiting for clients. 4/6 clients joined."
+    gone = [f"[rank{rank}]: torch.distributed.DistNetworkError: failed to recv, got 0 bytes" for rank in (4, 5)]
+    files = {"gn-1": [short], "gn-2": ["installing packages"], "gn-3": gone}
+    verdict = judged(tmp_path, **files)
+    assert verdict.cause == "rendezvous_incomplete" and names(verdict) == ["gn-2"]
+
+
 def test_the_rank_that_builds_an_index_for_all(tmp_path: Path) -> None:
     said = [" > WARNING: could not find index map files, building the indices on rank 0 ..."]
     waiting = [line for rank in range(1, 4) for line in watchdog(rank, seq=3, numel=1)]
