@@ -19,7 +19,8 @@ from lockstep.doctor.check.communicators import Communicator, communicators, on_
 from lockstep.doctor.check.launchers import Printed, Several
 from lockstep.doctor.check.meeting import Head, Meeting, Missing
 from lockstep.doctor.check.memory import Room
-from lockstep.doctor.check.probe import interfaces, own_address_towards, resolved
+from lockstep.doctor.check.network import INTERNET, own_address_towards
+from lockstep.doctor.check.probe import interfaces, resolved
 from lockstep.doctor.check.protocol import TOKEN_VARIABLE, Launcher, new_token
 from lockstep.doctor.check.wanted import needs_of
 from lockstep.doctor.finding import Finding, Report
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-_INTERNET = "8.8.8.8", "2001:4860:4860::8888"
-"""What Ray and vLLM ask the kernel's route to as well; no packet is sent."""
 START_S = 30.0
 """How long probes that are started by a program are waited for: a busy host takes its time to start Python. Who is not
 there is told meanwhile."""
@@ -257,4 +256,4 @@ def _own_address(hosts: Sequence[str]) -> str:
     """Of this host on the way to the first of the others that has an address, else to the internet; empty where there
     is no way."""
     others = (peer for name in hosts if not _is_here(name) for peer in resolved(name)[:1])
-    return next(filter(None, map(own_address_towards, chain(others, _INTERNET))), "")
+    return next(filter(None, map(own_address_towards, chain(others, INTERNET))), "")

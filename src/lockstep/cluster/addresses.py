@@ -6,13 +6,12 @@ A name that resolves, or what somebody bound to, says little: the kernel's route
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 import psutil
 
-from lockstep.watch import cards
 from lockstep.watch.errors import Carried
+from lockstep.watch.network import NET, on_card, route_to
 
 _CONTAINERS = (
     "docker",
@@ -58,25 +57,13 @@ def interfaces() -> list[Interface]:
     states = psutil.net_if_stats()
     found = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
-        folder = cards.NET / name
-        bridge, carries = (folder / "bridge").is_dir(), cards.on_card(folder)
+        folder = NET / name
+        bridge, carries = (folder / "bridge").is_dir(), on_card(folder)
         up = name not in states or states[name].isup
         for each in addresses:
             if each.family in (socket.AF_INET, socket.AF_INET6):
                 found.append(Interface(name, each.address.partition("%")[0], bridge, up, carries))
     return found
-
-
-def route_to(peer: str) -> str:
-    """The address of this host that its kernel would use to reach the peer; nothing is sent, and nobody asked.
-
-    Raises:
-        OSError: there is no route, or the peer is a name.
-    """
-    family, _, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
-    with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def own_address(

@@ -21,11 +21,11 @@ from lockstep.cluster.addresses import (
     check_nodes,
     interfaces,
     own_address,
-    route_to,
 )
 from lockstep.cluster.local import LocalCluster
 from lockstep.config.cluster import LocalCluster as Config
 from lockstep.watch.folders import new_run_id
+from lockstep.watch.network import route_to
 
 LO = Interface("lo", "127.0.0.1")
 ETH = Interface("eth0", "10.1.0.4")

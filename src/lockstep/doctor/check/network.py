@@ -1,6 +1,5 @@
 """Gathers interfaces, routes and name resolution of this host. Nothing is sent to peers."""
 
-import contextlib
 import ipaddress
 import socket
 import time
@@ -12,9 +11,9 @@ import psutil
 from lockstep.doctor.check.facts import Interface, Names, Network
 from lockstep.doctor.check.interfaces import VARIABLES
 from lockstep.doctor.check.system import System, number_of
-from lockstep.watch.cards import on_card
+from lockstep.watch.network import on_card, route_to
 
-_INTERNET_V4, _INTERNET_V6 = ("8.8.8.8", 80), ("2001:4860:4860::8888", 80)
+INTERNET = "8.8.8.8", "2001:4860:4860::8888"
 """What Ray and vLLM ask the kernel's route to; no packet is sent."""
 _INFINIBAND = 32
 """ARPHRD_INFINIBAND of linux/if_arp.h."""
@@ -22,10 +21,11 @@ _INFINIBAND = 32
 
 def gather_network(system: System) -> Network:
     """Of this process's network namespace."""
+    route_v4, route_v6 = map(own_address_towards, INTERNET)
     return Network(
         gather_interfaces(system.sys),
-        _route(socket.AF_INET, _INTERNET_V4),
-        _route(socket.AF_INET6, _INTERNET_V6),
+        route_v4,
+        route_v6,
         {name: system.environ[name] for name in VARIABLES if system.environ.get(name)},
     )
 
@@ -73,13 +73,13 @@ def _kind(folder: Path, name: str) -> tuple[str, bool]:
     return "physical", True
 
 
-def _route(family: socket.AddressFamily, target: tuple[str, int]) -> str:
-    with contextlib.suppress(OSError), contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-        if probe.connect_ex(target):
-            return ""
-        own = str(probe.getsockname()[0])
-        return "" if ipaddress.ip_address(own.partition("%")[0]).is_unspecified else own
-    return ""
+def own_address_towards(peer: str) -> str:
+    """The address of this host that its kernel would use; nothing is sent. Empty where there is no route."""
+    try:
+        own = route_to(peer, names=True)
+    except OSError:
+        return ""
+    return "" if ipaddress.ip_address(own.partition("%")[0]).is_unspecified else own
 
 
 def gather_names(system: System, others: Iterable[str] = ()) -> Names:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.doctor.check import orders, peers
 from lockstep.doctor.check.facts import Interface
-from lockstep.doctor.check.network import gather_interfaces
+from lockstep.doctor.check.network import gather_interfaces, own_address_towards
 from lockstep.doctor.check.protocol import MAX_ORDER, RUN, Card, Message, hear, own, tell
 from lockstep.doctor.check.ranks import Ranks
 from lockstep.doctor.check.typed import WORDS
@@ -76,17 +76,6 @@ def join(host: str, port: int, token: str, name: str, bound_s: float = JOIN_S, s
                 left = max(0.0, until - time.monotonic())
                 say(f"{host}:{port} cannot be reached ({told}); it is tried for {left:.0f} s more")
         waits.sleep(0.2, "the head does not listen yet")
-
-
-def own_address_towards(peer: str) -> str:
-    """The address of this host that its kernel would use; nothing is sent. Empty where there is no route."""
-    try:
-        family, _, _, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-        with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-            probe.setblocking(False)
-            return "" if probe.connect_ex(target) else str(probe.getsockname()[0])
-    except OSError:
-        return ""
 
 
 def interfaces() -> list[Interface]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.watch.cards import NET, on_card
+from lockstep.watch.network import NET, on_card
 
 
 def net(folder: Path) -> Path:
