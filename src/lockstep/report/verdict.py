@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.report.top import duration
+from lockstep.watch.rows import advice, beside
 from lockstep.watch.verdict import Culprit, Fact, Level, Verdict
 
 _COLOURS = {Level.NOTICE: "yellow", Level.CONFIRMED: "bold red", Level.ACT: "bold red"}
@@ -30,7 +31,7 @@ def render(verdict: Verdict) -> RenderableType:
 
 
 def _rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    yield from _named("culprit", [_culprit(each) for each in verdict.culprits])
+    yield from beside("culprit", [_culprit(each) for each in verdict.culprits])
     if verdict.collective is not None:
         each = verdict.collective
         site = f", called at {each.call_site}" if each.call_site else ""
@@ -39,20 +40,12 @@ def _rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
     for link in verdict.waiting:
         since = "" if link.since_s is None else f" since {duration(link.since_s)}"
         waiting.append(f"{link.who} waits{f' for {link.on}' if link.on else ''}{since}: {link.what}")
-    yield from _named("waiting", waiting)
+    yield from beside("waiting", waiting)
     shown = [_fact(fact) for fact in verdict.evidence[:_EVIDENCE]]
     if len(verdict.evidence) > _EVIDENCE:
         shown.append(f"and {len(verdict.evidence) - _EVIDENCE} more")
-    yield from _named("evidence", shown)
-    yield from _named("or else", [f"{each.what} ({each.confidence:.2f})" for each in verdict.alternatives])
-    yield from _named("what helps", [verdict.fix] if verdict.fix else [])
-    yield from _named("to know more", list(verdict.collect))
-
-
-def _named(name: str, texts: list[str]) -> Iterator[tuple[str, str]]:
-    """The name beside the first of the texts only."""
-    for at, text in enumerate(texts):
-        yield name if at == 0 else "", text
+    yield from beside("evidence", shown)
+    yield from advice(verdict)
 
 
 def _culprit(culprit: Culprit) -> str:

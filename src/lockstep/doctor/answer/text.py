@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.watch.rows import advice, beside
 from lockstep.watch.verdict import Culprit, Fact, Kind, Verdict
 
 if TYPE_CHECKING:
@@ -45,22 +46,15 @@ def headline(explained: "Explained") -> str:
 
 def rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
     """Name and text of each thing that is known; the name stands beside the first of its texts only."""
-    yield from _named("structure", [str(verdict.kind)] if verdict.kind is not Kind.UNKNOWN else [])
-    yield from _named("culprit", [culprit(each) for each in verdict.culprits])
+    yield from beside("structure", [str(verdict.kind)] if verdict.kind is not Kind.UNKNOWN else [])
+    yield from beside("culprit", [culprit(each) for each in verdict.culprits])
     if verdict.collective is not None:
         number = f" #{verdict.collective.seq}" if verdict.collective.seq >= 0 else ""
         yield "collective", f"{verdict.collective.operation or 'collective'}{number}"
     waiting = [f"{each.who} waits for {each.on}: {each.what}" for each in verdict.waiting[:6]]
-    yield from _named("waiting", waiting)
-    yield from _named("evidence", [fact(each) for each in verdict.evidence])
-    yield from _named("or else", [f"{each.what} ({each.confidence:.2f})" for each in verdict.alternatives])
-    yield from _named("what helps", [verdict.fix] if verdict.fix else [])
-    yield from _named("to know more", list(verdict.collect))
-
-
-def _named(name: str, texts: list[str]) -> Iterator[tuple[str, str]]:
-    for at, text in enumerate(texts):
-        yield name if at == 0 else "", text
+    yield from beside("waiting", waiting)
+    yield from beside("evidence", [fact(each) for each in verdict.evidence])
+    yield from advice(verdict)
 
 
 def culprit(who: Culprit) -> str:
