@@ -123,7 +123,7 @@ def _frames(text: str) -> list[tuple[str, list[str]]]:
 def _remote_lines(error: RemoteError) -> list[str]:
     """The user's own, where there are some; else where Lockstep was, unless the error says already what is wrong."""
     own = own_frames(error.traceback)
-    if own or error.kind.startswith("lockstep."):
+    if own or error.code:
         return own
     ours = [lines for file, lines in _frames(error.traceback) if file.startswith(_OURS)]
     return ours[-1] if ours else []

@@ -64,6 +64,8 @@ class Failure(msgspec.Struct, tag=6, array_like=True):
     kind: str
     message: str
     traceback: str
+    code: str = ""
+    """`lockstep.watch.errors.error_code` of the exception."""
 
 
 class Pulse(msgspec.Struct, tag=7, array_like=True):

@@ -66,11 +66,13 @@ def successor(name: str) -> str:
 
 
 class RemoteError(Carried, RuntimeError):
-    """An exception that was raised in a worker: its type, message, worker and remote traceback."""
+    """An exception that was raised in a worker: its type, message, worker and remote traceback. Decisions depend on
+    `code` (`lockstep.watch.errors.error_code`), never on `kind`, the dotted path of its class."""
 
-    def __init__(self, worker: str, rank: int, kind: str, message: str, traceback: str) -> None:
+    def __init__(self, worker: str, rank: int, kind: str, message: str, traceback: str, code: str = "") -> None:
         super().__init__(f"{kind} in {worker}: {message}\n\n--- traceback in {worker} ---\n{traceback}")
         self.worker, self.rank, self.kind, self.message, self.traceback = worker, rank, kind, message, traceback
+        self.code = code
 
 
 class WorkerDied(Carried, RuntimeError):

@@ -163,7 +163,9 @@ class RemoteWorker:
                     raise ValueError(f"process {pid} is not {self.name}, which is {self.pid}")
                 self._resume(connection, received)
             case Failure(id=number):
-                error = RemoteError(self.name, self.spec.rank, message.kind, message.message, message.traceback)
+                error = RemoteError(
+                    self.name, self.spec.rank, message.kind, message.message, message.traceback, message.code
+                )
                 self._answered(number, error, payload)
             case Pulse():
                 if self._pulse is None or self._pulse.moves != message.moves:

@@ -19,7 +19,7 @@ from lockstep.cluster.freshness import changed_since
 from lockstep.cluster.messages import STARTED, Call, Failure, Result
 from lockstep.cluster.protocol import Later
 from lockstep.watch import recorder, waits
-from lockstep.watch.errors import CollectiveStalled
+from lockstep.watch.errors import CollectiveStalled, error_code
 from lockstep.watch.waits import WaitTimeout
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Service:
     ) -> tuple[Result | Failure, Payload] | None:
         """The answer, None where it comes later."""
         if broken is not None:
-            return Failure(call.id, broken.kind, broken.message, broken.traceback), b""
+            return Failure(call.id, broken.kind, broken.message, broken.traceback, broken.code), b""
         method = self._method(call)
         signature = signature_of(method)
         value = method(self._object, **signature.decode_arguments(arguments))
@@ -256,7 +256,7 @@ def _renewable(service: object, since: float) -> Callable[[], None]:
 
 
 def failure(call: int, error: BaseException) -> Failure:
-    """An exception as it travels: its type's name, message and traceback (without this room's own frames)."""
+    """An exception as it travels: its type's name, message, traceback (without this room's own frames) and code."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     trace = error.__traceback__
@@ -265,7 +265,7 @@ def failure(call: int, error: BaseException) -> Failure:
     text = "".join(traceback.TracebackException(kind, error, trace).format())
     message = "".join(traceback.format_exception_only(error)).strip()
     message = message.removeprefix(f"{name}: ") if message != name else ""
-    return Failure(call, name, _sendable(message), _sendable(text))
+    return Failure(call, name, _sendable(message), _sendable(text), error_code(kind))
 
 
 def _sendable(text: str) -> str:

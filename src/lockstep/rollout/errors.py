@@ -27,6 +27,8 @@ class BadLogits(Carried, ArithmeticError):
 class WeightsMismatch(Carried, ValueError):
     """Published weights that are not the engine's: names it does not have, names it misses."""
 
+    error_code = "weights_mismatch"
+
     def __init__(self, unknown: Sequence[str], missing: Sequence[str]) -> None:
         parts = [
             f"{len(names)} {what} ({', '.join(list(names)[:3])}{', ...' if len(names) > 3 else ''})"
@@ -39,6 +41,8 @@ class WeightsMismatch(Carried, ValueError):
 
 class InterruptedUpdate(Carried, RuntimeError):
     """Weights of `version` stopped coming, as `problem` says. The engine serves nobody until it has some whole."""
+
+    error_code = "interrupted_update"
 
     def __init__(self, version: int, problem: str) -> None:
         super().__init__(f"weights version {version} did not come whole: {problem}")

@@ -8,14 +8,13 @@ from typing import Protocol
 from lockstep.cluster.protocol import RemoteError
 from lockstep.config.trainer import Checkpoint as CheckpointConfig
 from lockstep.ledger.ledger import Ledger
+from lockstep.train.checkpoint import CheckpointError
 from lockstep.train.retention import bytes_written, kept, remove_checkpoint, sweep
 from lockstep.watch import waits
 
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"\d{8,}")
-_DAMAGED = "lockstep.train.checkpoint.CheckpointError"
-"""What a rank raises for a checkpoint that it cannot read."""
 
 
 class Saver(Protocol):
@@ -45,7 +44,7 @@ def restore(loader: Loader, ledger: Ledger) -> int:
         try:
             loader.load(row.path)
         except RemoteError as error:
-            if error.kind != _DAMAGED:
+            if error.code != CheckpointError.error_code:
                 raise
             log.warning("%s", error.message)
             damage.append(error)

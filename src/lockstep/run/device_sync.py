@@ -23,10 +23,10 @@ STRIKES = 2
 """Versions in a row that an engine may miss before it gets all of them through host memory."""
 ANSWER_S = 5.0
 """A receiver whose own bounds are over answers within this time, or is left to the way through host memory."""
-_INNOCENT = frozenset({"LinkFailed", "TornWeights", "InterruptedUpdate"})
-"""Errors of receivers that may be another's fault."""
-_MISMATCH = frozenset({"PlanMismatch", "WeightsMismatch"})
-"""Errors that no way of sending would mend."""
+_INNOCENT = frozenset({"weight_link_failed", "torn_weights", "interrupted_update"})
+"""Codes of errors of receivers that may be another's fault."""
+_MISMATCH = frozenset({"plan_mismatch", "weights_mismatch"})
+"""Codes of errors that no way of sending would mend."""
 
 
 class Ranks(Protocol):
@@ -142,10 +142,10 @@ class DeviceSync:
                 found.taken.append(engine)
                 continue
             log.warning("%s has not got version %d: %s", engine.spec.name, version, outcome)
-            kind = outcome.kind.rpartition(".")[2] if isinstance(outcome, RemoteError) else ""
-            if kind in _MISMATCH and isinstance(outcome, RemoteError):
+            code = outcome.code if isinstance(outcome, RemoteError) else ""
+            if code in _MISMATCH and isinstance(outcome, RemoteError):
                 raise outcome
-            if kind in _INNOCENT:
+            if code in _INNOCENT:
                 found.again.append(engine)
             assert isinstance(outcome, RemoteError | WorkerDied | Stalled)
         return found

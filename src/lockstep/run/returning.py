@@ -22,12 +22,12 @@ from lockstep.run.services import EngineAPI
 from lockstep.watch import waits
 from lockstep.watch.waits import Stalled, WaitTimeout
 from lockstep.weights.delivery import Source
+from lockstep.weights.errors import StaleVersion
 
 log = logging.getLogger(__name__)
 
 PUBLISH_S = 60.0
 """Between the commit of a version and the engines being told of it nothing is done but to bring it to their nodes."""
-_STALE = "lockstep.weights.errors.StaleVersion"
 
 
 class Returning:
@@ -236,7 +236,7 @@ class Returning:
                 worker.submit(EngineAPI.load_weights, folder, version).result(why=f"weights of version {version}")
                 return True
         except RemoteError as error:
-            if error.kind != _STALE:
+            if error.code != StaleVersion.error_code:
                 raise
         waits.poll(
             lambda: True if self.weights != weights or self._over() else None, kind="queue", whom="controller",

@@ -49,6 +49,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written or must not be read."""
 
+    error_code = "checkpoint_unusable"
+
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(f"checkpoint {folder}: {reason}")
         self.folder, self.reason = folder, reason

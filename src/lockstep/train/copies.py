@@ -24,6 +24,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 class NoRoomForCopy(RuntimeError):
     """Shared memory has no room for two copies of a rank's state; bytes."""
 
+    error_code = "no_room_for_copy"
+
     def __init__(self, folder: Path, needed: int, available: int) -> None:
         super().__init__(
             f"{folder}: two copies of the trainer's state need {needed} bytes of shared memory for this rank, "
@@ -34,6 +36,8 @@ class NoRoomForCopy(RuntimeError):
 
 class NoCopy(RuntimeError):
     """There is no whole copy of that version, or it is of other tensors."""
+
+    error_code = "no_copy"
 
     def __init__(self, folder: Path, rank: int, version: int, why: str) -> None:
         super().__init__(f"{folder}: no copy of version {version} of rank {rank}'s state: {why}")

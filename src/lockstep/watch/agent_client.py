@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 class AgentError(Carried, RuntimeError):
     """The agent refused a request (`why`), or ended."""
 
+    error_code = "agent"
+
     def __init__(self, operation: str, why: str) -> None:
         super().__init__(f"{operation}: {why}")
         self.operation, self.why = operation, why

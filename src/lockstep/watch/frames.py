@@ -31,6 +31,8 @@ Code = Literal["token", "run", "generation", "protocol"]
 class WireError(Carried, ConnectionError):
     """A connection that cannot be used (any more): who is at its other end, and why."""
 
+    error_code = "connection"
+
     def __init__(self, peer: str, why: str) -> None:
         super().__init__(f"connection with {peer}: {why}")
         self.peer, self.why = peer, why

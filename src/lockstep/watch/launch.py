@@ -65,6 +65,8 @@ class Watch:
 class CannotStart(Carried, OSError):
     """The command cannot be started; `code` is what a shell would end with."""
 
+    error_code = "cannot_start"
+
     def __init__(self, command: str, why: str, code: int) -> None:
         super().__init__(f"{command}: {why}")
         self.command, self.why, self.code = command, why, code

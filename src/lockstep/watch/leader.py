@@ -18,6 +18,8 @@ FILE = "leader.json"
 class Superseded(Carried, RuntimeError):
     """A later generation has the run."""
 
+    error_code = "superseded"
+
     def __init__(self, run: str, generation: int, current: int) -> None:
         super().__init__(f"generation {generation} of {run} is superseded: generation {current} has taken it over")
         self.run, self.generation, self.current = run, generation, current

@@ -13,6 +13,8 @@ Ports = tuple[int, int]
 class NoPort(Carried, OSError):
     """All ports of a range are in use on a host."""
 
+    error_code = "no_port"
+
     def __init__(self, host: str, ports: Ports) -> None:
         first, last = ports
         super().__init__(f"all ports from {first} to {last} of {host} are in use: free some, or name a wider range")

@@ -23,6 +23,8 @@ _SLICE_S = 0.25
 class WaitTimeout(Carried, TimeoutError):
     """A wait reached its bound. Fields: kind, whom, why, waited_s."""
 
+    error_code = "wait_timeout"
+
     def __init__(self, kind: str, whom: str, why: str, waited_s: float) -> None:
         super().__init__(f"waited {waited_s:.1f} s for {whom} ({kind}): {why}")
         self.kind, self.whom, self.why, self.waited_s = kind, whom, why, waited_s
@@ -30,6 +32,8 @@ class WaitTimeout(Carried, TimeoutError):
 
 class Stalled(WaitTimeout):
     """The one waited for made no progress for `stall_s`."""
+
+    error_code = "stalled"
 
     def __init__(self, kind: str, whom: str, why: str, waited_s: float, stall_s: float) -> None:
         super().__init__(kind, whom, why, waited_s)

@@ -13,6 +13,8 @@ class WeightsError(Carried, RuntimeError):
 class PlanMismatch(WeightsError):
     """Two sides that do not mean the same tensors: the first `difference`, digests where two plans were compared."""
 
+    error_code = "plan_mismatch"
+
     def __init__(self, difference: str, expected: str | None = None, found: str | None = None) -> None:
         digests = f" (expected digest {expected[:12]}, found {found[:12]})" if expected and found else ""
         super().__init__(
@@ -35,6 +37,8 @@ class IncompleteWeights(WeightsError):
 class TornWeights(WeightsError):
     """Bytes that are not those that were written: a bucket's checksum differs."""
 
+    error_code = "torn_weights"
+
     def __init__(self, version: int, tensor: str, start: int, length: int) -> None:
         super().__init__(
             f"version {version} of the weights is torn: {tensor}, bytes {start} to {start + length}, has another "
@@ -46,6 +50,8 @@ class TornWeights(WeightsError):
 class StaleVersion(WeightsError):
     """Another version than the one that was asked for (any: None); `found` is None where nothing was published."""
 
+    error_code = "stale_version"
+
     def __init__(self, wanted: int | None, found: int | None) -> None:
         have = "nothing was published yet" if found is None else f"the store has version {found}"
         which = "a version" if wanted is None else f"version {wanted}"
@@ -56,6 +62,8 @@ class StaleVersion(WeightsError):
 class StaleGeneration(WeightsError):
     """A write or commit by a process of an older generation of the run."""
 
+    error_code = "stale_weights_generation"
+
     def __init__(self, mine: int, current: int) -> None:
         super().__init__(f"generation {mine} of the run tried to write weights, generation {current} is in charge")
         self.mine, self.current = mine, current
@@ -63,6 +71,8 @@ class StaleGeneration(WeightsError):
 
 class NoRoom(WeightsError):
     """Not enough (shared) memory for the two buffers, in bytes."""
+
+    error_code = "no_room_for_weights"
 
     def __init__(self, folder: Path, needed: int, available: int) -> None:
         super().__init__(
@@ -82,6 +92,8 @@ class NoStore(WeightsError):
 
 class LinkFailed(WeightsError):
     """Weights that did not get from one node to another: over which `link`, and which `peer` was waited for."""
+
+    error_code = "weight_link_failed"
 
     def __init__(self, link: str, peer: str, problem: str) -> None:
         super().__init__(f"{link}: nothing more to or from {peer}: {problem}")

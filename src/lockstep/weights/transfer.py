@@ -17,12 +17,12 @@ Verdict = Literal["done", "sender", "refused", "receiver"]
 ANSWER_S = 5.0
 """A sender that does not say within this time how far it is, once its receiver has failed or stands still, is at fault
 itself."""
-_FINAL = ("PlanMismatch", "NoRoom", "StaleGeneration")
+_FINAL = ("plan_mismatch", "no_room_for_weights", "stale_weights_generation")
 
 
 def final(error: Exception) -> bool:
     """Whether a courier's error is one that no second try would mend."""
-    return isinstance(error, RemoteError) and error.kind.rpartition(".")[2] in _FINAL
+    return isinstance(error, RemoteError) and error.code in _FINAL
 
 
 @dataclass(slots=True)

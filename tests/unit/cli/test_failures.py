@@ -29,7 +29,7 @@ def users_module(folder: Path, text: str) -> dict:
 def remote(error: BaseException) -> RemoteError:
     """As it arrives from a worker."""
     told = failure(1, error)
-    return RemoteError("policy-1", 1, told.kind, told.message, told.traceback)
+    return RemoteError("policy-1", 1, told.kind, told.message, told.traceback, told.code)
 
 
 def caught(call, *arguments) -> BaseException:

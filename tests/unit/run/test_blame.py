@@ -22,6 +22,7 @@ from lockstep.run.recovery.failures import failure_of, is_effect
 from lockstep.run.recovery.recovery import Recovery
 from lockstep.run.recovery.trainers import Healing, Trainers
 from lockstep.run.stalls import Stalls
+from lockstep.watch.errors import CollectiveStalled
 from lockstep.watch.supervisor_client import Said
 from lockstep.watch.verdict import Culprit, Kind, Level, Verdict
 
@@ -31,7 +32,8 @@ CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed
 
 
 def remote(kind: str, message: str) -> RemoteError:
-    return RemoteError("policy-0", 0, kind, message, '  File "step.py", line 9, in step\n')
+    code = CollectiveStalled.error_code if kind == FREED else ""
+    return RemoteError("policy-0", 0, kind, message, '  File "step.py", line 9, in step\n', code)
 
 
 def said(kind: Kind = Kind.ABSENT, number: int = 1) -> Said:

@@ -111,13 +111,13 @@ def test_what_a_killed_run_left_is_cleared(ledger: Ledger) -> None:
 class Ranks:
     """Load what is not damaged."""
 
-    def __init__(self, *damaged: int, kind: str = f"{CheckpointError.__module__}.CheckpointError") -> None:
-        self.damaged, self.kind = [f"{version:08d}" for version in damaged], kind
+    def __init__(self, *damaged: int, code: str = CheckpointError.error_code) -> None:
+        self.damaged, self.code = [f"{version:08d}" for version in damaged], code
         self.loaded: list[str] = []
 
     def load(self, folder: Path) -> None:
         if folder.name in self.damaged:
-            raise RemoteError("policy-0", 0, self.kind, f"checkpoint {folder}: is torn", "")
+            raise RemoteError("policy-0", 0, "CheckpointError", f"checkpoint {folder}: is torn", "", self.code)
         self.loaded.append(folder.name)
 
 
@@ -153,7 +153,7 @@ def test_an_older_one_does_not_serve_as_its_step_files_are_gone(ledger: Ledger) 
 def test_other_errors_are_no_damage(ledger: Ledger) -> None:
     saved_at(ledger, 2, 4)
     with pytest.raises(RemoteError):
-        restore(Ranks(4, kind="RuntimeError"), ledger)
+        restore(Ranks(4, code=""), ledger)
     assert versions(ledger) == [2, 4]
 
 

@@ -19,6 +19,7 @@ from lockstep.config.recovery import Recovery as Config
 from lockstep.config.rollout import Sampling
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.api import Collected
+from lockstep.rollout.errors import BadLogits
 from lockstep.rollout.protocol import EngineProgress
 from lockstep.run.engines import Engines
 from lockstep.run.errors import GaveUp
@@ -329,7 +330,7 @@ def test_an_error_that_says_what_is_wrong_is_raised_as_it_is(ledger: Ledger, off
     engines, (one,), _ = made(ledger, office, 1)
     engines.submit([request("a/0", "a")])
     engines.collect()
-    error = RemoteError("engine-0", 0, "lockstep.rollout.errors.BadLogits", "not finite", "")
+    error = RemoteError("engine-0", 0, "lockstep.rollout.errors.BadLogits", "not finite", "", BadLogits.error_code)
     one.open.pop()[0].fail(error)
     with pytest.raises(RemoteError) as raised:
         engines.collect()

@@ -7,11 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.cluster.service import failure
 from lockstep.config.recovery import Budget, Recovery
 from lockstep.config.trainer import Trainer
+from lockstep.models.errors import ModelError
 from lockstep.run.recovery.failures import Failure, failure_of, innermost
-from lockstep.run.recovery.policy import FewerRanks, Restart, Stop, decide, fewer_ranks
-from lockstep.watch.waits import Stalled
+from lockstep.run.recovery.policy import RETRYABLE, FewerRanks, Restart, Stop, decide, fewer_ranks
+from lockstep.train.checkpoint import CheckpointError
+from lockstep.train.fsdp import NonFinite
+from lockstep.watch.agent_client import AgentGone
+from lockstep.watch.errors import CollectiveRefused, CollectiveStalled, error_code
+from lockstep.watch.frames import WireError
+from lockstep.watch.launch import CannotStart
+from lockstep.watch.leader import Superseded
+from lockstep.watch.ports import NoPort
+from lockstep.watch.waits import Stalled, WaitTimeout
 
 CONFIG = Recovery(policy=Budget(max_restarts=2, window_s=100), rollout=Budget(max_restarts=1, window_s=10))
 TRACE = """Traceback (most recent call last):
@@ -28,8 +38,8 @@ def died(role: str = "policy", rank: int = 0, at: float = 0.0, step: int = 0) ->
     return replace(failure_of(error, role, error.worker, rank, step), at=at)
 
 
-def raised(kind: str, step: int = 0, trace: str = TRACE) -> Failure:
-    return failure_of(RemoteError("policy-1", 1, kind, "no\nmore", trace), "policy", "policy-1", 1, step)
+def raised(kind: str, step: int = 0, trace: str = TRACE, code: str = "") -> Failure:
+    return failure_of(RemoteError("policy-1", 1, kind, "no\nmore", trace, code), "policy", "policy-1", 1, step)
 
 
 def test_how_a_worker_failed_is_said_in_words() -> None:
@@ -64,13 +74,38 @@ def test_the_same_error_of_the_same_step_is_not_tried_a_third_time() -> None:
     assert isinstance(decide(died(step=4), [died(step=4)], CONFIG), Restart), "a death is no error of data"
 
 
-@pytest.mark.parametrize("kind", ["lockstep.train.fsdp.NonFinite", "lockstep.models.errors.ModelError"])
-def test_an_error_that_says_what_is_wrong_is_not_tried_again(kind: str) -> None:
-    assert decide(raised(kind), [], CONFIG) == Stop("")
+@pytest.mark.parametrize("kind", [NonFinite, ModelError, CheckpointError])
+def test_an_error_that_says_what_is_wrong_is_not_retried(kind: type[Exception]) -> None:
+    assert decide(raised(kind.__name__, code=error_code(kind)), [], CONFIG) == Stop("")
 
 
-def test_a_wait_that_others_broke_is_worth_a_restart() -> None:
-    assert isinstance(decide(raised("lockstep.watch.waiting.WaitTimeout"), [], CONFIG), Restart)
+@pytest.mark.parametrize("kind", [WaitTimeout, Stalled, CollectiveStalled, CollectiveRefused, AgentGone, NoPort])
+def test_a_wait_that_another_process_broke_is_worth_a_restart(kind: type[Exception]) -> None:
+    assert isinstance(decide(raised(kind.__name__, code=error_code(kind)), [], CONFIG), Restart)
+
+
+def test_every_retryable_code_is_declared_by_an_error() -> None:
+    declared = {error_code(kind) for kind in (WaitTimeout, Stalled, CollectiveStalled, CollectiveRefused, AgentGone)}
+    declared |= {error_code(kind) for kind in (NoPort, CannotStart, WireError, Superseded)}
+    assert declared == RETRYABLE
+
+
+@pytest.mark.parametrize("kind, action", [(WaitTimeout, Restart), (CollectiveStalled, Restart), (NonFinite, Stop)])
+def test_a_class_that_moves_to_another_file_and_name_is_recognised(kind: type[Exception], action: type) -> None:
+    body = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    moved = type("Renamed", kind.__bases__, body | {"__module__": "lockstep.elsewhere", "__qualname__": "Renamed"})
+    message = failure(1, moved.__new__(moved))
+    assert message.kind == "lockstep.elsewhere.Renamed"
+    arrived = RemoteError("policy-1", 1, message.kind, message.message, message.traceback, message.code)
+    assert isinstance(decide(failure_of(arrived, "policy", "policy-1", 1, 3), [], CONFIG), action)
+
+
+def test_an_error_of_another_package_has_no_code() -> None:
+    assert error_code(RuntimeError) == error_code(SystemExit) == error_code(Foreign) == ""
+
+
+class Foreign(Exception):
+    error_code = 3
 
 
 def test_nothing_is_restarted_where_recovery_is_off() -> None:

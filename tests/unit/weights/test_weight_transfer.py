@@ -7,9 +7,10 @@ import pytest
 
 from lockstep.cluster.protocol import NodeInfo, RemoteError, WorkerDied, WorkerSpec
 from lockstep.weights.api import Link, Received, Sent
+from lockstep.weights.errors import LinkFailed
 from lockstep.weights.transfer import Node, Transfer
 
-RESET = RemoteError("courier-c", 2, "lockstep.weights.errors.LinkFailed", "reset by peer", "")
+RESET = RemoteError("courier-c", 2, "lockstep.weights.errors.LinkFailed", "reset by peer", "", LinkFailed.error_code)
 
 
 class Answer:

@@ -9,9 +9,9 @@ from typing import Literal
 from lockstep.cluster.calls import Failed
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.watch import classify
+from lockstep.watch.errors import CollectiveStalled
 
 How = Literal["died", "stalled", "raised"]
-_FREED = "lockstep.watch.errors.CollectiveStalled"
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
 
 
@@ -33,6 +33,8 @@ class Failure:
     """That was under way; -1 before the first."""
     starting: bool = False
     """Whether it was a replacement that did not come up."""
+    code: str = ""
+    """Of the exception, where it is one of this package."""
     at: float = field(default_factory=time.monotonic)
 
     @property
@@ -50,7 +52,7 @@ def failure_of(error: Failed, role: str, worker: str, rank: int, step: int, star
             brief = f"{error.kind.rpartition('.')[2]}: {error.message.partition(chr(10))[0]}"
             place = innermost(error.traceback)
             how: How = "stalled" if is_effect(error) else "raised"
-            return Failure(role, worker, rank, how, f"raised {brief}", error.kind, place, step, starting)
+            return Failure(role, worker, rank, how, f"raised {brief}", error.kind, place, step, starting, error.code)
     what = f"made no progress for {error.stall_s:g} s"
     return Failure(role, worker, rank, "stalled", what, step=step, starting=starting)
 
@@ -60,7 +62,9 @@ def is_effect(error: Failed) -> bool:
     connection to a peer."""
     if not isinstance(error, RemoteError):
         return False
-    return error.kind == _FREED or classify.is_effect(f"{error.kind}: {error.message.partition(chr(10))[0]}")
+    return error.code == CollectiveStalled.error_code or classify.is_effect(
+        f"{error.kind}: {error.message.partition(chr(10))[0]}"
+    )
 
 
 def died(error: WorkerDied) -> str:

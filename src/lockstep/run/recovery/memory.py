@@ -6,12 +6,9 @@ from pathlib import Path
 
 from lockstep.cluster.protocol import RemoteError
 from lockstep.run.policy import Policy
-from lockstep.train.copies import newest_copy
+from lockstep.train.copies import NoCopy, NoRoomForCopy, newest_copy
 
 log = logging.getLogger(__name__)
-
-_NO_ROOM = "lockstep.train.copies.NoRoomForCopy"
-_NO_COPY = "lockstep.train.copies.NoCopy"
 
 
 class MemoryCopy:
@@ -30,7 +27,7 @@ class MemoryCopy:
         try:
             self.policy.copy_state(self.folder, version)
         except RemoteError as error:
-            if error.kind != _NO_ROOM:
+            if error.code != NoRoomForCopy.error_code:
                 raise
             log.warning("%s; after a fault, steps since the newest checkpoint will be trained again", error.message)
             self._full = True
@@ -44,7 +41,7 @@ class MemoryCopy:
         try:
             self.policy.load_copy(self.folder, version)
         except RemoteError as error:
-            if error.kind != _NO_COPY:
+            if error.code != NoCopy.error_code:
                 raise
             log.warning("%s; going on from the checkpoint", error.message)
             return None

@@ -7,10 +7,14 @@ from lockstep.config.recovery import Budget, Recovery
 from lockstep.config.trainer import Trainer
 from lockstep.run.recovery.failures import Failure
 
-_OURS = "lockstep."
-"""Our own errors say what is wrong with data, config or code: trying again cannot help..."""
-_PASSING = ("lockstep.watch.",)
-"""...but for those that tell of a wait that others broke, or of a collective that does not fit."""
+RETRYABLE = frozenset(
+    {
+        "agent", "cannot_start", "collective_refused", "collective_stalled", "connection", "no_port", "stalled",
+        "superseded", "wait_timeout",
+    }
+)  # fmt: skip
+"""Codes of errors of this package that a restart may mend: a wait that another process broke, a collective that did
+not match. All its other errors say what is wrong with data, config or code, so a retry cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def decide(failure: Failure, history: Sequence[Failure], config: Recovery, fewer
     if not config.enable:
         return Stop("")
     if failure.how == "raised":
-        if failure.kind.startswith(_OURS) and not failure.kind.startswith(_PASSING):
+        if failure.code and failure.code not in RETRYABLE:
             return Stop("")
         if any(failure.signature == earlier.signature for earlier in history if earlier.how == "raised"):
             return Stop(f"the same error came again in step {failure.step} after a restart; see {failure.place}")
