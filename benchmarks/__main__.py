@@ -18,12 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.ahead import run_ahead
-from benchmarks.markers import into_page
+from benchmarks.docs_markers import into_page
 from benchmarks.results import RAW, SETTINGS, TABLE, facts, read, report, settings
 from benchmarks.runner import ROOT, Tell, environment, peer_installed, run, write
+from benchmarks.staleness import run_ahead
 from benchmarks.workloads import MODEL, TOY, WORKS, Side, Work, quick
-from lockstep.models.tiny import TinyModel, make_tiny
+from lockstep.models.tiny_model import TinyModel, make_tiny
 
 GENERATION, FLOORS, ASYNC = "generation", "floors", "async"
 GENERATED = {"fixed": "p32-fixed", "tail": "p32-tail", "p512": "p512-fixed"}
@@ -96,7 +96,7 @@ def measure_floors(works: list[Work], folder: Path, scratch: Path, tell: Tell, m
     import torch  # only now: help and the table should not wait for it
     from transformers import AutoModelForCausalLM
 
-    from benchmarks.floors import training_floor
+    from benchmarks.matmul_baseline import training_floor
 
     torch.set_num_threads(1)
     lm = AutoModelForCausalLM.from_pretrained(make_tiny(scratch / "floor", model), dtype=torch.float32)

@@ -6,7 +6,11 @@ import statistics
 import time
 from collections.abc import Callable
 
-from lockstep.watch import beacon, state, waits
+from lockstep.base.bounded_wait import track_wait
+from lockstep.base.folders import new_run_id, run_shm_dir
+from lockstep.watch.beacon import beacon_table, writer
+from lockstep.watch.beacon.file_format import FIXED_SIZE
+from lockstep.watch.beacon.reader import read_beacon
 
 ROUNDS = 7
 
@@ -23,14 +27,14 @@ def cost(call: Callable[[], object], calls: int) -> tuple[float, float]:
 
 
 def one_wait() -> None:
-    with waits.waiting("collective", "fsdp", "all_reduce of step 7", timeout_s=600):
+    with track_wait("collective", "fsdp", "all_reduce of step 7", timeout_s=600):
         pass
 
 
 def main() -> None:
-    run = beacon.new_run_id("beacon-cost")
+    run = new_run_id("beacon-cost")
     silent = cost(one_wait, 20_000)
-    own = beacon.open_beacon(run, "bench", "policy", 0)
+    own = writer.open_beacon(run, "bench", "policy", 0)
     own.progress("tokens", 0, 10**9)
     own.progress("fixed", 5, 10)
     try:
@@ -42,15 +46,18 @@ def main() -> None:
             ("beat", cost(own.beat, 50_000)),
             ("a wait, no beacon", silent),
             ("a wait, published and taken back", cost(one_wait, 20_000)),
-            ("read one beacon", cost(lambda: beacon.read_beacon(own.path), 500)),
-            ("reading and rows of one process", cost(lambda: state.rows(state.take_reading(run)), 300)),
+            ("read one beacon", cost(lambda: read_beacon(own.path), 500)),
+            (
+                "reading and rows of one process",
+                cost(lambda: beacon_table.process_rows(beacon_table.take_snapshot(run)), 300),
+            ),
         ]
         for name, (median, least) in rows:
             print(f"{name:34} median {median:8.2f} us   minimum {least:8.2f} us")
-        print(f"size of a beacon {beacon.SIZE} bytes, pid {os.getpid()}, load {os.getloadavg()[0]:.1f}")
+        print(f"size of a beacon {FIXED_SIZE} bytes, pid {os.getpid()}, load {os.getloadavg()[0]:.1f}")
     finally:
-        beacon.close_beacon(remove=True)
-        shutil.rmtree(beacon.run_dir(run), ignore_errors=True)
+        writer.close_beacon(remove=True)
+        shutil.rmtree(run_shm_dir(run), ignore_errors=True)
 
 
 if __name__ == "__main__":

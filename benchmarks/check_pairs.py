@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from lockstep.doctor.check.answers import reached
-from lockstep.doctor.check.peers import Answering, Target, reach
-from lockstep.doctor.check.tournament import LANES, budget, measured, opponents
+from lockstep.doctor.check.probe.peer_connections import PeerListener, PeerPort, dial_all
+from lockstep.doctor.check.probe.probe_protocol import reach_answer_reader
+from lockstep.doctor.check.probe.round_robin import LANES, measurement_rounds, pair_test_budget, peers_in_order
 
 BOUND_S = 10.0
 ROUND_TRIPS = 5
@@ -61,16 +61,16 @@ class Simulated:
 
 def cost() -> Cost:
     """On this machine."""
-    answering = Answering("token", "listener", "127.0.0.1", [], 1)
+    answering = PeerListener("token", "listener", "127.0.0.1", [], 1)
     label, port = next(iter(answering.ports.items()))
     began = time.process_time()
-    found = reach([Target("listener", "127.0.0.1", port, label)] * SAMPLE, "token", "dialler", 2.0, 60.0, 2)
+    found = dial_all([PeerPort("listener", "127.0.0.1", port, label)] * SAMPLE, "token", "dialler", 2.0, 60.0, 2)
     both = (time.process_time() - began) / SAMPLE
     answering.close()
     assert not any(one.why for one in found)
     names = [f"host-{k}" for k in range(SAMPLE)]
     answer = json.dumps({"ms": [0.1234] * SAMPLE, "failed": []})
-    read = reached(names)
+    read = reach_answer_reader(names)
     began = time.process_time()
     for name in names:
         {(name, peer): trip for peer, trip in zip(names, read(name, json.loads(answer)).ms, strict=True)}
@@ -90,11 +90,11 @@ def two_rooms(many: int, silent: Collection[int] = ()) -> Link:
 
 def simulate(many: int, link: Link, each: Cost, bound_s: float = BOUND_S) -> Simulated:
     """All hosts at once, each with its lanes and one interpreter that computes one thing at a time."""
-    plan = budget(many, 1, bound_s)
+    plan = pair_test_budget(many, 1, bound_s)
     row_bytes, answer_bytes = 70 * many, 8 * many
     table_s = many * row_bytes / HEAD_BYTES_S
     busy = [0.0] * many
-    order = [opponents(many, who) for who in range(many)]
+    order = [peers_in_order(many, who) for who in range(many)]
     position, unreached, last = [0] * many, 0, 0.0
     lanes = [(0.0, who) for who in range(many) for _ in range(min(LANES, many - 1))]
     heapq.heapify(lanes)
@@ -116,7 +116,7 @@ def simulate(many: int, link: Link, each: Cost, bound_s: float = BOUND_S) -> Sim
         heapq.heappush(lanes, (done, who))
     last = min(last, plan.reach_s)
     answers_s = max(many * answer_bytes / HEAD_BYTES_S, many * (many - 1) * each.head_s)
-    rounds = len(measured(many, plan.slots))
+    rounds = len(measurement_rounds(many, plan.slots))
     rates_s = rounds * 2 * (plan.slot_s + 0.01 + 1e-4 * many)
     return Simulated(many, table_s, last, answers_s, rates_s, rounds, unreached)
 

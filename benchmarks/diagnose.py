@@ -18,41 +18,37 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.watch.diagnose import diagnose
-from lockstep.watch.evidence import (
-    NO_CODE,
-    Call,
-    Calls,
-    Communicator,
-    Communicators,
-    Edge,
-    Evidence,
-    Life,
-    Needs,
-    Process,
-    Processes,
-)
-from lockstep.watch.hearing import parse
-from lockstep.watch.inbox import Inbox
-from lockstep.watch.messages import (
-    Member,
-    Named,
+from lockstep.watch.agent.report_messages import (
     Roster,
-    State,
-    call_records,
-    encode,
-    member_record,
-    process_record,
+    RosterCommunicator,
+    RosterMember,
+    StateReport,
+    encode_report,
+    pack_calls,
+    pack_member,
+    pack_process,
 )
-from lockstep.watch.verdict import Patience, Verdict
+from lockstep.watch.diagnosis.diagnose import diagnose
+from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable, WaitEdge
+from lockstep.watch.diagnosis.evidence_types import (
+    NO_EXIT_CODE,
+    CollectiveCall,
+    CommunicatorInfo,
+    Liveness,
+    ProcessInfo,
+    WaitCondition,
+)
+from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict
+from lockstep.watch.supervisor.agent_connections import parse_report
+from lockstep.watch.supervisor.message_store import MessageStore
 
 TP, PP = 8, 16
 AT = 1000.0
 SEQ = 411
 """The last collective that everybody has completed, everywhere."""
 PER_HOST = 8
-CALL = Call("all_reduce", "[1048576]", "bfloat16")
-OTHER = Call("all_gather", "[1048576]", "bfloat16")
+CALL = CollectiveCall("all_reduce", "[1048576]", "bfloat16")
+OTHER = CollectiveCall("all_gather", "[1048576]", "bfloat16")
 
 
 def groups(ranks: int) -> list[tuple[str, np.ndarray]]:
@@ -73,15 +69,15 @@ def healthy(ranks: int) -> Evidence:
     kinds = groups(ranks)
     about, sizes, members = [], [], []
     for name, table in kinds:
-        about += [Communicator(f"{name}{i}", name, "nccl") for i in range(len(table))]
+        about += [CommunicatorInfo(f"{name}{i}", name, "nccl") for i in range(len(table))]
         sizes += [table.shape[1]] * len(table)
         members.append(table.reshape(-1))
     process = np.concatenate(members)
     rows = len(process)
-    processes = Processes(
-        who=[Process(f"policy-{i}", "policy", i, f"host{i // PER_HOST}", 1000 + i) for i in range(ranks)],
+    processes = ProcessTable(
+        who=[ProcessInfo(f"policy-{i}", "policy", i, f"host{i // PER_HOST}", 1000 + i) for i in range(ranks)],
         life=np.zeros(ranks, dtype=np.int8),
-        exit_code=np.full(ranks, NO_CODE, dtype=np.int32),
+        exit_code=np.full(ranks, NO_EXIT_CODE, dtype=np.int32),
         ended_at=np.full(ranks, np.nan),
         moved_at=AT - rng.uniform(0.0, 0.5, ranks),
         active_at=AT - rng.uniform(0.0, 0.2, ranks),
@@ -89,7 +85,7 @@ def healthy(ranks: int) -> Evidence:
         stage=["train"] * ranks,
     )
     inside = rng.random(rows) < 0.3
-    communicators = Communicators(
+    communicators = MembershipTable(
         about=about,
         starts=np.concatenate([[0], np.cumsum(sizes)]),
         process=process,
@@ -102,13 +98,15 @@ def healthy(ranks: int) -> Evidence:
         blocked=np.full(rows, -1, dtype=np.int8),
     )
     seqs = np.stack([communicators.entered - 1, communicators.entered], axis=1).reshape(-1)
-    calls = Calls(np.repeat(np.arange(rows), 2), seqs, np.full(2 * rows, 11, dtype=np.uint64), {11: CALL, 12: OTHER})
+    calls = CallTable(
+        np.repeat(np.arange(rows), 2), seqs, np.full(2 * rows, 11, dtype=np.uint64), {11: CALL, 12: OTHER}
+    )
     return Evidence(AT, processes, communicators, calls)
 
 
 def stalled(evidence: Evidence, culprit: int, waits_s: float = 60.0, everybody: bool = False) -> Evidence:
     """All wait since `waits_s`: the culprit's tensor and pipeline mates for it, theirs of other data parallel groups
-    for those, the rest in the world's collective. With `everybody` the culprit is inside as well."""
+    for those, the rest in the world's collective. With `launch_all` the culprit is inside as well."""
     members, ranks = evidence.communicators, len(evidence.processes.who)
     entered = np.full(len(members.process), SEQ)
     free = np.ones(ranks, dtype=np.bool_)
@@ -141,11 +139,11 @@ def stalled(evidence: Evidence, culprit: int, waits_s: float = 60.0, everybody: 
     )  # fmt: skip
 
 
-def with_life(evidence: Evidence, process: int, life: Life, code: int = NO_CODE) -> Evidence:
+def with_life(evidence: Evidence, process: int, life: Liveness, code: int = NO_EXIT_CODE) -> Evidence:
     lives, codes = evidence.processes.life.copy(), evidence.processes.exit_code.copy()
     ended = evidence.processes.ended_at.copy()
     lives[process], codes[process] = life, code
-    if life is Life.DEAD:
+    if life is Liveness.DEAD:
         ended[process] = AT - 60
     return replace(evidence, processes=replace(evidence.processes, life=lives, exit_code=codes, ended_at=ended))
 
@@ -172,8 +170,8 @@ def scenarios(ranks: int) -> dict[str, Evidence]:
     base, odd = healthy(ranks), ranks // 3
     waiting = stalled(base, odd)
     found = {"healthy": base}
-    found["dead"] = with_life(waiting, odd, Life.DEAD, -9)
-    found["absent (stopped)"] = with_life(waiting, odd, Life.STOPPED)
+    found["dead"] = with_life(waiting, odd, Liveness.DEAD, -9)
+    found["absent (stopped)"] = with_life(waiting, odd, Liveness.STOPPED)
     found["absent (still)"] = waiting
     moving = waiting.processes.active_at.copy()
     moving[odd] = AT
@@ -190,7 +188,7 @@ def scenarios(ranks: int) -> dict[str, Evidence]:
     found["device_lag"] = in_world(base, ranks - 1)
     found["in_flight"] = everybody
     found["cycle"] = in_circle(everybody, odd)
-    edges = [Edge(odd, (), kind="queue", why="the next batch", since=AT - 60, needs=Needs.ANY)]
+    edges = [WaitEdge(odd, (), kind="queue", why="the next batch", since=AT - 60, needs=WaitCondition.ANY)]
     found["starved"] = replace(waiting, edges=edges)
     unknown = waiting.communicators.entered.copy()
     unknown[waiting.communicators.process == odd] = -1
@@ -231,38 +229,38 @@ def messages(evidence: Evidence) -> tuple[list[bytes], list[bytes]]:
         rosters.append(
             Roster(
                 host, 1, tuple(processes.who[i] for i in own),
-                tuple(Named(members.about[c].name, members.about[c], int(sizes[c])) for c in known),
+                tuple(RosterCommunicator(members.about[c].name, members.about[c], int(sizes[c])) for c in known),
                 tuple(
-                    Member(int(members.process[r]) - begin, known.index(c), int(place[r]), int(sizes[c]))
+                    RosterMember(int(members.process[r]) - begin, known.index(c), int(place[r]), int(sizes[c]))
                     for r, c in zip(rows, communicator[rows].tolist(), strict=True)
                 ),
             )
         )  # fmt: skip
         states.append(
-            State(
+            StateReport(
                 host, 1,
                 b"".join(
-                    process_record(
-                        Life(int(processes.life[i])), int(processes.exit_code[i]), AT - processes.ended_at[i],
+                    pack_process(
+                        Liveness(int(processes.life[i])), int(processes.exit_code[i]), AT - processes.ended_at[i],
                         AT - processes.moved_at[i], AT - processes.active_at[i], AT - processes.same_stack_since[i],
                     )
                     for i in own
                 ),
                 b"".join(
-                    member_record(
+                    pack_member(
                         int(members.entered[r]), int(members.completed[r]), AT - members.entered_at[r],
                         AT - members.completed_at[r],
                     )
                     for r in rows
                 ),
                 tuple(processes.stage[i] for i in own),
-                calls=call_records(
+                calls=pack_calls(
                     (number, int(seqs[r, k]), int(signatures[r, k])) for number, r in enumerate(rows) for k in range(2)
                 ),
             )
         )  # fmt: skip
-    return [json.dumps(encode(each)).encode() for each in rosters], [
-        json.dumps(encode(each)).encode() for each in states
+    return [json.dumps(encode_report(each)).encode() for each in rosters], [
+        json.dumps(encode_report(each)).encode() for each in states
     ]
 
 
@@ -277,9 +275,11 @@ def timed(call: Callable[[], list[Verdict]], runs: int) -> tuple[float, float, l
     return statistics.median(taken), max(taken), verdicts
 
 
-def from_messages(inbox: Inbox, frames: list[bytes], evidence: Evidence, patience: Patience) -> list[Verdict]:
+def from_messages(
+    inbox: MessageStore, frames: list[bytes], evidence: Evidence, patience: StallThresholds
+) -> list[Verdict]:
     for frame in frames:
-        inbox.receive(parse(frame), AT)
+        inbox.receive(parse_report(frame), AT)
     built = inbox.evidence(AT)
     return diagnose(replace(built, edges=evidence.edges), patience)
 
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("only", nargs="*", help="some of the scenarios")
     chosen = parser.parse_args()
-    patience = Patience()
+    patience = StallThresholds()
     print(f"{chosen.ranks} ranks x 4 communicators; milliseconds of one core, median (worst) of {chosen.runs}; load "
           f"{os.getloadavg()[0]:.1f}, Python {sys.version.split()[0]}, numpy {np.__version__}")  # fmt: skip
     print(f"{'':18}{'from arrays':>18}{'with messages':>18}   verdict")
@@ -299,15 +299,15 @@ def main() -> None:
             print(line(name, evidence, patience, chosen.runs), flush=True)
 
 
-def line(name: str, evidence: Evidence, patience: Patience, runs: int) -> str:
+def line(name: str, evidence: Evidence, patience: StallThresholds, runs: int) -> str:
     """A row of the table."""
     median, worst, verdicts = timed(lambda: diagnose(evidence, patience), runs)
-    inbox = Inbox()
+    inbox = MessageStore()
     rosters, states = messages(evidence)
     for frame in rosters:
-        inbox.receive(parse(frame), AT)
+        inbox.receive(parse_report(frame), AT)
     about = {str(key): [call.operation, call.shapes, call.dtype, None, ""] for key, call in ((11, CALL), (12, OTHER))}
-    inbox.receive({**parse(states[0]), "about": about}, AT)
+    inbox.receive({**parse_report(states[0]), "about": about}, AT)
     from_messages(inbox, states, evidence, patience)
     whole, slowest, _ = timed(lambda: from_messages(inbox, states, evidence, patience), max(3, runs // 3))
     said = f"{verdicts[0].kind}: {verdicts[0].explanation[:70]}" if verdicts else "nothing"

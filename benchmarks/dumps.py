@@ -37,7 +37,7 @@ main(sys.argv[1:])
 OURS = """
 import json, resource, sys, time
 from pathlib import Path
-from lockstep.watch.dumps.explain import explain_dumps
+from lockstep.watch.dumps.explain_dumps import explain_dumps
 verdicts = explain_dumps(Path(sys.argv[1]))
 kib = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 print(json.dumps({"verdict": verdicts[0].json(), "kib": kib}))

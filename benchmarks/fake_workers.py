@@ -16,20 +16,27 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.cluster.codec import signature_of
-from lockstep.cluster.messages import Call, Result, Resume, pack, unpack_to_controller, unpack_to_worker
-from lockstep.cluster.node import Node
+from lockstep.base.transport.frames import Connection, PeerIdentity
+from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.protocol import NodeInfo, WorkerSpec
-from lockstep.cluster.remote import RemoteWorker
+from lockstep.cluster.rpc.codec import signature_of
+from lockstep.cluster.rpc.remote_worker import RemoteWorker
+from lockstep.cluster.rpc.rpc_messages import (
+    CallMessage,
+    ResultMessage,
+    ResumeMessage,
+    pack_message,
+    unpack_to_controller,
+    unpack_to_worker,
+)
 from lockstep.data.samples import Completion
-from lockstep.rollout.protocol import EngineProgress, Request
-from lockstep.rollout.service import Outbox
-from lockstep.run.services import EngineAPI, PolicyAPI
-from lockstep.train.protocol import StepStats
-from lockstep.watch.frames import Connection, Hello
+from lockstep.rollout.engine_protocol import EngineAPI, EngineProgress, Request
+from lockstep.rollout.engine_service import Outbox
+from lockstep.run.policy_api import PolicyAPI
+from lockstep.train.trainer_protocol import StepStats
 
 GENERATION = 1
-HOST = Node(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
+HOST = ClusterNode(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
 
 
 class Account:
@@ -70,12 +77,12 @@ class FakeConnection:
         self._question: tuple[int, int, float] | None = None
         """Number, acknowledgement and patience of the call for completions."""
         self._lock = threading.RLock()
-        self.worker.hear(self, Resume(0, 1), memoryview(b""))  # type: ignore[arg-type]
+        self.worker.hear(self, ResumeMessage(0, 1), memoryview(b""))  # type: ignore[arg-type]
 
     def queue(self, *parts: Any) -> None:
         began = time.thread_time_ns()
         message, payload = unpack_to_worker(bytearray(b"".join(parts)))
-        if isinstance(message, Call):
+        if isinstance(message, CallMessage):
             self._called(message, payload)
         self.account.beside(began)
 
@@ -97,7 +104,7 @@ class FakeConnection:
                 (number, ack, _), self._question = self._question, None
                 self._say(number, EngineAPI.collect, self._outbox.collect(ack))
 
-    def _called(self, call: Call, payload: memoryview) -> None:
+    def _called(self, call: CallMessage, payload: memoryview) -> None:
         self.calls[call.method] += 1
         method = getattr(EngineAPI if self.spec.role == "rollout" else PolicyAPI, call.method)
         arguments = signature_of(method).decode_arguments(bytearray(payload))
@@ -114,7 +121,7 @@ class FakeConnection:
 
     def _say(self, number: int, method: Any, value: Any) -> None:
         """Says it; the hub hears it in this thread."""
-        frame = bytearray(b"".join(pack(Result(number), signature_of(method).encode_result(value))))
+        frame = bytearray(b"".join(pack_message(ResultMessage(number), signature_of(method).encode_result(value))))
         began = time.thread_time_ns()
         message, body = unpack_to_controller(frame)
         self.worker.hear(self, message, body)  # type: ignore[arg-type]
@@ -139,7 +146,7 @@ def socket_s(size: int = 2048, connections: int = 64, rounds: int = 30) -> float
             far = socket.create_connection(listening.getsockname())
             near = listening.accept()[0]
             near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            pairs.append([Connection(each, Hello("scale", GENERATION, str(number))) for each in (near, far)])
+            pairs.append([Connection(each, PeerIdentity("scale", GENERATION, str(number))) for each in (near, far)])
             selector.register(pairs[-1][0], selectors.EVENT_READ, pairs[-1][0])
     ours = 0
     for _ in range(rounds):

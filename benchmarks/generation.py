@@ -4,9 +4,9 @@
 
 Both sides make the same tokens from the same random Qwen2: groups of 8 completions of a prompt (`generate` gets each
 prompt 8 times), temperature 1, no truncation. A table of lengths ends the rows on both sides, whatever they say:
-`max_tokens` of each request here, a stopping criterion per row there. `fixed`: 64 tokens each; `tail`: exponential,
-mean a third of 64, at most 64, as real rollouts. The floor is what the matrix products of the engine's algorithm
-cost alone: every prompt once, then the rows that are alive at each token.
+`max_tokens` of each request here, a stopping criterion per row there. `fixed`: 64 tokens each; `read_tail`:
+exponential, mean a third of 64, at most 64, as real rollouts. The floor is what the matrix products of the engine's
+algorithm cost alone: every prompt once, then the rows that are alive at each token.
 
 Process CPU time, so the numbers hold on a busy machine; only ratios within one run compare. Medians of alternating
 repeats, after one to warm up.
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 
-from lockstep.models.tiny import make_tiny
+from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.builtin import BuiltinEngine
-from lockstep.rollout.protocol import Request
+from lockstep.rollout.engine_protocol import Request
 
 MODELS: dict[str, dict[str, int]] = {
     "0.5M": {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 512},

@@ -1,4 +1,4 @@
-"""Lockstep's side: `python -m benchmarks.lockstep_side FOLDER`. See `benchmarks.pacing`.
+"""Lockstep's side: `python -m benchmarks.lockstep_side FOLDER`. See `benchmarks.side_process`.
 
 `FOLDER/lockstep.json` holds the run's config and the table of lengths. The recipe is the product's own; between its
 steps it waits for its turn, and each request's `max_tokens` is the length of its row.
@@ -15,20 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.accounting import cpu_ns
-from benchmarks.lengths import force_requests
-from benchmarks.pacing import Pacer, Stopped
-from lockstep.config.load import check_config
+from benchmarks.length_table import force_requests
+from benchmarks.resource_usage import cpu_ns
+from benchmarks.side_process import Pacer, Stopped
+from lockstep.config.loader import check_config
 from lockstep.config.recipes import SFTConfig
-from lockstep.data.documents import DocumentSource
+from lockstep.data.sample_sources import DocumentSource
 from lockstep.recipes.grpo import grpo
 from lockstep.recipes.sft import sft
 from lockstep.run.errors import Interrupted
-from lockstep.run.open import open_run
-from lockstep.run.place import RUN_ID
-from lockstep.run.prepare import prepare
+from lockstep.run.lifecycle import open_run
+from lockstep.run.planning.prepare import prepare_run
 from lockstep.run.run import Run
-from lockstep.watch.beacon import read_beacons
+from lockstep.run.run_id import RUN_ID_FILE
+from lockstep.watch.beacon.reader import read_beacons
 
 
 class Detail:
@@ -68,7 +68,7 @@ class Paced:
 
     def __init__(self, run: Run, pacer: Pacer) -> None:
         self._run, self._pacer = run, pacer
-        names = {state.name: state.pid for state in read_beacons((run.folder / RUN_ID).read_text().strip())}
+        names = {state.name: state.pid for state in read_beacons((run.folder / RUN_ID_FILE).read_text().strip())}
         self._detail = Detail(names | {"controller": os.getpid()})
         self._before = ""
         pacer.facts |= {"processes": names | {"controller": os.getpid()}, "detail": self._detail.spent}
@@ -111,7 +111,7 @@ class CountedDocuments:
 def main(folder: Path) -> None:
     pacer = Pacer()
     order = json.loads((folder / "lockstep.json").read_text())
-    prepared = prepare(check_config(order["config"], "benchmark"), None)
+    prepared = prepare_run(check_config(order["config"], "benchmark"), None)
     try:
         with open_run(prepared) as run:
             paced: Any = Paced(run, pacer)

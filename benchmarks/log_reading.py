@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.doctor.explain import explain
-from lockstep.doctor.filter import Filter
-from lockstep.doctor.lines import pages
-from lockstep.doctor.rules import load
+from lockstep.doctor.judge.log_diagnosis import explain
+from lockstep.doctor.knowledge.knowledge_base import load_knowledge
+from lockstep.doctor.logs.log_lines import split_pages
+from lockstep.doctor.logs.prefilter import Prefilter
 
 BLOCK = 4 << 20
 EVERY = 1000
@@ -117,15 +117,18 @@ def main() -> None:
         with path.open("w") as file:
             file.writelines(line + "\n" for line in lines(asked.megabytes * 1_000_000 // length))
         size = path.stat().st_size / 1e6
-        rules = load()
-        prefilter = Filter(rules.by_literal)
+        rules = load_knowledge()
+        prefilter = Prefilter(rules.by_literal)
         texts = sorted(rules.by_literal)
         signatures = [each for rule in rules.rules for each in rule.signature.all_patterns]
         read = [each for each in map(extended, signatures) if each is not None]
         literal = [re.sub(r"[][.*+?(){}|^$\\]", r"\\\g<0>", each) for each in texts]
         rows: list[tuple[str, Callable[[], object]]] = [
             ("whole pipeline", lambda: explain([str(path)])),
-            ("prefilter (ahocorasick_rs)", lambda: [list(prefilter.candidates(each)) for each in pages(blocks(path))]),
+            (
+                "prefilter (ahocorasick_rs)",
+                lambda: [list(prefilter.candidates(each)) for each in split_pages(blocks(path))],
+            ),
             ("grep -E -i, the same texts", grep(literal, path, Path(folder), "-i")),
             (f"grep -E, {len(read)} of {len(signatures)} signatures", grep(read, path, Path(folder))),
             *others(texts, path),

@@ -79,12 +79,13 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
     import torch
     import torch.distributed as dist
 
-    from lockstep.watch import beacon, recorder
-    from lockstep.watch.collectives import FORMS
-    from lockstep.watch.patches import Wrappers
+    from lockstep.watch.beacon import writer
+    from lockstep.watch.recorder import recorder
+    from lockstep.watch.recorder.operations import OPERATIONS
+    from lockstep.watch.recorder.wrappers import CollectiveWrappers
 
     torch.set_num_threads(1)
-    beacon.open_beacon("benchmark", f"policy-{rank}", "policy", rank).stage("train")
+    writer.open_beacon("benchmark", f"policy-{rank}", "policy", rank).stage("train")
     found = recorder.install(refuse=refuse)
     assert found is not None
     store = dist.FileStore(str(Path(folder, "store")), world)
@@ -108,7 +109,7 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
         block(function)
     pairs = [(block(bare), block(dist.all_reduce)) for _ in range(blocks)]
     costs = [after - before for before, after in pairs]
-    noting = Wrappers(found, torch).wrapper_of(nothing, FORMS["all_reduce"])
+    noting = CollectiveWrappers(found, torch).wrapper_of(nothing, OPERATIONS["all_reduce"])
     member = found.member(groups[0])
     assert member is not None
     member.until = 1 << 62  # c10d's number does not move here

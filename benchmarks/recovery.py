@@ -30,9 +30,11 @@ from typing import Any
 from safetensors.torch import load_file
 
 from benchmarks.runner import ROOT
+from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.tiny import make_tiny
-from lockstep.watch.beacon import BeaconState, read_beacon, run_dir
+from lockstep.models.tiny_model import make_tiny
+from lockstep.watch.beacon.beacon_records import BeaconState
+from lockstep.watch.beacon.reader import read_beacon
 
 BOUND_S = 600.0
 GOALS = {"engine": 20.0, "trainer": 25.0}
@@ -71,7 +73,7 @@ class Demo:
             run = (self.run / "run-id").read_text().strip()
         except OSError:
             return None
-        return read_beacon(run_dir(run) / f"{name}.beacon") if run else None
+        return read_beacon(run_shm_dir(run) / f"{name}.beacon") if run else None
 
     def count(self, name: str, counter: str) -> int:
         state = self.beacon(name)

@@ -11,9 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ahead import ahead_table
+from benchmarks.comparison_table import Line, comparison, floors, generation, overhead
 from benchmarks.runner import PEER, ROOT
-from benchmarks.table import Line, comparison, floors, generation, overhead
+from benchmarks.staleness import ahead_table
 from benchmarks.workloads import MODEL, Work, lockstep_config, trl_arguments
 
 RAW, SETTINGS, TABLE = "raw.jsonl", "settings.json", "table.md"

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accounting import PeakMemory, Usage, usage
-from benchmarks.pacing import SideProcess
+from benchmarks.resource_usage import PeakMemory, Usage, usage
+from benchmarks.side_process import SideProcess
 from benchmarks.workloads import MODEL, Side, Work, lengths, lockstep_config, prepare, trl_arguments
-from lockstep.models.tiny import TinyModel
+from lockstep.models.tiny_model import TinyModel
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = ROOT / "build" / "peer"

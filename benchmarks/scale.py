@@ -25,21 +25,21 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.fake_workers import Account, FakeConnection, completion_of, socket_s
+from lockstep.base import waits
 from lockstep.cluster.protocol import Worker, WorkerSpec
 from lockstep.config.algorithm import PolicyLoss
-from lockstep.config.rollout import Sampling
+from lockstep.config.rollout import SamplingConfig
+from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.packing import pack
-from lockstep.data.planted import trees_of_rollouts
 from lockstep.data.samples import Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
-from lockstep.run.buffer import RolloutBuffer
-from lockstep.run.collector import rare_collections
-from lockstep.run.desk import HOLD_MOST_S
-from lockstep.run.engines import Engines
-from lockstep.run.metrics import rollout_metrics, update_metrics
-from lockstep.run.policy import Policy
+from lockstep.rollout.client.request_router import MAX_HOLD_S
+from lockstep.rollout.client.rollout_client import RolloutClient
+from lockstep.run.lifecycle import infrequent_gc
+from lockstep.run.rollout_buffer import RolloutBuffer
+from lockstep.run.telemetry.step_metrics import rollout_metrics, update_metrics
+from lockstep.run.trainer_group import TrainerGroup
 from lockstep.train.api import TrainerInfo
-from lockstep.watch import waits
 
 COORDINATION = ("submit", "collect", "progress", "load_weights", "step", "write_weights", "metrics", "sockets")
 """Parts that exist because there are many workers; the others are work on the samples themselves."""
@@ -92,11 +92,11 @@ class World:
         self.engines = [self._fake("engine", "rollout", rank) for rank in range(size.engines)]
         self.ranks = [self._fake("policy", "policy", rank) for rank in range(size.ranks)]
         workers = [fake.worker for fake in self.engines]
-        self.fleet = Engines(workers, Sampling(max_tokens=size.tokens), seed=0)
+        self.fleet = RolloutClient(workers, SamplingConfig(max_tokens=size.tokens), seed=0)
         draws = Draws(size.prompts)
         self.buffer = RolloutBuffer(self.fleet, self.ledger, draws, size.group, steps, 0)  # type: ignore[arg-type]
         info = TrainerInfo(0, size.ranks, "cpu", "float32", [], "forest", "", 1024, False, 0)
-        self.policy = Policy([fake.worker for fake in self.ranks], [info])
+        self.policy = TrainerGroup([fake.worker for fake in self.ranks], [info])
 
     def _fake(self, name: str, role: str, rank: int) -> FakeConnection:
         return FakeConnection(self.account, WorkerSpec(f"{name}-{rank}", role, rank, "none:None"))
@@ -133,7 +133,7 @@ class World:
     def _packed(self, rollouts: Rollouts) -> "object":
         for group in rollouts.groups:
             group.rewards = np.zeros(len(group.completions), np.float32)
-        trees = trees_of_rollouts(rollouts, np.linspace(-1, 1, self.size.group)[None].repeat(self.size.prompts, 0))
+        trees = forest_from_rollouts(rollouts, np.linspace(-1, 1, self.size.group)[None].repeat(self.size.prompts, 0))
         return pack(trees, self.size.ranks, 4096, "forest")
 
     def _generate(self, step: int) -> None:
@@ -145,7 +145,7 @@ class World:
         held: deque[tuple[float, FakeConnection]] = deque()
         for number, (fake, request) in enumerate(due):
             fake.finish(completion_of(request, self.size.tokens, step))
-            held.append((time.monotonic() + HOLD_MOST_S, fake))
+            held.append((time.monotonic() + MAX_HOLD_S, fake))
             while held[0][0] <= time.monotonic():
                 held.popleft()[1].tell()
             ahead = began + self.over_s * number / len(due) - time.monotonic()
@@ -169,7 +169,7 @@ class World:
 
 def measure(size: Size, steps: int, over_s: float) -> tuple[dict[str, float], dict[str, int]]:
     """Medians over all steps but the first: CPU seconds by part; calls of all steps."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as scratch, rare_collections():
+    with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as scratch, infrequent_gc():
         world = World(size, Path(scratch) / "run", steps + 1, over_s)
         spent = [world.step(step) for step in range(steps + 1)][1:]
         calls = world.calls()

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.floors import TrainingFloor, segments
+from benchmarks.matmul_baseline import TrainingFloor, segments
 from benchmarks.workloads import MODEL, WORKS, Work, prepare
-from lockstep.cluster.malloc import tune_malloc
+from lockstep.cluster.rpc.worker_main import tune_malloc
 from lockstep.config.algorithm import CrossEntropy, PPOClip
 from lockstep.config.recipes import SFTConfig
+from lockstep.data.forest import Segment, Tree
 from lockstep.data.packing import pack
-from lockstep.data.trees import Segment, Tree
-from lockstep.train.distributed import Ranks
+from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
 
 MICRO = {"fixed": 128, "tail": 128, "p512": 8, "sft": 1}
@@ -67,7 +67,7 @@ class LockstepStep:
     def __init__(self, work: Work, model: Path, **trainer: Any) -> None:
         settings = {"recipe": "sft", "name": "bench", "steps": 1000, "data": {"path": "none"}}
         config = SFTConfig.model_validate({**settings, "model": {"path": str(model)}, "trainer": trainer})
-        self._trainer, self._trees = FSDP2Trainer(config, Ranks()), trees(work)
+        self._trainer, self._trees = FSDP2Trainer(config, ParallelContext()), trees(work)
         self._loss = CrossEntropy() if work.kind == "sft" else PPOClip()
         self._budget = config.token_budget
 

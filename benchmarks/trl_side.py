@@ -1,4 +1,4 @@
-"""TRL's side: `python -m benchmarks.trl_side FOLDER`, with build/peer on the path. See `benchmarks.pacing`.
+"""TRL's side: `python -m benchmarks.trl_side FOLDER`, with build/peer on the path. See `benchmarks.side_process`.
 
 `FOLDER/trl.json` holds the kind of work, TRL's arguments and the table of lengths.
 """
@@ -14,9 +14,9 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from benchmarks.lengths import force_generate
-from benchmarks.pacing import Pacer, Stopped
+from benchmarks.length_table import force_generate
 from benchmarks.reward import signal
+from benchmarks.side_process import Pacer, Stopped
 
 
 class Paced(TrainerCallback):

@@ -6,7 +6,7 @@
 
 Everything on one thread, sides in turns in one process, wall time: ratios and rates are of medians, the fastest repeat
 is told beside them, as what else runs on the machine slows whichever side it meets. `--json` into
-`benchmarks/results/cpu/vllm-PART.json`, then `python -m benchmarks.pages`, makes the tables of docs/engines.md.
+`benchmarks/results/cpu/vllm-PART.json`, then `python -m benchmarks.docs_tables`, makes the tables of docs/engines.md.
 """
 
 import argparse
@@ -27,16 +27,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 from benchmarks.generation import Work
-from lockstep.config.model import Model
-from lockstep.config.rollout import BuiltinEngine as BuiltinConfig
-from lockstep.config.rollout import VllmEngine as Config
-from lockstep.models.tiny import TinyModel, make_tiny
-from lockstep.rollout.protocol import Request, RolloutEngine
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import BuiltinEngineConfig as BuiltinConfig
+from lockstep.config.rollout import VllmEngineConfig as Config
+from lockstep.models.tiny_model import TinyModel, make_tiny
+from lockstep.rollout.engine_protocol import Request, RolloutEngine
 from lockstep.rollout.vllm.engine import VllmEngine
-from lockstep.weights.plan import Plan
-from lockstep.weights.shared import SharedWeights
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
 
-READER = "lockstep.weights.shared:Reader"
+READER = "lockstep.weights.shared_memory:StoreReader"
 MODELS: dict[str, dict[str, Any]] = {
     "0.5M": {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 512},
     "3M": {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 768},
@@ -95,7 +95,7 @@ def make_model(folder: Path, name: str) -> Path:
 
 
 def engine(folder: Path, rows: int, context: int, reader: str | None = None) -> VllmEngine:
-    model = Model(path=str(folder), max_length=context)
+    model = ModelConfig(path=str(folder), max_length=context)
     return VllmEngine.from_config(model, Config(max_num_seqs=rows, cpu_kv_cache_gb=1), reader=reader, threads=1)
 
 
@@ -155,9 +155,11 @@ def their_engines(folder: Path, rows: int, context: int) -> tuple[Any, Any]:
     """vLLM's `LLM` with the arguments of our engine, and as it is by default, but that prompts are read whole."""
     from vllm import LLM
 
-    from lockstep.rollout.vllm.settings import engine_arguments
+    from lockstep.rollout.vllm.vllm_setup import engine_arguments
 
-    arguments = engine_arguments(Model(path=str(folder)), Config(max_num_seqs=rows, cpu_kv_cache_gb=1), "cpu", context)
+    arguments = engine_arguments(
+        ModelConfig(path=str(folder)), Config(max_num_seqs=rows, cpu_kv_cache_gb=1), "cpu", context
+    )
     for name in ("worker_extension_cls", "weight_transfer_config"):
         del arguments[name]
     sizes = {name: arguments[name] for name in ("model", "dtype", "max_model_len", "kv_cache_memory_bytes")}
@@ -181,7 +183,7 @@ def beside_builtin(folder: Path, works: list[Work], repeats: int) -> list[dict[s
     rows = max(work.groups * work.size for work in works)
     context = max(work.prompt + work.tokens for work in works)
     vllm = engine(folder, rows, context)
-    builtin = BuiltinEngine.from_config(Model(path=str(folder), max_length=context), BuiltinConfig(max_rows=rows))
+    builtin = BuiltinEngine.from_config(ModelConfig(path=str(folder), max_length=context), BuiltinConfig(max_rows=rows))
     found = []
     for work in works:
         wanted = work.requests()
@@ -225,9 +227,9 @@ def update(folder: Path, scratch: Path, repeats: int) -> dict[str, Any]:
 
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tensors = {name: tensor.detach().clone() for name, tensor in lm.named_parameters()}
-    plan = Plan.of([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
+    plan = WeightPlan.of([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
     (scratch / "store").mkdir()
-    store = SharedWeights.create(scratch / "store", plan, writers=1)
+    store = WeightStore.create(scratch / "store", plan, writers=1)
     ours, count = engine(folder, 8, 64, READER), iter(range(1, 10_000))
     flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
     target = torch.zeros_like(flat)

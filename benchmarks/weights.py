@@ -1,6 +1,7 @@
 """What weight sync costs beside bare copies and broadcasts of the same bytes: `python -m benchmarks.weights`.
 
-Prints the table and writes every repeat to `--out`; `python -m benchmarks.pages` puts it into docs/weight-sync.md.
+Prints the table and writes every repeat to `--out`; `python -m benchmarks.docs_tables` puts it into
+docs/weight-sync.md.
 Sides take turns within a repeat, one torch thread each, so that ratios are those of one machine at one time. Nodes are
 folders in shared memory; between them is loopback.
 """
@@ -22,20 +23,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import pages
-from lockstep.cluster.calls import gather
-from lockstep.cluster.local import LocalCluster
+from benchmarks import docs_tables
+from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
-from lockstep.config.cluster import LocalCluster as Config
-from lockstep.config.model import Model
-from lockstep.config.rollout import BuiltinEngine as EngineConfig
-from lockstep.models.tiny import TinyModel, make_tiny
+from lockstep.cluster.rpc.futures import gather_results
+from lockstep.config.cluster import LocalClusterConfig as Config
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import BuiltinEngineConfig as EngineConfig
+from lockstep.models.tiny_model import TinyModel, make_tiny
 from lockstep.rollout.builtin.engine import BuiltinEngine
-from lockstep.train.shards import Shard
-from lockstep.weights.api import PRELOAD, SERVICE
-from lockstep.weights.couriers import Couriers
-from lockstep.weights.plan import Plan
-from lockstep.weights.shared import Reader, SharedWeights
+from lockstep.train.trainer_protocol import ParameterShard
+from lockstep.weights.relay.api import RELAY_PRELOAD, RELAY_SERVICE
+from lockstep.weights.relay.relay_transport import RelayTransport
+from lockstep.weights.shared_memory import StoreReader
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
@@ -97,7 +99,7 @@ class Nodes:
             "store_port": port, **self.arguments,
         }  # fmt: skip
         name = f"{self.memory.name}-{node.name}-{next(self.numbers)}"
-        return self.cluster.start([spec(name, SERVICE, arguments)])[0]
+        return self.cluster.start([spec(name, RELAY_SERVICE, arguments)])[0]
 
     def dismiss(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
@@ -110,7 +112,9 @@ class Nodes:
 
 def spec(name: str, service: str, arguments: dict[str, Any]) -> WorkerSpec:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return WorkerSpec(name, "weights", 0, service, arguments, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, PRELOAD)
+    return WorkerSpec(
+        name, "weights", 0, service, arguments, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, RELAY_PRELOAD
+    )
 
 
 def timed(call: Callable[..., object], *arguments: object) -> float:
@@ -126,11 +130,11 @@ class OneHost:
     def __init__(self, size: str, memory: Path, folder: Path) -> None:
         make_tiny(folder, MODELS[size])
         engine = EngineConfig(max_rows=8, cache_tokens=512)
-        self.reader = Reader("sampled")
-        self.engine = BuiltinEngine.from_config(Model(path=str(folder)), engine, "cpu", self.reader, 0)
+        self.reader = StoreReader("sampled")
+        self.engine = BuiltinEngine.from_config(ModelConfig(path=str(folder)), engine, "cpu", self.reader, 0)
         self.own = {name: tensor.detach().contiguous().clone() for name, tensor in self.engine.lm.named_parameters()}
-        self.plan = Plan.of((name, tensor.shape, tensor.dtype) for name, tensor in self.own.items())
-        self.store = SharedWeights.create(memory / "one", self.plan, 1)
+        self.plan = WeightPlan.of((name, tensor.shape, tensor.dtype) for name, tensor in self.own.items())
+        self.store = WeightStore.create(memory / "one", self.plan, 1)
         self.flat = torch.cat([tensor.reshape(-1) for tensor in self.own.values()])
         self.copy = torch.empty_like(self.flat).fill_(0)
         self.versions = itertools.count(1)
@@ -140,7 +144,7 @@ class OneHost:
         for check in ("sampled", "complete"):
             version = next(self.versions)
             self.reader.check = check
-            shards = [Shard(name, tuple(tensor.shape), 0, tensor) for name, tensor in self.own.items()]
+            shards = [ParameterShard(name, tuple(tensor.shape), 0, tensor) for name, tensor in self.own.items()]
             found[f"write_{check}"] = timed(self.store.write_shards, 0, version, shards, check == "complete")
             found[f"commit_{check}"] = timed(self.store.commit, version)
             found[f"take_{check}"] = timed(self._take, version)
@@ -160,7 +164,7 @@ class OneHost:
 class Between:
     """One sender, two receivers; beside a bare broadcast to two."""
 
-    def __init__(self, cluster: LocalCluster, memory: Path, plan: Plan, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, cluster: LocalCluster, memory: Path, plan: WeightPlan, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors, self.versions = tensors, itertools.count(1)
         rank = Place(WorkerSpec("policy-0", "policy", 0, ""), "a")
         self.engines: Any = [Place(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate("bc")]
@@ -169,9 +173,9 @@ class Between:
         for generation, (name, courier) in enumerate(settings.items(), start=1):  # keeps their keys apart
             (memory / name).mkdir()
             hires = Nodes(cluster, memory / name, generation=generation, **courier)
-            delivery = Couriers(hires, hires, plan, 60.0)
+            delivery = RelayTransport(hires, hires, plan, 60.0)
             (folder,) = delivery.lay_out([rank])  # type: ignore[list-item]
-            self.ways[name] = delivery, SharedWeights.open(Path(folder), plan, generation)
+            self.ways[name] = delivery, WeightStore.open(Path(folder), plan, generation)
         host, port = cluster.store()
         about = {"world": 3, "host": host, "port": port, "nbytes": plan.nbytes}
         self.bare = cluster.start(
@@ -181,13 +185,13 @@ class Between:
     def repeat(self) -> Line:
         found: Line = {}
         for name, bucket in (("broadcast", 1 << 40), ("broadcast_64", 64 << 20)):
-            found[name] = max(gather([worker.submit(Bare.broadcast, bucket) for worker in self.bare], why=name))
+            found[name] = max(gather_results([worker.submit(Bare.broadcast, bucket) for worker in self.bare], why=name))
         for name, (delivery, store) in self.ways.items():
             version = next(self.versions)
             if name == "delta":  # a tenth of the tensors
                 for tensor in list(self.tensors.values())[::10]:
                     tensor.add_(1e-3)
-            shards = [Shard(each, tuple(tensor.shape), 0, tensor) for each, tensor in self.tensors.items()]
+            shards = [ParameterShard(each, tuple(tensor.shape), 0, tensor) for each, tensor in self.tensors.items()]
             store.write_shards(0, version, shards, name == "complete")
             found[name] = timed(delivery.publish, version, lambda: self.engines)
             found[f"{name}_bytes"] = delivery.received["b"].sent
@@ -231,7 +235,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines = [line for size in options.sizes for line in measure(size, options.repeats, options.parts)]
     options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print("\n".join(pages.weights(lines)))
+    print("\n".join(docs_tables.weights(lines)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.models.tiny import TinyModel, make_tiny
+from lockstep.models.tiny_model import TinyModel, make_tiny
 
 MODEL = TinyModel(hidden=256, layers=4, heads=4, kv_heads=2, ffn=768, max_length=1024, seed=1)
 """Qwen2, 3.2 M parameters, tied embeddings, random weights."""

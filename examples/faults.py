@@ -18,9 +18,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.watch.beacon import read_beacon, read_beacons
-from lockstep.watch.folders import run_dir
-from lockstep.watch.records import BeaconState
+from lockstep.base.folders import run_shm_dir
+from lockstep.watch.beacon.beacon_records import BeaconState
+from lockstep.watch.beacon.reader import read_beacon, read_beacons
 
 TOLD_WITHIN_S = 10.0
 LOOK_S, FAR_S = 0.002, 0.05
@@ -78,7 +78,7 @@ class Run:
             name = (self.folder / "run-id").read_text().strip()
         except OSError:
             return None
-        return read_beacon(run_dir(name) / "controller.beacon", events=False) if name else None
+        return read_beacon(run_shm_dir(name) / "controller.beacon", events=False) if name else None
 
     def newest(self, run: str, role: str) -> BeaconState | None:
         """The last rank of a role, in its present life."""

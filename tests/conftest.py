@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from lockstep.watch import beacon
+from lockstep.base.folders import new_run_id
 
 if TYPE_CHECKING:
-    from lockstep.cluster.local import LocalCluster
+    from lockstep.cluster.local_cluster import LocalCluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -22,11 +22,11 @@ settings.load_profile("lockstep")
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator["LocalCluster"]:
     """Worker processes of a run of this module's own; a module may have another one under the same name."""
-    from lockstep.cluster.local import LocalCluster
-    from lockstep.config.cluster import LocalCluster as Config
+    from lockstep.cluster.local_cluster import LocalCluster
+    from lockstep.config.cluster import LocalClusterConfig as Config
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    run = beacon.new_run_id(request.path.stem.removeprefix("test_"))
+    run = new_run_id(request.path.stem.removeprefix("test_"))
     made = LocalCluster(Config(device="cpu"), run, tmp_path_factory.mktemp("run"), generation=1, token=None)
     try:
         yield made

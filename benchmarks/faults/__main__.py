@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.case_runner import run
 from benchmarks.faults.cases import FAULTS, cases
-from benchmarks.faults.judge import judge, matrix, numbers, wrong
-from benchmarks.faults.site import run
+from benchmarks.faults.grading import judge, matrix, numbers, wrong
 from benchmarks.runner import ROOT
 
 OUT = ROOT / "benchmarks" / "results" / "cpu" / "faults.jsonl"

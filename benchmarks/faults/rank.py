@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from benchmarks.faults.cases import AT_BEGIN, Case
 from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, members
-from lockstep.watch import beacon, recorder, waits
+from lockstep.base.bounded_wait import track_wait
+from lockstep.watch.beacon import writer
+from lockstep.watch.recorder import recorder
 
 BOUND_S = 120.0
 FOREVER_S = 1000.0
@@ -30,7 +32,7 @@ class Rank:
         self.folder, self.rank = folder, rank
         self.case = Case.of(json.loads((folder / "case.json").read_text()))
         self.fault = self.case.faults.get(rank, "")
-        self.own = beacon.open_beacon(run, f"policy-{rank}", "policy", rank)
+        self.own = writer.open_beacon(run, f"policy-{rank}", "policy", rank)
         self.own.stage("begin")
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.step = 0
@@ -57,7 +59,7 @@ class Rank:
         if self.fault == "never":
             self.strike()
             time.sleep(FOREVER_S)
-        with waits.waiting("rendezvous", "the ranks", f"rank {self.rank} joins policy-1", BOUND_S):
+        with track_wait("rendezvous", "the ranks", f"rank {self.rank} joins policy-1", BOUND_S):
             store = dist.FileStore(str(self.folder / "store"), self.case.world)
             bound = timedelta(seconds=BOUND_S)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.case.world, timeout=bound)
@@ -78,7 +80,7 @@ class Rank:
         if self.fault:
             self.strike()
             ranks = [self.rank, (self.rank + 1) % self.case.world] if self.case.world > 2 else [self.rank]
-        with waits.waiting("rendezvous", "the ranks", f"rank {self.rank} joins late-1", BOUND_S):
+        with track_wait("rendezvous", "the ranks", f"rank {self.rank} joins late-1", BOUND_S):
             late = dist.new_group(ranks, timeout=timedelta(seconds=BOUND_S), group_desc="late")
         dist.all_reduce(torch.ones(4), group=late)
 

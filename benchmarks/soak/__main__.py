@@ -21,21 +21,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.soak.acts import ACTS, JUDGE, THROTTLE
-from benchmarks.soak.disturb import Disturber
-from benchmarks.soak.judge import thinking
+from benchmarks.soak.activities import ACTS, JUDGE, THROTTLE
+from benchmarks.soak.bare_processes import Site
+from benchmarks.soak.disturbances import Disturber
+from benchmarks.soak.finding_counts import Tally, told
+from benchmarks.soak.http_judge import thinking
 from benchmarks.soak.load import Load, cgroups
 from benchmarks.soak.runs import Run
-from benchmarks.soak.site import Site
-from benchmarks.soak.tally import Tally, told
-from lockstep.watch.verdict import Patience
+from lockstep.watch.diagnosis.verdict import StallThresholds
 
 ROUND_S = 60.0
 
 
 def main() -> None:
     options = arguments()
-    patience = Patience(notice_s=options.notice, still_s=options.floor)
+    patience = StallThresholds(notice_s=options.notice, still_s=options.floor)
     began, tallies = time.monotonic(), []
     with ExitStack() as stack:
         folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-soak-")))
@@ -65,7 +65,12 @@ def main() -> None:
 
 
 def one_round(
-    folder: Path, patience: Patience, seed: int, environment: dict[str, str], options: argparse.Namespace, left_s: float
+    folder: Path,
+    patience: StallThresholds,
+    seed: int,
+    environment: dict[str, str],
+    options: argparse.Namespace,
+    left_s: float,
 ) -> list[Tally]:
     """A run from its beginning to its end, and a bare site for as long, or only that one for a minute."""
     site_tally, run_tally = Tally(f"site {seed}"), Tally(f"run {seed}")

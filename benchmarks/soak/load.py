@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from benchmarks.soak.acts import QUOTA, THROTTLE
+from benchmarks.soak.activities import QUOTA, THROTTLE
 
 SPIN = "while True: pass"
 WRITE = """

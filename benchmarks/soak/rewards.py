@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.acts import ACTS, perform
+from benchmarks.soak.activities import ACTS, perform
 
 _chance = random.Random(os.getpid())
 

@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 
 from benchmarks.runner import ROOT
-from benchmarks.soak.acts import JUDGE
-from benchmarks.soak.site import SILENCE
-from benchmarks.soak.tally import Tally
+from benchmarks.soak.activities import JUDGE
+from benchmarks.soak.bare_processes import SILENCE
+from benchmarks.soak.finding_counts import Tally
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.tiny import make_tiny
-from lockstep.watch.beacon import read_beacons
-from lockstep.watch.verdict import Patience
+from lockstep.models.tiny_model import make_tiny
+from lockstep.watch.beacon.reader import read_beacons
+from lockstep.watch.diagnosis.verdict import StallThresholds
 
 BOUND_S = 900.0
 
@@ -25,7 +25,13 @@ class Run:
     """A run of a few steps. A context manager; it has ended after it."""
 
     def __init__(
-        self, folder: Path, patience: Patience, seed: int, tally: Tally, environment: dict[str, str], steps: int = 6
+        self,
+        folder: Path,
+        patience: StallThresholds,
+        seed: int,
+        tally: Tally,
+        environment: dict[str, str],
+        steps: int = 6,
     ) -> None:
         self.folder, self.patience, self.tally = folder, patience, tally
         self.record = folder / "acts.jsonl"

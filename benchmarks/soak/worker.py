@@ -8,9 +8,10 @@ import random
 import sys
 from pathlib import Path
 
-from benchmarks.soak.acts import ACTS, perform
-from lockstep.watch import beacon, waits
-from lockstep.watch.messages import NEXT_ORDER
+from benchmarks.soak.activities import ACTS, perform
+from lockstep.base import waits
+from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
+from lockstep.watch.beacon import writer
 
 BOUND_S = 3600.0
 
@@ -19,36 +20,36 @@ def lead(folder: Path, others: list[str]) -> None:
     step = 0
     while not (folder / "end").exists():
         step += 1
-        beacon.current().stage("wait")
+        writer.current_beacon().stage("wait")
         (folder / f"order.{step}").touch()
         for other in others:
             waits.poll(
                 lambda other=other: (folder / f"{other}.{step}").exists() or None,  # noqa: B023
                 kind="future", whom=other, why=f"step {step}", timeout_s=BOUND_S, notice_after_s=None, every_s=0.05,
             )  # fmt: skip
-        beacon.current().progress("step", step)
+        writer.current_beacon().progress("step", step)
 
 
 def follow(folder: Path, name: str, chance: random.Random, silence_s: float, acts: list[str]) -> None:
     step = 0
     while True:
         step += 1
-        beacon.current().stage("idle")
+        writer.current_beacon().stage("idle")
         waits.poll(
             lambda: (folder / f"order.{step}").exists() or None, kind="condition", whom="policy-0",  # noqa: B023
-            why=NEXT_ORDER, timeout_s=BOUND_S, notice_after_s=None, every_s=0.05,
+            why=WAITING_FOR_WORK, timeout_s=BOUND_S, notice_after_s=None, every_s=0.05,
         )  # fmt: skip
         act = chance.choice(acts)
-        beacon.current().stage(f"step {step}")  # of its own each: no history makes anybody patient
+        writer.current_beacon().stage(f"step {step}")  # of its own each: no history makes anybody patient
         perform(act, silence_s * chance.choice((0.3, 1.0, 1.15)), folder / "acts.jsonl")
-        beacon.current().progress("step", step)
+        writer.current_beacon().progress("step", step)
         (folder / f"{name}.{step}").touch()
 
 
 def main() -> None:
     run, name, folder, seed, silence_s, *rest = sys.argv[1:]
     role, _, rank = name.rpartition("-")
-    beacon.open_beacon(run, name, role, int(rank))
+    writer.open_beacon(run, name, role, int(rank))
     if name == "policy-0":
         lead(Path(folder), rest)
     else:

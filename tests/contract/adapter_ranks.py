@@ -8,8 +8,8 @@ import trainer_ranks as tr
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from lockstep.config.recipes import Config, SFTConfig
-from lockstep.train.distributed import Ranks
+from lockstep.config.recipes import RecipeConfig, SFTConfig
+from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
 
 # r is odd: the last rank's part of A is shorter
@@ -21,12 +21,12 @@ ADAPTERS = {"lora": LORA, "dora": DORA, "saved": SAVED}
 DROPPING = LORA | {"lora_dropout": 0.3}
 
 
-def config(folder: Path, family: str, recipe: str, adapter: dict[str, Any], **trainer: Any) -> Config:
+def config(folder: Path, family: str, recipe: str, adapter: dict[str, Any], **trainer: Any) -> RecipeConfig:
     return tr.config(folder, family, recipe, {"adapter": adapter}, **trainer)
 
 
 def variant(kind: str, family: str, recipe: str, budget: int = 400, **trainer: Any) -> tr.Case:
-    def run(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+    def run(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
         made = FSDP2Trainer(config(folder, family, recipe, ADAPTERS[kind], **trainer), ranks)
         before = {name: parameter.detach().clone() for name, parameter in made.outgoing.weights.items()}
         start = adapter_of(made)
@@ -65,7 +65,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def resume(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+def resume(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """With dropout and several micro-batches: two steps, a save, two more; and the two again from the checkpoint."""
     cfg = config(folder, "qwen2", "sft", DROPPING)
     first = FSDP2Trainer(cfg, ranks)
@@ -82,13 +82,13 @@ def resume(folder: Path, ranks: Ranks, port: int) -> tr.Result:
     return result
 
 
-def recomputed(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+def recomputed(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """Dropout's masks are the same when activations are computed again."""
     cfg = config(folder, "qwen2", "sft", DROPPING, activation_checkpointing=True)
     return adapter_train(FSDP2Trainer(cfg, ranks), tr.batch_of(cfg, ranks.world, budget=60), 2)
 
 
-def reload(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+def reload(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """Loads what one rank saved."""
     trainer = FSDP2Trainer(config(folder, "qwen2", "sft", DROPPING), ranks)
     trainer.load(folder / "saved" / "adapter-1")
@@ -97,12 +97,12 @@ def reload(folder: Path, ranks: Ranks, port: int) -> tr.Result:
     return result
 
 
-def export(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+def export(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """Alone and merged."""
     return _exported(folder, ranks, DORA, "")
 
 
-def begun(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+def begun(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """From the adapter that one rank exported, which is the reference as well; saved and exported again."""
     here = {"path": str(folder / "saved-adapter-1")}
     cfg = config(folder, "llama", "grpo", here | SAVED)
@@ -122,12 +122,12 @@ def begun(folder: Path, ranks: Ranks, port: int) -> tr.Result:
     return result
 
 
-def export_saved(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+def export_saved(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """With what was trained beside it, alone and merged."""
     return _exported(folder, ranks, SAVED, "saved-")
 
 
-def _exported(folder: Path, ranks: Ranks, adapter: dict[str, Any], prefix: str) -> tr.Result:
+def _exported(folder: Path, ranks: ParallelContext, adapter: dict[str, Any], prefix: str) -> tr.Result:
     cfg = config(folder, "llama", "sft", adapter)
     trainer = FSDP2Trainer(cfg, ranks)
     result = adapter_train(trainer, tr.batch_of(cfg, ranks.world))
@@ -161,7 +161,7 @@ def truth(folder: Path, name: str, start: dict[str, torch.Tensor]) -> tr.Result:
     cfg = config(folder, family, recipe, ADAPTERS[kind])
     reference = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
     base = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
-    made = FSDP2Trainer(cfg, Ranks())
+    made = FSDP2Trainer(cfg, ParallelContext())
     made.export_adapter(folder / f"start-{name}")
     model: Any = PeftModel.from_pretrained(base, folder / f"start-{name}", is_trainable=True).eval()
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.cluster.protocol import Later, concurrent
-from lockstep.watch import beacon, waits
+from lockstep.base.bounded_wait import track_wait
+from lockstep.cluster.protocol import DeferredResult, concurrent
+from lockstep.watch.beacon import writer
 
 
 class Painful(Exception):
@@ -71,13 +72,13 @@ class Plain:
         """Like sleep, but the counter moves."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            beacon.current().add("turns")
+            writer.current_beacon().add("turns")
             time.sleep(0.1)
-        return beacon.current().moves
+        return writer.current_beacon().moves
 
     def wait_for(self, whom: str, seconds: float) -> None:
-        beacon.current().stage("collecting")
-        with waits.waiting("queue", whom, "its scores", seconds):
+        writer.current_beacon().stage("collecting")
+        with track_wait("queue", whom, "its scores", seconds):
             time.sleep(seconds)
 
     def deaf(self, seconds: float) -> None:
@@ -165,7 +166,7 @@ class Engine:
         time.sleep(0.002)
         self.left -= 1
         self.done += 1
-        beacon.current().add("tokens")
+        writer.current_beacon().add("tokens")
         return True
 
 
@@ -173,11 +174,11 @@ class Promises:
     """Answers once its background work has got so far."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[int, Later[list[int]]]] = []
+        self.open: list[tuple[int, DeferredResult[list[int]]]] = []
         self.turns, self.broken = 0, False
 
-    def at(self, turn: int) -> Later[list[int]]:
-        later: Later[list[int]] = Later()
+    def at(self, turn: int) -> DeferredResult[list[int]]:
+        later: DeferredResult[list[int]] = DeferredResult()
         self.open.append((turn, later))
         if turn < 0:
             later.fail(Painful("there was no such turn"))
@@ -195,7 +196,7 @@ class Promises:
         if self.broken:
             raise Painful("the loop broke")
         self.turns += 1
-        beacon.current().add("turns")
+        writer.current_beacon().add("turns")
         for turn, later in self.open:
             if turn == self.turns:
                 later.settle([turn, self.turns])

@@ -6,15 +6,15 @@ import adapter_ranks as ar
 import torch
 import trainer_ranks as tr
 
-from lockstep.train.distributed import Ranks
+from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
-from lockstep.weights.plan import Plan
-from lockstep.weights.shared import SharedWeights
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
 
 SETTINGS = {"ranks": 4, "replicas": 2}
 
 
-def trained(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+def trained(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     """Some steps; saved, published and exported."""
     cfg = tr.config(folder, "qwen2", "grpo", **(SETTINGS if ranks.world == 4 else {}))
     trainer = FSDP2Trainer(cfg, ranks)
@@ -23,7 +23,7 @@ def trained(folder: Path, ranks: Ranks, port: int) -> tr.Result:
     trainer.save(folder / "saved" / f"ranks-{ranks.world}")
     trainer.writer.finish()
     trainer.export(folder / f"exported-{ranks.world}")
-    store = SharedWeights.open(folder / f"store-{ranks.world}", generation=1)
+    store = WeightStore.open(folder / f"store-{ranks.world}", generation=1)
     store.write_shards(ranks.rank, 1, trainer.shards(), complete=True)
     again = FSDP2Trainer(cfg, ranks)
     again.load(folder / "saved" / f"ranks-{ranks.world}")
@@ -31,14 +31,14 @@ def trained(folder: Path, ranks: Ranks, port: int) -> tr.Result:
     return result
 
 
-def adapter(folder: Path, ranks: Ranks, port: int) -> tr.Result:
+def adapter(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     cfg = ar.config(folder, "llama", "sft", ar.LORA, **(SETTINGS if ranks.world == 4 else {}))
     return ar.adapter_train(FSDP2Trainer(cfg, ranks), tr.batch_of(cfg, ranks.world, budget=60))
 
 
-def plan_of(folder: Path) -> Plan:
-    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "grpo"), Ranks())
-    return Plan.of((name, p.shape, p.dtype) for name, p in trainer.names.items())
+def plan_of(folder: Path) -> WeightPlan:
+    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "grpo"), ParallelContext())
+    return WeightPlan.of((name, p.shape, p.dtype) for name, p in trainer.names.items())
 
 
 CASES: dict[str, tr.Case] = {"trained": trained, "adapter": adapter}

@@ -13,8 +13,10 @@ from test_trainer import TIGHT, apart
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.train.checkpoint import CheckpointError, read_manifest
-from lockstep.train.distributed import Ranks
+from lockstep.models.tiny_model import make_tiny
+from lockstep.train.checkpoint import read_manifest
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.errors import CheckpointError
 from lockstep.train.fsdp import FSDP2Trainer
 
 VARIANTS = [name for name in ar.CASES if name.startswith(("lora", "dora", "saved"))]
@@ -31,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, tr.Result]:
     """The cases at one rank, in this process."""
-    return {name: case(folder, Ranks(), 0) for name, case in ar.CASES.items() if name != "reload"}
+    return {name: case(folder, ParallelContext(), 0) for name, case in ar.CASES.items() if name != "reload"}
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +71,13 @@ def test_an_adapter_learns_what_it_does_with_peft(
 
 def test_the_reference_is_the_model_without_its_adapter(folder: Path) -> None:
     cfg = ar.config(folder, "llama", "grpo", ar.LORA)
-    trainer = FSDP2Trainer(cfg, Ranks())
+    trainer = FSDP2Trainer(cfg, ParallelContext())
     assert trainer.reference is None and trainer.has_reference
     batch = tr.batch_of(cfg, 1)
     ar.adapter_train(trainer, batch, 2)
     rows = batch.everything().ranks[0]
     found = trainer.evaluate(rows, ["logprobs", "reference_logprobs"])
-    other = FSDP2Trainer(tr.config(folder, "llama", "grpo"), Ranks()).evaluate(rows, ["logprobs"])
+    other = FSDP2Trainer(tr.config(folder, "llama", "grpo"), ParallelContext()).evaluate(rows, ["logprobs"])
     for mine, theirs in zip(found, other, strict=True):
         assert mine["reference_logprobs"] == pytest.approx(theirs["logprobs"], abs=1e-6)
         assert abs(mine["logprobs"] - theirs["logprobs"]).max() > 1e-4
@@ -119,7 +121,7 @@ def test_dropout_is_on_in_steps_and_the_same_when_activations_are_computed_again
     folder: Path, alone: dict[str, tr.Result]
 ) -> None:
     dry = ar.config(folder, "qwen2", "sft", ar.LORA)
-    without = ar.adapter_train(FSDP2Trainer(dry, Ranks()), tr.batch_of(dry, 1, budget=60), 2)
+    without = ar.adapter_train(FSDP2Trainer(dry, ParallelContext()), tr.batch_of(dry, 1, budget=60), 2)
     dropped, again = alone["resume"], alone["recomputed"]
     assert dropped.metrics[1]["loss"] == pytest.approx(again.metrics[1]["loss"], rel=1e-6)
     assert dropped.metrics[1]["grad_norm"] != pytest.approx(without.metrics[1]["grad_norm"], rel=0.02)
@@ -145,14 +147,16 @@ def test_a_checkpoint_of_one_rank_loads_at_two(alone: dict[str, tr.Result], pair
 
 def test_a_checkpoint_is_refused_on_another_model_or_adapter(folder: Path, alone: dict[str, tr.Result]) -> None:
     saved = folder / "saved" / "adapter-1"
-    wider = FSDP2Trainer(ar.config(folder, "qwen2", "sft", ar.DROPPING | {"r": 6}), Ranks())
+    wider = FSDP2Trainer(ar.config(folder, "qwen2", "sft", ar.DROPPING | {"r": 6}), ParallelContext())
     with pytest.raises(CheckpointError, match=r"of another model: it has with shape \(5, 32\) .*expected shape \(6"):
         wider.load(saved)
-    more = FSDP2Trainer(ar.config(folder, "qwen2", "sft", ar.DROPPING | {"target_modules": ["up_proj"]}), Ranks())
+    more = FSDP2Trainer(
+        ar.config(folder, "qwen2", "sft", ar.DROPPING | {"target_modules": ["up_proj"]}), ParallelContext()
+    )
     with pytest.raises(CheckpointError, match=r"does not have .*up_proj.lora_A"):
         more.load(saved)
-    tr.make_tiny(folder / "other" / "qwen2", family="qwen2", tie_embeddings=True, seed=9, hidden=32, heads=4, ffn=51)
-    other = FSDP2Trainer(ar.config(folder / "other", "qwen2", "sft", ar.DROPPING), Ranks())
+    make_tiny(folder / "other" / "qwen2", family="qwen2", tie_embeddings=True, seed=9, hidden=32, heads=4, ffn=51)
+    other = FSDP2Trainer(ar.config(folder / "other", "qwen2", "sft", ar.DROPPING), ParallelContext())
     with pytest.raises(CheckpointError, match=r"was made on .*qwen2 as it was then"):
         other.load(saved)
 
@@ -200,9 +204,9 @@ def test_what_was_trained_beside_an_adapter_is_exported_with_it(
 
 
 def test_an_adapter_is_exported_whole_or_not_at_all(folder: Path, tmp_path: Path) -> None:
-    trainer = FSDP2Trainer(ar.config(folder, "llama", "sft", ar.LORA), Ranks())
+    trainer = FSDP2Trainer(ar.config(folder, "llama", "sft", ar.LORA), ParallelContext())
     with tr.no_space(), pytest.raises(CheckpointError, match="the adapter could not be exported"):
         trainer.export_adapter(tmp_path / "adapter")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=r"model\.adapter"):
-        FSDP2Trainer(tr.config(folder, "llama", "sft"), Ranks()).export_adapter(tmp_path / "adapter")
+        FSDP2Trainer(tr.config(folder, "llama", "sft"), ParallelContext()).export_adapter(tmp_path / "adapter")

@@ -19,15 +19,16 @@ import pytest
 from cluster_services import Engine, Parcel, Plain, Promises
 from ray_hosts import needs_ray
 
-from lockstep.cluster.base import AgentCluster
-from lockstep.cluster.calls import gather
-from lockstep.cluster.codec import CodecError
-from lockstep.cluster.local import LocalCluster
+from lockstep.base.bounded_wait import Stalled
+from lockstep.base.transport import auth_handshake
+from lockstep.base.transport.frames import Connection, ConnectionClosed, HandshakeRefused
+from lockstep.cluster.agent_cluster import AgentCluster
+from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied, WorkerSpec
-from lockstep.config.cluster import LocalCluster as LocalConfig
-from lockstep.config.cluster import RayCluster as RayConfig
-from lockstep.watch import wire
-from lockstep.watch.waits import Stalled
+from lockstep.cluster.rpc.codec import CodecError
+from lockstep.cluster.rpc.futures import gather_results
+from lockstep.config.cluster import LocalClusterConfig as LocalConfig
+from lockstep.config.cluster import RayClusterConfig as RayConfig
 
 PATH = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 TOKEN = secrets.token_hex(16)
@@ -39,7 +40,7 @@ def local(folder: Path) -> LocalCluster:
 
 
 def own_ray(folder: Path) -> AgentCluster:
-    from lockstep.cluster.ray.cluster import RayCluster
+    from lockstep.cluster.ray.ray_cluster import RayCluster
 
     return RayCluster(RayConfig(notice_after_s=1.0), f"contract-{secrets.token_hex(3)}", folder, 1, TOKEN)
 
@@ -56,7 +57,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def spec(name: str, service: type = Plain, rank: int = 0, **arguments: Any) -> WorkerSpec:
     return WorkerSpec(
         name, "tester", rank, f"cluster_services:{service.__name__}", arguments,
-        environment={"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}, preload=("numpy", "lockstep.cluster.uplink"),
+        environment={"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}, preload=("numpy", "lockstep.cluster.rpc.controller_connection"),
     )  # fmt: skip
 
 
@@ -88,7 +89,7 @@ def cut(worker: Any) -> None:
 def test_calls_run_in_the_order_of_submission(start: Start) -> None:
     worker = start()
     pendings = [worker.submit(Plain.add, n) for n in range(100)]
-    totals = gather(pendings, "sums")
+    totals = gather_results(pendings, "sums")
     assert totals == [sum(range(n + 1)) for n in range(100)]
     assert worker.call(Plain.add, 0) == sum(range(100))
     assert worker.call(Plain.pid) == worker.pid != os.getpid()
@@ -129,7 +130,7 @@ def test_large_arrays_cross_both_ways(start: Start) -> None:
 def test_answers_are_what_they_were_when_the_call_returned(start: Start) -> None:
     worker = start()
     pendings = [worker.submit(Plain.reused, n) for n in range(6)]
-    assert [int(answer.mean()) for answer in gather(pendings, "answers")] == list(range(6))
+    assert [int(answer.mean()) for answer in gather_results(pendings, "answers")] == list(range(6))
 
 
 def test_exceptions_arrive_with_worker_rank_and_remote_traceback(start: Start) -> None:
@@ -200,7 +201,7 @@ def test_a_line_that_breaks_all_the_time_loses_and_repeats_nothing(start: Start,
             pendings.append(worker.submit(Plain.note, number, padding, 0.005))
             if number % 10 == 0:
                 worker.call(Plain.peek)
-        results = gather(pendings, "notes")
+        results = gather_results(pendings, "notes")
     finally:
         over.set()
         thread.join(5)
@@ -235,7 +236,7 @@ def test_a_call_behind_a_moving_one_is_not_stalled(start: Start) -> None:
 
 def test_a_wait_without_progress_is_told(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     worker = start()
-    with caplog.at_level(logging.WARNING, logger="lockstep.cluster.calls"):
+    with caplog.at_level(logging.WARNING, logger="lockstep.cluster.rpc.futures"):
         worker.submit(Plain.wait_for, "judge", 2.5).result("train step 12")
     told = [record.getMessage() for record in caplog.records]
     assert any(
@@ -265,7 +266,7 @@ def test_the_first_failure_ends_the_wait_for_all(start: Start) -> None:
     pendings = [good.submit(Plain.sleep, 60.0), bad.submit(Plain.sleep, 0.3), bad.submit(Plain.fail, "now")]
     began = time.monotonic()
     with pytest.raises(RemoteError, match="now"):
-        gather(pendings, "all of them")
+        gather_results(pendings, "all of them")
     assert time.monotonic() - began < 2.0
     assert not pendings[0].done()
 
@@ -276,7 +277,7 @@ def test_a_killed_worker_fails_its_calls_at_once(start: Start) -> None:
     threading.Timer(0.3, os.kill, (worker.pid, signal.SIGKILL)).start()
     began = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
-        gather(pendings, "both")
+        gather_results(pendings, "both")
     assert time.monotonic() - began < 1.3
     assert caught.value.exit_code == -signal.SIGKILL
     assert not worker.alive()
@@ -445,11 +446,11 @@ def test_strangers_are_refused(cluster: Any, start: Start) -> None:
     host, port = cluster._hub.address
     identity: dict[str, Any] = {"run": cluster._run, "generation": 1, "name": worker.spec.name, "timeout_s": 3.0}
     for change, code in (({"token": "x"}, "token"), ({"token": TOKEN, "generation": 0}, "generation")):
-        with pytest.raises(wire.Refused) as caught:
-            wire.connect(host, port, **identity | change)
+        with pytest.raises(HandshakeRefused) as caught:
+            auth_handshake.connect(host, port, **identity | change)
         assert caught.value.code == code
-    stranger = wire.connect(host, port, **identity | {"token": TOKEN, "name": "nobody"})
-    with pytest.raises(wire.ConnectionClosed):
+    stranger = auth_handshake.connect(host, port, **identity | {"token": TOKEN, "name": "nobody"})
+    with pytest.raises(ConnectionClosed):
         stranger.recv(3.0)
     assert worker.call(Plain.add, 2) == 2
 
@@ -496,18 +497,18 @@ def test_close_leaves_nothing(request: pytest.FixtureRequest, cluster: Any, tmp_
 
 def test_the_token_does_not_travel_to_agents(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[bytes] = []
-    queue, send = wire.Connection.queue, wire.Connection.send
+    queue, send = Connection.queue, Connection.send
 
-    def queued(connection: wire.Connection, frame: bytes, *more: Any, **named: Any) -> Any:
+    def queued(connection: Connection, frame: bytes, *more: Any, **named: Any) -> Any:
         frames.append(bytes(frame))
         return queue(connection, frame, *more, **named)
 
-    def sent(connection: wire.Connection, frame: bytes, *more: Any, **named: Any) -> Any:
+    def sent(connection: Connection, frame: bytes, *more: Any, **named: Any) -> Any:
         frames.append(bytes(frame))
         return send(connection, frame, *more, **named)
 
-    monkeypatch.setattr(wire.Connection, "queue", queued)
-    monkeypatch.setattr(wire.Connection, "send", sent)
+    monkeypatch.setattr(Connection, "queue", queued)
+    monkeypatch.setattr(Connection, "send", sent)
     worker = start()
     assert worker.alive()  # it has proved that it knows the token
     orders = [frame for frame in frames if b'"spawn"' in frame]

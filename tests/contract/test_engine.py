@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.models.tiny import make_tiny
+from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.builtin import BuiltinEngine
-from lockstep.rollout.builtin.runner import CachedRunner, PlainRunner, use_plain
+from lockstep.rollout.builtin.model_runner import CachedRunner, PlainRunner, use_plain_attention
+from lockstep.rollout.engine_protocol import Request
 from lockstep.rollout.errors import BadRequest, WeightsMismatch
-from lockstep.rollout.protocol import Request
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 CONTEXT = 96
@@ -63,14 +63,14 @@ def builtin(folder, **options):
 
 def plain(folder, **options):
     engine = builtin(folder, **options)
-    use_plain(engine.lm)
+    use_plain_attention(engine.lm)
     engine._runner = PlainRunner(engine.lm, engine.device, batch_tokens=2048)
     return engine
 
 
 def vllm(folder, max_rows=256, cache_tokens=None, **options):
-    from lockstep.config.model import Model
-    from lockstep.config.rollout import VllmEngine as Config
+    from lockstep.config.model import ModelConfig
+    from lockstep.config.rollout import VllmEngineConfig as Config
     from lockstep.rollout.vllm.engine import VllmEngine
 
     # The smallest blocks that its CPU kernels have.
@@ -78,7 +78,7 @@ def vllm(folder, max_rows=256, cache_tokens=None, **options):
     if cache_tokens is not None:  # vLLM has room for one longest sequence at least
         extra["num_gpu_blocks_override"] = CONTEXT // 32 + 1
     config = Config(max_num_seqs=max_rows, cpu_kv_cache_gb=0.02, extra=extra)
-    return VllmEngine.from_config(Model(path=str(folder)), config, threads=1, **options)
+    return VllmEngine.from_config(ModelConfig(path=str(folder)), config, threads=1, **options)
 
 
 ENGINES = [

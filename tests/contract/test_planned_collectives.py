@@ -12,12 +12,12 @@ import torch.distributed as dist
 import trainer_ranks as tr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.run.facts import model_facts
-from lockstep.run.plan import METRICS_BYTES, trainer_collectives
-from lockstep.train import losses
-from lockstep.train.distributed import Ranks
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.run.planning.resources import model_facts
+from lockstep.run.planning.run_plan import METRICS_BYTES, trainer_collectives
+from lockstep.train import objective
+from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
-from lockstep.watch.waits import WaitTimeout
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_planned_collectives_are_those_of_a_step(
     tr.make_models(tmp_path)
     config = tr.config(tmp_path, "qwen2", "grpo", {"adapter": adapter}, ranks=2, reshard_after_forward=reshard)
     planned = trainer_collectives(config, model_facts(config.model, "cpu"))
-    trainer = FSDP2Trainer(config, Ranks(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
+    trainer = FSDP2Trainer(config, ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
     batch = tr.batch_of(config, ranks=2, budget=40)
     minibatch = batch.everything()
     rows = minibatch.ranks[0]
@@ -95,7 +95,7 @@ def test_copies_of_the_parameters_add_the_planned_all_reduce(
     planned = trainer_collectives(config, model_facts(config.model, "cpu"))
     assert [line.operation for line in planned] == ["all_gather", "reduce_scatter", "all_reduce", "all_gather"]
     here, across = dist.new_group([0, 1]), dist.new_group([0, 2])
-    ranks = Ranks(0, 4, torch.device("cpu"), 0.1, dist.group.WORLD, replicas=2, copy=here, across=across)
+    ranks = ParallelContext(0, 4, torch.device("cpu"), 0.1, dist.group.WORLD, replicas=2, copy=here, across=across)
     trainer = FSDP2Trainer(config, ranks)
     counts.clear()
     with pytest.raises(WaitTimeout):
@@ -104,5 +104,5 @@ def test_copies_of_the_parameters_add_the_planned_all_reduce(
 
 
 def test_the_vector_of_metrics_is_as_long_as_planned() -> None:
-    vector = losses.Meter(torch.device("cpu")).vector(torch.zeros(()))
+    vector = objective.MetricAccumulator(torch.device("cpu")).vector(torch.zeros(()))
     assert vector.numel() * vector.element_size() == METRICS_BYTES

@@ -10,11 +10,13 @@ import trainer_ranks as tr
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.config.algorithm import KL
-from lockstep.train.checkpoint import CheckpointError, read_manifest
-from lockstep.train.distributed import Ranks
+from lockstep.config.algorithm import KLPenalty
+from lockstep.data.forest_builder import forest_from_rollouts
+from lockstep.data.packing import pack
+from lockstep.train.checkpoint import checkpoint_bytes, read_manifest, remove_checkpoint, remove_leftovers
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.errors import CheckpointError
 from lockstep.train.fsdp import FSDP2Trainer
-from lockstep.train.retention import bytes_written, remove_checkpoint, sweep
 
 TIGHT = 1e-5
 VARIANTS = [name for name in tr.CASES if name.startswith(tr.FAMILIES)]
@@ -47,7 +49,7 @@ def alone(folder: Path) -> dict[str, tr.Result]:
     """The cases at one rank, in this process."""
     names = [name for name in VARIANTS if name.split("-", 2)[2] in ONE_RANK]
     names += ["again", "resume", "export", "non_finite"]
-    found = {name: tr.CASES[name](folder, Ranks(), 0) for name in names}
+    found = {name: tr.CASES[name](folder, ParallelContext(), 0) for name in names}
     for made in ("exported", "exported-small"):
         shutil.rmtree(folder / made)
     return found
@@ -127,7 +129,7 @@ def test_two_identical_runs_agree_bit_by_bit(alone: dict[str, tr.Result], pair: 
 def test_an_empty_microbatch_changes_nothing(folder: Path, pair: dict[str, list[tr.Result]]) -> None:
     both = pair["empty"]
     assert [result.extra["empty"] for result in both] == [False, True]
-    one = tr.empty(folder, Ranks(), 0)
+    one = tr.empty(folder, ParallelContext(), 0)
     assert apart(tr.whole([r.weights for r in both]), tr.whole([one.weights])) < TIGHT
     assert both[1].metrics[0]["loss"] == pytest.approx(one.metrics[0]["loss"], rel=TIGHT)
     assert both[0].metrics[0]["tokens"] == int(tr.documents()[0].loss_mask.sum())
@@ -135,10 +137,10 @@ def test_an_empty_microbatch_changes_nothing(folder: Path, pair: dict[str, list[
 
 def test_without_advantages_the_weights_stay(folder: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo", optimizer={"lr": 0.1, "weight_decay": 0.0})
-    loss = cfg.loss.model_copy(update={"entropy_coefficient": 0.0, "kl": KL()})
-    trainer = FSDP2Trainer(cfg.model_copy(update={"loss": loss}), Ranks())
+    loss = cfg.loss.model_copy(update={"entropy_coefficient": 0.0, "kl": KLPenalty()})
+    trainer = FSDP2Trainer(cfg.model_copy(update={"loss": loss}), ParallelContext())
     rolled, advantages = tr.rollouts()
-    batch = tr.pack(tr.trees_of_rollouts(rolled, 0 * advantages), 1, 100)
+    batch = pack(forest_from_rollouts(rolled, 0 * advantages), 1, 100)
     before = tr.rows_of_all(trainer)
     everything = batch.everything()
     batch.set_field("old_logprob", everything, [[row.fields["engine_logprob"] for row in everything.ranks[0]]])
@@ -150,7 +152,7 @@ def test_without_advantages_the_weights_stay(folder: Path) -> None:
 
 def test_evaluate_gives_the_log_probabilities_of_transformers(folder: Path) -> None:
     cfg = tr.config(folder, "llama", "grpo")
-    trainer = FSDP2Trainer(cfg, Ranks())
+    trainer = FSDP2Trainer(cfg, ParallelContext())
     batch = tr.batch_of(cfg, 1, budget=60)
     everything = batch.everything()
     values = trainer.evaluate(everything.ranks[0], ["logprobs", "entropy", "reference_logprobs"])
@@ -179,7 +181,7 @@ def test_bad_numbers_are_refused_by_all_ranks_before_a_weight_moves(
 
 def test_a_field_that_is_missing_is_named_before_anything_happens(folder: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo")
-    trainer = FSDP2Trainer(cfg, Ranks())
+    trainer = FSDP2Trainer(cfg, ParallelContext())
     rows = next(iter(tr.batch_of(cfg, 1).minibatches(1, None, cfg.loss))).ranks[0]
     with pytest.raises(ValueError, match="no field 'old_logprob'"):
         trainer.step(rows, cfg.loss)
@@ -189,7 +191,7 @@ def test_a_field_that_is_missing_is_named_before_anything_happens(folder: Path) 
 
 def test_offloading_changes_no_bit_and_moves_what_is_asked(folder: Path, tmp_path: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo")
-    stays, goes = FSDP2Trainer(cfg, Ranks()), FSDP2Trainer(cfg, Ranks())
+    stays, goes = FSDP2Trainer(cfg, ParallelContext()), FSDP2Trainer(cfg, ParallelContext())
     batch = tr.batch_of(cfg, 1)
     for trainer in (stays, goes):
         tr.train(trainer, batch, 1)
@@ -240,7 +242,7 @@ def test_resume_is_bitwise_at_two_ranks(pair: dict[str, list[tr.Result]]) -> Non
 
 
 def test_a_checkpoint_of_two_ranks_loads_at_one(folder: Path, pair: dict[str, list[tr.Result]]) -> None:
-    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "grpo"), Ranks())
+    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "grpo"), ParallelContext())
     trainer.load(folder / "saved" / "ranks-2")
     for found, name in (
         (tr.rows_of_all(trainer), "loaded"),
@@ -269,7 +271,7 @@ def checkpoint(folder: Path, alone: dict[str, tr.Result], tmp_path: Path) -> Pat
 
 
 def refused(folder: Path, checkpoint: Path, family: str = "qwen2") -> str:
-    trainer = FSDP2Trainer(tr.config(folder, family, "grpo"), Ranks())
+    trainer = FSDP2Trainer(tr.config(folder, family, "grpo"), ParallelContext())
     before = tr.rows_of_all(trainer)
     with pytest.raises(CheckpointError) as caught:
         trainer.load(checkpoint)
@@ -313,15 +315,15 @@ def test_a_full_disk_is_an_error_on_every_rank_and_leaves_nothing(
 
 
 def test_a_save_replaces_one_of_the_same_name_and_removal_leaves_no_trace(folder: Path, tmp_path: Path) -> None:
-    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "sft"), Ranks())
+    trainer = FSDP2Trainer(tr.config(folder, "qwen2", "sft"), ParallelContext())
     for _ in range(2):
         trainer.save(tmp_path / "step-0")
         trainer.writer.finish()
     assert trainer.saved()
     assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
-    assert bytes_written(tmp_path) > 0
+    assert checkpoint_bytes(tmp_path) > 0
     (tmp_path / "step-1.tmp-1-7").mkdir()
-    assert sweep(tmp_path) == [tmp_path / "step-1.tmp-1-7"]
+    assert remove_leftovers(tmp_path) == [tmp_path / "step-1.tmp-1-7"]
     remove_checkpoint(tmp_path / "step-0")
     assert list(tmp_path.iterdir()) == []
 
@@ -343,7 +345,7 @@ def test_exports_are_ordinary_folders(folder: Path, pair: dict[str, list[tr.Resu
 
 def test_an_exported_model_has_the_trainers_logits(folder: Path, tmp_path: Path) -> None:
     cfg = tr.config(folder, "qwen2", "sft")  # tied embeddings
-    trainer = FSDP2Trainer(cfg, Ranks())
+    trainer = FSDP2Trainer(cfg, ParallelContext())
     batch = tr.batch_of(cfg, 1)
     tr.train(trainer, batch)
     trainer.export(tmp_path / "final")

@@ -15,30 +15,32 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lockstep.rollout.vllm.vllm_requests import core_request
+
 sys.path.insert(0, str(Path(__file__).parent))
-from held_reader import Struck
-from stream_ends import Feeder, ModelEnd
+from paused_reader import Struck
+from stream_endpoints import Feeder, ModelEnd
 
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
-from lockstep.config.model import Model
-from lockstep.config.rollout import VllmEngine as Config
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import VllmEngineConfig as Config
 from lockstep.models.errors import ModelError
-from lockstep.models.tiny import make_tiny
-from lockstep.rollout.api import SERVICE, EngineAPI
-from lockstep.rollout.builtin.sampler import SamplingRows, truncated
+from lockstep.models.tiny_model import make_tiny
+from lockstep.rollout.builtin.sampler import SamplingRows, truncate_distribution
+from lockstep.rollout.engine_protocol import ENGINE_SERVICE, EngineAPI, Request
 from lockstep.rollout.errors import BadRequest, InterruptedUpdate, TornEngine, WeightsMismatch
-from lockstep.rollout.protocol import Request
-from lockstep.watch import beacon
+from lockstep.watch.beacon import writer
 from lockstep.weights.errors import StaleVersion
-from lockstep.weights.plan import Plan
-from lockstep.weights.shared import Reader, SharedWeights
-from lockstep.weights.stream.channel import Channel
+from lockstep.weights.shared_memory import StoreReader
+from lockstep.weights.stream.channel import StreamChannel
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm`: script/test --vllm"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm_choice`: script/test --vllm"),
 ]
-CONTEXT, READER = 160, "lockstep.weights.shared:Reader"
+CONTEXT, READER = 160, "lockstep.weights.shared_memory:StoreReader"
 
 
 @pytest.fixture(scope="module", params=["tied", "untied"])
@@ -65,7 +67,7 @@ def start():
 
     def engine(folder, reader=READER, rows=16, extra=None, **options):
         config = Config(max_num_seqs=rows, cpu_kv_cache_gb=0.05, extra={"block_size": 32, **(extra or {})}, **options)
-        model = Model(path=str(folder))
+        model = ModelConfig(path=str(folder))
         made.append(VllmEngine.from_config(model, config, reader=reader, threads=1))
         return made[-1]
 
@@ -87,9 +89,9 @@ def changed(folder):
 def publish(lm, folder, version):
     """A store that has the model's weights, in a version."""
     tensors = dict(lm.named_parameters())
-    plan = Plan.of([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
+    plan = WeightPlan.of([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
     folder.mkdir(exist_ok=True)
-    store = SharedWeights.create(folder, plan, writers=1)
+    store = WeightStore.create(folder, plan, writers=1)
     shards = [SimpleNamespace(name=n, offset=0, tensor=t, constant=False) for n, t in tensors.items()]
     store.write_shards(0, version, shards)
     store.commit(version)
@@ -151,7 +153,7 @@ def test_truncated_distributions_are_those_of_the_builtin_engine(start, folder, 
         rows = SamplingRows.of(
             np.zeros(count), *(np.full(count, value) for value in settings.values()), torch.device("cpu")
         )
-        whole = torch.log_softmax(truncated(logits(lm, request, got.tokens).clone(), rows), -1)
+        whole = torch.log_softmax(truncate_distribution(logits(lm, request, got.tokens).clone(), rows), -1)
         expected = whole.gather(1, torch.from_numpy(got.tokens.astype(np.int64)).unsqueeze(1)).squeeze(1)
         np.testing.assert_allclose(got.logprobs, expected, atol=1e-5)
 
@@ -190,7 +192,7 @@ def test_what_it_took_stays_when_later_versions_are_written_over_it(start, folde
 
 def test_vllms_own_reload_ends_with_the_same_weights(start, folder, tmp_path, monkeypatch):
     """Models whose layers are not all known are taken that way."""
-    monkeypatch.setattr("lockstep.rollout.vllm.transfer.direct_moves", lambda model, shapes: None)
+    monkeypatch.setattr("lockstep.rollout.vllm.direct_loading.plan_tensor_moves", lambda model, shapes: None)
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")
     assert error(new, requests, run(engine, requests)) < 1e-5
@@ -198,8 +200,8 @@ def test_vllms_own_reload_ends_with_the_same_weights(start, folder, tmp_path, mo
 
 def test_without_the_cure_a_tied_head_stays_old(start, folder, tmp_path, monkeypatch):
     """What the cure is for; where this fails, vLLM has cured it, and ours may go."""
-    monkeypatch.setattr("lockstep.rollout.vllm.transfer.direct_moves", lambda model, shapes: None)
-    monkeypatch.setattr("lockstep.rollout.vllm.transfer.pack_heads", lambda model: None)
+    monkeypatch.setattr("lockstep.rollout.vllm.direct_loading.plan_tensor_moves", lambda model, shapes: None)
+    monkeypatch.setattr("lockstep.rollout.vllm.weight_transfer.pack_heads", lambda model: None)
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")
     wrong = error(new, requests, run(engine, requests))
@@ -209,7 +211,7 @@ def test_without_the_cure_a_tied_head_stays_old(start, folder, tmp_path, monkeyp
 def test_without_the_salt_prompts_meet_old_keys_and_values(start, folder, tmp_path, monkeypatch):
     from lockstep.rollout.vllm import engine as module
 
-    made = module.core_request
+    made = core_request
     monkeypatch.setattr(module, "core_request", lambda name, request, eos, salt: made(name, request, eos, "same"))
     engine, new = updated(start, folder, tmp_path)
     requests = ask(name="after")
@@ -337,7 +339,7 @@ def test_settings_that_vllm_refuses_are_named_before_anything_runs(start, folder
     assert len(run(engine, ask(name="fine"))) == 6
 
 
-class Counting(Reader):
+class Counting(StoreReader):
     """Counts how often a version is opened, which is how often all of it is checked where `weights.check` says so."""
 
     opened = 0
@@ -368,12 +370,12 @@ def test_what_vllm_does_not_take_is_refused_at_the_start(start, folder):
 
 def test_an_engine_that_is_killed_in_the_middle_of_an_update_holds_up_nobody(cluster, folder, tmp_path):
     config = Config(max_num_seqs=8, cpu_kv_cache_gb=0.02).model_dump(mode="json")
-    arguments = {"model": Model(path=str(folder)).model_dump(mode="json"), "engine": config, "threads": 1}
+    arguments = {"model": ModelConfig(path=str(folder)).model_dump(mode="json"), "engine": config, "threads": 1}
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
     def hire(name, **more):
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        return cluster.start([WorkerSpec(name, "rollout", 0, SERVICE, arguments | more, environment)])[0]
+        return cluster.start([WorkerSpec(name, "rollout", 0, ENGINE_SERVICE, arguments | more, environment)])[0]
 
     new, store = changed(folder), tmp_path / "store"
     publish(new, store, 1)
@@ -412,9 +414,9 @@ def test_two_tensor_parallel_workers_take_weights_themselves(start, folder, tmp_
     with pytest.raises(StaleVersion, match="version 3 of the weights was wanted, the store has version 4"):
         engine.load_weights(store, 3)
     assert engine.version == 0 and run(engine, ask(name="still"))
-    moves = beacon.current().moves
+    moves = writer.current_beacon().moves
     engine.load_weights(store, 4)
-    assert beacon.current().moves > moves, "its workers' progress is its own"
+    assert writer.current_beacon().moves > moves, "its workers' progress is its own"
     assert error(new, requests, run(engine, requests)) < 1e-5
 
 
@@ -428,7 +430,7 @@ def test_two_tensor_parallel_workers_are_members_of_a_channel_each(start, folder
     spec = WorkerSpec(name, "policy", 0, "stream_ends:ModelEnd", {"folder": str(tmp_path / "new")}, environment)
     (trainer,) = cluster.start([spec])
     plan = trainer.submit(ModelEnd.plan).result(why="its plan")
-    channel = Channel(1, "nccl", "gloo", cluster.store(), name, ("engine",), 2, 50_000, limit_s=60.0)
+    channel = StreamChannel(1, "nccl", "gloo", cluster.store(), name, ("engine",), 2, 50_000, limit_s=60.0)
     for version in (1, 2):  # the channel stays open
         sending = trainer.submit(ModelEnd.stream_weights, channel, version)
         engine.receive_weights(channel.where("engine", plan), version)

@@ -8,16 +8,18 @@ import pytest
 import torch
 import transformers
 
+from lockstep.rollout.vllm.direct_loading import apply_tensor_moves
+
 sys.path.insert(0, str(Path(__file__).parent))
 from test_vllm import ask, changed, error, publish, run, start  # noqa: F401 - a fixture
 
-from lockstep.config.model import Model
-from lockstep.models.load import load_tokenizer
-from lockstep.models.tiny import make_tiny
+from lockstep.config.model import ModelConfig
+from lockstep.models.model_loader import load_tokenizer
+from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm`: script/test --vllm"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm_choice`: script/test --vllm"),
 ]
 CLOSE = 1e-3
 """Of Gemma 2, vLLM and transformers differ by 2e-4, of others by less; old weights anywhere by far more."""
@@ -49,7 +51,7 @@ def family(request, tmp_path):
     """A folder with a tiny model of the family, and whether its layers are known."""
     name, fields, known = FAMILIES[request.param]
     folder = make_tiny(tmp_path / "m", hidden=64, heads=2, kv_heads=1, ffn=32, max_length=160)
-    tokenizer = load_tokenizer(Model(path=str(folder)))
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
     (folder / "generation_config.json").unlink(missing_ok=True)
     ids = {"bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = getattr(transformers, f"{name}Config")(vocab_size=len(tokenizer), **fields, **ids)
@@ -63,16 +65,16 @@ def family(request, tmp_path):
 
 
 def test_a_family_takes_new_weights_as_they_are(start, family, tmp_path, monkeypatch):  # noqa: F811
-    from lockstep.rollout.vllm import transfer
+    from lockstep.rollout.vllm import weight_transfer
 
     folder, known = family
-    carried, carry_out = [], transfer.carry_out
+    carried, carry_out = [], apply_tensor_moves
 
     def carry(moves, tensors):
         carried.append(len(moves))
         carry_out(moves, tensors)
 
-    monkeypatch.setattr(transfer, "carry_out", carry)
+    monkeypatch.setattr(weight_transfer, "apply_tensor_moves", carry)
     engine, requests, new = start(folder), ask(count=2, length=40), changed(folder)
     old = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert error(old, requests, run(engine, requests)) < CLOSE

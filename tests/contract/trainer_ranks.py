@@ -19,17 +19,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lockstep.config.algorithm import PolicyLoss
-from lockstep.config.recipes import Config, GRPOConfig, SFTConfig
-from lockstep.data.batch import Minibatch
-from lockstep.data.packing import Batch, Packing, pack, trees_of_documents, trees_of_rollouts
+from lockstep.config.recipes import GRPOConfig, RecipeConfig, SFTConfig
+from lockstep.data.forest_builder import forest_from_rollouts, trees_from_documents
+from lockstep.data.micro_batch import MiniBatch
+from lockstep.data.packing import TrainingBatch, pack
+from lockstep.data.packing_plan import PackingMode
 from lockstep.data.samples import Completion, Document, Group, Prompt, Rollouts
-from lockstep.models.tiny import make_tiny
-from lockstep.train.checkpoint import CheckpointError
-from lockstep.train.distributed import Ranks
+from lockstep.models.tiny_model import make_tiny
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.errors import CheckpointError, NonFinite
 from lockstep.train.export import export_model
-from lockstep.train.fsdp import FSDP2Trainer, NonFinite
-from lockstep.train.service import TrainerService
-from lockstep.watch import beacon, recorder
+from lockstep.train.fsdp import FSDP2Trainer
+from lockstep.train.trainer_service import TrainerService
+from lockstep.watch.beacon import writer
+from lockstep.watch.recorder import recorder
 
 TEMPERATURE = 0.8
 LR = 2e-3
@@ -43,7 +46,7 @@ def make_models(folder: Path) -> None:
         make_tiny(folder / family, family=family, tie_embeddings=family == "qwen2", seed=seed, **sizes)
 
 
-def config(folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any) -> Config:
+def config(folder: Path, family: str, recipe: str, model: dict[str, Any] | None = None, **trainer: Any) -> RecipeConfig:
     common: dict[str, Any] = {
         "name": "contract",
         "steps": 10,
@@ -104,13 +107,13 @@ def rollouts() -> tuple[Rollouts, np.ndarray]:
     return Rollouts(0, 0, groups), draw.standard_normal((4, 4))
 
 
-def batch_of(cfg: Config, ranks: int, budget: int = 400, mode: Packing = "forest") -> Batch:
+def batch_of(cfg: RecipeConfig, ranks: int, budget: int = 400, mode: PackingMode = "forest") -> TrainingBatch:
     if isinstance(cfg, SFTConfig):
-        return pack(trees_of_documents(documents()), ranks, budget, mode)
-    return pack(trees_of_rollouts(*rollouts()), ranks, budget, mode)
+        return pack(trees_from_documents(documents()), ranks, budget, mode)
+    return pack(forest_from_rollouts(*rollouts()), ranks, budget, mode)
 
 
-def minibatch_of(trainer: FSDP2Trainer, batch: Batch) -> Minibatch:
+def minibatch_of(trainer: FSDP2Trainer, batch: TrainingBatch) -> MiniBatch:
     """The batch as one optimizer step, with what the loss needs from the trainer (each rank sets its own part)."""
     if isinstance(trainer.config.loss, PolicyLoss):
         everything = batch.everything()
@@ -146,7 +149,7 @@ def rows_of_all(trainer: FSDP2Trainer, values: dict[str, Tensor] | None = None) 
     }
 
 
-def train(trainer: FSDP2Trainer, batch: Batch, steps: int = 3) -> Result:
+def train(trainer: FSDP2Trainer, batch: TrainingBatch, steps: int = 3) -> Result:
     """Some steps on the same batch."""
     result = Result(trainer.ranks.rank)
     minibatch = minibatch_of(trainer, batch)
@@ -172,7 +175,7 @@ def whole(parts: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
 # --- the truth: one sequence at a time, whole logits, torch.optim and torch's own clipping
 
 
-def truth(folder: Path, cfg: Config, steps: int = 3) -> Result:
+def truth(folder: Path, cfg: RecipeConfig, steps: int = 3) -> Result:
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
     reference = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32, attn_implementation="eager")
     settings = cfg.trainer.optimizer
@@ -248,7 +251,7 @@ def _grpo_truth(model: Any, reference: Any, start: Tensor, loss: PolicyLoss) -> 
 
 # --- processes
 
-Case = Callable[[Path, Ranks, int], Result]
+Case = Callable[[Path, ParallelContext, int], Result]
 
 
 def launch(
@@ -256,7 +259,7 @@ def launch(
 ) -> dict[str, list[Result]]:
     """Runs cases of a module's `CASES` one after the other on `world` ranks; their results by name, in rank order."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "lockstep.train.service", module])
+    context.set_forkserver_preload(["torch", "transformers", "lockstep.train.trainer_service", module])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rest = (world, store.port, list(cases), module, replicas)
     ranks = [context.Process(target=_rank, args=(folder, rank, *rest), daemon=True) for rank in range(world)]
@@ -278,12 +281,12 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
     torch.set_num_threads(1)
     try:
         cases: dict[str, Case] = importlib.import_module(module).CASES
-        from lockstep.train.distributed import join
+        from lockstep.train.distributed import join_ranks
 
         # with a beacon, as in a run: collectives are recorded, and what does not fit would be refused
         os.environ["LOCKSTEP_BEACONS"] = str(folder / "beacons")
-        beacon.open_beacon(f"contract-{port}", f"policy-{rank}", "policy", rank)
-        ranks = join(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60, replicas)
+        writer.open_beacon(f"contract-{port}", f"policy-{rank}", "policy", rank)
+        ranks = join_ranks(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60, replicas)
         for name in names:
             started = time.monotonic()
             result = cases[name](folder, ranks, port)
@@ -297,15 +300,15 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
         raise
 
 
-def variant(family: str, recipe: str, budget: int = 400, mode: Packing = "forest", **trainer: Any) -> Case:
-    def run(folder: Path, ranks: Ranks, port: int) -> Result:
+def variant(family: str, recipe: str, budget: int = 400, mode: PackingMode = "forest", **trainer: Any) -> Case:
+    def run(folder: Path, ranks: ParallelContext, port: int) -> Result:
         made = FSDP2Trainer(config(folder, family, recipe, **trainer), ranks)
         return train(made, batch_of(made.config, ranks.world, budget, mode))
 
     return run
 
 
-def resume(folder: Path, ranks: Ranks, port: int) -> Result:
+def resume(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """Saves after two steps while the third already runs; goes on from it in a new trainer."""
     cfg = config(folder, "qwen2", "grpo")
     first = FSDP2Trainer(cfg, ranks)
@@ -327,7 +330,7 @@ def resume(folder: Path, ranks: Ranks, port: int) -> Result:
     return result
 
 
-def reload(folder: Path, ranks: Ranks, port: int) -> Result:
+def reload(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """Loads what one rank saved."""
     trainer = FSDP2Trainer(config(folder, "qwen2", "grpo"), ranks)
     trainer.load(folder / "saved" / "ranks-1")
@@ -336,7 +339,7 @@ def reload(folder: Path, ranks: Ranks, port: int) -> Result:
     return result
 
 
-def export(folder: Path, ranks: Ranks, port: int) -> Result:
+def export(folder: Path, ranks: ParallelContext, port: int) -> Result:
     cfg = config(folder, "llama", "sft")
     trainer = FSDP2Trainer(cfg, ranks)
     result = train(trainer, batch_of(cfg, ranks.world))
@@ -347,11 +350,11 @@ def export(folder: Path, ranks: Ranks, port: int) -> Result:
     return result
 
 
-def empty(folder: Path, ranks: Ranks, port: int) -> Result:
+def empty(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """One document for two ranks: the other gets an empty micro-batch."""
     cfg = config(folder, "qwen2", "sft")
     trainer = FSDP2Trainer(cfg, ranks)
-    batch = pack(trees_of_documents(documents()[:1]), ranks.world, 400, "forest")
+    batch = pack(trees_from_documents(documents()[:1]), ranks.world, 400, "forest")
     minibatch = next(iter(batch.minibatches(1, None, cfg.loss)))
     result = Result(ranks.rank)
     result.metrics = [trainer.step(minibatch.ranks[ranks.rank], cfg.loss).values]
@@ -360,7 +363,7 @@ def empty(folder: Path, ranks: Ranks, port: int) -> Result:
     return result
 
 
-def non_finite(folder: Path, ranks: Ranks, port: int) -> Result:
+def non_finite(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """An infinite advantage in the second micro-batch of the last rank; then a good step."""
     cfg = config(folder, "qwen2", "grpo")
     trainer = FSDP2Trainer(cfg, ranks)
@@ -394,7 +397,7 @@ def no_space() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def full_disk(folder: Path, ranks: Ranks, port: int) -> Result:
+def full_disk(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """The last rank cannot write; afterwards it can."""
     trainer = FSDP2Trainer(config(folder, "qwen2", "sft"), ranks)
     result = Result(ranks.rank)
@@ -413,7 +416,7 @@ def full_disk(folder: Path, ranks: Ranks, port: int) -> Result:
     return result
 
 
-def service(folder: Path, ranks: Ranks, port: int) -> Result:
+def service(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """The calls of the controller, in communicators of their own generation."""
     result = Result(ranks.rank)
     ranks.leave()
@@ -440,12 +443,12 @@ def service(folder: Path, ranks: Ranks, port: int) -> Result:
     return result
 
 
-def absent(folder: Path, ranks: Ranks, port: int) -> Result:
+def absent(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """The last rank does not come to the step: the others are told within the bound."""
-    from lockstep.train.distributed import join
+    from lockstep.train.distributed import join_ranks
 
     cfg = config(folder, "llama", "sft")
-    short = join(ranks.rank, ranks.world, torch.device("cpu"), ("127.0.0.1", port), "gen3/policy", 6.0)
+    short = join_ranks(ranks.rank, ranks.world, torch.device("cpu"), ("127.0.0.1", port), "gen3/policy", 6.0)
     trainer = FSDP2Trainer(cfg, short)
     result = Result(ranks.rank)
     started = time.monotonic()

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from lockstep.cluster.local import LocalCluster
+from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import NodeInfo, Worker, WorkerSpec
-from lockstep.config.cluster import LocalCluster as Config
-from lockstep.train.shards import Shard
-from lockstep.weights.api import PRELOAD
-from lockstep.weights.couriers import Couriers
-from lockstep.weights.one_host import OneHost
-from lockstep.weights.plan import Plan
-from lockstep.weights.shared import Reader, SharedWeights
+from lockstep.config.cluster import LocalClusterConfig as Config
+from lockstep.train.trainer_protocol import ParameterShard
+from lockstep.weights.relay.api import RELAY_PRELOAD
+from lockstep.weights.relay.relay_transport import RelayTransport
+from lockstep.weights.shared_memory import SharedMemoryTransport, StoreReader
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
 
 NUMBERS, GENERATIONS = itertools.count(), itertools.count(1)
 """Unique among houses that share a cluster and its store."""
@@ -38,7 +38,7 @@ class Somebody:
 
 
 def tensors(version: int, rows: int = 600) -> dict[str, torch.Tensor]:
-    """Different in every version, but for `frozen`."""
+    """Different in every version, but for `is_frozen`."""
     made = torch.Generator().manual_seed(version)
     return {
         "embed": torch.randn(rows, 256, generator=made),
@@ -49,20 +49,20 @@ def tensors(version: int, rows: int = 600) -> dict[str, torch.Tensor]:
     }
 
 
-def plan_of(given: dict[str, torch.Tensor]) -> Plan:
-    return Plan.of((name, tensor.shape, tensor.dtype) for name, tensor in given.items())
+def plan_of(given: dict[str, torch.Tensor]) -> WeightPlan:
+    return WeightPlan.of((name, tensor.shape, tensor.dtype) for name, tensor in given.items())
 
 
-def rows_of(given: dict[str, torch.Tensor], rank: int, ranks: int) -> list[Shard]:
+def rows_of(given: dict[str, torch.Tensor], rank: int, ranks: int) -> list[ParameterShard]:
     """As FSDP2 shards them."""
     found = []
     for name, tensor in given.items():
         if not tensor.ndim:
-            found += [Shard(name, tuple(tensor.shape), 0, tensor)] if rank == 0 else []
+            found += [ParameterShard(name, tuple(tensor.shape), 0, tensor)] if rank == 0 else []
             continue
         chunk = -(-len(tensor) // ranks)
         part = tensor[rank * chunk : (rank + 1) * chunk]
-        found += [Shard(name, tuple(tensor.shape), rank * chunk, part)] if len(part) else []
+        found += [ParameterShard(name, tuple(tensor.shape), rank * chunk, part)] if len(part) else []
     return found
 
 
@@ -106,15 +106,15 @@ class House:
         self.couriers: dict[str, Worker] = {}
         self.plan = plan_of(make(0))
         self.delivery: Any = (
-            OneHost(self.memory / "one" / "weights", self.plan, self.generation, limit_s)
+            SharedMemoryTransport(self.memory / "one" / "weights", self.plan, self.generation, limit_s)
             if transport == "shared"
-            else Couriers(self, self, self.plan, limit_s)
+            else RelayTransport(self, self, self.plan, limit_s)
         )
         (self.memory / "one").mkdir()
-        self.stores: list[SharedWeights] = []
-        self.reader = Reader("complete")
+        self.stores: list[WeightStore] = []
+        self.reader = StoreReader("complete")
 
-    # --- what `Couriers` needs
+    # --- what `RelayTransport` needs
 
     def nodes(self) -> list[NodeInfo]:
         names = dict.fromkeys(each.node for each in (*self.ranks, *self.engines))
@@ -129,7 +129,7 @@ class House:
         name = f"courier-{node.name}-{next(NUMBERS)}"
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        spec = WorkerSpec(name, "weights", 0, "held_courier:HeldCourier", arguments, environment, PRELOAD)
+        spec = WorkerSpec(name, "weights", 0, "held_courier:HeldCourier", arguments, environment, RELAY_PRELOAD)
         (self.couriers[node.name],) = self.cluster.start([spec])
         self.started.append(self.couriers[node.name])
         return self.couriers[node.name]
@@ -148,7 +148,7 @@ class House:
         for store in self.stores:
             store.close()
         self.stores = [
-            SharedWeights.open(Path(folder), self.plan, generation=self.generation)
+            WeightStore.open(Path(folder), self.plan, generation=self.generation)
             for folder in self.delivery.lay_out(self.ranks)
         ]
 

@@ -7,7 +7,7 @@ import pytest
 pytest.register_assert_rewrite("harness", "lives")
 
 from harness import end_all, once  # noqa: E402
-from lives import Reference, References, make_reference  # noqa: E402
+from resume_scenarios import Reference, References, make_reference  # noqa: E402
 
 
 @pytest.fixture(scope="session")

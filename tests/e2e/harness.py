@@ -18,13 +18,16 @@ from typing import Any, TypeVar
 
 import psutil
 import yaml
-from forked import BOUND_S, ENVIRONMENT, Forked
+from forked_controller import BOUND_S, ENVIRONMENT, Forked
 from safetensors.numpy import load_file
 
+from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.tiny import make_tiny
-from lockstep.watch import beacon
-from lockstep.watch.beacon import BeaconState, read_beacon, run_dir
+from lockstep.models.tiny_model import make_tiny
+from lockstep.watch.beacon.beacon_records import BeaconState
+from lockstep.watch.beacon.file_format import COUNTER_STRUCT, COUNTERS_AT, MAX_COUNTERS, STAGE_AT, STAGE_STRUCT
+from lockstep.watch.beacon.reader import read_beacon, read_beacons
+from lockstep.watch.procfs.processes import is_alive
 
 T = TypeVar("T")
 
@@ -117,18 +120,18 @@ class Eye:
 
     def _stage(self) -> str:
         while True:
-            front, _, name, back = beacon._STAGE.unpack_from(self._memory, beacon._STAGE_AT)
+            front, _, name, back = STAGE_STRUCT.unpack_from(self._memory, STAGE_AT)
             if front == back:
                 return str(name.rstrip(b"\0").decode())
 
     def _step(self) -> int | None:
         if self._step_at is None:
-            slots = (beacon._COUNTERS_AT + 96 * i for i in range(beacon.COUNTERS))
-            named = (at for at in slots if beacon._COUNTER.unpack_from(self._memory, at)[4].rstrip(b"\0") == b"step")
+            slots = (COUNTERS_AT + 96 * i for i in range(MAX_COUNTERS))
+            named = (at for at in slots if COUNTER_STRUCT.unpack_from(self._memory, at)[4].rstrip(b"\0") == b"step")
             self._step_at = next(named, None)
         if self._step_at is None:
             return None
-        return int(beacon._COUNTER.unpack_from(self._memory, self._step_at)[1])
+        return int(COUNTER_STRUCT.unpack_from(self._memory, self._step_at)[1])
 
 
 @dataclass
@@ -175,7 +178,7 @@ class Launched:
             run = (self.folder / "run-id").read_text().strip()
         except OSError:
             return None
-        return read_beacon(run_dir(run) / f"{name}.beacon") if run else None
+        return read_beacon(run_shm_dir(run) / f"{name}.beacon") if run else None
 
     def place(self) -> Place | None:
         """Where the controller is, or was when it died; None before it says anything."""
@@ -258,8 +261,8 @@ class Launched:
         """Processes of the run that live: whose command or environment names its folder, that were below it, or that
         have a beacon (the supervisor hears of the run by its standard input)."""
         found, name = [], self.folder / "run-id"
-        states = beacon.read_beacons(name.read_text().strip()) if name.exists() else []
-        known = {state.pid for state in states if beacon.alive(state.pid, state.start_ticks)}
+        states = read_beacons(name.read_text().strip()) if name.exists() else []
+        known = {state.pid for state in states if is_alive(state.pid, state.start_ticks)}
         for process in {*psutil.process_iter(), *self.seen}:
             try:
                 words = " ".join([*process.cmdline(), process.environ().get("LOCKSTEP_WORKER", "")])
@@ -313,7 +316,7 @@ def end_all() -> None:
             launched.kill()
         file = launched.folder / "run-id"
         if file.exists() and not launched.left():
-            shutil.rmtree(run_dir(file.read_text().strip()), ignore_errors=True)
+            shutil.rmtree(run_shm_dir(file.read_text().strip()), ignore_errors=True)
 
 
 def _kill(process: psutil.Process) -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from namespaces import Cable
+from network_namespaces import Cable
 
 BOUND_S = 120.0
 LEAVES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
 """Nodes leave a cluster whose head does not answer for so many seconds."""
 RAY = str(Path(sys.executable).with_name("ray"))
 
-needs_ray = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")]
+needs_ray = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray_choice`")]
 
 
 def until(check: Callable[[], object], seconds: float, what: str) -> float:

@@ -6,18 +6,19 @@ from functools import partial
 
 from lockstep.cli import app
 from lockstep.cluster.protocol import Worker
-from lockstep.run import publish
-from lockstep.weights.choose import DirectChoice
+from lockstep.run import weight_sync
+from lockstep.run.weight_sync import ChannelSettings, DeviceWeightSync
+from lockstep.weights.weight_transport import DeviceTransportChoice
 
 
-class Partly(publish.DeviceSync):
+class Partly(DeviceWeightSync):
     def publish(self, version: int, engines: Sequence[Worker]) -> list[Worker]:
         return super().publish(version, engines[:1] if version == 2 else engines)
 
 
-publish.DeviceSync = Partly
-publish.choose_direct = lambda *_: DirectChoice("nccl", "a test says so")
-publish.Terms = partial(publish.Terms, backend="gloo")
+weight_sync.DeviceWeightSync = Partly
+weight_sync.select_device_transport = lambda *_: DeviceTransportChoice("nccl", "a test says so")
+weight_sync.ChannelSettings = partial(ChannelSettings, backend="gloo")
 
 if __name__ == "__main__":
     app()

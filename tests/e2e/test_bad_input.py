@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from gates import Gate
+from gated_rewards import Gate
 from harness import Launched, config, prompts_used, task, write
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, MambaConfig, MambaForCausalLM
@@ -446,7 +446,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave: int) -> Path:
-    """Takes all room but `leave` bytes."""
+    """Takes all room but `stop_agents` bytes."""
     facts = os.statvfs(disk)
     filler = disk / "filler"
     with filler.open("wb") as file:

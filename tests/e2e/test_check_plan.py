@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from lockstep.cli import check_plan
-from lockstep.cluster.bundles import NodeFacts
-from lockstep.cluster.placement import assign
-from lockstep.config.load import load_config
-from lockstep.doctor.finding import Report
-from lockstep.models.tiny import make_tiny
-from lockstep.run.plan import PlannedProcess, wanted
+from lockstep.cluster.placement.assignment import assign
+from lockstep.cluster.placement.bundles import NodeResources
+from lockstep.config.loader import load_config
+from lockstep.doctor.output.findings import CheckReport
+from lockstep.models.tiny_model import make_tiny
+from lockstep.run.planning.run_plan import PlannedProcess, resource_requests
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,14 +74,14 @@ def test_a_bundle_that_has_no_place_is_named_with_what_would_fit(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(run_file, ["trainer.ranks=8", "cluster.kind=ray", "cluster.device=cuda"])
-    node = NodeFacts("1", "node-a", "10.0.0.1", 64, 4, 64, 4)
+    node = NodeResources("1", "node-a", "10.0.0.1", 64, 4, 64, 4)
 
     def survey(config: Any, *_: Any) -> Any:
         processes = [PlannedProcess(f"policy-{k}", "policy", k, "cuda:0", 1, 0) for k in range(8)]
-        return assign(wanted(config, processes), config.placement, [node])
+        return assign(resource_requests(config, processes), config.placement, [node])
 
-    monkeypatch.setattr(check_plan, "survey", survey)
-    found, (error,) = check_plan._surveyed(config, [])
+    monkeypatch.setattr(check_plan, "dry_run", survey)
+    found, (error,) = check_plan._dry_run(config, [])
     assert found is None and error.severity == "error" and "policy-" in error.seen
     assert "trainer.ranks" in error.fix
 
@@ -98,14 +98,14 @@ def test_two_small_steps_run_through_the_ordinary_command_and_leave_nothing(run_
 @pytest.mark.slow
 def test_a_run_that_fails_small_is_told_with_its_own_last_words(run_file: Path) -> None:
     config = load_config(run_file, ["data.path=nowhere.jsonl"])
-    report = Report()
-    check_plan.small_first(report, config, run_file, ["data.path=nowhere.jsonl"])
+    report = CheckReport()
+    check_plan.run_small(report, config, run_file, ["data.path=nowhere.jsonl"])
     (error,) = report.findings
     assert error.severity == "error" and "nowhere.jsonl" in error.seen and "exit code 2" in error.seen
 
 
 def test_small_leaves_placement_and_model_as_they_are(run_file: Path) -> None:
-    words = check_plan.small(load_config(run_file))
+    words = check_plan.small_overrides(load_config(run_file))
     fields = {word.partition("=")[0] for word in words}
     assert not {field for field in fields if field.startswith(("model", "cluster", "placement", "trainer.ranks"))}
     tiny = load_config(run_file, words)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from namespaces import needs_namespaces
+from network_namespaces import needs_namespaces
 from ray_hosts import Hosts
 
-from lockstep.models.tiny import make_tiny
+from lockstep.models.tiny_model import make_tiny
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), needs_namespaces]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from gates import Gate
+from gated_rewards import Gate
 from harness import Launched, config, task, write
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from lockstep import __version__
 from lockstep.cli import app
-from lockstep.config.load import check_config
+from lockstep.config.loader import check_config
 from lockstep.ledger.ledger import Ledger
 
 pytestmark = [pytest.mark.xdist_group("command line"), pytest.mark.timeout(400)]

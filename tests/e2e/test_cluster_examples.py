@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lockstep.cluster.versions import SUPPORTED, numbers
-from lockstep.config.load import apply_overrides, check_config
-from lockstep.models.tiny import make_tiny
+from lockstep.cluster.node_versions import SUPPORTED_VERSIONS, version_numbers
+from lockstep.config.loader import apply_overrides, check_config
+from lockstep.models.tiny_model import make_tiny
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "examples" / "cluster" / "slurm.sh"
@@ -43,7 +43,7 @@ def test_the_manifest_is_a_ray_job() -> None:
     assert set(spec) <= JOB and set(spec["rayClusterSpec"]) == CLUSTER
     cluster = spec["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
-    assert numbers(cluster["rayVersion"]) >= numbers(SUPPORTED["ray"].least)
+    assert version_numbers(cluster["rayVersion"]) >= version_numbers(SUPPORTED_VERSIONS["ray"].least)
     (workers,) = cluster["workerGroupSpecs"]
     assert set(workers) <= WORKERS and workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     images = set()

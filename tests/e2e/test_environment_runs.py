@@ -9,7 +9,7 @@ from harness import Launched, config, task, write
 from test_bad_input import refused
 
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.tiny import make_tiny
+from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [pytest.mark.xdist_group("environments"), pytest.mark.timeout(600)]
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from harness import train
 
-from lockstep.config.load import load_config
+from lockstep.config.loader import load_config
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.tiny import make_tiny
+from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [pytest.mark.xdist_group("examples"), pytest.mark.timeout(600)]
 

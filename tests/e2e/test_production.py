@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 from typer.testing import CliRunner
 
 from lockstep.cli import app
-from lockstep.models.tiny import TinyModel, char_tokenizer
+from lockstep.models.tiny_model import TinyModel, char_tokenizer
 
 pytestmark = pytest.mark.xdist_group("bad input")
 
@@ -49,7 +49,9 @@ def test_with_the_model_and_data_at_hand_it_is_the_whole_plan(monkeypatch: pytes
     tokenizer = char_tokenizer(TinyModel(chat=True))
     tokenizer.save_pretrained(tmp_path)
     save_file({}, tmp_path / "model.safetensors")
-    monkeypatch.setattr("lockstep.run.facts.check_weights", lambda policy, folder: None)  # 3 GB that need not be there
+    monkeypatch.setattr(
+        "lockstep.models.hf_checkpoint.check_weights", lambda policy, folder: None
+    )  # 3 GB that need not be there
     rows = [{"question": "1+1?", "answer": "so it is\n#### 2"}] * 4
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = ("kind=jsonl", f"path={tmp_path}/data.jsonl")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from harness import Launched, config, prompts_used, weights, write
-from lives import References
+from resume_scenarios import References
 
 from lockstep.ledger.ledger import Ledger
 

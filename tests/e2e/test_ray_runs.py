@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from forked import ENVIRONMENT
+from forked_controller import ENVIRONMENT
 from harness import Launched, config, task, write
-from namespaces import needs_namespaces
+from network_namespaces import needs_namespaces
 from ray_hosts import Hosts, needs_ray, until
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -42,10 +42,10 @@ def test_a_run_goes_on_without_the_host_of_an_engine(tmp_path: Path, monkeypatch
         for name, value in {**hosts.environment, "LOCKSTEP_BEACONS": str(hosts.shared("a"))}.items():
             monkeypatch.setenv(name, value)
             monkeypatch.setitem(ENVIRONMENT, name, value)
-        from lockstep.cluster.ray.nodes import look_at_nodes
-        from lockstep.config.cluster import RayCluster
+        from lockstep.cluster.ray.ray_nodes import query_nodes
+        from lockstep.config.cluster import RayClusterConfig
 
-        until(lambda: len(look_at_nodes(RayCluster(address=hosts.address))) == 2, 120, "Ray knows both hosts")
+        until(lambda: len(query_nodes(RayClusterConfig(address=hosts.address))) == 2, 120, "Ray knows both hosts")
         launched = Launched.start(home / "runs" / "grpo", str(file), cold=True)
         launched.wait_for("train", 4)
         hosts.cut()

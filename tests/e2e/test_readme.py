@@ -19,8 +19,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from lockstep.cli import app
-from lockstep.config.load import apply_overrides, check_config, load_config
-from lockstep.models.tiny import TinyModel
+from lockstep.config.loader import apply_overrides, check_config, load_config
+from lockstep.models.tiny_model import TinyModel
 
 pytestmark = [pytest.mark.xdist_group("readme"), pytest.mark.timeout(600)]
 
@@ -348,10 +348,10 @@ def test_modules_that_are_named_exist() -> None:
 
 def test_fields_that_are_named_exist() -> None:
     """`section.key` in the pages is a field of the config."""
+    from lockstep.config.loader import dotted_keys
     from lockstep.config.recipes import GRPOConfig, SFTConfig
-    from lockstep.config.spelling import leaves
 
-    known = {*leaves(GRPOConfig), *leaves(SFTConfig)}
+    known = {*dotted_keys(GRPOConfig), *dotted_keys(SFTConfig)}
     sections = {name.partition(".")[0] for name in known if "." in name}
     for page in PAGES:
         text = page.read_text()
@@ -366,10 +366,10 @@ def test_fields_that_are_named_exist() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name.startswith("from-")], ids=lambda page: page.stem)
 def test_what_other_frameworks_options_are_here_exists(page: Path) -> None:
     """The second column of the tables names fields of the config, dotted or at the top."""
+    from lockstep.config.loader import dotted_keys
     from lockstep.config.recipes import GRPOConfig, SFTConfig
-    from lockstep.config.spelling import leaves
 
-    known = {*leaves(GRPOConfig), *leaves(SFTConfig)}
+    known = {*dotted_keys(GRPOConfig), *dotted_keys(SFTConfig)}
     rows = re.findall(r"^\|([^|]*)\|([^|]*)\|([^|]*)\|$", page.read_text(), re.MULTILINE)
     named = [name for _, ours, _ in rows for name in re.findall(r"`([a-z_.]+)(?:: [^`]*)?`", ours)]
     assert len(rows) > 30 and len(named) > 30
@@ -377,11 +377,11 @@ def test_what_other_frameworks_options_are_here_exists(page: Path) -> None:
 
 
 def test_exit_codes_are_documented() -> None:
-    from lockstep.cli import errors
+    from lockstep.cli import terminal
 
     text = (ROOT / "docs" / "run-folder.md").read_text()
     codes = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
-    assert codes == {0, errors.FAILED, errors.REFUSED, errors.INTERRUPTED}
+    assert codes == {0, terminal.FAILED, terminal.REFUSED, terminal.INTERRUPTED}
 
 
 def test_the_readmes_own_claim_about_a_misspelt_key() -> None:

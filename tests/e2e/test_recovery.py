@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from harness import Ended, Launched, config, moment, prompts_used, weights, write
-from lives import Reference, References, assert_close, evaluations, metrics
+from resume_scenarios import Reference, References, assert_close, evaluations, metrics
 
+from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
-from lockstep.watch.folders import run_dir
 
 
 def begin(reference: Reference, folder: Path, hold: dict[str, Any] | None = None, **changes: Any) -> Launched:
@@ -30,7 +30,7 @@ def pid_of(launched: Launched, name: str) -> int:
 
 def memory_of(launched: Launched) -> Path:
     """The run's folder in shared memory."""
-    return run_dir((launched.folder / "run-id").read_text().strip())
+    return run_shm_dir((launched.folder / "run-id").read_text().strip())
 
 
 def wait_healed(launched: Launched, count: int = 1) -> None:

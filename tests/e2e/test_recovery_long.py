@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import Ended, Launched, moment, prompts_used, task, write
-from lives import References
+from resume_scenarios import References
 from test_async import TERMS, check
 from test_async import values as ahead
 from test_bad_input import MODES, short

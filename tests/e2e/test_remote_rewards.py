@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import ENVIRONMENT
+from forked_controller import ENVIRONMENT
 from harness import Launched, config, prompts_used, task, write
 from reward_server import Reply, chat, serving
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from harness import config, moment, train, weights
-from lives import GONE_S, STEPS, Life, References, assert_close, newest, tree
+from resume_scenarios import GONE_S, STEPS, Life, References, assert_close, newest, tree
 from safetensors.numpy import load_file
 
+from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
-from lockstep.watch.beacon import run_dir
 
 # --- kills
 
@@ -109,7 +109,7 @@ def test_two_ctrl_c_and_a_controller_that_is_killed(reference: References, tmp_p
     assert newest(life.run) == 0, "it did not wait for a checkpoint"
     life.places.clear()  # the shared memory of a run that ended by itself is gone, not left to the next one
     life._note_place()
-    assert not any(run_dir(place).exists() for place in life.places)
+    assert not any(run_shm_dir(place).exists() for place in life.places)
 
     launched = life.launch()
     launched.wait_for("train", 4)
@@ -117,7 +117,7 @@ def test_two_ctrl_c_and_a_controller_that_is_killed(reference: References, tmp_p
     launched.kill_controller()
     assert launched.gone(GONE_S), [process.cmdline() for process in launched.left()]
     life.look(launched, launched.place())
-    assert not any(run_dir(place).exists() for place in life.places), "the agent cleans up"
+    assert not any(run_shm_dir(place).exists() for place in life.places), "the agent cleans up"
 
     launched = life.launch()
     launched.wait_for("start", None)

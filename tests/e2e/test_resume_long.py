@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from harness import config, moment, pause, prompts_used, train, weights
-from lives import GONE_S, RECIPES, STAGES, STEPS, Life, Reference, References, assert_close, metrics, step_of
+from resume_scenarios import GONE_S, RECIPES, STAGES, STEPS, Life, Reference, References, assert_close, metrics, step_of
 
+from lockstep.base.folders import run_shm_dir
 from lockstep.ledger.ledger import Ledger
-from lockstep.watch.beacon import run_dir
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_two_ctrl_c_at_a_random_moment(reference: References, tmp_path: Path, st
     assert launched.finish(60) in (130, 0), launched.text()  # 0: it was in its last step
     assert launched.gone(1.0)
     life.look(launched, None)
-    assert not any(run_dir(place).exists() for place in life.places)
+    assert not any(run_shm_dir(place).exists() for place in life.places)
     life.finish()
 
 

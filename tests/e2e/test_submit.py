@@ -20,8 +20,8 @@ from ray_hosts import needs_ray
 from typer.testing import CliRunner
 
 from lockstep.cli import app
-from lockstep.cluster.ray.jobs import Job, SubmissionError, follow, submit
-from lockstep.models.tiny import make_tiny
+from lockstep.cluster.ray.ray_jobs import RayJob, SubmissionError, follow_job, submit_job
+from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -82,19 +82,19 @@ def test_the_log_comes_and_the_exit_code(address: str, tmp_path: Path) -> None:
         "for n in range(300): print('line', n)\nsys.exit(int(sys.argv[1]))\n"
     )
     said: list[str] = []
-    job = submit(address, "ends", "python job.py 0", tmp_path, {"NCCL_DEBUG": "WARN"})
+    job = submit_job(address, "ends", "python job.py 0", tmp_path, {"NCCL_DEBUG": "WARN"})
     assert job.id.startswith("ends-")
-    assert follow(job, said.append).exit_code == 0
+    assert follow_job(job, said.append).exit_code == 0
     text = "".join(said)
     assert "in ['job.py'] WARN" in text and text.count("line 299\n") == 1
-    failed = follow(submit(address, "fails", "python job.py 3", tmp_path, {"NCCL_DEBUG": "WARN"}), said.append)
+    failed = follow_job(submit_job(address, "fails", "python job.py 3", tmp_path, {"NCCL_DEBUG": "WARN"}), said.append)
     assert (failed.status, failed.exit_code) == ("FAILED", 3)
 
 
 def test_a_job_that_is_stopped_elsewhere(address: str, tmp_path: Path) -> None:
     from ray.job_submission import JobSubmissionClient
 
-    job = submit(address, "long", "python -u -c 'import time; print(\"up\"); time.sleep(300)'", None, {})
+    job = submit_job(address, "long", "python -u -c 'import time; print(\"up\"); time.sleep(300)'", None, {})
     stopped = threading.Event()
 
     def emit(text: str) -> None:
@@ -102,7 +102,7 @@ def test_a_job_that_is_stopped_elsewhere(address: str, tmp_path: Path) -> None:
             stopped.set()
             JobSubmissionClient(job.address).stop_job(job.id)
 
-    assert follow(job, emit).status == "STOPPED"
+    assert follow_job(job, emit).status == "STOPPED"
 
 
 def test_ctrl_c_leaves_the_job_alone(address: str, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_ctrl_c_leaves_the_job_alone(address: str, tmp_path: Path) -> None:
     client = JobSubmissionClient(address)
     assert client.get_job_status(f"small-{name}").value == "RUNNING"
     client.stop_job(f"small-{name}")
-    assert follow(Job(address, f"small-{name}"), lambda text: None).status == "STOPPED"
+    assert follow_job(RayJob(address, f"small-{name}"), lambda text: None).status == "STOPPED"
 
 
 def make_files(folder: Path) -> Path:
@@ -172,6 +172,6 @@ def test_a_run_ends_well_and_says_what_does_not_fit(
 
 def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SubmissionError, match="nobody listens at"):
-        submit("http://127.0.0.1:1", "x", "true", None, {})
+        submit_job("http://127.0.0.1:1", "x", "true", None, {})
     with pytest.raises(SubmissionError):
-        follow(Job("http://127.0.0.1:1", "x"), print)
+        follow_job(RayJob("http://127.0.0.1:1", "x"), print)

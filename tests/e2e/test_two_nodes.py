@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from harness import LOCKSTEP
-from namespaces import needs_namespaces
+from network_namespaces import needs_namespaces
 from ray_hosts import Hosts, needs_ray
 
-from lockstep.watch.beacon import read_beacon
+from lockstep.watch.beacon.reader import read_beacon
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(900), needs_namespaces]
 

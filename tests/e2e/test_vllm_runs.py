@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lockstep.ledger.ledger import Ledger
-from lockstep.models.tiny import make_tiny
+from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm`: script/test --vllm"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm_choice`: script/test --vllm"),
     pytest.mark.timeout(900),
 ]
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lockstep.watch import beacon, orders, recorder
-from lockstep.watch.beacon import CommunicatorRecord
+from lockstep.base.folders import run_shm_dir, shm_root
+from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.beacon_records import CommunicatorRecord
+from lockstep.watch.beacon.reader import read_beacon
+from lockstep.watch.recorder import commands, recorder
 
 RUN = "ranks"
 BOUND_S = 60.0
@@ -27,7 +30,7 @@ BOUND_S = 60.0
 PR_SET_PDEATHSIG = 1
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch.distributed", "lockstep.watch.recorder"])
+context.set_forkserver_preload(["torch", "torch.distributed", "lockstep.watch.recorder.recorder"])
 
 Body = Callable[[int, "Job"], Any]
 
@@ -46,7 +49,7 @@ class Job:
         """Opens the beacon, begins to record, and joins the others."""
         import torch.distributed as dist
 
-        beacon.open_beacon(RUN, f"policy-{rank}", "policy", rank).stage("train")
+        writer.open_beacon(RUN, f"policy-{rank}", "policy", rank).stage("train")
         recorder.install(**{**self.options, **install})
         store = dist.FileStore(str(Path(self.folder, "store")), self.world)
         dist.init_process_group(
@@ -73,8 +76,7 @@ class Ranks:
         self.folder, self.world = folder, world
         self.job = Job(str(folder), world, options, context.Event())
         self._processes = [
-            context.Process(target=_become, args=(rank, body, self.job, str(beacon.base_dir())))
-            for rank in range(world)
+            context.Process(target=_become, args=(rank, body, self.job, str(shm_root()))) for rank in range(world)
         ]
         for process in self._processes:
             process.start()
@@ -86,11 +88,11 @@ class Ranks:
 
     def communicators(self, rank: int) -> dict[str, CommunicatorRecord]:
         """By label."""
-        state = beacon.read_beacon(self.path(rank))
+        state = read_beacon(self.path(rank))
         return {} if state is None else {each.label: each for each in state.communicators}
 
     def path(self, rank: int) -> Path:
-        return beacon.run_dir(RUN) / f"policy-{rank}.beacon"
+        return run_shm_dir(RUN) / f"policy-{rank}.beacon"
 
     def until(self, rank: int, check: Callable[[dict[str, CommunicatorRecord]], Any]) -> dict[str, CommunicatorRecord]:
         """Reads a rank's beacon until `check` likes what it says."""
@@ -169,4 +171,4 @@ def run_ranks(folder: Path, body: Body, world: int = 2, **options: Any) -> list[
 
 def watched() -> None:
     """Says that somebody observes the ranks' run."""
-    orders.open_orders(RUN)
+    commands.open_command_file(RUN)

@@ -16,9 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.watch import beacon, procs, wire
-from lockstep.watch.agent_client import Address, AgentClient, AgentError, AgentGone, WorkerExit
-from lockstep.watch.agent_start import start_agent
+from lockstep.base.folders import new_run_id, run_shm_dir
+from lockstep.base.transport import auth_handshake
+from lockstep.base.transport.frames import HandshakeRefused, WireError
+from lockstep.watch.agent.agent_client import AgentClient, AgentError, AgentGone, WorkerExit, start_agent
+from lockstep.watch.agent.service_discovery import ServiceAddress
+from lockstep.watch.beacon.reader import read_beacons
+from lockstep.watch.procfs import processes
 
 TOKEN = "the-run's-token"
 
@@ -76,8 +80,8 @@ elif what == "straggler":
 CONTROLLER = """
 import signal, sys, time
 from pathlib import Path
-from lockstep.watch.agent_client import AgentClient
-from lockstep.watch.agent_start import start_agent
+from lockstep.watch.agent.agent_client import AgentClient
+from lockstep.watch.agent.agent_client import start_agent
 run, folder, grace = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 token = "the-run's-token"
 client = AgentClient(start_agent(run, token, folder, orphan_grace_s=grace, kill_grace_s=0.5), token)
@@ -139,14 +143,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def site(folder: Path) -> Iterator[Site]:
-    run = beacon.new_run_id("agent-test")
+    run = new_run_id("agent-test")
     exits: list[WorkerExit] = []
     address = start_agent(run, TOKEN, folder, kill_grace_s=0.5)
     client = AgentClient(address, TOKEN, on_exit=exits.append)
     yield Site(run, folder, client, exits)
     client.leave(0.2)
-    assert not procs.alive(address.pid, address.start_ticks)
-    assert not beacon.run_dir(run).exists()
+    assert not processes.is_alive(address.pid, address.start_ticks)
+    assert not run_shm_dir(run).exists()
 
 
 WARM = pytest.mark.parametrize("preload", [(), ("json", "numpy")], ids=["plain", "warm"])
@@ -228,7 +232,7 @@ def test_a_polite_worker_ends_its_own_way_and_its_stragglers_with_it(site: Site)
     assert site.client.wait_exit("polite", "it leaves", 20).exit_code == 41
     site.spawn("straggler", "straggler")
     assert site.client.wait_exit("straggler", "it leaves", 20).exit_code == 0
-    until(lambda: not procs.alive(int(site.text("straggler"))), 5, "the straggler is killed")
+    until(lambda: not processes.is_alive(int(site.text("straggler"))), 5, "the straggler is killed")
 
 
 def test_names_are_unique_among_the_living_and_free_after_death(site: Site) -> None:
@@ -289,7 +293,7 @@ def test_a_template_that_is_killed_is_replaced_and_its_workers_live_on(site: Sit
     template.kill()
     site.spawn("next", "exit", "4", preload=("json", "numpy"))
     assert site.client.wait_exit("next", "end", 30).exit_code == 4
-    assert procs.alive(survivor)
+    assert processes.is_alive(survivor)
     assert [facts.warm for facts in site.client.list()] == [True, True]
 
 
@@ -317,7 +321,7 @@ def test_a_template_that_always_dies_is_given_up(site: Site) -> None:
 
 
 def test_leaving_kills_what_is_stopped_or_does_not_listen(folder: Path) -> None:
-    run = beacon.new_run_id("agent-test")
+    run = new_run_id("agent-test")
     client = AgentClient(start_agent(run, TOKEN, folder), TOKEN)
     here = Site(run, folder, client)
     pids = [here.spawn("stopped", "sleep", preload=("json",)), here.spawn("stubborn", "stubborn")]
@@ -329,9 +333,9 @@ def test_leaving_kills_what_is_stopped_or_does_not_listen(folder: Path) -> None:
     started = time.monotonic()
     assert client.leave(0.3) == []
     assert time.monotonic() - started < 5
-    assert not [process.pid for process in everybody if procs.alive(process.pid)]
-    assert not any(map(procs.alive, pids))
-    assert not beacon.run_dir(run).exists()
+    assert not [process.pid for process in everybody if processes.is_alive(process.pid)]
+    assert not any(map(processes.is_alive, pids))
+    assert not run_shm_dir(run).exists()
     assert not (folder / "agent.json").exists()
     assert client.leave() == []
     with pytest.raises(AgentGone):
@@ -350,7 +354,7 @@ def controller(run: str, folder: Path, grace: float) -> Iterator[tuple["subproce
         assert process.stdout.readline() == "up\n"
         for name in ("stubborn", "sleep", "polite"):
             until(lambda name=name: (folder / f"{name}.log").read_text(), 20, name)  # type: ignore[misc]
-        agent = Address.read(folder).pid
+        agent = ServiceAddress.read(folder).pid
         pids += [agent, *(child.pid for child in psutil.Process(agent).children(recursive=True))]
         yield process, pids
     finally:
@@ -360,57 +364,57 @@ def controller(run: str, folder: Path, grace: float) -> Iterator[tuple["subproce
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(beacon.run_dir(run), ignore_errors=True)
+        shutil.rmtree(run_shm_dir(run), ignore_errors=True)
 
 
 def test_no_orphan_after_kill_9_of_the_controller(folder: Path) -> None:
-    run = beacon.new_run_id("agent-test")
+    run = new_run_id("agent-test")
     with controller(run, folder, 0.0) as (process, pids):
         assert len(pids) >= 6
-        assert beacon.run_dir(run).exists()
+        assert run_shm_dir(run).exists()
         process.kill()
-        until(lambda: not any(map(procs.alive, pids)), 5, "all workers and the agent are gone")
-        until(lambda: not beacon.run_dir(run).exists(), 1, "the beacons are removed")
+        until(lambda: not any(map(processes.is_alive, pids)), 5, "all workers and the agent are gone")
+        until(lambda: not run_shm_dir(run).exists(), 1, "the beacons are removed")
 
 
 def test_orphans_live_through_the_grace_and_no_longer(folder: Path) -> None:
-    run = beacon.new_run_id("agent-test")
+    run = new_run_id("agent-test")
     with controller(run, folder, 3.0) as (process, pids):
         process.kill()
         killed = time.monotonic()
         while time.monotonic() - killed < 2.7:
-            assert all(map(procs.alive, pids))
+            assert all(map(processes.is_alive, pids))
             time.sleep(0.05)
-        until(lambda: not any(map(procs.alive, pids)), 5, "all are gone after the grace")
+        until(lambda: not any(map(processes.is_alive, pids)), 5, "all are gone after the grace")
 
 
 def test_a_stopped_controller_is_not_dead(folder: Path) -> None:
-    run = beacon.new_run_id("agent-test")
+    run = new_run_id("agent-test")
     with controller(run, folder, 0.0) as (process, pids):
         process.send_signal(signal.SIGSTOP)
         time.sleep(1.5)
-        assert all(map(procs.alive, pids))
+        assert all(map(processes.is_alive, pids))
 
 
 def test_a_successor_takes_over_and_the_stale_one_is_refused(folder: Path) -> None:
-    run = beacon.new_run_id("agent-test")
+    run = new_run_id("agent-test")
     with controller(run, folder, 20.0) as (process, pids):
         process.kill()
         process.wait(10)
         exits: list[WorkerExit] = []
-        successor = AgentClient(Address.read(folder), TOKEN, generation=2, on_exit=exits.append)
+        successor = AgentClient(ServiceAddress.read(folder), TOKEN, generation=2, on_exit=exits.append)
         assert {facts.name for facts in successor.list() if facts.alive} == {"stubborn", "sleep", "polite"}
-        with pytest.raises(wire.Refused) as refused:
-            AgentClient(Address.read(folder), TOKEN, generation=1)
+        with pytest.raises(HandshakeRefused) as refused:
+            AgentClient(ServiceAddress.read(folder), TOKEN, generation=1)
         assert refused.value.code == "generation"
         successor.kill("sleep")
         successor.wait_exit("sleep", "killed", 10)
         successor.close()
-        third = AgentClient(Address.read(folder), TOKEN, generation=2, on_exit=exits.append)
+        third = AgentClient(ServiceAddress.read(folder), TOKEN, generation=2, on_exit=exits.append)
         until(lambda: len(exits) == 2, 5, "a client that comes later hears of earlier ends")
         assert exits[0] == exits[1]
         assert third.leave(0.3) == []
-        until(lambda: not any(map(procs.alive, pids)), 5, "all left")
+        until(lambda: not any(map(processes.is_alive, pids)), 5, "all left")
 
 
 def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost_or_done_twice(site: Site) -> None:
@@ -428,25 +432,25 @@ def test_a_connection_that_breaks_is_made_again_and_nothing_is_lost_or_done_twic
 
 def test_strangers_are_refused_and_garbage_disturbs_nobody(site: Site) -> None:
     where = site.client.address
-    with pytest.raises(wire.Refused) as refused:
+    with pytest.raises(HandshakeRefused) as refused:
         AgentClient(where, "another token")
     assert refused.value.code == "token"
     with socket.create_connection((where.host, where.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    known = wire.connect(where.host, where.port, token=TOKEN, run=site.run, generation=1, name="odd")
+    known = auth_handshake.connect(where.host, where.port, token=TOKEN, run=site.run, generation=1, name="odd")
     for frame in (b"no json", b"[]", b'{"id": 1}', b'{"id": 1, "op": "spawn"}', b'{"id": 2, "op": "dance"}'):
-        with contextlib.suppress(wire.WireError):
+        with contextlib.suppress(WireError):
             known.send(frame)
             known.recv(0.2)
         if known.closed:
-            known = wire.connect(where.host, where.port, token=TOKEN, run=site.run, generation=1, name="odd")
+            known = auth_handshake.connect(where.host, where.port, token=TOKEN, run=site.run, generation=1, name="odd")
     known.close()
     site.spawn("w", "exit", "0")
     assert site.client.wait_exit("w", "end", 20).exit_code == 0
 
 
 def test_when_the_agent_is_killed_the_kernel_kills_the_workers_and_the_client_says_so(folder: Path) -> None:
-    run = beacon.new_run_id("agent-test")
+    run = new_run_id("agent-test")
     client = AgentClient(start_agent(run, TOKEN, folder), TOKEN)
     here = Site(run, folder, client)
     try:
@@ -454,41 +458,41 @@ def test_when_the_agent_is_killed_the_kernel_kills_the_workers_and_the_client_sa
         pids += [template.pid for template in templates(here)]
         assert len(pids) == 4
         os.kill(client.address.pid, signal.SIGKILL)
-        until(lambda: not any(map(procs.alive, pids)), 20, "nobody outlives the agent")
+        until(lambda: not any(map(processes.is_alive, pids)), 20, "nobody outlives the agent")
         with pytest.raises(AgentGone):
             until(lambda: client.list(), 10, "the client notices")
         assert not client.alive
         assert client.leave() == []
     finally:
-        beacon.run_dir(run).joinpath("agent.beacon").unlink(missing_ok=True)
-        beacon.run_dir(run).rmdir()
+        run_shm_dir(run).joinpath("agent.beacon").unlink(missing_ok=True)
+        run_shm_dir(run).rmdir()
 
 
 def test_the_agent_outlives_a_signal_to_the_foreground_and_shows_itself(site: Site) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
         os.kill(site.client.address.pid, number)
     site.spawn("w", "sleep")
-    (own,) = [state for state in beacon.read_beacons(site.run) if state.name == "agent"]
+    (own,) = [state for state in read_beacons(site.run) if state.name == "agent"]
     assert (own.role, own.stage, own.pid) == ("agent", "serving", site.client.address.pid)
-    until(lambda: beacon.read_beacons(site.run)[0].counters["workers"].value == 1, 5, "it counts its workers")
+    until(lambda: read_beacons(site.run)[0].counters["workers"].value == 1, 5, "it counts its workers")
 
 
 def test_sigterm_ends_the_agent_and_all_below_it(folder: Path) -> None:
-    run = beacon.new_run_id("agent-test")
+    run = new_run_id("agent-test")
     client = AgentClient(start_agent(run, TOKEN, folder, kill_grace_s=0.3), TOKEN)
     pid = Site(run, folder, client).spawn("w", "stubborn")
     os.kill(client.address.pid, signal.SIGTERM)
-    until(lambda: not procs.alive(pid) and not client.alive, 10, "all are gone")
-    assert not beacon.run_dir(run).exists()
+    until(lambda: not processes.is_alive(pid) and not client.alive, 10, "all are gone")
+    assert not run_shm_dir(run).exists()
 
 
 def test_an_agent_that_cannot_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AgentError, match="LOCKSTEP_TOKEN is not set"):
-        start_agent(beacon.new_run_id("agent-test"), "", folder)
+        start_agent(new_run_id("agent-test"), "", folder)
 
 
 def test_a_connection_that_breaks_ends_no_worker_of_another_hosts_controller(folder: Path) -> None:
-    address = start_agent(beacon.new_run_id("agent-test"), TOKEN, folder, kill_grace_s=0.5, controller=None)
+    address = start_agent(new_run_id("agent-test"), TOKEN, folder, kill_grace_s=0.5, controller=None)
     client = AgentClient(address, TOKEN, lost_after_s=60.0)
     try:
         log = folder / "w.log"
@@ -501,4 +505,4 @@ def test_a_connection_that_breaks_ends_no_worker_of_another_hosts_controller(fol
         assert [(worker.pid, worker.alive) for worker in again.list()] == [(pid, True)]
     finally:
         again.close()
-    until(lambda: not procs.alive(pid), 20, "the last one is not waited for any longer than it has said")
+    until(lambda: not processes.is_alive(pid), 20, "the last one is not waited for any longer than it has said")

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import needs_namespaces
+from network_namespaces import needs_namespaces
 from ray_hosts import Hosts, needs_ray, until
 
-from lockstep.cluster.bundles import Wanted
-from lockstep.cluster.node import NodeRefused
+from lockstep.cluster.cluster_node import NodeRefused
+from lockstep.cluster.placement.bundles import ProcessRequest
 from lockstep.cluster.protocol import WorkerSpec
-from lockstep.config.cluster import RayCluster as Config
-from lockstep.config.placement import Placement
+from lockstep.config.cluster import PlacementConfig
+from lockstep.config.cluster import RayClusterConfig as Config
 
 SERVICES = Path(__file__).parent.parent / "contract"
 sys.path.insert(0, str(SERVICES))
@@ -30,7 +30,7 @@ PORTS = 21300, 21309
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    from lockstep.cluster.ray.nodes import look_at_nodes
+    from lockstep.cluster.ray.ray_nodes import query_nodes
 
     with ExitStack() as closing:
         patched = closing.enter_context(pytest.MonkeyPatch.context())
@@ -42,16 +42,16 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
                 patched.setenv(name, value)
         patched.setenv("LOCKSTEP_BEACONS", str(made.shared("a")))
         made.start_ray()
-        until(lambda: len(look_at_nodes(Config(address=made.address))) == 2, 120, "Ray knows both hosts")
+        until(lambda: len(query_nodes(Config(address=made.address))) == 2, 120, "Ray knows both hosts")
         yield made
 
 
 def opened(hosts: Hosts, folder: Path) -> Any:
-    from lockstep.cluster.ray.cluster import RayCluster
+    from lockstep.cluster.ray.ray_cluster import RayCluster
 
     config = Config(address=hosts.address, orphan_grace_s=3.0, notice_after_s=2.0, ports=PORTS)
-    wanted = [Wanted(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(2)]
-    placement = Placement(strategy="spread")
+    wanted = [ProcessRequest(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(2)]
+    placement = PlacementConfig(strategy="spread")
     run = f"ports-{secrets.token_hex(3)}"
     return RayCluster(config, run, folder / "run", 1, wanted=wanted, placement=placement)
 

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from namespaces import Cable, ip, needs_namespaces
+from network_namespaces import Cable, ip, needs_namespaces
 
-from lockstep.cluster.probes import LocalProbes
-from lockstep.doctor.check import answers, collectives, pairs, rendezvous
-from lockstep.doctor.check.communicators import OPERATIONS, Communicator
-from lockstep.doctor.check.launchers import Several
-from lockstep.doctor.check.meeting import Head, Meeting
-from lockstep.doctor.check.peers import Answering, host_answers
-from lockstep.doctor.check.probe import interfaces
-from lockstep.doctor.check.protocol import TOKEN_VARIABLE
-from lockstep.doctor.finding import Finding
+from lockstep.cluster.local_cluster import LocalProbes
+from lockstep.doctor.check.cluster import collective_test, host_pairs, rendezvous_rules
+from lockstep.doctor.check.cluster.collective_test import OPERATIONS, PlannedCommunicator
+from lockstep.doctor.check.cluster.probe_rendezvous import CheckHead, CombinedLauncher, ProbeRendezvous
+from lockstep.doctor.check.probe import probe_protocol
+from lockstep.doctor.check.probe.host_probe import host_interfaces
+from lockstep.doctor.check.probe.peer_connections import PeerListener, host_responds
+from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE
+from lockstep.doctor.output.findings import Finding
 
 pytestmark = needs_namespaces
 
@@ -40,11 +40,11 @@ def cable() -> Iterator[Cable]:
 
 
 def probes(cable: Cable, *more: str) -> LocalProbes:
-    """`here` in this network, `there` in the namespace, and whoever else in this one."""
+    """`current_environment` in this network, `there` in the namespace, and whoever else in this one."""
     return LocalProbes({"here": (), "there": cable.inside, **dict.fromkeys(more, ())}, TOKEN_VARIABLE)
 
 
-def gather(head: Head, launcher: LocalProbes, ports: Sequence[int] = (), kernels: int = 2) -> Meeting:
+def gather(head: CheckHead, launcher: LocalProbes, ports: Sequence[int] = (), kernels: int = 2) -> ProbeRendezvous:
     return head.gather(launcher, ports=ports, kernels=kernels, bound_s=20.0)
 
 
@@ -55,24 +55,24 @@ def errors(findings: Sequence[Finding]) -> list[Finding]:
 def test_two_hosts_join_reach_each_other_and_sum(cable: Cable) -> None:
     launcher = probes(cable)
     try:
-        with Head(TOKEN, cable.here) as head:
+        with CheckHead(TOKEN, cable.here) as head:
             meeting = gather(head, launcher)
-            assert not errors(rendezvous.judge(meeting))
+            assert not errors(rendezvous_rules.judge_rendezvous(meeting))
             assert meeting.joined["there"].address == cable.there
             assert meeting.joined["there"].interface == cable.far
 
-            found = pairs.try_pairs(head, meeting.joined)
+            found = host_pairs.test_host_pairs(head, meeting.joined)
             assert set(found.reached) == {("here", "there"), ("there", "here")} == set(found.mb_per_s)
-            assert not found.blocked and found.took_s < pairs.BOUND_S
-            assert [each.severity for each in pairs.judge(found)] == ["ok"]
+            assert not found.blocked and found.took_s < host_pairs.PAIRS_TIMEOUT_S
+            assert [each.severity for each in host_pairs.judge_pairs(found)] == ["ok"]
 
             ranks = ("policy-0", "policy-1", "policy-2")
-            trainer = Communicator("trainer", "gloo", ranks, OPERATIONS, "all")
-            weights = Communicator("weights", "gloo", (ranks[0], ranks[2]), ("broadcast",), "two of them")
+            trainer = PlannedCommunicator("trainer", "gloo", ranks, OPERATIONS, "all")
+            weights = PlannedCommunicator("weights", "gloo", (ranks[0], ranks[2]), ("broadcast",), "two of them")
             hosts = {"policy-0": "here", "policy-1": "here", "policy-2": "there"}
-            tested = collectives.self_test(head, meeting.joined, [trainer, weights], hosts, "cpu")
+            tested = collective_test.run_self_test(head, meeting.joined, [trainer, weights], hosts, "cpu")
             assert tested.passed, tested.why_not
-            found_there = collectives.judge(tested)
+            found_there = collective_test.judge_collectives(tested)
             assert not errors(found_there)
             slowest = next(each for each in found_there if each.id == "slowest-pair")
             assert "policy-" in slowest.seen
@@ -90,12 +90,14 @@ def test_a_head_whose_address_is_on_a_bridge_is_met_and_then_not_doubted(cable: 
         ip("link", "set", cable.near, "master", bridge)
         ip("addr", "add", f"{cable.here}/24", "dev", bridge)
         ip("link", "set", bridge, "up")
-        (doubt,) = rendezvous.advertised("here", cable.here, "the head", "", True, interfaces())
+        (doubt,) = rendezvous_rules.judge_advertised_address(
+            "here", cable.here, "the head", "", True, host_interfaces()
+        )
         assert doubt.severity == "warning" and f"({bridge})" in doubt.seen
-        with Head(TOKEN, cable.here) as head:
+        with CheckHead(TOKEN, cable.here) as head:
             meeting = gather(head, launcher)
-            assert set(meeting.joined) == {"here", "there"} and rendezvous.reached(meeting)
-            assert not [each for each in rendezvous.judge(meeting) if each.id == "head-address"]
+            assert set(meeting.joined) == {"here", "there"} and rendezvous_rules.reached_from_outside(meeting)
+            assert not [each for each in rendezvous_rules.judge_rendezvous(meeting) if each.id == "head-address"]
     finally:
         launcher.stop()
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, timeout=20, check=False)
@@ -105,11 +107,11 @@ def test_ports_that_a_firewall_closes_are_named_with_their_direction(cable: Cabl
     cable.drop_in((29500, 29500))
     launcher = probes(cable)
     try:
-        with Head(TOKEN, cable.here) as head:
+        with CheckHead(TOKEN, cable.here) as head:
             meeting = gather(head, launcher, ports=(29500, 29501))
-            found = pairs.try_pairs(head, meeting.joined)
-            assert found.took_s < pairs.BOUND_S + 1
-            (error,) = errors(pairs.judge(found))
+            found = host_pairs.test_host_pairs(head, meeting.joined)
+            assert found.took_s < host_pairs.PAIRS_TIMEOUT_S + 1
+            (error,) = errors(host_pairs.judge_pairs(found))
             assert error.host == "there" and "port 29500 of there is not reached from here" in error.seen
             assert "packets are dropped" in error.seen and "open port 29500" in error.fix
     finally:
@@ -126,29 +128,29 @@ def test_a_host_that_takes_no_connections_joins_and_is_named(cable: Cable) -> No
     )  # fmt: skip
     launcher = probes(cable)
     try:
-        with Head(TOKEN, cable.here, 20001) as head:
+        with CheckHead(TOKEN, cable.here, 20001) as head:
             meeting = gather(head, launcher, ports=(20002,), kernels=0)
             assert "there" in meeting.joined
-            back = next(each for each in errors(rendezvous.judge(meeting)) if each.host == "there")
+            back = next(each for each in errors(rendezvous_rules.judge_rendezvous(meeting)) if each.host == "there")
             assert back.id == "rendezvous-back" and f"{cable.here}:20001" in back.seen and cable.there in back.seen
-            found = pairs.try_pairs(head, meeting.joined)
-            (error,) = errors(pairs.judge(found))
+            found = host_pairs.test_host_pairs(head, meeting.joined)
+            (error,) = errors(host_pairs.judge_pairs(found))
             assert "here does not reach there" in error.seen
     finally:
         launcher.stop()
 
 
 def test_a_host_that_never_joins_is_named_within_five_seconds_and_a_bit(cable: Cable) -> None:
-    launcher = Several([probes(cable), Silent((cable.there, "nobody.invalid"))])
+    launcher = CombinedLauncher([probes(cable), Silent((cable.there, "nobody.invalid"))])
     try:
-        with Head(TOKEN, cable.here) as head:
+        with CheckHead(TOKEN, cable.here) as head:
             told: list[float] = []
             began = time.monotonic()
             meeting = head.gather(
                 launcher, bound_s=5.0, kernels=1, tell=lambda absent: told.append(time.monotonic() - began)
             )
             assert meeting.took_s < 5.2
-            missing = {each.host: each for each in errors(rendezvous.judge(meeting))}
+            missing = {each.host: each for each in errors(rendezvous_rules.judge_rendezvous(meeting))}
             assert set(missing) == {cable.there, "nobody.invalid"}
             assert (
                 "up and answers" in missing[cable.there].seen
@@ -178,17 +180,17 @@ class Silent:
 
 
 def test_a_host_that_says_nothing_is_told_from_one_that_is_up(cable: Cable) -> None:
-    assert host_answers(cable.there, bound_s=2.0) == "answers"
+    assert host_responds(cable.there, bound_s=2.0) == "answers"
     cable.drop_in((1, 65534))
-    assert host_answers(cable.there, bound_s=0.5) == "silent"
+    assert host_responds(cable.there, bound_s=0.5) == "silent"
 
 
 def test_an_address_of_the_head_that_leads_elsewhere_is_told_by_the_probe(cable: Cable) -> None:
     """The head says 127.0.0.1: on the other host, that is the other host."""
     launcher = LocalProbes({"there": cable.inside}, TOKEN_VARIABLE)
     try:
-        with Head(TOKEN, "127.0.0.1") as head:
-            (wrong,) = rendezvous.advertised("here", "127.0.0.1", "the head", "--address", True)
+        with CheckHead(TOKEN, "127.0.0.1") as head:
+            (wrong,) = rendezvous_rules.judge_advertised_address("here", "127.0.0.1", "the head", "--address", True)
             assert wrong.severity == "error" and "dials itself" in wrong.why
             launcher.start("127.0.0.1", head.port, TOKEN)
             meeting = head.gather(Silent(("there",)), bound_s=2.0)
@@ -201,14 +203,14 @@ def test_the_self_test_names_who_does_not_get_through(cable: Cable) -> None:
     """The store's port and gloo's are closed between the hosts, as a firewall does that lets only the check's in."""
     launcher = probes(cable)
     try:
-        with Head(TOKEN, cable.here, 20001) as head:
+        with CheckHead(TOKEN, cable.here, 20001) as head:
             meeting = gather(head, launcher)
             cable.refuse_out((32768, 65534))
-            trainer = Communicator("trainer", "gloo", ("policy-0", "policy-1"), OPERATIONS, "all")
+            trainer = PlannedCommunicator("trainer", "gloo", ("policy-0", "policy-1"), OPERATIONS, "all")
             hosts = {"policy-0": "here", "policy-1": "there"}
-            tested = collectives.self_test(head, meeting.joined, [trainer], hosts, "cpu", bound_s=24.0)
+            tested = collective_test.run_self_test(head, meeting.joined, [trainer], hosts, "cpu", bound_s=24.0)
             assert not tested.passed
-            (error,) = errors(collectives.judge(tested))
+            (error,) = errors(collective_test.judge_collectives(tested))
             assert "there" in error.host and "policy-1" in error.seen
     finally:
         launcher.stop()
@@ -217,14 +219,14 @@ def test_the_self_test_names_who_does_not_get_through(cable: Cable) -> None:
 def test_a_bad_interface_in_the_environment_is_what_the_self_test_says(cable: Cable) -> None:
     launcher = probes(cable)
     try:
-        with Head(TOKEN, cable.here) as head:
+        with CheckHead(TOKEN, cable.here) as head:
             meeting = gather(head, launcher)
-            trainer = Communicator("trainer", "gloo", ("policy-0", "policy-1"), OPERATIONS, "all")
+            trainer = PlannedCommunicator("trainer", "gloo", ("policy-0", "policy-1"), OPERATIONS, "all")
             hosts = {"policy-0": "here", "policy-1": "there"}
-            tested = collectives.self_test(
+            tested = collective_test.run_self_test(
                 head, meeting.joined, [trainer], hosts, "cpu", 20.0, {"GLOO_SOCKET_IFNAME": "nosuch0"}
             )
-            (error,) = errors(collectives.judge(tested))
+            (error,) = errors(collective_test.judge_collectives(tested))
             assert "nosuch0" in error.seen or "address" in error.seen
             assert "GLOO_SOCKET_IFNAME" in error.fix
     finally:
@@ -234,15 +236,15 @@ def test_a_bad_interface_in_the_environment_is_what_the_self_test_says(cable: Ca
 def test_a_host_that_freezes_while_it_is_asked_is_lost_by_name(cable: Cable) -> None:
     launcher = probes(cable, "third")
     try:
-        with Head(TOKEN, cable.here) as head:
+        with CheckHead(TOKEN, cable.here) as head:
             meeting = gather(head, launcher)
             os.kill(launcher.pid("third"), signal.SIGSTOP)
             try:
-                found = pairs.try_pairs(head, meeting.joined)
+                found = host_pairs.test_host_pairs(head, meeting.joined)
             finally:
                 os.kill(launcher.pid("third"), signal.SIGCONT)
             assert "third" in found.lost
-            named = {each.host for each in errors(pairs.judge(found))}
+            named = {each.host for each in errors(host_pairs.judge_pairs(found))}
             assert "third" in named and not named & {"here", "there"}
     finally:
         launcher.stop()
@@ -253,9 +255,9 @@ def test_a_named_port_that_is_taken_is_said_by_its_host(cable: Cable) -> None:
     with closing(socket.create_server((cable.here, 0))) as busy:
         port = busy.getsockname()[1]
         try:
-            with Head(TOKEN, cable.here) as head:
+            with CheckHead(TOKEN, cable.here) as head:
                 meeting = gather(head, launcher, ports=(port,))
-                taken = [each for each in rendezvous.judge(meeting) if each.id == "port-taken"]
+                taken = [each for each in rendezvous_rules.judge_rendezvous(meeting) if each.id == "port-taken"]
                 assert [each.host for each in taken] == ["here"] and str(port) in taken[0].seen
         finally:
             launcher.stop()
@@ -269,7 +271,7 @@ def test_two_that_want_one_port_do_not_both_believe_that_they_have_it() -> None:
 
     def take(name: str) -> None:
         barrier.wait(5)
-        made.append(Answering(TOKEN, name, "127.0.0.1", [port], 0))
+        made.append(PeerListener(TOKEN, name, "127.0.0.1", [port], 0))
 
     threads = [threading.Thread(target=take, args=(f"host-{k}",)) for k in range(4)]
     for thread in threads:
@@ -341,14 +343,18 @@ def test_whoever_is_missing_is_told_in_five_seconds_and_what_is_known_is_printed
 def test_a_probe_that_a_program_starts_says_in_seconds_that_it_does_not_reach_the_head(cable: Cable) -> None:
     launcher = probes(cable)
     try:
-        with Head(TOKEN, cable.here) as head:
+        with CheckHead(TOKEN, cable.here) as head:
             told: list[str] = []
             meeting = head.gather(
                 launcher, bound_s=25.0, kernels=1, given=cable.there,
-                tell=lambda missing: told.extend(rendezvous.absent(each) for each in missing),
+                tell=lambda missing: told.extend(rendezvous_rules.describe_missing(each) for each in missing),
             )  # fmt: skip
         assert meeting.took_s < 15, "it does not wait for what has ended"
-        missing = {each.host: each for each in errors(rendezvous.judge(meeting)) if each.id == "rendezvous-missing"}
+        missing = {
+            each.host: each
+            for each in errors(rendezvous_rules.judge_rendezvous(meeting))
+            if each.id == "rendezvous-missing"
+        }
         assert "cannot be reached from there" in missing["there"].seen and "refused" in missing["there"].seen
         assert f"{cable.there}:{head.port}" in missing["there"].seen
     finally:
@@ -364,10 +370,10 @@ def test_ranks_of_a_self_test_end_with_their_probe_and_leave_nothing(number: int
         "bytes": 1 << 20, "bound_s": 60, "communicators": [], "serve": True,
     }  # fmt: skip
     try:
-        with Head(TOKEN, "127.0.0.1") as head:
+        with CheckHead(TOKEN, "127.0.0.1") as head:
             head.gather(launcher, bound_s=20.0, kernels=0)
             order = {"do": "ranks", "what": "start", "environment": {}, "spec": task}
-            started, lost = head.ask({"here": order}, 60.0, "a test", answers.started)
+            started, lost = head.ask({"here": order}, 60.0, "a test", probe_protocol.read_start_ranks_answer)
             assert started["here"].port > 0, lost
             probe = psutil.Process(launcher.pid("here"))
             until(lambda: len(probe.children(recursive=True)) == 3, "the test and two ranks of it")

@@ -18,9 +18,9 @@ CONTROLLER = """
 import signal, sys, time
 from pathlib import Path
 from cluster_services import Plain
-from lockstep.cluster.local import LocalCluster
+from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import WorkerSpec
-from lockstep.config.cluster import LocalCluster as Config
+from lockstep.config.cluster import LocalClusterConfig as Config
 run, folder, mode = sys.argv[1:]
 def spec(name, **arguments):
     return WorkerSpec(name, "tester", 0, "cluster_services:Plain", arguments, preload=("numpy",))
@@ -144,7 +144,7 @@ def test_an_exception_and_a_forgotten_close(tmp_path: Path, mode: str) -> None:
 
 def test_kill_9_of_the_agent_ends_the_workers_and_is_told(tmp_path: Path) -> None:
     with controller(tmp_path, "waiting") as (run, process):
-        (agent,) = [pid for pid, words in processes_of(run).items() if "lockstep.watch.agent" in words]
+        (agent,) = [pid for pid, words in processes_of(run).items() if "lockstep.watch.agent.node_agent" in words]
         os.kill(agent, signal.SIGKILL)
         _, said = process.communicate(timeout=15)
         assert process.returncode == 1

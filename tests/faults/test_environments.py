@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.config.environment import Environment
+from lockstep.base import waits
+from lockstep.config.rollout import EnvironmentConfig
 from lockstep.data.samples import Prompt
-from lockstep.rollout.environments.api import EnvironmentFailed
-from lockstep.rollout.environments.pool import EnvironmentPool, Reply
-from lockstep.watch import waits
+from lockstep.rollout.environments.environment_messages import EnvironmentFailed
+from lockstep.rollout.environments.environment_pool import EnvironmentPool, EpisodeReply
 
 HERE = Path(__file__).parent
 
@@ -24,7 +24,7 @@ def pool(cluster):
     def make(name=None, **options):
         if name is not None:
             options["path"] = f"environments.py:{name}"
-        made.append(EnvironmentPool(cluster, Environment(**options), HERE))
+        made.append(EnvironmentPool(cluster, EnvironmentConfig(**options), HERE))
         made[-1].start()
         return made[-1]
 
@@ -37,8 +37,8 @@ def prompt(uid="0:7"):
     return Prompt(uid, 7, np.arange(3, dtype=np.int32), "say ok: ", None, "ok", {"source": "test"})
 
 
-def replies(pool: EnvironmentPool, count: int, within_s: float = 20.0) -> dict[str, Reply]:
-    found: list[Reply] = []
+def replies(pool: EnvironmentPool, count: int, within_s: float = 20.0) -> dict[str, EpisodeReply]:
+    found: list[EpisodeReply] = []
 
     def look() -> bool | None:
         found.extend(pool.collect())
@@ -49,13 +49,13 @@ def replies(pool: EnvironmentPool, count: int, within_s: float = 20.0) -> dict[s
     return {reply.episode: reply for reply in found}
 
 
-def ask(pool: EnvironmentPool, **actions: str) -> dict[str, Reply]:
+def ask(pool: EnvironmentPool, **actions: str) -> dict[str, EpisodeReply]:
     for episode, action in actions.items():
         pool.step(episode, action)
     return replies(pool, len(actions))
 
 
-def begin(pool: EnvironmentPool, *episodes: str) -> dict[str, Reply]:
+def begin(pool: EnvironmentPool, *episodes: str) -> dict[str, EpisodeReply]:
     for episode in episodes:
         pool.begin(episode, prompt())
     return replies(pool, len(episodes)) if pool.resets else {}
@@ -112,7 +112,7 @@ def test_what_is_raised_or_returned_is_told(pool, action, problem, line):
     ],
 )
 def test_who_hangs_is_named_and_the_others_go_on(pool, monkeypatch, name, action, problem):
-    monkeypatch.setattr("lockstep.rollout.environments.host.LAST_WORDS_S", 1.0)
+    monkeypatch.setattr("lockstep.cluster.user_code.DEATH_LOG_S", 1.0)
     made = pool(name, timeout_s=0.5)
     begin(made, "good", "bad", "idle")
     ask(made, good="1", bad="2", idle="3")

@@ -11,25 +11,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from namespaces import Cable, needs_namespaces
+from network_namespaces import Cable, needs_namespaces
 
-from lockstep.watch import beacon
-from lockstep.watch.agent_client import Address, AgentClient
-from lockstep.watch.settings import Settings
-from lockstep.watch.supervisor_client import Said, Supervision
-from lockstep.watch.verdict import Patience
+from lockstep.base.folders import new_run_id
+from lockstep.watch.agent.agent_client import AgentClient
+from lockstep.watch.agent.service_discovery import ServiceAddress
+from lockstep.watch.diagnosis.verdict import StallThresholds
+from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent
+from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
 
 pytestmark = needs_namespaces
 
 TOKEN = "the-run's-token"
-PATIENCE = Patience(notice_s=1.0, still_s=60.0, host_s=2.0)
+PATIENCE = StallThresholds(notice_s=1.0, still_s=60.0, host_s=2.0)
 
 WORKER = """
 import sys, time
 from pathlib import Path
-from lockstep.watch import beacon, waits
+from lockstep.watch.beacon import writer
+from lockstep.base import waits
 run, name, other, folder = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
-own = beacon.open_beacon(run, name, "policy", int(name[-1]))
+own = writer.open_beacon(run, name, "policy", int(name[-1]))
 own.stage("train")
 step = 0
 while True:
@@ -64,7 +66,7 @@ def start(run: str, folder: Path, node: str, namespace: str | None, host: str) -
     environment = {**os.environ, "LOCKSTEP_BEACONS": str(folder / "shm"), "LOCKSTEP_TOKEN": TOKEN}
     inside = ["ip", "netns", "exec", namespace] if namespace else []
     agent = subprocess.Popen(
-        [*inside, sys.executable, "-m", "lockstep.watch.agent", "--run", run, "--folder", str(folder), "--node", node,
+        [*inside, sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", run, "--folder", str(folder), "--node", node,
          "--controller", str(os.getpid()), "--kill-grace", "0.5", "--host", host],
         env=environment, start_new_session=True, stderr=subprocess.DEVNULL,
     )  # fmt: skip
@@ -73,15 +75,15 @@ def start(run: str, folder: Path, node: str, namespace: str | None, host: str) -
 
 
 @contextmanager
-def two_hosts(folder: Path, link: Cable, patience: Patience) -> Iterator[list[Said]]:
+def two_hosts(folder: Path, link: Cable, patience: StallThresholds) -> Iterator[list[SupervisorEvent]]:
     """A worker on each, which waits for the other's in every step, until the link goes down; what is said of them."""
-    run, said = beacon.new_run_id("cut"), list[Said]()
+    run, said = new_run_id("cut"), list[SupervisorEvent]()
     agents = [start(run, folder / "a", "a", None, "127.0.0.1"), start(run, folder / "b", "b", link.name, link.there)]
-    addresses = [Address.read(folder / node) for node in ("a", "b")]
+    addresses = [ServiceAddress.read(folder / node) for node in ("a", "b")]
     clients = [AgentClient(each, TOKEN) for each in addresses]
     (folder / "worker.py").write_text(WORKER)
-    supervision = Supervision(
-        Settings(run, 1, folder, folder / "incidents", addresses, os.getpid(), patience), TOKEN, said.append
+    supervision = SupervisorClient(
+        SupervisorSettings(run, 1, folder, folder / "incidents", addresses, os.getpid(), patience), TOKEN, said.append
     )
     try:
         for node, client, name, other in zip("ab", clients, ("policy-0", "policy-1"), ("policy-1", ""), strict=True):
@@ -124,5 +126,5 @@ def test_a_host_that_stays_cut_off_is_confirmed(tmp_path: Path, link: Cable) -> 
         assert told.verdict["confidence"] < 0.8, "nobody is restarted for a cable"
 
 
-def _hosts(said: Said) -> set[str]:
+def _hosts(said: SupervisorEvent) -> set[str]:
     return {each["host"] for each in said.verdict["culprits"]}

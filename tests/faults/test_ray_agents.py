@@ -14,13 +14,13 @@ import pytest
 from ray_hosts import needs_ray, until
 from test_ray_nodes import WANTED, engine
 
-from lockstep.cluster import versions
-from lockstep.cluster.versions import VersionError
-from lockstep.config.cluster import RayCluster as Config
-from lockstep.watch import procs
-from lockstep.watch.agent_client import AgentError, AgentGone
-from lockstep.watch.folders import run_dir
-from lockstep.watch.leader import Superseded
+from lockstep.base.folders import run_shm_dir
+from lockstep.cluster import node_versions
+from lockstep.cluster.node_versions import VersionError
+from lockstep.config.cluster import RayClusterConfig as Config
+from lockstep.watch.agent.agent_client import AgentError, AgentGone
+from lockstep.watch.agent.service_discovery import Superseded
+from lockstep.watch.procfs import processes
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -28,16 +28,16 @@ pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture
 def own() -> Iterator[Config]:
     """A Ray of this host that is there after a cluster has gone."""
-    from lockstep.cluster.ray import session
+    from lockstep.cluster.ray import ray_session
 
     config = Config(notice_after_s=2.0)
-    session.open_session(config, 4, 0)
+    ray_session.open_session(config, 4, 0)
     yield config
-    session.close_session()
+    ray_session.close_session()
 
 
 def opened(config: Config, folder: Path) -> Any:
-    from lockstep.cluster.ray.cluster import RayCluster
+    from lockstep.cluster.ray.ray_cluster import RayCluster
 
     return RayCluster(config, f"agents-{secrets.token_hex(3)}", folder / "run", 1, wanted=WANTED)
 
@@ -46,7 +46,7 @@ def test_two_that_come_in_place_of_others_share_one_new_agent(own: Config, tmp_p
     """And find the run's shared memory as it was: weights are in there."""
     with opened(own, tmp_path) as cluster:
         workers = cluster.start([engine(0), engine(1)])
-        kept = run_dir(cluster._run) / "weights"
+        kept = run_shm_dir(cluster._run) / "weights"
         kept.write_text("version 7")
         os.kill(cluster._nodes[0].agent.address.pid, signal.SIGKILL)
         until(lambda: all(worker.dead for worker in workers), 60, "the agent's workers ended with it")
@@ -62,17 +62,17 @@ def test_two_that_come_in_place_of_others_share_one_new_agent(own: Config, tmp_p
         for thread in starting:
             thread.join(120.0)
         assert sorted(worker.name for worker in successors) == ["engine-0.1", "engine-1.1"]
-        assert all(procs.alive(worker.pid) for worker in successors)
+        assert all(processes.is_alive(worker.pid) for worker in successors)
         assert kept.read_text() == "version 7"
 
 
 def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> None:
-    from lockstep.cluster.ray.session import answer
+    from lockstep.cluster.ray.ray_session import ray_get
 
     with opened(own, tmp_path) as cluster:
         holder = cluster._nodes[0]
         past = asdict(replace(cluster._leader(True), generation=1))
-        answer(holder.keeper.heritage.remote(2, []), "the actor", "generation 2 takes over")
+        ray_get(holder.keeper.heritage.remote(2, []), "the actor", "generation 2 takes over")
         for asked in (
             holder.keeper.start_agent.remote(9, past, 0.0),
             holder.keeper.reserve.remote(1, {"CPU": 1.0}, []),
@@ -81,61 +81,61 @@ def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> Non
             holder.keeper.watch_controller.remote(1, os.getpid(), None, 0.0),
         ):
             with pytest.raises(Superseded, match=r"generation 1 of .* generation 2 has taken it over"):
-                answer(asked, "the actor", "a refusal")
+                ray_get(asked, "the actor", "a refusal")
         assert holder.alive
 
 
 def test_a_controller_that_was_refused_knows_it(own: Config, tmp_path: Path) -> None:
     """And starts nothing more, ends nothing of its successor's, although nobody has told its host."""
-    from lockstep.cluster.ray.session import answer
+    from lockstep.cluster.ray.ray_session import ray_get
 
     with opened(own, tmp_path) as cluster:
         (worker,) = cluster.start([engine(0)])
         holder = cluster._nodes[0]
-        answer(holder.keeper.heritage.remote(2, []), "the actor", "generation 2 takes over")
+        ray_get(holder.keeper.heritage.remote(2, []), "the actor", "generation 2 takes over")
         os.kill(holder.agent.address.pid, signal.SIGKILL)
         until(lambda: worker.dead, 60, "the agent's workers ended with it")
         for _ in range(2):
             with pytest.raises(AgentGone, match=r"generation 2 has taken it over|a later generation"):
                 cluster.start([engine(0, "engine-0.1")])
-    assert answer(holder.keeper.facts.remote(), "the actor", "it is there")
-    answer(holder.keeper.leave.remote(2), "the actor", "its end")
+    assert ray_get(holder.keeper.facts.remote(), "the actor", "it is there")
+    ray_get(holder.keeper.leave.remote(2), "the actor", "its end")
 
 
 def test_a_controller_looks_who_had_the_run_last(own: Config, tmp_path: Path) -> None:
     """Where nobody of the cluster has told it: its successor is on another host, and the folder is shared."""
-    from lockstep.cluster.ray.record import Record
+    from lockstep.cluster.ray.ray_reattach import RayRunState
 
     with opened(own, tmp_path) as cluster:
-        Record(2, "another").write(cluster._affairs)
+        RayRunState(2, "another").write(cluster._affairs)
         with pytest.raises(AgentGone, match="a later generation"):
             cluster.start([engine(0)])
-        Record().write(cluster._affairs)
+        RayRunState().write(cluster._affairs)
 
 
 def test_an_order_that_comes_late_ends_no_agent(own: Config, tmp_path: Path) -> None:
-    from lockstep.cluster.ray.session import answer
+    from lockstep.cluster.ray.ray_session import ray_get
 
     with opened(own, tmp_path) as cluster:
         holder = cluster._nodes[0]
         late = holder.keeper.start_agent.remote(0, asdict(cluster._leader(True)), 0.0)
         with pytest.raises(AgentError, match="another agent was asked for meanwhile"):
-            answer(late, "the actor", "a refusal")
+            ray_get(late, "the actor", "a refusal")
         assert holder.alive
 
 
 def test_nothing_is_left_of_a_run_that_is_refused(own: Config, tmp_path: Path) -> None:
     import ray
 
-    from lockstep.cluster.ray.employing import employ_fit
-    from lockstep.cluster.ray.keeper import Site
-    from lockstep.cluster.ray.nodes import node_facts
+    from lockstep.cluster.ray.actors import start_compatible_actors
+    from lockstep.cluster.ray.node_actor import RunSite
+    from lockstep.cluster.ray.ray_nodes import alive_nodes
 
     folder = str(tmp_path)
-    site = Site(f"agents-{secrets.token_hex(3)}", "a token", folder, folder, "a mark", None, None, False, None)
-    old = {"old-host": {**versions.facts(), "python": "3.9.1"}}
+    site = RunSite(f"agents-{secrets.token_hex(3)}", "a token", folder, folder, "a mark", None, None, False, None)
+    old = {"old-host": {**node_versions.installed_versions(), "python": "3.9.1"}}
     with pytest.raises(VersionError, match="old-host"):
-        employ_fit(node_facts(), site, old, set())
+        start_compatible_actors(alive_nodes(), site, old, set())
     until(lambda: not ray.util.list_named_actors(all_namespaces=True), 30, "its actors have ended")
 
 

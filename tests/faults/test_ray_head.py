@@ -18,13 +18,14 @@ from typing import Any
 import psutil
 import pytest
 import ray_hosts
-from namespaces import needs_namespaces
+from cluster_services import Plain
+from network_namespaces import needs_namespaces
 from ray_hosts import Hosts, needs_ray, until
-from test_ray_nodes import ENVIRONMENT, SPREAD, WANTED, Plain, engine, hosts
+from test_ray_nodes import ENVIRONMENT, SPREAD, WANTED, engine, hosts
 
-from lockstep.config.cluster import RayCluster as Config
-from lockstep.watch import procs
-from lockstep.watch.agent_client import AgentGone
+from lockstep.config.cluster import RayClusterConfig as Config
+from lockstep.watch.agent.agent_client import AgentGone
+from lockstep.watch.procfs import processes
 
 __all__ = ["hosts"]  # the fixture
 
@@ -50,7 +51,7 @@ def must_end_well(process: "subprocess.Popen[str]") -> str:
 
 
 def opened(config: Config) -> Any:
-    from lockstep.cluster.ray.cluster import RayCluster
+    from lockstep.cluster.ray.ray_cluster import RayCluster
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
     folder = Path(tempfile.mkdtemp(prefix="lsh"))
@@ -86,7 +87,7 @@ def a_run_goes_on() -> None:
     print(f"replaced after {time.monotonic() - began:.1f} s")
     assert successor.call(Plain.add, 1) == 1
     closed(cluster)
-    assert not procs.alive(successor.pid)
+    assert not processes.is_alive(successor.pid)
 
 
 def a_run_ends() -> None:
@@ -94,7 +95,7 @@ def a_run_ends() -> None:
     (worker,) = cluster.start([engine(0)])
     end_own_head()
     closed(cluster)
-    assert not procs.alive(worker.pid)
+    assert not processes.is_alive(worker.pid)
 
 
 def a_run_loses_all_nodes(address: str) -> None:

@@ -18,26 +18,26 @@ from typing import Any
 import psutil
 import pytest
 import ray_hosts
-from namespaces import needs_namespaces
+from network_namespaces import needs_namespaces
 from ray_hosts import Hosts, needs_ray, until
 
 import lockstep
-from lockstep.cluster.bundles import Wanted
-from lockstep.cluster.placement import DoesNotFit
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.cluster.placement.assignment import DoesNotFit
+from lockstep.cluster.placement.bundles import ProcessRequest
 from lockstep.cluster.protocol import WorkerDied, WorkerSpec
-from lockstep.config.cluster import RayCluster as Config
-from lockstep.config.placement import Placement
-from lockstep.watch import procs
-from lockstep.watch.agent_client import Address
-from lockstep.watch.waits import WaitTimeout
+from lockstep.config.cluster import PlacementConfig
+from lockstep.config.cluster import RayClusterConfig as Config
+from lockstep.watch.agent.service_discovery import ServiceAddress
+from lockstep.watch.procfs import processes
 
 SERVICES = Path(__file__).parent.parent / "contract"
 sys.path.insert(0, str(SERVICES))
 from cluster_services import Plain, Renewable  # noqa: E402
 
 pytestmark = [*needs_ray, pytest.mark.slow, pytest.mark.timeout(400), needs_namespaces]
-SPREAD = Placement(strategy="spread")
-WANTED = [Wanted(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(2)]
+SPREAD = PlacementConfig(strategy="spread")
+WANTED = [ProcessRequest(f"engine-{rank}", "rollout", rank, 1.0) for rank in range(2)]
 SOURCE = Path(lockstep.__path__[0]).parent
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(SERVICES), str(SOURCE)])}
 
@@ -56,7 +56,7 @@ def engine(rank: int, name: str = "", service: type = Plain, **arguments: Any) -
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     """With as many GPUs on each as the test says, none of which is there."""
-    from lockstep.cluster.ray.nodes import look_at_nodes
+    from lockstep.cluster.ray.ray_nodes import query_nodes
 
     with ExitStack() as closing:
         made = Hosts(tmp_path)
@@ -67,12 +67,12 @@ def hosts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
                 monkeypatch.setenv(name, value)
         monkeypatch.setenv("LOCKSTEP_BEACONS", str(made.shared("a")))
         made.start_ray(gpus=getattr(request, "param", (0, 0)))
-        until(lambda: len(look_at_nodes(config(made))) == 2, 120, "Ray knows both hosts")
+        until(lambda: len(query_nodes(config(made))) == 2, 120, "Ray knows both hosts")
         yield made
 
 
 def opened(hosts: Hosts, folder: Path, **changes: Any) -> Any:
-    from lockstep.cluster.ray.cluster import RayCluster
+    from lockstep.cluster.ray.ray_cluster import RayCluster
 
     run = f"hosts-{secrets.token_hex(3)}"
     return RayCluster(config(hosts, **changes), run, folder / "run", 1, wanted=WANTED, placement=SPREAD)
@@ -117,9 +117,9 @@ def test_who_was_given_up_is_sent_away(hosts: Hosts, tmp_path: Path) -> None:
         far = there(cluster.start([engine(0), engine(1)]))
         hosts.cut()
         until(lambda: far.dead, 60, "it is lost")
-        assert procs.alive(far.pid)
+        assert processes.is_alive(far.pid)
         hosts.mend()
-        until(lambda: not procs.alive(far.pid), 60, "it is told to leave, or its agent is killed")
+        until(lambda: not processes.is_alive(far.pid), 60, "it is told to leave, or its agent is killed")
 
 
 def test_ends_of_workers_on_another_host_are_told_with_their_last_lines(hosts: Hosts, tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_a_host_with_gpus_is_lost_and_comes_back(
     hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fewer ranks have the places that are left; the host's GPUs are this run's again once it is there."""
-    from lockstep.cluster.ray.cluster import RayCluster
-    from lockstep.cluster.ray.nodes import node_facts
+    from lockstep.cluster.ray.ray_cluster import RayCluster
+    from lockstep.cluster.ray.ray_nodes import alive_nodes
 
-    wanted = [Wanted(f"policy-{number}", "policy", number, 1.0, 1) for number in range(3)]
+    wanted = [ProcessRequest(f"policy-{number}", "policy", number, 1.0, 1) for number in range(3)]
     run, settings = f"gpus-{secrets.token_hex(3)}", config(hosts, device="cpu", orphan_grace_s=60.0)
-    with RayCluster(settings, run, tmp_path / "run", 1, wanted=wanted, placement=Placement()) as cluster:
+    with RayCluster(settings, run, tmp_path / "run", 1, wanted=wanted, placement=PlacementConfig()) as cluster:
         workers = cluster.start([rank(number) for number in range(3)])
         assert places(workers) == {"policy-0": (False, "0"), "policy-1": (False, "1"), "policy-2": (True, "0")}
         hosts.end_b()
@@ -181,7 +181,7 @@ def test_a_host_with_gpus_is_lost_and_comes_back(
             again = cluster.start([rank(number, 3) for number in range(3)])
         assert places(again) == {"policy-0.3": (True, "0"), "policy-1.3": (False, "0"), "policy-2.3": (False, "1")}
         assert any(line.startswith("policy-1..2: on ") for line in caplog.messages), caplog.messages
-        (far,) = [each for each in node_facts() if each.gpus == 2]
+        (far,) = [each for each in alive_nodes() if each.gpus == 2]
         assert far.free_gpus == 0
 
 
@@ -189,12 +189,14 @@ BESIDE = [str(Path(__file__).parent), str(Path(ray_hosts.__file__).parent)]
 CONTROLLER = """
 import json, sys, time
 from pathlib import Path
-from test_ray_nodes import SPREAD, WANTED, Config, engine
+from test_ray_nodes import SPREAD, WANTED, engine
+from cluster import RayClusterConfig
 from cluster_services import Renewable
-from lockstep.cluster.ray.cluster import RayCluster
+from lockstep.cluster.ray.ray_cluster import RayCluster
 address, run, folder, grace = sys.argv[1:]
 with RayCluster(
-    Config(address=address, orphan_grace_s=float(grace)), run, Path(folder), 1, wanted=WANTED, placement=SPREAD
+    RayClusterConfig(address=address, orphan_grace_s=float(grace)), run, Path(folder), 1, wanted=WANTED,
+    placement=SPREAD
 ) as cluster:
     workers = cluster.start([engine(rank, service=Renewable) for rank in range(2)])
     print(json.dumps([worker.pid for worker in workers]), flush=True)
@@ -205,11 +207,13 @@ ELSEWHERE = """
 import json, logging, sys, time
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 from pathlib import Path
-from test_ray_nodes import SPREAD, WANTED, Config, Renewable, both
-from lockstep.cluster.ray.cluster import RayCluster
-from lockstep.cluster.ray.inheriting import take_over
-config, folder = Config.model_validate_json(sys.argv[1]), Path(sys.argv[2])
-heritage = take_over(config, folder / "cluster", 2, WANTED, SPREAD)
+from test_ray_nodes import SPREAD, WANTED, both
+from cluster import RayClusterConfig
+from cluster_services import Renewable
+from lockstep.cluster.ray.ray_cluster import RayCluster
+from lockstep.cluster.ray.ray_reattach import take_over_ray_actors
+config, folder = RayClusterConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])
+heritage = take_over_ray_actors(config, folder / "cluster", 2, WANTED, SPREAD)
 with RayCluster(config, heritage.run, folder, 2, heritage=heritage, wanted=WANTED, placement=SPREAD) as cluster:
     workers = both(cluster)
     time.sleep(config.orphan_grace_s + 6.0)
@@ -236,10 +240,10 @@ class Killed:
 
     @contextmanager
     def taken_over(self) -> Iterator[Any]:
-        from lockstep.cluster.ray.cluster import RayCluster
-        from lockstep.cluster.ray.inheriting import take_over
+        from lockstep.cluster.ray.ray_cluster import RayCluster
+        from lockstep.cluster.ray.ray_reattach import take_over_ray_actors
 
-        heritage = take_over(self.config, self.folder / "cluster", 2, WANTED, SPREAD)
+        heritage = take_over_ray_actors(self.config, self.folder / "cluster", 2, WANTED, SPREAD)
         assert heritage is not None and heritage.run == self.run and len(heritage.left) == 2
         with RayCluster(
             self.config, self.run, self.folder, 2, heritage=heritage, wanted=WANTED, placement=SPREAD
@@ -271,10 +275,10 @@ def test_the_next_controller_goes_on_with_workers_of_both_hosts(hosts: Hosts, tm
 def test_a_host_that_has_lost_its_agent_as_well_gets_another_one(hosts: Hosts, tmp_path: Path) -> None:
     """Its place is what it was, and the worker of the other host goes on."""
     killed = Killed(hosts, tmp_path, 120.0)
-    agents = [Address.read(affairs) for affairs in (killed.folder / "cluster" / "nodes").iterdir()]
+    agents = [ServiceAddress.read(affairs) for affairs in (killed.folder / "cluster" / "nodes").iterdir()]
     (far,) = [agent for agent in agents if agent.host == hosts.other]
     os.kill(far.pid, signal.SIGKILL)
-    until(lambda: sum(procs.alive(pid) for pid in killed.pids) == 1, 60, "the kernel has ended its worker")
+    until(lambda: sum(processes.is_alive(pid) for pid in killed.pids) == 1, 60, "the kernel has ended its worker")
     with killed.taken_over() as cluster:
         kept = [worker.pid in killed.pids for worker in both(cluster)]
         assert sorted(kept) == [False, True]
@@ -295,10 +299,10 @@ def test_the_next_controller_may_be_on_another_host(hosts: Hosts, tmp_path: Path
 
 
 def test_what_cannot_start_is_refused(hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from lockstep.cluster.ray.cluster import RayCluster
-    from lockstep.cluster.ray.session import RayUnavailable
+    from lockstep.cluster.ray.ray_cluster import RayCluster
+    from lockstep.cluster.ray.ray_session import RayUnavailable
 
-    def attempt(wanted: list[Wanted], **changes: Any) -> Any:
+    def attempt(wanted: list[ProcessRequest], **changes: Any) -> Any:
         settings = config(hosts, **changes)
         return RayCluster(settings, f"no-{secrets.token_hex(3)}", tmp_path / "no", 1, wanted=wanted, placement=SPREAD)
 
@@ -310,10 +314,10 @@ def test_what_cannot_start_is_refused(hosts: Hosts, tmp_path: Path, caplog: pyte
     with pytest.raises(RayUnavailable, match="Ray's client"):
         attempt(WANTED, address="ray://127.0.0.1:10001")
     with pytest.raises(DoesNotFit, match="16 CPUs on one node, and the largest"):
-        attempt([Wanted("policy-0", "policy", 0, 16.0)])
+        attempt([ProcessRequest("policy-0", "policy", 0, 16.0)])
     with pytest.raises(DoesNotFit, match="1 GPU"):
-        attempt([Wanted("policy-0", "policy", 0, 1.0, 1)])
+        attempt([ProcessRequest("policy-0", "policy", 0, 1.0, 1)])
     assert time.monotonic() - began < 60
     with opened(hosts, tmp_path), caplog.at_level(logging.WARNING), pytest.raises(WaitTimeout):
-        attempt([Wanted(f"policy-{n}", "policy", n, 4.0) for n in range(2)], busy_limit_s=2.0)
+        attempt([ProcessRequest(f"policy-{n}", "policy", n, 4.0) for n in range(2)], busy_limit_s=2.0)
     assert any("wait for" in line and "in use" in line for line in caplog.messages), caplog.messages

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.watch import beacon, freeing, orders, procs
-from lockstep.watch.release import release
-from tests.faults import recorded
+from lockstep.base.folders import run_shm_dir
+from lockstep.watch.beacon.beacon_records import CallRecord
+from lockstep.watch.beacon.reader import read_beacon, read_calls
+from lockstep.watch.procfs import processes
+from lockstep.watch.recorder import abort, commands
+from lockstep.watch.recorder.abort import release_ranks
+from tests.faults import recorded_ranks
 from tests.faults.ranks import BOUND_S, RUN, ranks, run_ranks, watched
 
 
@@ -22,8 +26,8 @@ def beacons(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path / "beacons"))
 
 
-def calls(rank: int, slot: int = 0) -> list[beacon.CallRecord]:
-    return list(beacon.read_calls(beacon.run_dir(RUN) / f"policy-{rank}.beacon", slot))
+def calls(rank: int, slot: int = 0) -> list[CallRecord]:
+    return list(read_calls(run_shm_dir(RUN) / f"policy-{rank}.beacon", slot))
 
 
 def good(outcomes):
@@ -40,7 +44,7 @@ WORLD = [
 
 
 def test_calls_and_counts_are_what_the_ranks_did(tmp_path):
-    with ranks(tmp_path, recorded.everything) as both:
+    with ranks(tmp_path, recorded_ranks.everything) as both:
         values = good(both.end())
         assert [value["troubles"] for value in values] == [0, 0]
         states = [both.communicators(rank) for rank in (0, 1)]
@@ -71,8 +75,8 @@ def test_calls_and_counts_are_what_the_ranks_did(tmp_path):
 
 @pytest.mark.parametrize(
     "body",
-    [recorded.fsdp, pytest.param(recorded.ddp, marks=pytest.mark.slow),
-     pytest.param(recorded.tensor_parallel, marks=pytest.mark.slow)],
+    [recorded_ranks.fsdp, pytest.param(recorded_ranks.ddp, marks=pytest.mark.slow),
+     pytest.param(recorded_ranks.tensor_parallel, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_counts_see_what_libraries_issue(tmp_path, body):
     with ranks(tmp_path, body) as both:
@@ -85,13 +89,13 @@ def test_counts_see_what_libraries_issue(tmp_path, body):
         modules = {
             call.module for call in calls(counted.rank, counted.slot) if call.operation == "reduce_scatter_tensor"
         }
-        assert modules == ({"0", "1"} if body is recorded.fsdp else set())
+        assert modules == ({"0", "1"} if body is recorded_ranks.fsdp else set())
         assert noted == {"ddp": 1, "fsdp": sequence, "tensor_parallel": sequence}[body.__name__]
 
 
 @pytest.mark.slow
 def test_a_collective_in_a_compiled_graph_is_left_to_the_compiler(tmp_path):
-    assert good(run_ranks(tmp_path, recorded.compiled)) == [[5.0, 5.0, 5.0]] * 2
+    assert good(run_ranks(tmp_path, recorded_ranks.compiled)) == [[5.0, 5.0, 5.0]] * 2
 
 
 REFUSED = {
@@ -107,7 +111,7 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_on_the_later_entrant(tmp_path, how):
     (tmp_path / "how").write_text(how)
     mine, theirs = REFUSED[how]
-    with ranks(tmp_path, recorded.diverging) as both:
+    with ranks(tmp_path, recorded_ranks.diverging) as both:
         both.until_inside(0, "all_reduce", "fsdp", 3)
         both.go()
         late = both.end_of(1)
@@ -123,18 +127,18 @@ def test_what_does_not_fit_is_refused_on_the_later_entrant(tmp_path, how):
 
 
 def test_another_root_is_refused(tmp_path):
-    with ranks(tmp_path, recorded.other_root) as both:
+    with ranks(tmp_path, recorded_ranks.other_root) as both:
         both.until_inside(0, "broadcast")
         both.go()
         assert both.end_of(1).error == "CollectiveRefused"
 
 
 def test_ranks_in_step_are_never_refused(tmp_path):
-    assert good(run_ranks(tmp_path, recorded.in_step, world=3)) == [0, 0, 0]
+    assert good(run_ranks(tmp_path, recorded_ranks.in_step, world=3)) == [0, 0, 0]
 
 
 def test_a_deadlock_over_two_communicators_shows_on_both(tmp_path):
-    with ranks(tmp_path, recorded.crossed) as both:
+    with ranks(tmp_path, recorded_ranks.crossed) as both:
         for rank, label in ((0, "one"), (1, "two")):
             state = both.until_inside(rank, "all_reduce", label)
             assert (state.entered, state.inside.seq) == (1, 1)
@@ -145,41 +149,41 @@ def test_a_deadlock_over_two_communicators_shows_on_both(tmp_path):
 @pytest.mark.parametrize("how", ["kill", "stop", "gil"])
 def test_evidence_outlives_the_rank(tmp_path, how):
     (tmp_path / "how").write_text(how)
-    with ranks(tmp_path, recorded.stuck) as both:
+    with ranks(tmp_path, recorded_ranks.stuck) as both:
         both.until_inside(0, "all_reduce", number=3)
         wait_for(tmp_path / "absent")
         if how != "gil":
             os.kill(both.pid(1), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-            wait_until(lambda: procs.process_state(both.pid(1)) in ("Z", None, "T"))
+            wait_until(lambda: processes.process_state(both.pid(1)) in ("Z", None, "T"))
         absent = both.communicators(1)["default_pg"]
         assert (absent.entered, absent.completed, absent.inside) == (2, 2, None)
         assert [call.operation for call in calls(1)] == ["all_reduce"] * 2
         waiting = both.until_inside(0, "all_reduce", number=3) if how != "kill" else both.communicators(0)["default_pg"]
         assert (waiting.entered, waiting.newest.issued) == (3, 3)
         if how != "kill":
-            then = beacon.read_beacon(both.path(1)).beat_ns
-            now = beacon.read_beacon(both.path(0)).beat_ns
-            wait_until(lambda: beacon.read_beacon(both.path(0)).beat_ns > now + 10**9)
-            assert beacon.read_beacon(both.path(1)).beat_ns - then < 10**9  # frozen: no sign of life
+            then = read_beacon(both.path(1)).beat_ns
+            now = read_beacon(both.path(0)).beat_ns
+            wait_until(lambda: read_beacon(both.path(0)).beat_ns > now + 10**9)
+            assert read_beacon(both.path(1)).beat_ns - then < 10**9  # frozen: no sign of life
 
 
 @pytest.mark.parametrize("way", ["outside", "inside"])
 def test_the_innocent_get_the_verdict_within_a_second(tmp_path, way):
     (tmp_path / "how").write_text("absent")
     watched()
-    with ranks(tmp_path, recorded.stuck, world=3) as three:
+    with ranks(tmp_path, recorded_ranks.stuck, world=3) as three:
         threads = [three.until_inside(rank, "all_reduce", number=3).loop_thread for rank in (0, 1)]
         assert all(threads)
         names = ["policy-0", "policy-1"]
         began = time.monotonic()
         text = "rank 2 has not entered all_reduce #3"
         if way == "outside":
-            states = [beacon.read_beacon(three.path(rank)) for rank in (0, 1)]
-            broken = release(RUN, states, text, {"kind": "absent"})
+            states = [read_beacon(three.path(rank)) for rank in (0, 1)]
+            broken = release_ranks(RUN, states, text, {"kind": "absent"})
             assert set(broken) == set(names) and min(broken.values()) >= 1
         else:
-            orders.give(RUN, "verdict", names, text=text, verdict={"kind": "absent"})
-            orders.give(RUN, "free", names, communicator="default_pg")
+            commands.send_command(RUN, "verdict", names, text=text, verdict={"kind": "absent"})
+            commands.send_command(RUN, "free", names, communicator="default_pg")
         for rank in (0, 1):
             outcome = three.end_of(rank)
             assert (outcome.error, outcome.text) == ("CollectiveStalled", text)
@@ -191,28 +195,28 @@ def test_the_innocent_get_the_verdict_within_a_second(tmp_path, way):
 def test_a_stopped_rank_is_freed_from_outside(tmp_path):
     (tmp_path / "how").write_text("absent")
     watched()
-    with ranks(tmp_path, recorded.stuck) as both:
+    with ranks(tmp_path, recorded_ranks.stuck) as both:
         thread = both.until_inside(0, "all_reduce", number=3).loop_thread
         os.kill(both.pid(0), signal.SIGSTOP)
-        wait_until(lambda: procs.process_state(both.pid(0)) == "T")
-        orders.give(RUN, "verdict", ["policy-0"], text="why")
-        assert freeing.break_gloo(both.pid(0), [thread]) >= 1
+        wait_until(lambda: processes.process_state(both.pid(0)) == "T")
+        commands.send_command(RUN, "verdict", ["policy-0"], text="why")
+        assert abort.abort_gloo(both.pid(0), [thread]) >= 1
         os.kill(both.pid(0), signal.SIGCONT)
         assert both.end_of(0).error == "CollectiveStalled"
 
 
 def test_the_verdict_is_waited_for_and_replaces_what_the_backend_said(tmp_path):
     watched()
-    with ranks(tmp_path, recorded.waits_on_work) as both:
+    with ranks(tmp_path, recorded_ranks.waits_on_work) as both:
         both.until(0, lambda found: found["default_pg"].inside)
         os.kill(both.pid(1), signal.SIGKILL)
-        orders.give(RUN, "verdict", None, text="rank 1 was killed")
+        commands.send_command(RUN, "verdict", None, text="rank 1 was killed")
         outcome = both.end_of(0)
         assert (outcome.error, outcome.text) == ("CollectiveStalled", "rank 1 was killed")
 
 
 def test_without_an_observer_errors_stay_what_they_are(tmp_path):
-    with ranks(tmp_path, recorded.waits_on_work) as both:
+    with ranks(tmp_path, recorded_ranks.waits_on_work) as both:
         both.until(0, lambda found: found["default_pg"].inside)
         os.kill(both.pid(1), signal.SIGKILL)
         began = time.monotonic()
@@ -222,7 +226,7 @@ def test_without_an_observer_errors_stay_what_they_are(tmp_path):
 
 
 def test_links_are_watched(tmp_path):
-    for options in good(run_ranks(tmp_path, recorded.hardened)):
+    for options in good(run_ranks(tmp_path, recorded_ranks.hardened)):
         assert options and all(each == [1, 5000] for each in options)
 
 
@@ -232,7 +236,7 @@ def test_links_are_watched(tmp_path):
 )
 def test_a_dead_link_is_noticed_long_before_the_timeout(tmp_path):
     """Two ranks in network namespaces; the switch between them stops forwarding, and nobody is told."""
-    with ranks(tmp_path, recorded.in_a_namespace) as both, switch() as middle:
+    with ranks(tmp_path, recorded_ranks.in_a_namespace) as both, switch() as middle:
         for rank in (0, 1):
             wait_for(tmp_path / f"apart-{rank}")
             pid = both.pid(rank)
@@ -252,17 +256,17 @@ def test_a_dead_link_is_noticed_long_before_the_timeout(tmp_path):
 
 
 def test_a_failure_of_the_recorder_does_not_fail_the_job(tmp_path):
-    for value in good(run_ranks(tmp_path, recorded.failing_recorder)):
+    for value in good(run_ranks(tmp_path, recorded_ranks.failing_recorder)):
         assert value["sum"] == 8.0 and value["troubles"] >= 3
 
 
 def test_a_forked_child_does_not_write_for_its_parent(tmp_path):
-    for value in good(run_ranks(tmp_path, recorded.with_child)):
+    for value in good(run_ranks(tmp_path, recorded_ranks.with_child)):
         assert value == {"child": 0, "calls": ["all_reduce", "all_reduce"]}
 
 
 def test_communicators_of_one_name_are_told_apart(tmp_path):
-    values = good(run_ranks(tmp_path, recorded.again))
+    values = good(run_ranks(tmp_path, recorded_ranks.again))
     assert values[0] == values[1]
     (old, new), loops = values[0]
     assert loops == 1  # nothing holds the destroyed one
@@ -273,9 +277,9 @@ def test_a_dump_is_written_on_request(tmp_path):
     (tmp_path / "how").write_text("absent")
     folder = tmp_path / "dumps"
     folder.mkdir()
-    with ranks(tmp_path, recorded.stuck) as both:
+    with ranks(tmp_path, recorded_ranks.stuck) as both:
         both.until_inside(0, "all_reduce", number=3)
-        orders.give(RUN, "dump", ["policy-0"], folder=str(folder))
+        commands.send_command(RUN, "dump", ["policy-0"], folder=str(folder))
         wait_for(folder / "policy-0.json")
         entries = json.loads((folder / "policy-0.json").read_text())["entries"]
         assert [entry["profiling_name"] for entry in entries] == ["gloo:all_reduce"] * 3

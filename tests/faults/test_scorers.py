@@ -11,10 +11,18 @@ import psutil
 import pytest
 from reward_server import Reply, serving
 
-from lockstep.config.reward import ExactMatch, Function, Http, Length, Math, Regex, Reward
+from lockstep.config.reward import (
+    ExactMatchReward,
+    FunctionReward,
+    HttpReward,
+    LengthPenalty,
+    MathReward,
+    RegexReward,
+    RewardConfig,
+)
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.rewards.api import RewardError
-from lockstep.rewards.pool import LOSSES_PER_SCORER, ScorerPool
+from lockstep.rewards.scorer_pool import LOSSES_PER_SCORER, ScorerPool
 
 HERE = Path(__file__).parent
 
@@ -24,8 +32,8 @@ def pool(cluster):
     made = []
 
     def make(*terms, **options):
-        terms = [Function(path=f"reward_faults.py:{term}") if isinstance(term, str) else term for term in terms]
-        made.append(ScorerPool(cluster, Reward(terms=tuple(terms), **options), HERE))
+        terms = [FunctionReward(path=f"reward_faults.py:{term}") if isinstance(term, str) else term for term in terms]
+        made.append(ScorerPool(cluster, RewardConfig(terms=tuple(terms), **options), HERE))
         return made[-1]
 
     yield make
@@ -72,11 +80,11 @@ def blames(error, function, problem):
 
 def test_terms_weights_and_breakdown(pool):
     scorers = pool(
-        ExactMatch(weight=2.0),
-        Math(name="maths"),
-        Regex(pattern=r"\d+"),
-        Length(soft=1, hard=3, weight=0.5),
-        Function(path="reward_faults.py:where", name="mine", weight=0.0),
+        ExactMatchReward(weight=2.0),
+        MathReward(name="maths"),
+        RegexReward(pattern=r"\d+"),
+        LengthPenalty(soft=1, hard=3, weight=0.5),
+        FunctionReward(path="reward_faults.py:where", name="mine", weight=0.0),
         workers=2,
         batch_size=3,
     )
@@ -247,14 +255,14 @@ def test_one_failure_ends_the_others_calls_at_once(pool):
 )
 def test_functions_that_cannot_be_used_are_refused_before_the_first_rollout(pool, path, problem):
     with pytest.raises(RewardError, match=problem) as caught:
-        pool(Function(path=path)).start()
+        pool(FunctionReward(path=path)).start()
     assert caught.value.function == path
 
 
 def test_an_import_that_crashes(pool, tmp_path):
     (tmp_path / "crash.py").write_text("import os\nprint('importing')\nos._exit(3)\n")
     with pytest.raises(RewardError, match="exited with 3 while loading") as caught:
-        pool(Function(path=f"{tmp_path}/crash.py:f")).start()
+        pool(FunctionReward(path=f"{tmp_path}/crash.py:f")).start()
     assert "importing" in caught.value.traceback
 
 
@@ -266,7 +274,7 @@ def test_a_server_has_its_own_deadline_and_its_requests_are_shared_out(pool):
         return Reply("cannot", 400) if bad else Reply([float(len(body["completions"]))] * 2, after_s=1.5)
 
     with serving(reply) as server:
-        term = Http(url=f"{server.url}/rm", batch_size=2, concurrency=3, timeout_s=20, deadline_s=20)
+        term = HttpReward(url=f"{server.url}/rm", batch_size=2, concurrency=3, timeout_s=20, deadline_s=20)
         scorers = pool(term, timeout_s=0.5, workers=2, batch_size=8)
         assert scorers.score(rollouts(*[["a", "b"]] * 8)).rewards.tolist() == [[2.0, 2.0]] * 8
         assert server.most == 3

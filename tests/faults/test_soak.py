@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.runner import ROOT
-from benchmarks.soak.acts import JUDGE
-from benchmarks.soak.disturb import Disturber
-from benchmarks.soak.judge import thinking
+from benchmarks.soak.activities import JUDGE
+from benchmarks.soak.bare_processes import Site
+from benchmarks.soak.disturbances import Disturber
+from benchmarks.soak.finding_counts import Tally
+from benchmarks.soak.http_judge import thinking
 from benchmarks.soak.load import busy
-from benchmarks.soak.site import Site
-from benchmarks.soak.tally import Tally
-from lockstep.watch.verdict import Patience
+from lockstep.watch.diagnosis.verdict import StallThresholds
 
 SEED = 18
 """With it the first acts of both followers are long: one starves, the other's child reads."""
-PATIENCE = Patience(notice_s=0.75, still_s=4.0)
+PATIENCE = StallThresholds(notice_s=0.75, still_s=4.0)
 NASTIEST = ("starved", "judge_that_streams", "child_reads")
 """Without CPU, without a byte that is counted for the process, and with none of its own."""
 

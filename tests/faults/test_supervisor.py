@@ -12,25 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.watch import beacon, procs
-from lockstep.watch.agent_client import Address, AgentClient
-from lockstep.watch.agent_start import start_agent
-from lockstep.watch.causes import tail
-from lockstep.watch.links import Link
-from lockstep.watch.settings import Settings
-from lockstep.watch.supervisor_client import Said, Supervision, read_address
-from lockstep.watch.verdict import Patience
+from lockstep.base.folders import new_run_id, run_shm_dir
+from lockstep.watch.agent.agent_client import AgentClient, start_agent
+from lockstep.watch.agent.service_discovery import ServiceAddress
+from lockstep.watch.beacon.reader import read_beacons
+from lockstep.watch.diagnosis.verdict import StallThresholds
+from lockstep.watch.procfs import processes
+from lockstep.watch.procfs.exit_causes import read_tail
+from lockstep.watch.supervisor.agent_connections import AgentConnection
+from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent, read_supervisor_address
+from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
 
 TOKEN = "the-run's-token"
-PATIENCE = Patience(notice_s=1.0, still_s=4.0)
+PATIENCE = StallThresholds(notice_s=1.0, still_s=4.0)
 
 WORKER = '''
 import os, sys, time
 from pathlib import Path
-from lockstep.watch import beacon, waits
+from lockstep.watch.beacon import writer
+from lockstep.base import waits
 
 run, name, what, go = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
-own = beacon.open_beacon(run, name, name.rpartition("-")[0], int(name.rpartition("-")[2]))
+own = writer.open_beacon(run, name, name.rpartition("-")[0], int(name.rpartition("-")[2]))
 own.stage("train")
 
 
@@ -85,10 +88,10 @@ class Site:
 
     run: str
     folder: Path
-    address: Address
+    address: ServiceAddress
     client: AgentClient
-    supervision: Supervision
-    said: list[Said]
+    supervision: SupervisorClient
+    said: list[SupervisorEvent]
     trouble: list[str]
     pids: dict[str, int] = field(default_factory=dict)
 
@@ -112,9 +115,9 @@ class Site:
 
     def heard_of(self, count: int) -> bool:
         """The agent has told of so many processes besides the controller's."""
-        return len([1 for each in beacon.read_beacons(self.run) if each.role == "policy"]) >= count
+        return len([1 for each in read_beacons(self.run) if each.role == "policy"]) >= count
 
-    def about(self, name: str, *levels: str) -> list[Said]:
+    def about(self, name: str, *levels: str) -> list[SupervisorEvent]:
         rank = int(name.rpartition("-")[2])
         return [
             each
@@ -123,7 +126,7 @@ class Site:
             and [(one["role"], one["rank"]) for one in each.verdict["culprits"]] == [("policy", rank)]
         ]
 
-    def until_said(self, name: str, *levels: str, seconds: float = 15.0) -> Said:
+    def until_said(self, name: str, *levels: str, seconds: float = 15.0) -> SupervisorEvent:
         until(lambda: self.about(name, *levels), seconds, f"{levels} of {name}; said: {self.said}")
         return self.about(name, *levels)[0]
 
@@ -131,13 +134,13 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     (tmp_path / "worker.py").write_text(WORKER)
-    run = beacon.new_run_id("supervised")
-    said: list[Said] = []
+    run = new_run_id("supervised")
+    said: list[SupervisorEvent] = []
     trouble: list[str] = []
     address = start_agent(run, TOKEN, tmp_path, kill_grace_s=0.5)
     client = AgentClient(address, TOKEN)
-    settings = Settings(run, 1, tmp_path, tmp_path / "incidents", [address], os.getpid(), PATIENCE)
-    supervision = Supervision(settings, TOKEN, said.append, trouble.append)
+    settings = SupervisorSettings(run, 1, tmp_path, tmp_path / "incidents", [address], os.getpid(), PATIENCE)
+    supervision = SupervisorClient(settings, TOKEN, said.append, trouble.append)
     made = Site(run, tmp_path, address, client, supervision, said, trouble)
     try:
         yield made
@@ -240,7 +243,7 @@ def test_the_incident_is_complete_and_without_secrets(site: Site) -> None:
 def test_no_setting_is_an_argument_that_others_can_read(site: Site) -> None:
     until(lambda: site.supervision.pid and site.supervision.up.is_set(), 30, "the supervisor is up")
     arguments = Path(f"/proc/{site.supervision.pid}/cmdline").read_bytes().split(b"\0")
-    assert arguments[1:] == [b"-m", b"lockstep.watch.supervisor", b""]
+    assert arguments[1:] == [b"-m", b"lockstep.watch.supervisor.supervisor", b""]
 
 
 def test_what_is_ended_on_purpose_is_no_verdict(site: Site) -> None:
@@ -254,15 +257,15 @@ def test_what_is_ended_on_purpose_is_no_verdict(site: Site) -> None:
 CONTROLLER = """
 import os, signal, sys
 from pathlib import Path
-from lockstep.watch.agent_client import AgentClient
-from lockstep.watch.agent_start import start_agent
-from lockstep.watch.settings import Settings
-from lockstep.watch.supervisor_client import Supervision
+from lockstep.watch.agent.agent_client import AgentClient
+from lockstep.watch.agent.agent_client import start_agent
+from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+from lockstep.watch.supervisor.supervisor_client import SupervisorClient
 run, folder = sys.argv[1], Path(sys.argv[2])
 address = start_agent(run, "the-run's-token", folder, orphan_grace_s=1.0, kill_grace_s=0.5)
 client = AgentClient(address, "the-run's-token")
-settings = Settings(run, 1, folder, folder / "incidents", [address], os.getpid())
-supervision = Supervision(settings, "the-run's-token", lambda said: None)
+settings = SupervisorSettings(run, 1, folder, folder / "incidents", [address], os.getpid())
+supervision = SupervisorClient(settings, "the-run's-token", lambda said: None)
 client.spawn("policy-0", ["sleep", "1000"], log_path=folder / "policy-0.log")
 supervision.up.wait(30)
 print(supervision.pid, flush=True)
@@ -271,45 +274,45 @@ signal.pause()
 
 
 def test_the_supervisor_outlives_the_controller_and_leaves_after_the_run(tmp_path: Path) -> None:
-    run = beacon.new_run_id("orphan")
+    run = new_run_id("orphan")
     controller = subprocess.Popen(
         [sys.executable, "-c", CONTROLLER, run, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert controller.stdout is not None
     supervisor = int(controller.stdout.readline())
-    start = procs.start_ticks(supervisor)
-    address = read_address(tmp_path)
+    start = processes.start_ticks(supervisor)
+    address = read_supervisor_address(tmp_path)
     assert address is not None and address.pid == supervisor
-    agent = Address.read(tmp_path)
+    agent = ServiceAddress.read(tmp_path)
     controller.kill()
     controller.wait()
-    until(lambda: not procs.alive(agent.pid, agent.start_ticks), 20, "the agent leaves")
-    until(lambda: not procs.alive(supervisor, start), 20, "the supervisor leaves")
+    until(lambda: not processes.is_alive(agent.pid, agent.start_ticks), 20, "the agent leaves")
+    until(lambda: not processes.is_alive(supervisor, start), 20, "the supervisor leaves")
     assert not (tmp_path / "supervisor.json").exists()
-    assert not beacon.run_dir(run).exists()
+    assert not run_shm_dir(run).exists()
 
 
 def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
     """What two nodes are, on loopback: an agent each, one supervisor."""
     (tmp_path / "worker.py").write_text(WORKER)
-    said: list[Said] = []
+    said: list[SupervisorEvent] = []
     clients, addresses = [], []
-    run = beacon.new_run_id("two")
+    run = new_run_id("two")
     environment = {**os.environ}
     for node in ("a", "b"):
         folder = tmp_path / node
         folder.mkdir()
         environment["LOCKSTEP_BEACONS"] = str(tmp_path / f"shm-{node}")
         agent = subprocess.Popen(
-            [sys.executable, "-m", "lockstep.watch.agent", "--run", run, "--folder", str(folder), "--node", node,
+            [sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", run, "--folder", str(folder), "--node", node,
              "--controller", str(os.getpid()), "--kill-grace", "0.5"],
             env={**environment, "LOCKSTEP_TOKEN": TOKEN}, start_new_session=True, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         until(lambda folder=folder: (folder / "agent.json").exists(), 20, "an agent")  # type: ignore[misc]
-        addresses.append(Address.read(folder))
+        addresses.append(ServiceAddress.read(folder))
         clients.append((AgentClient(addresses[-1], TOKEN), dict(environment), agent))
-    settings = Settings(run, 1, tmp_path, tmp_path / "incidents", addresses, os.getpid(), PATIENCE)
-    supervision = Supervision(settings, TOKEN, said.append)
+    settings = SupervisorSettings(run, 1, tmp_path, tmp_path / "incidents", addresses, os.getpid(), PATIENCE)
+    supervision = SupervisorClient(settings, TOKEN, said.append)
     try:
         pids = {}
         for number, (client, env, _) in enumerate(clients):
@@ -333,14 +336,14 @@ def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
 
 BLOCKED = """
 import ctypes, json, os, select, socket, sys, threading
-from lockstep.watch import beacon
-from lockstep.watch.orders import Inbox
-from lockstep.watch.tape import SEPARATOR
+from lockstep.watch.beacon import writer
+from lockstep.watch.recorder.commands import CommandInbox
+from lockstep.watch.beacon.file_format import SEPARATOR
 
 run, name = sys.argv[1], sys.argv[2]
-own = beacon.open_beacon(run, name, "policy", 0)
+own = writer.open_beacon(run, name, "policy", 0)
 own.stage("train")
-inbox = Inbox(run, name)
+inbox = CommandInbox(run, name)
 server = socket.create_server(("127.0.0.1", 0))
 client = socket.create_connection(server.getsockname())
 peer, _ = server.accept()
@@ -372,10 +375,10 @@ def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None
     """Without torch: a thread that waits as gloo's does, and a beacon that says so."""
     argv = [sys.executable, "-c", BLOCKED, site.run, "policy-0"]
     site.client.spawn("policy-0", argv, log_path=site.folder / "policy-0.log")
-    until(lambda: "up" in tail(site.folder / "policy-0.log"), 20, "it waits")
+    until(lambda: "up" in read_tail(site.folder / "policy-0.log"), 20, "it waits")
     until(site.supervision.up.is_set, 20, "the supervisor is up")
     asked: list[dict[str, object]] = []
-    link = Link(site.address, TOKEN, 1, lambda link, connection: link.attach(connection))
+    link = AgentConnection(site.address, TOKEN, 1, lambda link, connection: link.attach(connection))
     until(lambda: link.connection is not None, 10, "connected")
     link.ask("forget", lambda reply: None, 10, name="policy-2")
     began = time.monotonic()
@@ -386,7 +389,7 @@ def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None
         )  # fmt: skip
     until(lambda: list(link.hear()) or len(asked) > 1, 10, "answers")
     assert [each["freed"] for each in asked] == [[], ["policy-0"]], "nobody for one whose place others have"
-    until(lambda: "freed: policy-1 has not entered" in tail(site.folder / "policy-0.log"), 5, "it is freed")
+    until(lambda: "freed: policy-1 has not entered" in read_tail(site.folder / "policy-0.log"), 5, "it is freed")
     assert time.monotonic() - began < 2.0
     link.close()
 
@@ -394,7 +397,7 @@ def test_who_waits_in_a_collective_is_freed_with_the_verdict(site: Site) -> None
 def test_an_agent_that_is_replaced_is_heard(site: Site) -> None:
     site.start("slow")
     os.kill(site.address.pid, signal.SIGKILL)
-    until(lambda: not procs.alive(site.pids["policy-1"]), 10, "its workers end with it")
+    until(lambda: not processes.is_alive(site.pids["policy-1"]), 10, "its workers end with it")
     site.client.close()
     site.address = start_agent(site.run, TOKEN, site.folder, kill_grace_s=0.5)
     site.client = AgentClient(site.address, TOKEN)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.models.tiny import make_tiny
-from lockstep.watch.launch import ENDED_FOR_A_STALL, PAYLOAD
+from lockstep.models.tiny_model import make_tiny
+from lockstep.watch.attach.watched_command import PAYLOAD, STALL_EXIT_CODE
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 JOBS = Path(__file__).with_name("watched")
@@ -56,7 +56,7 @@ def test_a_reward_that_blocks_one_rank_is_named(tmp_path: Path) -> None:
         stderr=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     code, _, said = finish(process)
-    assert code == ENDED_FOR_A_STALL, said
+    assert code == STALL_EXIT_CODE, said
     assert "notice" in said and "rank 1" in said, said
     (file,) = (tmp_path / "incidents").glob("*/verdict.json")
     verdict = json.loads(file.read_text())
@@ -145,8 +145,8 @@ def test_a_job_in_an_environment_without_lockstep(tmp_path: Path) -> None:
         "import torch.distributed as dist\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "import sys, torch; dist.all_reduce(torch.ones(2))\n"
-        "from lockstep.watch import beacon, recorder\n"
-        "state = beacon.read_beacon(beacon.current().path)\n"
+        "from lockstep.watch.beacon import reader, writer\nfrom lockstep.watch.recorder import recorder\n"
+        "state = reader.read_beacon(writer.current_beacon().path)\n"
         "print(state.name, recorder.current() is not None, 'pydantic' in sys.modules)\n"
     )
     done = python(tmp_path, code, str(tmp_path / "venv" / "bin" / "python"), LOCKSTEP_BEACONS=str(tmp_path))
@@ -161,9 +161,9 @@ def test_torch_that_imports_its_distributed_part_itself(tmp_path: Path) -> None:
     (fake / "distributed" / "__init__.py").write_text("")
     code = (
         "import sys, types\n"
-        "told = types.ModuleType('lockstep.watch.joining')\n"
+        "told = types.ModuleType('lockstep.watch.attach.enroll')\n"
         "told.join = lambda run: print(run, sys.modules['torch'].finished)\n"
-        "sys.modules['lockstep.watch.joining'] = told\n"
+        "sys.modules['lockstep.watch.attach.enroll'] = told\n"
         "import torch\n"
     )
     assert python(tmp_path, code).stdout.split() == ["watch-test", "True"]
@@ -185,7 +185,7 @@ def test_trl_with_a_judge_that_never_answers(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [str(peer), os.environ.get("PYTHONPATH")]))
     process = watch(tmp_path, *torchrun(*script), options=options, PYTHONPATH=path, HF_HUB_OFFLINE="1")
     code, _, said = finish(process)
-    assert code == ENDED_FOR_A_STALL, said
+    assert code == STALL_EXIT_CODE, said
     told = [line for line in said.splitlines() if "lockstep watch: notice:" in line]
     assert "rank 1" in told[0] and "ask_the_judge() at trl_blocked.py" in told[0], said
     assert "since 3 s" in told[0] or "since 4 s" in told[0] or "since 5 s" in told[0], told[0]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from namespaces import Cable, needs_namespaces
+from network_namespaces import Cable, needs_namespaces
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
 JOB = str(Path(__file__).with_name("watched") / "job.py")

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from namespaces import Cable, needs_namespaces
+from network_namespaces import Cable, needs_namespaces
 from torch._C._distributed_c10d import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))

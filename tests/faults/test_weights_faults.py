@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from lockstep.weights.errors import IncompleteWeights
-from lockstep.weights.plan import Plan
-from lockstep.weights.shared import SharedWeights
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
 
 ROWS = 4000
-PLAN = Plan.of([("a", (ROWS, 64), "float32"), ("b", (ROWS, 16), "bfloat16")])
+PLAN = WeightPlan.of([("a", (ROWS, 64), "float32"), ("b", (ROWS, 16), "bfloat16")])
 
 PRELUDE = """
 import sys, time, torch
 from dataclasses import dataclass
 from pathlib import Path
-from lockstep.weights.shared import SharedWeights
+from lockstep.weights.weight_store import WeightStore
 torch.set_num_threads(1)
 @dataclass
 class Shard:
@@ -118,7 +118,7 @@ def folder(tmp_path):
 
 
 def test_two_writers_and_a_reader(folder):
-    store = SharedWeights.create(folder, PLAN, writers=2)
+    store = WeightStore.create(folder, PLAN, writers=2)
     writers = [Process(WRITER, folder, rank) for rank in (0, 1)]
     reader = None
     last = 40
@@ -137,7 +137,7 @@ def test_two_writers_and_a_reader(folder):
 
 
 def test_a_writer_killed_in_the_middle(folder):
-    store = SharedWeights.create(folder, PLAN, writers=2)
+    store = WeightStore.create(folder, PLAN, writers=2)
     writers = [Process(WRITER, folder, rank) for rank in (0, 1)]
     for version in (1, 2):
         for writer in writers:
@@ -164,7 +164,7 @@ def test_a_writer_killed_in_the_middle(folder):
 
 
 def test_a_reader_that_is_killed_frees_its_buffer(folder):
-    store = SharedWeights.create(folder, PLAN, writers=1)
+    store = WeightStore.create(folder, PLAN, writers=1)
     code = (
         PRELUDE
         + """

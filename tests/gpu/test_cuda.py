@@ -8,18 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.config.model import Model
-from lockstep.data.layout import Layout
-from lockstep.models.asked import Asked
-from lockstep.models.cascade import cascade
-from lockstep.models.load import load_policy
-from lockstep.models.probe import probe_packing
-from lockstep.models.tiny import make_tiny
-from lockstep.models.varlen import CUDA
+from lockstep.config.model import ModelConfig
+from lockstep.data.row_layout import RowLayout
+from lockstep.models.attention_plan import QuerySubset
+from lockstep.models.cascade_attention import CUDA_KERNELS, merged_attention
+from lockstep.models.model_loader import load_policy
+from lockstep.models.packing_probe import probe_packing
+from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.builtin import BuiltinEngine
-from lockstep.rollout.builtin.fused import FusedForward
-from lockstep.rollout.builtin.runner import CachedRunner, use_plain
-from lockstep.rollout.protocol import Request
+from lockstep.rollout.builtin.fused_forward import FusedForward
+from lockstep.rollout.builtin.model_runner import CachedRunner, use_plain_attention
+from lockstep.rollout.engine_protocol import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -29,9 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("gpu") / "model", hidden=64, heads=4, kv_heads=2, ffn=128, max_length=128)
 
 
-def forest() -> tuple[torch.Tensor, Layout, torch.Tensor, torch.Tensor]:
+def forest() -> tuple[torch.Tensor, RowLayout, torch.Tensor, torch.Tensor]:
     """A prompt with two completions, and a document."""
-    layout = Layout([5, 4, 3, 6], [-1, 0, 0, -1])
+    layout = RowLayout([5, 4, 3, 6], [-1, 0, 0, -1])
     tokens = torch.arange(18) % 60 + 4
     sources = torch.tensor([4, 5, 6, 7, 4, 9, 10, 12, 13])
     targets = torch.tensor(
@@ -43,21 +42,21 @@ def forest() -> tuple[torch.Tensor, Layout, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.15)])
 def test_the_policy_computes_what_the_cpu_computes(folder: Path, dtype: str, tolerance: float) -> None:
     tokens, layout, sources, targets = forest()
-    config = Model.model_validate({"path": str(folder), "dtype": dtype})
+    config = ModelConfig.model_validate({"path": str(folder), "dtype": dtype})
     with torch.no_grad():
-        expected, _ = load_policy(Model(path=str(folder)), "cpu")(tokens, layout, sources, targets)
+        expected, _ = load_policy(ModelConfig(path=str(folder)), "cpu")(tokens, layout, sources, targets)
         found, _ = load_policy(config, "cuda")(tokens.cuda(), layout, sources.cuda(), targets.cuda())
     torch.testing.assert_close(found.float().cpu(), expected, atol=tolerance, rtol=0)
 
 
 def test_the_merge_of_variable_length_parts_is_exact() -> None:
     """bfloat16 against float32 with a mask, forward and gradients; the tolerance is bfloat16's."""
-    layout = Layout([40, 64, 33, 7, 5, 90, 12], [-1, 0, 0, 2, -1, 4, 5])
+    layout = RowLayout([40, 64, 33, 7, 5, 90, 12], [-1, 0, 0, 2, -1, 4, 5])
     q, k, v = (torch.randn(layout.tokens, heads, 64, device="cuda") for heads in (4, 2, 2))
     weights = torch.randn_like(q)
     found = [x.bfloat16().requires_grad_() for x in (q, k, v)]
-    assert CUDA.fits(found[0], found[2])
-    out = cascade(*found, Asked.everything(layout), 0.125, CUDA)
+    assert CUDA_KERNELS.fits(found[0], found[2])
+    out = merged_attention(*found, QuerySubset.everything(layout), 0.125, CUDA_KERNELS)
     (out * weights).sum().backward()
     plain = [x.detach().float().requires_grad_() for x in found]
     wide = [plain[0], *(x.repeat_interleave(2, 1) for x in plain[1:])]
@@ -71,7 +70,7 @@ def test_the_merge_of_variable_length_parts_is_exact() -> None:
 
 
 def test_the_probe_finds_that_packing_is_respected(folder: Path) -> None:
-    assert probe_packing(load_policy(Model(path=str(folder), dtype="float32"), "cuda")).mode == "forest"
+    assert probe_packing(load_policy(ModelConfig(path=str(folder), dtype="float32"), "cuda")).mode == "forest"
 
 
 def test_the_engine_is_greedy_as_transformers_is(folder: Path) -> None:
@@ -113,7 +112,7 @@ def test_fused_steps_as_graphs_compute_what_the_model_computes(
     done = {}
     while len(done) < len(requests):
         done.update({completion.request: completion for completion in engine.step()})
-    use_plain(lm)
+    use_plain_attention(lm)
     for request in requests:
         got = done[request.id]
         whole = torch.from_numpy(np.concatenate([request.prompt, got.tokens]).astype(np.int64)).cuda()
@@ -148,12 +147,12 @@ def test_a_whole_run_on_one_gpu(tmp_path: Path, adapter: dict[str, object] | Non
 
 def test_offloading_frees_the_device_and_brings_everything_back(folder: Path) -> None:
     from lockstep.config.recipes import SFTConfig
-    from lockstep.train.distributed import Ranks
+    from lockstep.train.distributed import ParallelContext
     from lockstep.train.fsdp import FSDP2Trainer
 
     values = {"recipe": "sft", "name": "x", "steps": 1, "model": {"path": str(folder), "dtype": "float32"}}
     config = SFTConfig.model_validate(values | {"data": {"path": "unused"}})
-    trainer = FSDP2Trainer(config, Ranks(device=torch.device("cuda", torch.cuda.current_device())))
+    trainer = FSDP2Trainer(config, ParallelContext(device=torch.device("cuda", torch.cuda.current_device())))
     before, held = {name: rows.clone().cpu() for name, rows in trainer._rows().items()}, torch.cuda.memory_allocated()
     size = sum(rows.nbytes for rows in trainer._rows().values())
     trainer.offload(parameters=False, optimizer=True)

@@ -11,23 +11,24 @@ ROOT = Path(__file__).parents[2]
 
 WORKER = """
 import sys, time
-from lockstep.watch import beacon
-own = beacon.open_beacon(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+from lockstep.watch.beacon import writer
+own = writer.open_beacon(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
 for step in range(100_000):
     own.progress("work", step)
     time.sleep(0.0005)
 """
 
 RUN = """
+from lockstep.base.folders import new_run_id
 import signal, subprocess, sys, time
 from pathlib import Path
 import psutil
-from lockstep.watch import beacon
+from lockstep.watch.beacon import writer
 
 folder, worker, heals, code = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "heals", int(sys.argv[4])
 folder.mkdir()
-run = beacon.new_run_id("broken")
-own = beacon.open_beacon(run, "controller", "controller", 0)
+run = new_run_id("broken")
+own = writer.open_beacon(run, "controller", "controller", 0)
 (folder / "run-id").write_text(run)
 
 def start(name, role, rank):
@@ -72,7 +73,7 @@ print("broken", broken, flush=True)
 for process in there.values():
     process.kill()
     process.wait(10)
-beacon.close_beacon(remove=True)
+writer.close_beacon(remove=True)
 sys.exit(code)
 """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def grpo(rewards: Tensor, epsilon: float = 1e-4) -> Tensor:
+def grpo_advantages(rewards: Tensor, epsilon: float = 1e-4) -> Tensor:
     """Reward minus the group's mean, over its standard deviation: (r - mean) / (std + epsilon).
 
     Shao et al. 2024, "DeepSeekMath", section 4.1.2. The deviation is the sample's (divided by G - 1), as in TRL and
@@ -18,12 +18,12 @@ def grpo(rewards: Tensor, epsilon: float = 1e-4) -> Tensor:
     Raises:
         ValueError: not a matrix of at least two finite rewards per group.
     """
-    centered = dr_grpo(rewards)
+    centered = dr_grpo_advantages(rewards)
     deviation = rewards.std(dim=1, keepdim=True)
-    return _without_signal_zero(rewards, centered / (deviation + epsilon))
+    return _zero_without_signal(rewards, centered / (deviation + epsilon))
 
 
-def dr_grpo(rewards: Tensor) -> Tensor:
+def dr_grpo_advantages(rewards: Tensor) -> Tensor:
     """Reward minus the group's mean: r - mean. A group's advantages sum to zero.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training" (Dr. GRPO): dividing by the deviation favours questions
@@ -32,11 +32,11 @@ def dr_grpo(rewards: Tensor) -> Tensor:
     Raises:
         ValueError: not a matrix of at least two finite rewards per group.
     """
-    _check(rewards)
-    return _without_signal_zero(rewards, rewards - rewards.mean(dim=1, keepdim=True))
+    _check_rewards(rewards)
+    return _zero_without_signal(rewards, rewards - rewards.mean(dim=1, keepdim=True))
 
 
-def rloo(rewards: Tensor) -> Tensor:
+def rloo_advantages(rewards: Tensor) -> Tensor:
     """Reward minus the mean of the other completions: r_i - sum_{j != i} r_j / (G - 1) = G / (G - 1) (r_i - mean).
 
     Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization"; Kool et al. 2019.
@@ -44,13 +44,13 @@ def rloo(rewards: Tensor) -> Tensor:
     Raises:
         ValueError: not a matrix of at least two finite rewards per group.
     """
-    _check(rewards)
+    _check_rewards(rewards)
     size = rewards.shape[1]
     others = (rewards.sum(dim=1, keepdim=True) - rewards) / (size - 1)
-    return _without_signal_zero(rewards, rewards - others)
+    return _zero_without_signal(rewards, rewards - others)
 
 
-def reinforce_plus_plus(
+def reinforce_plus_plus_advantages(
     rewards: Tensor, sequences: Tensor, penalties: Tensor | None = None, epsilon: float = 1e-8
 ) -> Tensor:
     """Returns, normalised over all tokens of the batch: (R_t - mean) / (std + epsilon), `[targets]`.
@@ -66,16 +66,16 @@ def reinforce_plus_plus(
     Raises:
         ValueError: rewards that are no matrix of finite numbers.
     """
-    _check(rewards, smallest=1)
-    return normalised(returns_to_go(rewards.flatten(), sequences, penalties), epsilon)
+    _check_rewards(rewards, smallest=1)
+    return normalize_values(returns_to_go(rewards.flatten(), sequences, penalties), epsilon)
 
 
-def reinforce_plus_plus_baseline(
+def reinforce_plus_plus_baseline_advantages(
     rewards: Tensor, sequences: Tensor, penalties: Tensor | None = None, epsilon: float = 1e-8
 ) -> Tensor:
-    """`reinforce_plus_plus` of rewards minus their group's mean: a group that is always or never right no longer
-    pulls in one direction (Hu 2025, "REINFORCE++", its baseline variant)."""
-    return normalised(returns_to_go(dr_grpo(rewards).flatten(), sequences, penalties), epsilon)
+    """`reinforce_plus_plus_advantages` of rewards minus their group's mean: a group that is always or never right no
+    longer pulls in one direction (Hu 2025, "REINFORCE++", its baseline variant)."""
+    return normalize_values(returns_to_go(dr_grpo_advantages(rewards).flatten(), sequences, penalties), epsilon)
 
 
 def returns_to_go(rewards: Tensor, sequences: Tensor, penalties: Tensor | None = None) -> Tensor:
@@ -94,7 +94,7 @@ def returns_to_go(rewards: Tensor, sequences: Tensor, penalties: Tensor | None =
     return (returns.double() - ahead).to(returns.dtype)
 
 
-def normalised(values: Tensor, epsilon: float = 1e-8) -> Tensor:
+def normalize_values(values: Tensor, epsilon: float = 1e-8) -> Tensor:
     """(x - mean) / (std + epsilon) over all of them, with the sample's deviation; zeros where all are equal."""
     if values.numel() < 2 or not bool(values.amax() > values.amin()):
         return torch.zeros_like(values)
@@ -107,11 +107,11 @@ def groups_with_signal(rewards: Tensor) -> Tensor:
     return rewards.amax(dim=1) > rewards.amin(dim=1)
 
 
-def _without_signal_zero(rewards: Tensor, advantages: Tensor) -> Tensor:
+def _zero_without_signal(rewards: Tensor, advantages: Tensor) -> Tensor:
     return torch.where(groups_with_signal(rewards)[:, None], advantages, torch.zeros_like(advantages))
 
 
-def _check(rewards: Tensor, smallest: int = 2) -> None:
+def _check_rewards(rewards: Tensor, smallest: int = 2) -> None:
     if rewards.dim() != 2 or rewards.shape[1] < smallest or not rewards.is_floating_point():
         raise ValueError(
             f"rewards: expected floats [groups, group size of at least {smallest}], "

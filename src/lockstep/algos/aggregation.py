@@ -7,7 +7,7 @@ micro-batches of weight times value; no rank needs to know of another.
 import torch
 from torch import Tensor
 
-KINDS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
 def sequence_weights(lengths: Tensor, aggregation: str, norm_length: int | None = None) -> Tensor:
@@ -27,8 +27,8 @@ def sequence_weights(lengths: Tensor, aggregation: str, norm_length: int | None 
     Raises:
         ValueError: unknown aggregation, negative length, or no norm_length where it is needed.
     """
-    if aggregation not in KINDS:
-        raise ValueError(f"aggregation: {aggregation!r} is unknown, expected one of {', '.join(KINDS)}")
+    if aggregation not in AGGREGATIONS:
+        raise ValueError(f"aggregation: {aggregation!r} is unknown, expected one of {', '.join(AGGREGATIONS)}")
     if lengths.numel() and int(lengths.min()) < 0:
         raise ValueError(f"lengths: expected none below 0, got {int(lengths.min())}")
     wide = lengths.to(torch.float64)
@@ -52,6 +52,6 @@ def target_weights(lengths: Tensor, aggregation: str, norm_length: int | None = 
     return sequence_weights(lengths, aggregation, norm_length).repeat_interleave(lengths).float()
 
 
-def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+def sum_weighted_losses(values: Tensor, weights: Tensor) -> Tensor:
     """Sum of weight times value; a target of weight zero adds nothing, not even a NaN, and gets no gradient."""
     return (torch.where(weights != 0, values, torch.zeros_like(values)) * weights).sum()

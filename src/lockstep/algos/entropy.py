@@ -1,7 +1,15 @@
-"""Entropy of categorical distributions."""
+"""Entropy of categorical distributions, and cross-entropy, the loss of supervised fine-tuning."""
 
 import torch
 from torch import Tensor
+
+
+def cross_entropy(logprobs: Tensor) -> Tensor:
+    """Negative log-likelihood of each target, in nats, `[targets]`: the loss is -log p(target | path).
+
+    Its `token-mean` over the targets with a loss is the usual cross-entropy; exp of that is the perplexity.
+    """
+    return -logprobs
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:

@@ -11,7 +11,7 @@ in the reward), that of k2 is the gradient of the KL, that of k3 the gradient of
 import torch
 from torch import Tensor
 
-from lockstep.algos.ratios import log_ratio
+from lockstep.algos.importance_sampling import log_ratio
 
 
 def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return (torch.expm1(change) - change).clamp_min(0)
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
@@ -39,6 +39,6 @@ def kl_divergence(logprobs: Tensor, reference_logprobs: Tensor, estimator: str) 
     Raises:
         ValueError: unknown estimator.
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"estimator: {estimator!r} is unknown, expected one of {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[estimator](logprobs, reference_logprobs)
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f"estimator: {estimator!r} is unknown, expected one of {', '.join(KL_ESTIMATORS)}")
+    return KL_ESTIMATORS[estimator](logprobs, reference_logprobs)

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.algos.ratios import LOG_RATIO_BOUND, log_ratio
-from lockstep.algos.sequences import sequence_means
+from lockstep.algos.importance_sampling import LOG_RATIO_BOUND, log_ratio, sequence_means
 
-STATS = ("ratio", "clip_low", "clip_high", "clip_dual", "kl_k1", "kl_k3")
+POLICY_STATS = ("ratio", "clip_low", "clip_high", "clip_dual", "kl_k1", "kl_k3")
 """Names of `PolicyTerms.sums`, in order."""
 
 
@@ -63,7 +62,7 @@ def ppo_clip(
         advantages: `[targets]`.
     """
     change = log_ratio(logprobs, old_logprobs.detach())
-    return _clipped(change, change.detach(), advantages, clip_low, clip_high, dual_clip)
+    return _clipped_objective(change, change.detach(), advantages, clip_low, clip_high, dual_clip)
 
 
 def gspo(
@@ -91,7 +90,7 @@ def gspo(
     change = log_ratio(logprobs, old_logprobs.detach())
     mean = sequence_means(change, sequences, live).to(change.dtype)
     own = (logprobs - logprobs.detach()).to(change.dtype)
-    return _clipped((mean + own).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), change.detach(), advantages, clip_low,
+    return _clipped_objective((mean + own).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), change.detach(), advantages, clip_low,
                     clip_high, None)  # fmt: skip
 
 
@@ -117,7 +116,7 @@ def cispo(
     )
 
 
-def _clipped(
+def _clipped_objective(
     change: Tensor, token_change: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
 ) -> PolicyTerms:
     """The clipped objective of the ratio exp(change)."""

@@ -1,20 +1,56 @@
-"""`lockstep check`: is this going to work, and if not, which host, which cable, which variable."""
+"""How the report of a check reaches who waits for it: rung by rung on the terminal, or whole as JSON."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from lockstep.cli.check_arguments import CLUSTERS, Asked, read_arguments
-from lockstep.cli.check_report import Told
-from lockstep.cli.errors import FAILED, REFUSED, show_note, show_refusal
-from lockstep.config.cluster import RayCluster
+from lockstep.cli.check_arguments import CLUSTERS, CheckRequest, read_arguments
+from lockstep.cli.terminal import FAILED, REFUSED, show_note, show_refusal
+from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.errors import ConfigError
+from lockstep.doctor.output.findings import CheckReport, Finding
+from lockstep.doctor.output.findings_table import covers_several_hosts, render_section, report_summary
+
+
+class LiveReport(CheckReport):
+    """A report whose rungs are printed as they are climbed.
+
+    Args:
+        as_json: all at the end instead, as one object.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        super().__init__()
+        self._json, self._console = as_json, Console(soft_wrap=False)
+
+    def add(self, name: str, title: str, findings: Iterable[Finding], seconds: float = 0.0) -> None:
+        """One rung more."""
+        CheckReport.add(self, name, title, findings, seconds)
+        if not self._json and self.rungs[-1].findings:
+            self._console.print(render_section(self.rungs[-1], covers_several_hosts(self)))
+
+    def end(self) -> None:
+        """The answer in one line, or the whole report as JSON."""
+        if self._json:
+            typer.echo(json.dumps(self.json(), indent=2))
+        else:
+            self._console.print(report_summary(self))
+
+    def break_off(self, error: BaseException) -> None:
+        """Ends a report whose next rung could not be climbed; nothing where there is none yet."""
+        if self.rungs:
+            said = f"the rungs that come after these were not climbed: {str(error) or type(error).__name__}"
+            self.add("ended", "Not climbed", [Finding("check-ended", "unchecked", "", said)])
+            self.end()
+
 
 if TYPE_CHECKING:
-    from lockstep.doctor.environment.lint import Place
-    from lockstep.doctor.finding import Report
+    from lockstep.doctor.environment.environment_lint import ProcessEnvironment
+    from lockstep.doctor.output.findings import CheckReport
 
 
 def command(
@@ -104,7 +140,7 @@ def command(
     """
     try:
         if join is not None:
-            from lockstep.cli.check_join import join as join_check
+            from lockstep.cli.check_hosts import run_probe as join_check
 
             join_check(join, name, address, wait)
             raise typer.Exit
@@ -114,15 +150,15 @@ def command(
     except (ConfigError, ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
-    report = Told(as_json)
+    report = LiveReport(as_json)
     try:
         if not env and not env_files:
-            _climb(report, asked)
-        _environment(report, asked, env_files or (), launcher)
+            _check_host(report, asked)
+        _lint_environment(report, asked, env_files or (), launcher)
         if not env and not env_files:
-            _beyond(report, asked)
+            _check_beyond_host(report, asked)
         if small_first and asked.config is not None and file is not None:
-            from lockstep.cli.check_plan import small_first as run_small
+            from lockstep.cli.check_plan import run_small as run_small
 
             run_small(report, asked.config, Path(file), asked.overrides)
     except BaseException as error:
@@ -135,20 +171,20 @@ def command(
     raise typer.Exit(0 if report.passed else FAILED)
 
 
-def _climb(report: "Report", asked: Asked) -> None:
+def _check_host(report: "CheckReport", asked: CheckRequest) -> None:
     """The rungs, from the host outwards."""
-    from lockstep.doctor.check.host import RUNGS, gather, judge
-    from lockstep.doctor.check.system import System
-    from lockstep.doctor.check.wanted import needs_of
+    from lockstep.doctor.check.facts.host_requirements import requirements_of
+    from lockstep.doctor.check.facts.host_system import HostSystem
+    from lockstep.doctor.check.host_check import HOST_SECTIONS, gather_host, judge_host
 
-    needs = needs_of(asked.config, asked.several)
-    facts = gather(System(), needs)
-    for rung, findings in judge(facts, needs).items():
-        title, parts = RUNGS[rung]
+    needs = requirements_of(asked.config, asked.several)
+    facts = gather_host(HostSystem(), needs)
+    for rung, findings in judge_host(facts, needs).items():
+        title, parts = HOST_SECTIONS[rung]
         report.add(rung, title, findings, max((facts.seconds.get(part, 0.0) for part in parts), default=0.0))
 
 
-def _beyond(report: "Report", asked: Asked) -> None:
+def _check_beyond_host(report: "CheckReport", asked: CheckRequest) -> None:
     """The rungs that are about a config, and those of several hosts."""
     from lockstep.cli import check_hosts
 
@@ -156,35 +192,44 @@ def _beyond(report: "Report", asked: Asked) -> None:
     if asked.config is not None:
         from lockstep.cli import check_plan  # imports torch
 
-        room = check_hosts.room_of_process(asked.config)
-        plan = check_plan.climb(report, asked.config, asked.overrides, room)
-    check_hosts.climb(report, asked.config, asked.beyond, show_note, plan)
+        room = check_hosts.process_memory(asked.config)
+        plan = check_plan.check_plan(report, asked.config, asked.overrides, room)
+    check_hosts.check_hosts(report, asked.config, asked.beyond, show_note, plan)
 
 
-def _environment(report: "Report", asked: Asked, files: Sequence[str], launcher: str | None) -> None:
-    from lockstep.doctor.check.wanted import needs_of
-    from lockstep.doctor.environment.here import from_files, gpus, here, versions
-    from lockstep.doctor.environment.lint import Job, lint
+def _lint_environment(report: "CheckReport", asked: CheckRequest, files: Sequence[str], launcher: str | None) -> None:
+    from lockstep.doctor.check.facts.host_requirements import requirements_of
+    from lockstep.doctor.environment.environment_lint import JobTraits, lint_environments
+    from lockstep.doctor.environment.environment_sources import (
+        current_environment,
+        environments_from_files,
+        gpu_names,
+        library_versions,
+    )
 
     if files:
-        places, known, job = from_files(files), {}, Job()
+        places, known, job = environments_from_files(files), {}, JobTraits()
     else:
-        needs = needs_of(asked.config, asked.several)
-        places, known, job = [here()], versions(), Job(needs.several, needs.gpus, gpus())
-        on_ray = isinstance(asked.beyond.cluster, RayCluster)
-        if asked.config is not None and isinstance(asked.config.cluster, RayCluster):
-            places.append(_passed_on(places[0], asked.config.cluster))
+        needs = requirements_of(asked.config, asked.several)
+        places, known, job = (
+            [current_environment()],
+            library_versions(),
+            JobTraits(needs.several, needs.gpus, gpu_names()),
+        )
+        on_ray = isinstance(asked.beyond.cluster, RayClusterConfig)
+        if asked.config is not None and isinstance(asked.config.cluster, RayClusterConfig):
+            places.append(_worker_environment(places[0], asked.config.cluster))
             launcher = launcher or "lockstep"
         elif on_ray or "RAY_ADDRESS" in places[0].variables:
             launcher = launcher or "ray"
-    report.add("environment", "Environment", lint(places, known, launcher, job=job))
+    report.add("environment", "Environment", lint_environments(places, known, launcher, job=job))
 
 
-def _passed_on(shell: "Place", cluster: RayCluster) -> "Place":
+def _worker_environment(shell: "ProcessEnvironment", cluster: RayClusterConfig) -> "ProcessEnvironment":
     """What the config makes of this shell on other nodes; what it keeps back there on purpose counts as there."""
-    from lockstep.cluster.environment import forwarded
-    from lockstep.doctor.environment.lint import Place
+    from lockstep.cluster.worker_environment import forward_environment
+    from lockstep.doctor.environment.environment_lint import ProcessEnvironment
 
-    given = forwarded(shell.variables, cluster.forward_env, cluster.env, cluster.interface)
+    given = forward_environment(shell.variables, cluster.forward_env, cluster.env, cluster.interface)
     own = {name: shell.variables[name] for name in given.kept_back if name in shell.variables}
-    return Place("", {**own, **given.values}, "workers on other nodes")
+    return ProcessEnvironment("", {**own, **given.values}, "workers on other nodes")

@@ -7,47 +7,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.cluster import LocalCluster, RayCluster
-from lockstep.config.load import apply_overrides, load_config, read_yaml
+from lockstep.config.cluster import LocalClusterConfig, RayClusterConfig
+from lockstep.config.loader import apply_overrides, load_config, read_yaml
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 
-WAIT_S = 120.0
+PROBE_WAIT_S = 120.0
 CLUSTERS = "local, ray, auto, or HOST:PORT of the head of a running Ray cluster"
 
 
 @dataclass(frozen=True, slots=True)
-class Beyond:
+class HostSelection:
     """What is to be checked beside this host."""
 
     hosts: tuple[str, ...] = ()
     address: str | None = None
     """Of this host, for the others."""
     ports: tuple[int, ...] = ()
-    wait_s: float = WAIT_S
+    wait_s: float = PROBE_WAIT_S
     """How long people have to start probes."""
-    cluster: LocalCluster | RayCluster | None = None
+    cluster: LocalClusterConfig | RayClusterConfig | None = None
     """Whose hosts it is, where none are named."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckRequest:
     """What a check is about."""
 
     config: SFTConfig | GRPOConfig | None
     overrides: list[str]
     """Those that make the config of its file, `--cluster` among them."""
-    beyond: Beyond
+    beyond: HostSelection
 
     @property
     def several(self) -> bool:
         """Whether the command line itself says that there are other hosts."""
-        return bool(self.beyond.hosts) or (self.config is None and isinstance(self.beyond.cluster, RayCluster))
+        return bool(self.beyond.hosts) or (self.config is None and isinstance(self.beyond.cluster, RayClusterConfig))
 
 
 def read_arguments(
     file: str | None, overrides: Sequence[str], hosts: str | None, cluster: str | None, address: str | None,
     ports: str | None, wait_s: float | None,
-) -> Asked:  # fmt: skip
+) -> CheckRequest:  # fmt: skip
     """Of the command line, checked.
 
     Raises:
@@ -57,14 +57,20 @@ def read_arguments(
     if cluster is not None and hosts is not None:
         raise ValueError("--cluster and --hosts both say which hosts there are: give one of them")
     names, numbers, words = split_names(hosts), split_ports(ports), list(overrides)
-    section = None if cluster is None else cluster_of(cluster)
+    section = None if cluster is None else cluster_section(cluster)
     if file is None:
-        kind = None if section is None else RayCluster(**section) if section["kind"] == "ray" else LocalCluster()
-        return Asked(None, words, Beyond(names, address, numbers, wait_s or WAIT_S, kind))
+        kind = (
+            None
+            if section is None
+            else RayClusterConfig(**section)
+            if section["kind"] == "ray"
+            else LocalClusterConfig()
+        )
+        return CheckRequest(None, words, HostSelection(names, address, numbers, wait_s or PROBE_WAIT_S, kind))
     if cluster is not None and section is not None:
-        words.append(_overriding(cluster, section, Path(file), words))
+        words.append(_cluster_override(cluster, section, Path(file), words))
     config = load_config(Path(file), words)
-    return Asked(config, words, Beyond(names, address, numbers, wait_s or WAIT_S, config.cluster))
+    return CheckRequest(config, words, HostSelection(names, address, numbers, wait_s or PROBE_WAIT_S, config.cluster))
 
 
 def split_address(where: str) -> tuple[str, int]:
@@ -102,7 +108,7 @@ def split_ports(ports: str | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def cluster_of(word: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def cluster_section(word: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The section `cluster` that `--cluster` stands for, over one that a file has. Raises ValueError."""
     if word == "local":
         return {"kind": "local"}
@@ -114,11 +120,15 @@ def cluster_of(word: str, environ: Mapping[str, str] = os.environ) -> dict[str, 
     return {"kind": "ray", "address": word}
 
 
-def _overriding(word: str, section: Mapping[str, Any], file: Path, overrides: Sequence[str]) -> str:
+def _cluster_override(word: str, section: Mapping[str, Any], file: Path, overrides: Sequence[str]) -> str:
     """`--cluster` as one more override of a config: its section with another kind, without what only Ray knows.
-    With `ray` the file's own address stays. Raises ConfigError."""
+    With `ray_choice` the file's own address stays. Raises ConfigError."""
     given = apply_overrides(read_yaml(file), overrides).get("cluster")
-    foreign = RayCluster.model_fields.keys() - LocalCluster.model_fields.keys() if section["kind"] == "local" else ()
+    foreign = (
+        RayClusterConfig.model_fields.keys() - LocalClusterConfig.model_fields.keys()
+        if section["kind"] == "local"
+        else ()
+    )
     own = {key: value for key, value in given.items() if key not in foreign} if isinstance(given, dict) else {}
     stays = {"address": own["address"]} if word == "ray" and own.get("address") else {}
     return f"cluster={json.dumps({**own, **section, **stays})}"

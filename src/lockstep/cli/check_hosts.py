@@ -1,48 +1,66 @@
 """The rungs of `lockstep check` that go beyond one host: rendezvous, pairs, collectives."""
 
 import os
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
+import typer
 
-from lockstep.cli.check_arguments import Beyond
-from lockstep.cluster.probes import LocalProbes
-from lockstep.config.cluster import RayCluster
-from lockstep.doctor.check import collectives, isolation, others, pairs, rendezvous
-from lockstep.doctor.check.collectives import Tested
-from lockstep.doctor.check.communicators import Communicator, communicators, on_gloo, processes
-from lockstep.doctor.check.launchers import Printed, Several
-from lockstep.doctor.check.meeting import Head, Meeting, Missing
-from lockstep.doctor.check.memory import Room
-from lockstep.doctor.check.network import INTERNET, own_address_towards
-from lockstep.doctor.check.probe import interfaces, resolved
-from lockstep.doctor.check.protocol import TOKEN_VARIABLE, Launcher, new_token
-from lockstep.doctor.check.wanted import needs_of
-from lockstep.doctor.finding import Finding, Report
-from lockstep.run.places import look_at_nodes, names_cluster
-from lockstep.watch import waits
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.cli.check_arguments import HostSelection, split_address
+from lockstep.cli.terminal import show_note
+from lockstep.cluster.local_cluster import LocalProbes
+from lockstep.config.cluster import RayClusterConfig
+from lockstep.doctor.check.cluster import collective_test, host_comparison, host_pairs, nccl_isolation, rendezvous_rules
+from lockstep.doctor.check.cluster.collective_test import (
+    PlannedCommunicator,
+    SelfTestResult,
+    communicator_processes,
+    on_gloo,
+    planned_communicators,
+)
+from lockstep.doctor.check.cluster.probe_rendezvous import (
+    CheckHead,
+    CombinedLauncher,
+    MissingHost,
+    PrintedLauncher,
+    ProbeRendezvous,
+)
+from lockstep.doctor.check.facts.host_requirements import requirements_of
+from lockstep.doctor.check.facts.network_facts import INTERNET_ADDRESSES, local_address_towards
+from lockstep.doctor.check.probe.host_probe import JOIN_TIMEOUT_S, host_interfaces, resolve_host, serve_probe
+from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE, ProbeLauncher, new_token
+from lockstep.doctor.check.rules.memory_fit import ProcessMemory
+from lockstep.doctor.output.findings import CheckReport, Finding
+from lockstep.run.planning.node_placement import list_cluster_nodes, uses_existing_cluster
 
 if TYPE_CHECKING:
-    from lockstep.config.run import RunConfig
-    from lockstep.run.plan import Plan
+    from lockstep.config.run_config import RunConfig
+    from lockstep.run.planning.run_plan import RunPlan
 
-Say = Callable[[str], None]
+ShowNote = Callable[[str], None]
 
-START_S = 30.0
+LOCAL_START_S = 30.0
 """How long probes that are started by a program are waited for: a busy host takes its time to start Python. Who is not
 there is told meanwhile."""
-MOST_LINES = 8
+MAX_MISSING_LINES = 8
 """Of hosts that are not there yet, at a time."""
 NCCL_BOUND_S = 60.0
 """Of one self-test on NCCL: bringing it up takes seconds on one host, and tens of them on many."""
 
 
-def climb(report: Report, config: "RunConfig | None", beyond: Beyond, say: Say, plan: "Plan | None" = None) -> None:
+def check_hosts(
+    report: CheckReport, config: "RunConfig | None", beyond: HostSelection, say: ShowNote, plan: "RunPlan | None" = None
+) -> None:
     """All rungs beyond this host, as far as there are others or a config.
 
     Args:
@@ -55,32 +73,32 @@ def climb(report: Report, config: "RunConfig | None", beyond: Beyond, say: Say, 
         before = []
     except (OSError, ValueError) as error:
         # Of a cluster; what there is on this host is tried all the same.
-        launcher, address = _of_this_host(), beyond.address
+        launcher, address = _local_probes(), beyond.address
         before = [_unknown_cluster(error)]
     several = len(launcher.hosts) > 1
-    made = communicators(config, _device(config)) if config is not None else []
+    made = planned_communicators(config, _device(config)) if config is not None else []
     if not several and not made:
         if before:
             report.add("rendezvous", "Rendezvous", before)
         return
     address = address or (_own_address(launcher.hosts) if several else "127.0.0.1")
-    useless = [each for each in _of_head(address, several) if each.severity == "error"] if address else []
+    useless = [each for each in _head_address_findings(address, several) if each.severity == "error"] if address else []
     if several and not address:
         useless = [_no_address(launcher.hosts)]
     if useless:
         report.add("rendezvous", "Rendezvous", [*before, *useless])
         return
     try:
-        with Head(token, address) as head:
-            _meet(report, config, beyond, say, head, launcher, made, places(plan), before)
+        with CheckHead(token, address) as head:
+            _run_rendezvous(report, config, beyond, say, head, launcher, made, planned_hosts(plan), before)
     finally:
         launcher.stop()
 
 
-def _of_head(address: str, several: bool, reached: bool = False) -> list[Finding]:
+def _head_address_findings(address: str, several: bool, reached: bool = False) -> list[Finding]:
     fix = "give an address of this host that the others reach with --address"
-    return rendezvous.advertised(
-        socket.gethostname(), address, "the head of the check", fix, several, interfaces(), reached
+    return rendezvous_rules.judge_advertised_address(
+        socket.gethostname(), address, "the head of the check", fix, several, host_interfaces(), reached
     )
 
 
@@ -101,64 +119,68 @@ def _no_address(hosts: Sequence[str]) -> Finding:
     )  # fmt: skip
 
 
-class Absence:
+class MissingHostNotes:
     """Tells of hosts that are awaited: all that is known of each once, and again when it is something else."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: ShowNote) -> None:
         self._say = say
         self._told: dict[str, str] = {}
 
-    def __call__(self, missing: Sequence[Missing]) -> None:
-        lines = {each.name: rendezvous.absent(each) for each in missing}
+    def __call__(self, missing: Sequence[MissingHost]) -> None:
+        lines = {each.name: rendezvous_rules.describe_missing(each) for each in missing}
         new = [name for name, line in lines.items() if self._told.get(name) != line]
-        for name in new[:MOST_LINES]:
+        for name in new[:MAX_MISSING_LINES]:
             self._told[name] = lines[name]
             self._say(lines[name])
-        rest = [name for name in lines if name not in new[:MOST_LINES]]
+        rest = [name for name in lines if name not in new[:MAX_MISSING_LINES]]
         if rest:
             self._say(f"not here yet either: {', '.join(rest)}" if new else f"still not here: {', '.join(rest)}")
 
 
-def _meet(
-    report: Report, config: "RunConfig | None", beyond: Beyond, say: Say, head: Head, launcher: Launcher,
-    made: Sequence[Communicator], planned: Mapping[str, str], before: Sequence[Finding],
+def _run_rendezvous(
+    report: CheckReport, config: "RunConfig | None", beyond: HostSelection, say: ShowNote, head: CheckHead, launcher: ProbeLauncher,
+    made: Sequence[PlannedCommunicator], planned: Mapping[str, str], before: Sequence[Finding],
 ) -> None:  # fmt: skip
-    by_people = any(isinstance(each, Printed) and each.hosts for each in getattr(launcher, "parts", (launcher,)))
+    by_people = any(
+        isinstance(each, PrintedLauncher) and each.hosts for each in getattr(launcher, "parts", (launcher,))
+    )
     began = time.monotonic()
-    meeting = head.gather(launcher, beyond.wait_s if by_people else START_S, beyond.ports, tell=Absence(say))
+    meeting = head.gather(
+        launcher, beyond.wait_s if by_people else LOCAL_START_S, beyond.ports, tell=MissingHostNotes(say)
+    )
     several = len(launcher.hosts) > 1
     if several or before or set(meeting.joined) != set(launcher.hosts):
-        of_head = _of_head(meeting.head, several, rendezvous.reached(meeting))
-        findings = [*before, *of_head, *rendezvous.judge(meeting)]
+        of_head = _head_address_findings(meeting.head, several, rendezvous_rules.reached_from_outside(meeting))
+        findings = [*before, *of_head, *rendezvous_rules.judge_rendezvous(meeting)]
         report.add("rendezvous", "Rendezvous", findings, time.monotonic() - began)
     if several:
-        found = pairs.try_pairs(head, meeting.joined)
-        report.add("pairs", "Pairs of hosts", pairs.judge(found), found.took_s)
-        _look_at_others(report, config, head, meeting)
+        found = host_pairs.test_host_pairs(head, meeting.joined)
+        report.add("pairs", "Pairs of hosts", host_pairs.judge_pairs(found), found.took_s)
+        _compare_hosts(report, config, head, meeting)
     if made:
-        _test(report, config, head, meeting, made, planned, say)
+        _run_self_test(report, config, head, meeting, made, planned, say)
 
 
-def _look_at_others(report: Report, config: "RunConfig | None", head: Head, meeting: Meeting) -> None:
+def _compare_hosts(report: CheckReport, config: "RunConfig | None", head: CheckHead, meeting: ProbeRendezvous) -> None:
     began = time.monotonic()
-    own = {address for each in interfaces() for address in each.plain}
+    own = {address for each in host_interfaces() for address in each.plain}
     here = {name for name, card in meeting.joined.items() if card.address in own}
-    needs = needs_of(config, several=True)
-    facts, lost = others.look_at(head, list(head.members), needs)
-    findings = others.judge_others(facts, lost, needs, here.__contains__)
+    needs = requirements_of(config, several=True)
+    facts, lost = host_comparison.gather_from_hosts(head, list(head.members), needs)
+    findings = host_comparison.judge_other_hosts(facts, lost, needs, here.__contains__)
     report.add("hosts", "All hosts", findings, time.monotonic() - began)
     began = time.monotonic()
-    found = others.compare_environments(head, list(head.members))
+    found = host_comparison.compare_environments(head, list(head.members))
     report.add("environments", "Environments of all hosts", found, time.monotonic() - began)
 
 
-def _test(
-    report: Report, config: "RunConfig | None", head: Head, meeting: Meeting, made: Sequence[Communicator],
-    planned: Mapping[str, str], say: Say,
+def _run_self_test(
+    report: CheckReport, config: "RunConfig | None", head: CheckHead, meeting: ProbeRendezvous, made: Sequence[PlannedCommunicator],
+    planned: Mapping[str, str], say: ShowNote,
 ) -> None:  # fmt: skip
     device = _device(config)
     here = sorted(set(meeting.joined) & head.members.keys())
-    hosts = spread(processes(made), here)
+    hosts = spread_over_hosts(communicator_processes(made), here)
     if set(planned.values()) <= set(here):
         hosts |= {name: planned[name] for name in hosts if name in planned}
     if not hosts:
@@ -166,35 +188,40 @@ def _test(
         report.add("collectives", "Collectives", [Finding("collectives", "unchecked", "", why)])
         return
 
-    def test(which: Sequence[Communicator], bound_s: float, environment: Mapping[str, str] | None = None) -> Tested:
-        return collectives.self_test(head, meeting.joined, which, hosts, device, bound_s, environment)
+    def test(
+        which: Sequence[PlannedCommunicator], bound_s: float, environment: Mapping[str, str] | None = None
+    ) -> SelfTestResult:
+        return collective_test.run_self_test(head, meeting.joined, which, hosts, device, bound_s, environment)
 
     nccl = any(each.backend == "nccl" for each in made)
-    tested = test(made, NCCL_BOUND_S if nccl else collectives.BOUND_S)
-    findings = collectives.judge(tested)
+    tested = test(made, NCCL_BOUND_S if nccl else collective_test.SELF_TEST_TIMEOUT_S)
+    findings = collective_test.judge_collectives(tested)
     if nccl and not tested.passed:
         interface = meeting.joined[next(iter(hosts.values()))].interface
 
-        def again(variables: Mapping[str, str]) -> Tested:
+        def again(variables: Mapping[str, str]) -> SelfTestResult:
             words = " ".join(f"{name}={value}" for name, value in variables.items())
             say(f"the test on NCCL failed; it is run again with {words}, for up to {NCCL_BOUND_S:.0f} s")
             return test(made, NCCL_BOUND_S, variables)
 
-        outcome = isolation.isolate(tested, again, interface)
-        say(f"and on gloo, for up to {collectives.BOUND_S:.0f} s")
-        gloo = test(on_gloo(made), collectives.BOUND_S)
-        findings += [*isolation.judge(outcome, gloo, interface), *collectives.judge(gloo)]
+        outcome = nccl_isolation.run_isolation(tested, again, interface)
+        say(f"and on gloo, for up to {collective_test.SELF_TEST_TIMEOUT_S:.0f} s")
+        gloo = test(on_gloo(made), collective_test.SELF_TEST_TIMEOUT_S)
+        findings += [
+            *nccl_isolation.judge_isolation(outcome, gloo, interface),
+            *collective_test.judge_collectives(gloo),
+        ]
     report.add("collectives", "Collectives", findings, tested.took_s)
 
 
-def places(plan: "Plan | None") -> dict[str, str]:
+def planned_hosts(plan: "RunPlan | None") -> dict[str, str]:
     """The host of each process, where a placement says it."""
     if plan is None or plan.assignment is None:
         return {}
     return {name: node.name for name, node in plan.assignment.node_of.items()}
 
 
-def spread(names: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
+def spread_over_hosts(names: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
     """A host for each process where no placement says so: neighbours together, as many on each."""
     if not hosts:
         return {}
@@ -209,20 +236,20 @@ def _device(config: "RunConfig | None") -> Literal["cpu", "cuda"]:
     return "cuda" if Path("/dev/nvidiactl").exists() and not hidden else "cpu"
 
 
-def room_of_process(config: "RunConfig | None") -> Room:
+def process_memory(config: "RunConfig | None") -> ProcessMemory:
     """What one process of a run has on this host: a GPU, or the host's memory."""
     if _device(config) == "cpu":
-        return Room("cpu", psutil.virtual_memory().available)
+        return ProcessMemory("cpu", psutil.virtual_memory().available)
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         rows = waits.run(query, why="name and memory of the GPUs", timeout_s=5.0).stdout.splitlines()
         name, size = rows[0].rsplit(",", 1)
-        return Room("cuda", int(size) << 20, name.strip())
-    except (OSError, ValueError, IndexError, waits.WaitTimeout):
-        return Room("cuda", 0)
+        return ProcessMemory("cuda", int(size) << 20, name.strip())
+    except (OSError, ValueError, IndexError, WaitTimeout):
+        return ProcessMemory("cuda", 0)
 
 
-def _launcher(beyond: Beyond, say: Say, show_token: bool) -> tuple[Launcher, str | None]:
+def _launcher(beyond: HostSelection, say: ShowNote, show_token: bool) -> tuple[ProbeLauncher, str | None]:
     """Who starts the probes, and the address of this host where the launcher knows it.
 
     Raises:
@@ -230,30 +257,63 @@ def _launcher(beyond: Beyond, say: Say, show_token: bool) -> tuple[Launcher, str
         UnreachableAddress: its nodes do not reach this process.
     """
     if beyond.hosts:
-        here = [name for name in beyond.hosts if _is_here(name)]
+        here = [name for name in beyond.hosts if _is_this_host(name)]
         others = [name for name in beyond.hosts if name not in here]
         local = LocalProbes(dict.fromkeys(here, ()), TOKEN_VARIABLE)
-        return Several([local, Printed(others, say, show_token)]), beyond.address
-    if isinstance(beyond.cluster, RayCluster) and names_cluster(beyond.cluster):
-        nodes = look_at_nodes(beyond.cluster)
-        from lockstep.cluster.ray.probes import RayProbes  # imports ray
+        return CombinedLauncher([local, PrintedLauncher(others, say, show_token)]), beyond.address
+    if isinstance(beyond.cluster, RayClusterConfig) and uses_existing_cluster(beyond.cluster):
+        nodes = list_cluster_nodes(beyond.cluster)
+        from lockstep.cluster.ray.ray_nodes import RayProbes  # imports ray
 
         launcher = RayProbes(beyond.cluster, nodes, TOKEN_VARIABLE)
         return launcher, beyond.address or launcher.address
-    return _of_this_host(), beyond.address
+    return _local_probes(), beyond.address
 
 
-def _of_this_host() -> LocalProbes:
+def _local_probes() -> LocalProbes:
     return LocalProbes({socket.gethostname(): ()}, TOKEN_VARIABLE)
 
 
-def _is_here(name: str) -> bool:
-    addresses = {address for each in interfaces() for address in each.plain}
-    return name in (socket.gethostname(), "localhost") or bool(addresses & set(resolved(name)))
+def _is_this_host(name: str) -> bool:
+    addresses = {address for each in host_interfaces() for address in each.plain}
+    return name in (socket.gethostname(), "localhost") or bool(addresses & set(resolve_host(name)))
 
 
 def _own_address(hosts: Sequence[str]) -> str:
     """Of this host on the way to the first of the others that has an address, else to the internet; empty where there
     is no way."""
-    others = (peer for name in hosts if not _is_here(name) for peer in resolved(name)[:1])
-    return next(filter(None, map(own_address_towards, chain(others, INTERNET))), "")
+    others = (peer for name in hosts if not _is_this_host(name) for peer in resolve_host(name)[:1])
+    return next(filter(None, map(local_address_towards, chain(others, INTERNET_ADDRESSES))), "")
+
+
+def run_probe(where: str, name: str | None, address: str | None, wait_s: float | None) -> None:
+    """Is the probe of this host until the head lets it go.
+
+    Args:
+        wait_s: how long the head is tried, when not as usual.
+
+    Raises:
+        ValueError: what was given cannot be.
+        OSError: the head is not reached or does not take this probe, or this host does not have the address.
+    """
+    host, port = split_address(where)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        if not sys.stdin.isatty():
+            raise ValueError(f"there is no token: set {TOKEN_VARIABLE} to the one that the check on the head printed")
+        token = str(typer.prompt("token of the check", hide_input=True)).strip()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, _exit_on_signal)
+    serve_probe(host, port, token, name or socket.gethostname(), address, _look, wait_s or JOIN_TIMEOUT_S, show_note)
+
+
+def _look(order: Mapping[str, Any]) -> dict[str, Any]:
+    from lockstep.doctor.check.cluster.host_comparison import answer_look
+
+    return answer_look(order)
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """In order: ranks of a self-test are ended on the way."""
+    raise SystemExit(128 + number)

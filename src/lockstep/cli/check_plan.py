@@ -8,55 +8,56 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cluster.placement import Busy, DoesNotFit
-from lockstep.config.cluster import RayCluster
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.cluster.placement.assignment import DoesNotFit, NodesBusy
+from lockstep.config.cluster import RayClusterConfig
 from lockstep.config.recipes import GRPOConfig, SFTConfig
-from lockstep.doctor.check import durations, memory
-from lockstep.doctor.check.memory import Room
-from lockstep.doctor.check.shape import UnknownShape, shape_of
-from lockstep.doctor.finding import Finding, Report
+from lockstep.doctor.check.rules import memory_fit, step_durations
+from lockstep.doctor.check.rules.memory_fit import ProcessMemory
+from lockstep.doctor.check.rules.model_shape import UnknownModelShape, model_shape_of
+from lockstep.doctor.output.findings import CheckReport, Finding
 from lockstep.ledger.errors import LedgerError
 from lockstep.models.errors import ModelError
-from lockstep.models.hub import download
-from lockstep.run.errors import Finished, Refused
-from lockstep.run.plan import Plan
-from lockstep.run.survey import Survey, survey
-from lockstep.watch import waits
+from lockstep.models.huggingface import download_model
+from lockstep.run.errors import RunFinished, RunRefused
+from lockstep.run.planning.prepare import DryRun, dry_run
+from lockstep.run.planning.run_plan import RunPlan
 
 Config = GRPOConfig | SFTConfig
 
 SMALL_BOUND_S = 900.0
 
 
-def climb(report: Report, config: Config, overrides: Sequence[str], room: Room) -> Plan | None:
+def check_plan(report: CheckReport, config: Config, overrides: Sequence[str], room: ProcessMemory) -> RunPlan | None:
     """Placement, memory and time; the plan, where there is one.
 
     Args:
         room: what a process of this host has.
     """
     began = time.monotonic()
-    found, findings = _surveyed(config, overrides)
+    found, findings = _dry_run(config, overrides)
     report.add("placement", "Placement", findings, time.monotonic() - began)
     if any(each.id == "model" for each in findings):
         return None  # what cannot be had has no size
     began = time.monotonic()
-    report.add("memory", "Memory and time", _sizes(config, room), time.monotonic() - began)
+    report.add("memory", "Memory and time", _judge_sizes(config, room), time.monotonic() - began)
     return None if found is None else found.plan
 
 
-def _surveyed(config: Config, overrides: Sequence[str]) -> tuple[Survey | None, list[Finding]]:
+def _dry_run(config: Config, overrides: Sequence[str]) -> tuple[DryRun | None, list[Finding]]:
     """What a run with this config would be, or why it would be refused."""
     why = "the run refuses to start with the same words"
     try:
-        found = survey(config, None, overrides)
+        found = dry_run(config, None, overrides)
     except DoesNotFit as error:
         fix = "set " + ", or ".join(error.alternatives) if error.alternatives else "no smaller number of processes fits"
         return None, [Finding("placement", "error", error.largest.name if error.largest else "", error.why, why, fix)]
-    except Busy as error:
+    except NodesBusy as error:
         return None, [Finding("placement", "warning", "", str(error), "the run waits until they are free")]
-    except Finished as error:
+    except RunFinished as error:
         return None, [Finding("placement", "note", "", str(error))]
-    except (Refused, LedgerError, ValueError, OSError) as error:
+    except (RunRefused, LedgerError, ValueError, OSError) as error:
         return None, [_refused(error, why)]
     findings = [Finding("placement", "note", "", note) for note in found.notes]
     if found.plan.busy:
@@ -65,7 +66,7 @@ def _surveyed(config: Config, overrides: Sequence[str]) -> tuple[Survey | None, 
         rows = "; ".join(f"{node}: {processes} ({cpus} CPUs{', ' * bool(gpus)}{gpus}{' GPUs' * bool(gpus)})"
                          for node, _, processes, cpus, gpus in found.plan.assignment.rows())  # fmt: skip
         findings.insert(0, Finding("placement", "ok", "", f"every bundle has a place: {rows}"))
-    elif isinstance(config.cluster, RayCluster):
+    elif isinstance(config.cluster, RayClusterConfig):
         findings.append(Finding("placement", "unchecked", "", "the nodes of the cluster are not known"))
     else:
         names = ", ".join(f"{each.name} on {each.device}" for each in found.plan.processes)
@@ -81,19 +82,22 @@ def _refused(error: Exception, why: str) -> Finding:
     return Finding(id, "error", "", problem or text, why, remedy)
 
 
-def _sizes(config: Config, room: Room) -> list[Finding]:
+def _judge_sizes(config: Config, room: ProcessMemory) -> list[Finding]:
     try:
-        shape = shape_of(_model_config(config))
-    except (UnknownShape, ModelError, OSError, ValueError) as error:
+        shape = model_shape_of(_model_config(config))
+    except (UnknownModelShape, ModelError, OSError, ValueError) as error:
         return [Finding("memory", "unchecked", "", f"memory and time were not estimated: {error}")]
-    return [*memory.judge(config, shape, room), *durations.judge(config, shape, room.name, os.environ)]
+    return [
+        *memory_fit.judge_memory(config, shape, room),
+        *step_durations.judge_durations(config, shape, room.name, os.environ),
+    ]
 
 
 def _model_config(config: Config) -> dict[str, object]:
     """Of the model, from its folder or the hub. Raises OSError, ValueError, ModelError."""
     folder = Path(config.model.path).expanduser()
     if not folder.is_dir():
-        folder = download(config.model.path, config.model.revision, field="model.path", weights=False)
+        folder = download_model(config.model.path, config.model.revision, field="model.path", weights=False)
     values = json.loads((folder / "config.json").read_text())
     if not isinstance(values, dict):
         raise ValueError(f"{folder}/config.json holds no object")
@@ -101,38 +105,38 @@ def _model_config(config: Config) -> dict[str, object]:
     return {**text, "model_type": text.get("model_type", "")} if isinstance(text, dict) else values
 
 
-def small_first(report: Report, config: Config, file: Path, overrides: Sequence[str]) -> None:
+def run_small(report: CheckReport, config: Config, file: Path, overrides: Sequence[str]) -> None:
     """Runs the config at two steps and tiny sizes through the ordinary `lockstep train`, in a folder of its own that is
     removed."""
     with tempfile.TemporaryDirectory(prefix="lockstep-small-") as folder:
-        words = [*overrides, *small(config), f"folder={folder}"]
+        words = [*overrides, *small_overrides(config), f"folder={folder}"]
         command = [sys.executable, "-m", "lockstep", "train", str(file), *words]
         began = time.monotonic()
         try:
             done = waits.run(command, why="two small steps", timeout_s=SMALL_BOUND_S, notice_after_s=None)
-        except waits.WaitTimeout:
+        except WaitTimeout:
             finding = Finding(
                 "small-first", "error", "", f"two steps of tiny size did not end within {SMALL_BOUND_S:.0f} s",
                 "the run itself would not either",
-                f"look with `lockstep top` at `lockstep train` with these settings: {' '.join(small(config))}",
+                f"look with `lockstep top` at `lockstep train` with these settings: {' '.join(small_overrides(config))}",
             )  # fmt: skip
             report.add("small-first", "Small first", [finding], time.monotonic() - began)
             return
     took = time.monotonic() - began
     if done.returncode == 0:
-        seen = f"two steps of tiny size ended well ({' '.join(small(config))})"
+        seen = f"two steps of tiny size ended well ({' '.join(small_overrides(config))})"
         report.add("small-first", "Small first", [Finding("small-first", "ok", "", seen)], took)
         return
     last = " ".join((done.stderr.strip() or done.stdout.strip()).split()[-80:])
     finding = Finding(
         "small-first", "error", "", f"two steps of tiny size ended with exit code {done.returncode}: {last}",
         "the run itself fails in the same way, later",
-        "mend what it says; `lockstep train` with the same settings repeats it: " + " ".join(small(config)),
+        "mend what it says; `lockstep train` with the same settings repeats it: " + " ".join(small_overrides(config)),
     )  # fmt: skip
     report.add("small-first", "Small first", [finding], took)
 
 
-def small(config: Config) -> list[str]:
+def small_overrides(config: Config) -> list[str]:
     """Settings that make a run tiny and leave its placement, model, data and communicators as they are."""
     ranks = config.trainer.ranks
     words = ["steps=2", "checkpoint.every=1", "checkpoint.export=false", "watch.notice_s=3"]

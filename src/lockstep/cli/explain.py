@@ -1,16 +1,36 @@
-"""`lockstep explain`: what was wrong, from what a job left behind."""
+"""`lockstep explain --config`: what will hurt, from the files of another framework's training."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from lockstep.cli.errors import REFUSED, show_refusal
+from lockstep.cli.terminal import FAILED, REFUSED, show_refusal
+
+
+def show_advice(files: Sequence[Path], gpu_gib: float | None, as_json: bool) -> None:
+    """Print the findings; ends with 0 where there is no error among them, 1 where there is, 2 for a file that cannot
+    be read."""
+    from lockstep.doctor.configs.config_advisor import advise_configs
+    from lockstep.doctor.output.findings_table import render_report
+
+    try:
+        report = advise_configs(files, gpu_gib)
+    except (ValueError, OSError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
+    if as_json:
+        typer.echo(json.dumps(report.json(), indent=2))
+    else:
+        Console(soft_wrap=False).print(render_report(report))
+    raise typer.Exit(0 if report.passed else FAILED)
+
 
 if TYPE_CHECKING:
-    from lockstep.doctor.explain import Explained
+    from lockstep.doctor.judge.log_diagnosis import Explanation
 
 
 def command(
@@ -64,17 +84,17 @@ def command(
         lockstep explain --config train.sh --config zero3.json --gpu-memory 80
     """
     if configs:
-        from lockstep.cli.advice import advise
+        # merged
 
         if paths:
             show_refusal(ValueError("either PATH... or --config, not both"))
             raise typer.Exit(REFUSED)
-        advise(configs, gpu_gib, as_json)
+        show_advice(configs, gpu_gib, as_json)
         return
     if not paths:
         show_refusal(ValueError("say what to explain: PATH..., or --config FILE"))
         raise typer.Exit(REFUSED)
-    from lockstep.doctor.explain import explain
+    from lockstep.doctor.judge.log_diagnosis import explain
 
     try:
         explained = explain(paths, rules or (), ranks=ranks, world_size=world_size)
@@ -82,10 +102,10 @@ def command(
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
     if html is not None:
-        from lockstep.doctor.answer.html import page
+        from lockstep.doctor.output.explanation import explanation_page
 
         try:
-            html.write_text(page(explained), encoding="utf-8")
+            html.write_text(explanation_page(explained), encoding="utf-8")
         except OSError as error:
             show_refusal(error)
             raise typer.Exit(REFUSED) from error
@@ -93,27 +113,27 @@ def command(
         typer.echo(json.dumps(explained.verdict.json(), indent=2))
     else:
         _show(explained)
-        _environment(paths)
+        _show_environment_findings(paths)
 
 
-def _show(explained: "Explained") -> None:
+def _show(explained: "Explanation") -> None:
     """The first in full, of recorded ones the others in a line each."""
-    from lockstep.doctor.answer.text import render
-    from lockstep.report.verdict import render as render_recorded
-    from lockstep.watch.incident import headline
+    from lockstep.doctor.output.explanation import render_explanation
+    from lockstep.doctor.output.explanation import render_verdict as render_recorded
+    from lockstep.watch.supervisor.incident import verdict_headline
 
     console = Console(soft_wrap=False)
-    console.print(render_recorded(explained.verdict) if explained.recorded else render(explained))
+    console.print(render_recorded(explained.verdict) if explained.recorded else render_explanation(explained))
     for verdict in explained.recorded[1:]:
-        console.print(f"also: {verdict.kind}: {headline(verdict)}", style="dim", markup=False, highlight=False)
+        console.print(f"also: {verdict.kind}: {verdict_headline(verdict)}", style="dim", markup=False, highlight=False)
 
 
-def _environment(paths: list[str]) -> None:
+def _show_environment_findings(paths: list[str]) -> None:
     """What was odd about the variables of the processes of the newest incident that is given."""
-    from lockstep.doctor.answer.text import safe
-    from lockstep.doctor.environment.incidents import newest, note_of
+    from lockstep.doctor.environment.incident_environment import incident_finding_lines, newest_incident
+    from lockstep.doctor.output.explanation import terminal_safe
 
-    folder = newest(paths)
+    folder = newest_incident(paths)
     console = Console(soft_wrap=False)
-    for each in note_of(folder) if folder is not None else ():
-        console.print(safe(f"environment: {each}"), style="yellow", markup=False, highlight=False)
+    for each in incident_finding_lines(folder) if folder is not None else ():
+        console.print(terminal_safe(f"environment: {each}"), style="yellow", markup=False, highlight=False)

@@ -5,15 +5,15 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.errors import REFUSED, show_refusal
+from lockstep.cli.terminal import REFUSED, show_refusal
 
 
 def command(run: Annotated[Path, typer.Argument(help="The run's folder; the run may be going on.")]) -> None:
     """Write the HTML report of a run, finished or not, and say what went wrong in it."""
     from lockstep.ledger.errors import LedgerError
     from lockstep.ledger.ledger import Ledger
-    from lockstep.report.html import write_report
-    from lockstep.report.incidents import incidents_of
+    from lockstep.report.html_report import write_report
+    from lockstep.report.run_incidents import incidents_of
 
     try:
         with Ledger.reader(run) as ledger:

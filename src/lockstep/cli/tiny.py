@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.errors import REFUSED, show_refusal
+from lockstep.cli.terminal import REFUSED, show_refusal
 
 
 def command(
@@ -25,7 +25,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
 ) -> None:
     """Make a tiny Qwen2- or Llama-type model with random weights and a tokenizer of single characters."""
-    from lockstep.models.tiny import DEFAULT_ALPHABET, TinyModel, make_tiny
+    from lockstep.models.tiny_model import DEFAULT_ALPHABET, TinyModel, make_tiny
 
     try:
         model = TinyModel(

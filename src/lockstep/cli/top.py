@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lockstep.cli.errors import REFUSED, show_refusal
+from lockstep.cli.terminal import REFUSED, show_refusal
 
 
 def command(
@@ -18,26 +18,26 @@ def command(
 ) -> None:
     """Show every process of a run: stage, progress, collectives, who waits for whom, and who is suspected on top. Reads
     only; ends with Ctrl-C."""
-    from lockstep.report import top
-    from lockstep.watch.beacon import read_beacons
+    from lockstep.report import process_table
+    from lockstep.watch.beacon.reader import read_beacons
 
-    name = _name_of(run)
+    name = _run_name(run)
     if not read_beacons(name):
-        typer.echo(_ended(run))
+        typer.echo(_describe_ended(run))
     elif once:
-        top.once(name, Console())
+        process_table.print_processes(name, Console())
     else:
-        top.follow(name, Console(), every)
+        process_table.follow_processes(name, Console(), every)
 
 
-def _name_of(run: Path) -> str:
+def _run_name(run: Path) -> str:
     """The run's name among the beacons. Exits where there is none."""
-    from lockstep.watch.looking import run_of
+    from lockstep.watch.attach.run_observer import run_of_process
 
     file = run / "run-id"
     if file.is_file():
         return file.read_text().strip()
-    known = run_of(int(run.name)) if run.name.isdigit() and not run.exists() else None
+    known = run_of_process(int(run.name)) if run.name.isdigit() and not run.exists() else None
     if known is not None:
         return known
     what = f"process {run} has no beacon" if run.name.isdigit() else f"{run} has no run-id"
@@ -45,7 +45,7 @@ def _name_of(run: Path) -> str:
     raise typer.Exit(REFUSED)
 
 
-def _ended(run: Path) -> str:
+def _describe_ended(run: Path) -> str:
     """What there is to say of a run that has no process on this host."""
     from lockstep.ledger.ledger import Ledger
 

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lockstep.cli.errors import REFUSED, show_refusal
+from lockstep.cli.terminal import REFUSED, show_refusal
 from lockstep.config.errors import ConfigError
-from lockstep.config.load import load_config
+from lockstep.config.loader import load_config
 
 
 def command(
@@ -59,12 +59,12 @@ def command(
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
     if submit is not None:
-        from lockstep.cli.submission import submit_run
+        from lockstep.cli.train_submit import submit_run
 
         raise typer.Exit(submit_run(submit, config, resume, values))
     # Imported only now: torch and transformers take seconds, and help or a misspelt key should not wait for them.
-    from lockstep.cli.training import show_plan, start
+    from lockstep.cli.train_run import run_training, show_plan
 
     if dry_run:
         raise typer.Exit(show_plan(config, resume, values, Console(), gpus))
-    raise typer.Exit(start(config, resume, values))
+    raise typer.Exit(run_training(config, resume, values))

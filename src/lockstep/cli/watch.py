@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lockstep.cli.errors import show_refusal
+from lockstep.cli.terminal import show_refusal
 
 
 class OnStall(StrEnum):
@@ -50,48 +50,48 @@ def command(
     """Run a command and name who keeps it waiting: torchrun, accelerate, deepspeed, mpirun or plain Python.
 
     Its code needs no change, and its Python environment no Lockstep. The exit code is the command's."""
-    from lockstep.watch.launch import CannotStart, Watch, watch
-    from lockstep.watch.nodes import Meeting
-    from lockstep.watch.supervisor_client import Said
-    from lockstep.watch.verdict import Patience
+    from lockstep.watch.attach.watched_command import CommandNotStarted, WatchedCommand, run_watched
+    from lockstep.watch.diagnosis.verdict import StallThresholds
+    from lockstep.watch.supervisor.multi_node import SupervisorEndpoint
+    from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
     logging.basicConfig(level=logging.WARNING, format="lockstep watch: %(message)s")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
 
     noted: set[str] = set()
 
-    def said(what: Said) -> None:
-        console.print(_line(what))
+    def said(what: SupervisorEvent) -> None:
+        console.print(_verdict_line(what))
         if what.incident is not None and what.incident not in noted:
             noted.add(what.incident)
-            _note(console, Path(what.incident))
+            _show_environment_findings(console, Path(what.incident))
 
     def trouble(text: str) -> None:
         console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
 
-    patience = Patience(notice_s=notice_after, still_s=confirm_after)
+    patience = StallThresholds(notice_s=notice_after, still_s=confirm_after)
     try:
-        meeting = Meeting.read(supervisor) if supervisor else None
+        meeting = SupervisorEndpoint.read(supervisor) if supervisor else None
     except ValueError as error:
         show_refusal(error)
         raise typer.Exit(2) from None
-    asked = Watch(words, incidents, on_stall.value, patience, Path(words[0]).name, node, meeting)
+    asked = WatchedCommand(words, incidents, on_stall.value, patience, Path(words[0]).name, node, meeting)
     try:
-        code = watch(asked, said, trouble)
-    except CannotStart as error:
+        code = run_watched(asked, said, trouble)
+    except CommandNotStarted as error:
         show_refusal(error)
         raise typer.Exit(error.code) from None
     raise typer.Exit(code)
 
 
-def _note(console: Console, incident: Path) -> None:
-    from lockstep.doctor.environment.incidents import in_words, note
+def _show_environment_findings(console: Console, incident: Path) -> None:
+    from lockstep.doctor.environment.incident_environment import findings_sentence, write_incident_findings
 
-    if odd := in_words(note(incident)):
+    if odd := findings_sentence(write_incident_findings(incident)):
         console.print(f"[yellow]lockstep watch:[/] environment: {escape(odd)}")
 
 
-def _line(what: "Said") -> str:  # type: ignore[name-defined]  # noqa: F821 - imported with the command
+def _verdict_line(what: "Said") -> str:  # type: ignore[name-defined]  # noqa: F821 - imported with the command
     color = {"notice": "yellow", "confirmed": "red", "act": "red"}[what.level]
     if what.change == "withdrawn":
         return f"[green]lockstep watch:[/] goes on again: {escape(what.headline)}"

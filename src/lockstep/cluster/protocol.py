@@ -1,19 +1,20 @@
-"""Who runs where, and typed calls to them: one protocol for local processes, Ray and what may come.
+"""Worker processes, the cluster that starts them, and typed calls to them: one protocol for local processes and Ray.
 
 A worker process hosts one *service*: an object whose class has typed methods. The controller holds a `Worker`
-handle and calls through unbound methods of a (light) protocol class, so that mypy checks the arguments and the
-wire knows the types:
+handle and calls it through unbound methods of a (light) protocol class, so that mypy checks the arguments and the
+codec knows the types:
 
     pending = worker.submit(TrainerService.step, microbatches, loss)
     stats = pending.result(why="train step 12")
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from lockstep.watch.errors import Carried
+from lockstep.base.errors import PicklableError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,16 +59,16 @@ class WorkerSpec:
     None."""
 
 
-def successor(name: str) -> str:
+def successor_name(name: str) -> str:
     """The name of who comes in the place of that worker: `engine-0.1` after `engine-0`, then `engine-0.2`. The dead
     keep theirs, and so their beacons and logs."""
     place, dot, life = name.rpartition(".")
     return f"{place}.{int(life) + 1}" if dot and life.isdigit() else f"{name}.1"
 
 
-class RemoteError(Carried, RuntimeError):
+class RemoteError(PicklableError, RuntimeError):
     """An exception that was raised in a worker: its type, message, worker and remote traceback. Decisions depend on
-    `code` (`lockstep.watch.errors.error_code`), never on `kind`, the dotted path of its class."""
+    `code` (`lockstep.base.errors.error_code`), never on `archive_kind`, the dotted path of its class."""
 
     def __init__(self, worker: str, rank: int, kind: str, message: str, traceback: str, code: str = "") -> None:
         super().__init__(f"{kind} in {worker}: {message}\n\n--- traceback in {worker} ---\n{traceback}")
@@ -75,9 +76,9 @@ class RemoteError(Carried, RuntimeError):
         self.code = code
 
 
-class WorkerDied(Carried, RuntimeError):
-    """A worker ended while it was needed: exit code or signal, and the last lines of its log; or its node is `lost`,
-    which says which and why."""
+class WorkerDied(PicklableError, RuntimeError):
+    """A worker ended while it was needed: exit code or signal, and the last lines of its log; or its node is
+    `find_lost_hosts`, which says which and why."""
 
     def __init__(self, worker: str, rank: int, exit_code: int | None, log_tail: str, lost: str = "") -> None:
         how = f"exited with {exit_code}" if exit_code is not None else f"vanished ({lost})" if lost else "vanished"
@@ -104,7 +105,7 @@ class WorkerDied(Carried, RuntimeError):
         return f"--- end of the log of {self.worker} ---\n{self.log_tail}" if self.log_tail.strip() else ""
 
 
-class Pending(Protocol[R_co]):
+class PendingResult(Protocol[R_co]):
     """A call under way."""
 
     def done(self) -> bool: ...
@@ -114,7 +115,7 @@ class Pending(Protocol[R_co]):
 
     def result(self, why: str, stall_s: float | None = None) -> R_co:
         """Waits for the result as long as the worker makes progress; after `stall_s` (the cluster's limit when
-        None) without any, raises `lockstep.watch.waits.Stalled`. Raises RemoteError or WorkerDied."""
+        None) without any, raises `lockstep.base.bounded_wait.Stalled`. Raises RemoteError or WorkerDied."""
 
 
 class Worker(Protocol):
@@ -125,7 +126,7 @@ class Worker(Protocol):
     moves: int
     """Grows whenever the worker makes progress, as it says by itself about once a second while it has work."""
 
-    def submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+    def submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> PendingResult[R]:
         """Sends the call; calls of one worker run in the order of submission, except those whose service method
         is marked `@concurrent` (they answer at once, beside a running call)."""
 
@@ -167,7 +168,7 @@ def concurrent(method: Callable[P, R]) -> Callable[P, R]:
     return method
 
 
-class Later(Generic[T]):
+class DeferredResult(Generic[T]):
     """An answer that is not there yet: a service method returns it, the caller gets the value once it is settled.
 
     The service goes on with its other calls and its background work meanwhile, whose progress is what the caller waits
@@ -197,3 +198,23 @@ class Later(Generic[T]):
             self._outcome = value, error
             if self._tell is not None:
                 self._tell(value, error)
+
+
+RESERVED_NAMES = ("agent", "controller", "supervisor")
+"""Names that beacons of a run have already."""
+
+_WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
+
+
+def check_worker_names(specs: Sequence[WorkerSpec], living: Collection[str]) -> None:
+    """Raises ValueError for a name that cannot be a file's, or that another worker has."""
+    taken = set(living)
+    for spec in specs:
+        if not _WORKER_NAME.fullmatch(spec.name) or spec.name in RESERVED_NAMES:
+            raise ValueError(
+                f"worker name {spec.name!r}: expected up to 95 letters, digits, '.', '_' or '-', and not one of "
+                f"{', '.join(RESERVED_NAMES)}"
+            )
+        if spec.name in taken:
+            raise ValueError(f"worker name {spec.name!r} is taken; names are unique in a run")
+        taken.add(spec.name)

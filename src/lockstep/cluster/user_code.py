@@ -1,6 +1,6 @@
-"""Users' Python: finding it, importing it, and the limits it runs under in a worker process.
+"""Users' Python: finding it, importing it, its limits in a worker process, and the controller's end of such a process.
 
-The controller looks at the text of a module only; its code runs in workers, which can be ended.
+The controller only parses the text of a module; the code runs in workers, which can be killed.
 """
 
 import ast
@@ -8,6 +8,7 @@ import difflib
 import faulthandler
 import importlib
 import importlib.util
+import logging
 import sys
 import time
 import traceback
@@ -15,14 +16,17 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from lockstep.watch.errors import Carried
+from lockstep.base.bounded_wait import Stalled, WaitTimeout
+from lockstep.base.errors import PicklableError
+from lockstep.base.text import first_line
+from lockstep.cluster.protocol import PendingResult, RemoteError, WorkerDied
 
 PACKAGE = str(Path(__file__).parents[1])
 
 
-class UserCodeError(Carried, ValueError):
+class UserCodeError(PicklableError, ValueError):
     """Something of the user's that cannot be used: which, what is wrong, what would help."""
 
     noun = "user code"
@@ -33,10 +37,10 @@ class UserCodeError(Carried, ValueError):
         self.path, self.problem, self.remedy, self.traceback = path, problem, remedy, trace
 
 
-Refusal = type[UserCodeError]
+UserCodeErrorType = type[UserCodeError]
 
 
-def load_object(path: str, base: Path = Path(), refusal: Refusal = UserCodeError) -> Any:
+def load_object(path: str, base: Path = Path(), refusal: UserCodeErrorType = UserCodeError) -> Any:
     """What is at `file.py:name` (relative to `base`) or `package.module:name`. Raises `refusal`."""
     source, name = split_path(path, refusal)
     module = (
@@ -46,12 +50,12 @@ def load_object(path: str, base: Path = Path(), refusal: Refusal = UserCodeError
     for part in name.split("."):
         if not hasattr(found, part):
             candidates = [each for each, value in vars(found).items() if callable(value)]
-            raise refusal(path, f"{module.__file__} has no {part!r}", nearest(part, candidates))
+            raise refusal(path, f"{module.__file__} has no {part!r}", suggest_name(part, candidates))
         found = getattr(found, part)
     return found
 
 
-def split_path(path: str, refusal: Refusal = UserCodeError) -> tuple[str, str]:
+def split_path(path: str, refusal: UserCodeErrorType = UserCodeError) -> tuple[str, str]:
     """Module or file, and name. Raises `refusal`."""
     source, _, name = path.rpartition(":")
     if not source or not name:
@@ -59,7 +63,7 @@ def split_path(path: str, refusal: Refusal = UserCodeError) -> tuple[str, str]:
     return source, name
 
 
-def source_file(path: str, base: Path = Path(), refusal: Refusal = UserCodeError) -> Path | None:
+def source_file(path: str, base: Path = Path(), refusal: UserCodeErrorType = UserCodeError) -> Path | None:
     """The file that the name is looked up in, found without running anything; None where only an import could tell.
 
     Raises:
@@ -73,7 +77,7 @@ def source_file(path: str, base: Path = Path(), refusal: Refusal = UserCodeError
         return file
     # Only the top package is looked up: finding a submodule would import its parents.
     top, *inner = source.split(".")
-    here = [base, *(Path(each) for each in _locations(top))]
+    here = [base, *(Path(each) for each in _search_locations(top))]
     for folder in here:
         stem = folder.joinpath(*([top] if folder == base else []), *inner)
         for file in (stem.with_suffix(".py"), stem / "__init__.py"):
@@ -84,12 +88,12 @@ def source_file(path: str, base: Path = Path(), refusal: Refusal = UserCodeError
     return None
 
 
-def _locations(top: str) -> list[str]:
+def _search_locations(top: str) -> list[str]:
     spec = importlib.util.find_spec(top)
     return [] if spec is None else list(spec.submodule_search_locations or [])
 
 
-def check_source(path: str, base: Path = Path(), refusal: Refusal = UserCodeError) -> ast.Module | None:
+def check_source(path: str, base: Path = Path(), refusal: UserCodeErrorType = UserCodeError) -> ast.Module | None:
     """Looks the name up in the text of its module, and returns the text's tree where there is one.
 
     Raises:
@@ -102,7 +106,7 @@ def check_source(path: str, base: Path = Path(), refusal: Refusal = UserCodeErro
         module = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except (SyntaxError, UnicodeDecodeError) as error:
         raise refusal(path, f"{file} is not valid Python: {error}") from error
-    names = defined(module)
+    names = defined_names(module)
     source, name = split_path(path, refusal)
     top = name.partition(".")[0]
     if source.endswith(".py") and "*" not in names and top not in names:  # a package may make its names as it likes
@@ -110,7 +114,7 @@ def check_source(path: str, base: Path = Path(), refusal: Refusal = UserCodeErro
     return module
 
 
-def defined(module: ast.Module) -> set[str]:
+def defined_names(module: ast.Module) -> set[str]:
     """Names a module's top level binds; `*` where an import makes them unknowable."""
     found: set[str] = set()
     for node in ast.walk(module):
@@ -124,11 +128,11 @@ def defined(module: ast.Module) -> set[str]:
     return found
 
 
-def _from_file(path: str, file: Path, refusal: Refusal) -> ModuleType:
+def _from_file(path: str, file: Path, refusal: UserCodeErrorType) -> ModuleType:
     file = file.expanduser().resolve()
     if not file.is_file():
         siblings = [each.name for each in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        raise refusal(path, f"there is no file {file}", nearest(file.name, siblings))
+        raise refusal(path, f"there is no file {file}", suggest_name(file.name, siblings))
     name = f"lockstep_user_{zlib.crc32(str(file).encode()):08x}_{file.stem}"
     if name in sys.modules:
         return sys.modules[name]
@@ -141,22 +145,22 @@ def _from_file(path: str, file: Path, refusal: Refusal) -> ModuleType:
         sys.path.insert(0, str(file.parent))  # as `python file.py` would: the file may import its neighbours
     loader = spec.loader
     try:
-        _imported(path, lambda: loader.exec_module(module), refusal)
+        _run_import(path, lambda: loader.exec_module(module), refusal)
     except refusal:
         del sys.modules[name]
         raise
     return module
 
 
-def _package(path: str, source: str, base: Path, refusal: Refusal) -> ModuleType:
+def _package(path: str, source: str, base: Path, refusal: UserCodeErrorType) -> ModuleType:
     if str(base.resolve()) not in sys.path:
         sys.path.insert(0, str(base.resolve()))
-    module = _imported(path, lambda: importlib.import_module(source), refusal)
+    module = _run_import(path, lambda: importlib.import_module(source), refusal)
     assert isinstance(module, ModuleType)
     return module
 
 
-def _imported(path: str, run: Callable[[], object], refusal: Refusal) -> object:
+def _run_import(path: str, run: Callable[[], object], refusal: UserCodeErrorType) -> object:
     """Runs a user's module, in which anything may happen."""
     try:
         return run()
@@ -180,7 +184,7 @@ def user_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def nearest(name: str, candidates: list[str]) -> str:
+def suggest_name(name: str, candidates: list[str]) -> str:
     close = difflib.get_close_matches(name, candidates, n=1)
     if close:
         return f"did you mean {close[0]!r}?"
@@ -206,3 +210,76 @@ class Watchdog:
     def stop(self) -> None:
         self._since = 0.0
         faulthandler.cancel_dump_traceback_later()
+
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+LOAD_STALL_S = 300.0
+"""Longest time without progress for importing the users' modules, which may import anything."""
+DEATH_LOG_S = 5.0
+"""Within this time the cluster knows that a killed process is dead."""
+MAX_LOST_NODES = 4
+"""Nodes in a row that may go with the process of one call on them; that is nobody's fault who called."""
+
+
+class UserCodeNotLoaded(PicklableError):
+    """The process ended, or had to be ended, while it loaded users' code."""
+
+    def __init__(self, problem: str, log_tail: str) -> None:
+        super().__init__(problem)
+        self.problem, self.log_tail = problem, log_tail
+
+
+def wait_until_loaded(pending: PendingResult[R], what: str, name: str, kill: Callable[[], None]) -> R:
+    """What the process `name` answers once it has loaded `what`.
+
+    Args:
+        kill: ends the process, where it makes no progress.
+
+    Raises:
+        NotLoaded: there is no process any more.
+        WorkerDied: it only went with its node.
+    """
+    try:
+        return pending.result(why=f"loading {what}", stall_s=LOAD_STALL_S)
+    except Stalled as error:
+        kill()
+        problem = f"could not be loaded within {error.waited_s:.0f} s"
+        raise UserCodeNotLoaded(problem, killed_process_log(pending, name)) from error
+    except WorkerDied as error:
+        if error.with_node:
+            raise
+        raise UserCodeNotLoaded(f"its process {error.how} while loading", error.last_words) from error
+
+
+def retry_lost_nodes(work: Callable[[], R], does: str) -> R:
+    """What `work` gives; it is done again, in another process, where one only went with its node.
+
+    Args:
+        does: what the other one does in its place, for people.
+
+    Raises:
+        WorkerDied: it ended by itself, or went with its node again and again.
+    """
+    for _ in range(MAX_LOST_NODES - 1):
+        try:
+            return work()
+        except WorkerDied as error:
+            if not error.with_node:
+                raise
+            log.warning("%s; another %s in its place", first_line(error), does)
+    return work()
+
+
+def killed_process_log(pending: PendingResult[object], name: str) -> str:
+    """The end of the log of a process that was killed while it owed an answer: the stack of what it was in is there.
+    Empty where it left none."""
+    try:
+        pending.result(why=f"the last words of {name}", stall_s=DEATH_LOG_S)
+    except WorkerDied as error:
+        return error.last_words
+    except (WaitTimeout, RemoteError):
+        log.warning("%s left no last words", name)
+    return ""

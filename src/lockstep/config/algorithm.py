@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lockstep.config.base import OFF_IS_A_WORD, Section, usual_kind
+from lockstep.config.section import FALSE_AS_OFF, Section, default_kind
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -63,7 +63,7 @@ Advantage = Annotated[
 ]
 
 
-class KL(Section):
+class KLPenalty(Section):
     """Penalty on the distance to the reference model (the policy as it was loaded)."""
 
     coefficient: float = Field(0.0, ge=0)
@@ -77,7 +77,7 @@ class KL(Section):
 class ImportanceCorrection(Section):
     """Importance weights from the engine's to the trainer's log-probabilities, which multiply a token's loss."""
 
-    kind: Annotated[Literal["off", "truncate", "mask"], OFF_IS_A_WORD] = "off"
+    kind: Annotated[Literal["off", "truncate", "mask"], FALSE_AS_OFF] = "off"
     """`truncate` cuts weights at `cap` (TIS); `mask` drops what is above it, or below `floor` (MIS)."""
     level: Literal["token", "sequence"] = "token"
     """A weight per token, or one per completion: the product of its tokens'."""
@@ -106,7 +106,7 @@ class PolicyLoss(Section):
     """Completions that were cut at `max_tokens` are not learned from (DAPO's overlong filtering). Their rewards still
     count in the advantages of the others."""
     entropy_coefficient: float = 0.0
-    kl: KL = KL()
+    kl: KLPenalty = KLPenalty()
     importance: ImportanceCorrection = ImportanceCorrection()
     old_logprobs: Literal["engine", "trainer"] = "engine"
     """Whose log-probabilities are the denominator of the ratio; `trainer` costs a forward pass."""
@@ -154,7 +154,7 @@ class CISPO(PolicyLoss):
     """The weight is at most `1 + clip_high`."""
 
 
-AnyPolicyLoss = Annotated[PPOClip | GSPO | CISPO, Field(discriminator="kind"), usual_kind("ppo_clip")]
+AnyPolicyLoss = Annotated[PPOClip | GSPO | CISPO, Field(discriminator="kind"), default_kind("ppo_clip")]
 
 
 class FilterGroups(Section):
@@ -163,8 +163,8 @@ class FilterGroups(Section):
 
     enable: bool = False
     metric: str = "reward"
-    """What must differ within a group: `reward`, or the name of a reward term (a length penalty makes rewards differ
-    that are all wrong)."""
+    """What must differ within a group: `check_reward`, or the name of a reward term (a length penalty makes rewards
+    differ that are all wrong)."""
     max_num_gen_batches: int = Field(10, gt=0)
     """Rounds of prompts of one step, the first included."""
     at_limit: Literal["fill", "error"] = "fill"

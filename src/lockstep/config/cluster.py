@@ -1,30 +1,30 @@
-"""Who runs where."""
+"""The cluster that a run uses, and on which of its nodes the roles are placed."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from lockstep.config.base import Section, usual_kind
+from lockstep.config.section import Section, default_kind
 
-_GPUS = "it numbers GPUs, and every worker gets those of its own node that were reserved for it"
-_INTERNAL = "it is of one process of one run"
-NOT_DECLARED = {
-    "CUDA_VISIBLE_DEVICES": _GPUS, "NVIDIA_VISIBLE_DEVICES": _GPUS, "HIP_VISIBLE_DEVICES": _GPUS,
-    "ROCR_VISIBLE_DEVICES": _GPUS, "ASCEND_RT_VISIBLE_DEVICES": _GPUS,
-    "LOCKSTEP_TOKEN": _INTERNAL, "LOCKSTEP_WORKER": _INTERNAL, "LOCKSTEP_WATCH*": _INTERNAL,
+_GPU_REASON = "it numbers GPUs, and every worker gets those of its own node that were reserved for it"
+_INTERNAL_REASON = "it is of one process of one run"
+RESERVED_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": _GPU_REASON, "NVIDIA_VISIBLE_DEVICES": _GPU_REASON, "HIP_VISIBLE_DEVICES": _GPU_REASON,
+    "ROCR_VISIBLE_DEVICES": _GPU_REASON, "ASCEND_RT_VISIBLE_DEVICES": _GPU_REASON,
+    "LOCKSTEP_TOKEN": _INTERNAL_REASON, "LOCKSTEP_WORKER": _INTERNAL_REASON, "LOCKSTEP_WATCH*": _INTERNAL_REASON,
     "LOCKSTEP_BEACONS": "it is of one node: set it where that node's Ray is started",
 }  # fmt: skip
 """Variables, by name or its beginning and `*`, that no config sets for all workers: why."""
 
 
-def reason_in(name: str, reasons: Mapping[str, str]) -> str | None:
+def matching_reason(name: str, reasons: Mapping[str, str]) -> str | None:
     """What is said of a variable in such a table; None where it is not in it."""
     return next((why for pattern, why in reasons.items() if fnmatchcase(name, pattern)), None)
 
 
-class LocalCluster(Section):
+class LocalClusterConfig(Section):
     """Processes on this host, spawned by a node agent."""
 
     kind: Literal["local"] = "local"
@@ -37,7 +37,7 @@ class LocalCluster(Section):
     """A wait without progress for this long is told on the console."""
 
 
-class RayCluster(Section):
+class RayClusterConfig(Section):
     """Processes on the nodes of a Ray cluster, where its placement group reserves their CPUs and GPUs. On each node a
     detached actor holds a node agent, which spawns them."""
 
@@ -87,9 +87,47 @@ class RayCluster(Section):
     @classmethod
     def _may_be_declared(cls, env: dict[str, str]) -> dict[str, str]:
         for name in env:
-            if why := reason_in(name, NOT_DECLARED):
+            if why := matching_reason(name, RESERVED_VARIABLES):
                 raise ValueError(f"cannot set {name} for all workers: {why}")
         return env
 
 
-Cluster = Annotated[LocalCluster | RayCluster, Field(discriminator="kind"), usual_kind("local")]
+ClusterConfig = Annotated[LocalClusterConfig | RayClusterConfig, Field(discriminator="kind"), default_kind("local")]
+
+
+PlacedRole = Literal["policy", "rollout"]
+
+
+class RolePlacement(Section):
+    """Of one role. What is absent follows from how many processes the role has, and from what nodes have."""
+
+    nodes: int | None = Field(None, gt=0)
+    """How many nodes its processes are on, the same number on each."""
+    gpus_per_node: int | None = Field(None, gt=0)
+    """How many GPUs it takes of each of its nodes."""
+    cpus: float = Field(1.0, gt=0)
+    """CPU cores that are reserved for each process."""
+
+
+class PlacementConfig(Section):
+    """Where a cluster of several nodes (`cluster.kind: ray`) runs the roles. The reference has no processes of its own:
+    it is evaluated on the policy's ranks, and so always colocated with them."""
+
+    strategy: Literal["pack", "spread"] = "pack"
+    """`pack` fills a node before the next is used, `spread` takes as many nodes as there are."""
+    colocate: Literal["all"] | tuple[PlacedRole, ...] = ()
+    """Roles whose processes share GPUs (`all` or `[policy, rollout]`): engines sleep while the trainer trains. With
+    `rollout.engine.kind: vllm` their weights and K/V cache leave the GPU meanwhile."""
+    policy: RolePlacement = RolePlacement()
+    rollout: RolePlacement = RolePlacement()
+
+    @model_validator(mode="after")
+    def _colocates_two(self) -> Self:
+        if self.colocate and self.colocate != "all" and set(self.colocate) != {"policy", "rollout"}:
+            raise ValueError(f"colocate {list(self.colocate)}: expected all, or [policy, rollout]")
+        return self
+
+    @property
+    def shared(self) -> bool:
+        """Whether engines and trainer ranks take turns on the same GPUs."""
+        return bool(self.colocate)

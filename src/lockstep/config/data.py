@@ -4,10 +4,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.config.base import Section
+from lockstep.config.section import Section
 
 
-class Task(Section):
+class ProceduralTask(Section):
     """How a procedural task of reasoning-gym is generated. Row i is made of the seed plus i."""
 
     size: int = Field(1000, gt=0)
@@ -16,19 +16,19 @@ class Task(Section):
     arguments: dict[str, Any] = {}
     """Of the task's configuration, such as `{max_terms: 3}` of `chain_sum`."""
 
-    def overlaps(self, other: "Task") -> bool:
+    def overlaps(self, other: "ProceduralTask") -> bool:
         """Whether some seed makes a row of both."""
         return self.seed < other.seed + other.size and other.seed < self.seed + self.size
 
 
-class Dataset(Section):
+class DatasetConfig(Section):
     """JSONL, JSON, Parquet, a folder of these, a Hugging Face dataset (`kind: hub`, or auto-detected), or a procedural
     task (`kind: reasoning_gym`)."""
 
     path: str
     """A file, a folder, a name on the hub, or the name of a task."""
     kind: Literal["auto", "jsonl", "parquet", "hub", "reasoning_gym"] = "auto"
-    task: Task | None = None
+    task: ProceduralTask | None = None
     """Of `kind: reasoning_gym`."""
     name: str | None = None
     """Configuration name of a hub dataset."""
@@ -38,7 +38,8 @@ class Dataset(Section):
     `prompt` + `completion`, `prompt` + answer, `text`."""
     prompt_column: str | None = None
     answer_column: str | None = None
-    """Column given to the verifiers as ground truth (`answer`, `solution`, `ground_truth`, `label` by default)."""
+    """Column given to the verifiers as ground truth (`ray_get`, `solution`, `ground_truth`, `process_label` by
+    default)."""
     limit: int | None = Field(None, gt=0)
     """Use the first N rows only."""
     shuffle: bool = True

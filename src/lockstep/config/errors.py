@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong."""
 
     field: str
@@ -25,6 +25,6 @@ class ConfigError(ValueError):
         problems: everything that is wrong, in the order of the file.
     """
 
-    def __init__(self, source: str, problems: list[Problem]) -> None:
+    def __init__(self, source: str, problems: list[ConfigProblem]) -> None:
         super().__init__(f"{source}: " + "; ".join(map(str, problems)))
         self.source, self.problems = source, problems

@@ -4,12 +4,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.config.base import Section
+from lockstep.config.section import Section
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class Adapter(Section):
+class AdapterConfig(Section):
     """A low-rank adapter that is trained instead of the model's own weights. Names as in peft's `LoraConfig`."""
 
     path: str | None = None
@@ -39,7 +39,7 @@ class Adapter(Section):
         return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
 
 
-class Quantization(Section):
+class QuantizationConfig(Section):
     """Keeps the weights that an adapter froze in 4 or 8 bits on the trainer's GPU (QLoRA, Dettmers et al. 2023),
     through bitsandbytes."""
 
@@ -48,7 +48,7 @@ class Quantization(Section):
     """Of nf4: the constants of blocks are quantized as well (`bnb_4bit_use_double_quant`)."""
 
 
-class Model(Section):
+class ModelConfig(Section):
     path: str
     """A local folder or a hub name; also where the tokenizer comes from."""
     tokenizer: str | None = None
@@ -62,9 +62,9 @@ class Model(Section):
     packing: Literal["auto", "forest", "block", "single"] = "auto"
     """`auto` probes the model at load: shared prompts (forest), else isolated samples in a row (block),
     else one sample per row (single)."""
-    adapter: Adapter | None = None
+    adapter: AdapterConfig | None = None
     """Train a LoRA or DoRA adapter; all weights are trained when absent."""
-    quantization: Quantization | None = None
+    quantization: QuantizationConfig | None = None
     """Of the frozen weights, beside an adapter."""
     max_length: int | None = Field(None, gt=0)
     """Longest sequence (prompt and completion); the model's own limit when absent."""

@@ -14,9 +14,9 @@ from lockstep.config.algorithm import (
     PolicyLoss,
     PPOClip,
 )
-from lockstep.config.reward import EnvironmentReward, Reward, TaskReward
-from lockstep.config.rollout import Sampling
-from lockstep.config.run import RunConfig
+from lockstep.config.reward import EnvironmentReward, RewardConfig, TaskReward
+from lockstep.config.rollout import SamplingConfig
+from lockstep.config.run_config import RunConfig
 
 
 class SFTConfig(RunConfig):
@@ -31,7 +31,7 @@ class SFTConfig(RunConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _needs_norm_length(self.loss.aggregation, self.loss.norm_length)
+        _check_norm_length(self.loss.aggregation, self.loss.norm_length)
         if self.rollout.max_staleness:
             raise ValueError("rollout.max_staleness is for recipes that learn from rollouts: leave it out")
         return self
@@ -43,7 +43,8 @@ class GRPOConfig(RunConfig):
     recipe: Literal["grpo"]
     prompts_per_step: int = Field(32, gt=0)
     group_size: int = Field(8, gt=0)
-    """Completions per prompt; 1 only with the advantage `reinforce_plus_plus`, which compares with the whole step."""
+    """Completions per prompt; 1 only with the advantage `reinforce_plus_plus_advantages`, which compares with the
+    whole step."""
     epochs: int = Field(1, gt=0)
     """Passes over a step's rollouts."""
     minibatch_size: int | None = Field(None, gt=0)
@@ -51,7 +52,7 @@ class GRPOConfig(RunConfig):
     advantage: Advantage = GRPOAdvantage()
     filter_groups: FilterGroups = FilterGroups()
     loss: AnyPolicyLoss = PPOClip()
-    reward: Reward
+    reward: RewardConfig
 
     @property
     def completions_per_step(self) -> int:
@@ -85,9 +86,9 @@ class GRPOConfig(RunConfig):
             raise ValueError(
                 "filter_groups.enable with group_size 1: a group of one never has signal, set it to 2 or more"
             )
-        _must_compare(self.rollout.sampling, self.loss)
-        _must_converse(self)
-        _must_correct(self.rollout.max_staleness, self.loss)
+        _check_ratio(self.rollout.sampling, self.loss)
+        _check_conversations(self)
+        _check_staleness(self.rollout.max_staleness, self.loss)
         if self.rollout.max_staleness and self.trainer.offload.anything:
             raise ValueError(
                 "trainer.offload makes room for engines while the trainer has nothing to do, and with "
@@ -98,7 +99,7 @@ class GRPOConfig(RunConfig):
         return self
 
 
-def _must_compare(sampling: Sampling, loss: PolicyLoss) -> None:
+def _check_ratio(sampling: SamplingConfig, loss: PolicyLoss) -> None:
     """Whether the engine's samples can be learned from with the configured ratio."""
     if sampling.temperature == 0:
         raise ValueError(
@@ -106,7 +107,7 @@ def _must_compare(sampling: Sampling, loss: PolicyLoss) -> None:
             "learned from: set it above 0 (evaluation.sampling may be greedy)"
         )
     cuts = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
-    cuts = {name: value for name, value in cuts.items() if value != Sampling.model_fields[name].default}
+    cuts = {name: value for name, value in cuts.items() if value != SamplingConfig.model_fields[name].default}
     if cuts and loss.old_logprobs == "engine":
         named = " and ".join(f"rollout.sampling.{name} {value}" for name, value in cuts.items())
         raise ValueError(
@@ -115,7 +116,7 @@ def _must_compare(sampling: Sampling, loss: PolicyLoss) -> None:
         )
 
 
-def _must_converse(config: GRPOConfig) -> None:
+def _check_conversations(config: GRPOConfig) -> None:
     """Whether conversations, their rewards and the groups go together."""
     environment = config.rollout.environment
     if environment is None:
@@ -130,7 +131,7 @@ def _must_converse(config: GRPOConfig) -> None:
         )
 
 
-def _must_correct(max_staleness: int, loss: PolicyLoss) -> None:
+def _check_staleness(max_staleness: int, loss: PolicyLoss) -> None:
     """Whether tokens of older weights are learned from as such."""
     if max_staleness and loss.old_logprobs == "trainer" and loss.importance.kind == "off":
         raise ValueError(
@@ -140,9 +141,9 @@ def _must_correct(max_staleness: int, loss: PolicyLoss) -> None:
         )
 
 
-def _needs_norm_length(aggregation: str, norm_length: int | None) -> None:
+def _check_norm_length(aggregation: str, norm_length: int | None) -> None:
     if aggregation == "seq-mean-token-sum-norm" and norm_length is None:
         raise ValueError("loss.aggregation seq-mean-token-sum-norm needs loss.norm_length (a number of tokens)")
 
 
-Config = Annotated[SFTConfig | GRPOConfig, Field(discriminator="recipe")]
+RecipeConfig = Annotated[SFTConfig | GRPOConfig, Field(discriminator="recipe")]

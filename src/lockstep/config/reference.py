@@ -9,8 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lockstep.config.load import RECIPES
-from lockstep.config.spelling import models_in, tag_of
+from lockstep.config.loader import RECIPES, models_in, tag_of
 
 _SIGNS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
@@ -52,31 +51,31 @@ def _table(model: type[BaseModel]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, info in model.model_fields.items():
         meaning = " ".join((info.description or "").split())
-        cells = (f"`{name}`", _type(info), _default(info), meaning)
+        cells = (f"`{name}`", _bounded_type_name(info), _default(info), meaning)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _type(info: FieldInfo) -> str:
+def _bounded_type_name(info: FieldInfo) -> str:
     bounds = [
         f"{sign} {getattr(limit, attribute):g}"
         for limit in info.metadata
         for kind, attribute, sign in _SIGNS
         if isinstance(limit, kind)
     ]
-    return ", ".join([_named(info.annotation), *bounds])
+    return ", ".join([_type_name(info.annotation), *bounds])
 
 
-def _named(annotation: Any) -> str:
+def _type_name(annotation: Any) -> str:
     origin = get_origin(annotation)
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in get_args(annotation))
     if origin in (Union, types.UnionType):
-        kinds = [_named(inner) for inner in get_args(annotation) if inner is not type(None)]
+        kinds = [_type_name(inner) for inner in get_args(annotation) if inner is not type(None)]
         return " or ".join(dict.fromkeys(kinds))
     if origin is Annotated:
-        return _named(get_args(annotation)[0])
+        return _type_name(get_args(annotation)[0])
     if origin in (tuple, list):
-        return f"list of {_named(get_args(annotation)[0])}"
+        return f"list of {_type_name(get_args(annotation)[0])}"
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -6,10 +6,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from lockstep.config.base import Section
+from lockstep.config.section import Section
 
 
-class _Term(Section):
+class _RewardTerm(Section):
     weight: float = 1.0
     name: str | None = None
     """Name in the metrics; the kind or the function's name when absent."""
@@ -24,7 +24,7 @@ def _valid_pattern(pattern: str | None) -> str | None:
     return pattern
 
 
-class ExactMatch(_Term):
+class ExactMatchReward(_RewardTerm):
     """1 where the (stripped) completion equals the answer."""
 
     kind: Literal["exact_match"] = "exact_match"
@@ -35,14 +35,14 @@ class ExactMatch(_Term):
     _pattern = field_validator("extract")(_valid_pattern)
 
 
-class Math(_Term):
+class MathReward(_RewardTerm):
     """1 where the last expression is mathematically equal to the answer (math-verify)."""
 
     kind: Literal["math"] = "math"
     numeric_tolerance: float | None = Field(None, ge=0)
 
 
-class Regex(_Term):
+class RegexReward(_RewardTerm):
     """1 where the pattern is found (`mode: search`) or spans everything (`mode: fullmatch`)."""
 
     kind: Literal["regex"] = "regex"
@@ -52,7 +52,7 @@ class Regex(_Term):
     _pattern = field_validator("pattern")(_valid_pattern)
 
 
-class Length(_Term):
+class LengthPenalty(_RewardTerm):
     """Linear penalty between `soft` and `hard` tokens, from 0 to -1 (DAPO's soft overlong punishment)."""
 
     kind: Literal["length"] = "length"
@@ -66,7 +66,7 @@ class Length(_Term):
         return self
 
 
-class Function(_Term):
+class FunctionReward(_RewardTerm):
     """A user's function with the signature of TRL, verl or OpenRLHF."""
 
     kind: Literal["function"] = "function"
@@ -77,7 +77,7 @@ class Function(_Term):
     """Extra keyword arguments."""
 
 
-class JsonSchema(_Term):
+class JsonSchemaReward(_RewardTerm):
     """1 where the completion is JSON that fits a schema (JSON Schema; the draft by its `$schema`, 2020-12 without)."""
 
     kind: Literal["json_schema"] = "json_schema"
@@ -114,10 +114,10 @@ def check_schema(schema: Any) -> None:
         raise ValueError(f"not a valid JSON Schema: {where}{': ' if where else ''}{error.message}") from error
 
 
-_VARIABLE = r"^[A-Z_][A-Z0-9_]*$"
+_VARIABLE_PATTERN = r"^[A-Z_][A-Z0-9_]*$"
 
 
-class _Remote(_Term):
+class _RemoteTerm(_RewardTerm):
     """What terms share that ask a server."""
 
     timeout_s: float = Field(60.0, gt=0)
@@ -139,7 +139,7 @@ class _Remote(_Term):
         return self
 
 
-def _http(url: str) -> str:
+def _check_http_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
         raise ValueError("not an http:// or https:// address")
@@ -150,7 +150,7 @@ def _http(url: str) -> str:
     return url
 
 
-class Http(_Remote):
+class HttpReward(_RemoteTerm):
     """A server that is asked by POST: lists in, a list out. Speaks to servers for OpenRLHF's `remote_rm_url`, too."""
 
     kind: Literal["http"] = "http"
@@ -159,10 +159,10 @@ class Http(_Remote):
     """What is sent: `{"prompts", "completions", columns...}` or `{"query", "prompts", "labels"}`."""
     batch_size: int = Field(64, gt=0)
     """Completions per request; at most `reward.batch_size`."""
-    api_key_env: str | None = Field(None, pattern=_VARIABLE)
+    api_key_env: str | None = Field(None, pattern=_VARIABLE_PATTERN)
     """Environment variable with the key that is sent as `Authorization: Bearer`."""
 
-    _address = field_validator("url")(_http)
+    _address = field_validator("url")(_check_http_url)
 
 
 JUDGE_TEMPLATE = """\
@@ -184,20 +184,20 @@ where N is a whole number from 0 (useless) to 10 (perfect).
 """
 
 
-class Judge(_Remote):
+class JudgeReward(_RemoteTerm):
     """A language model grades each completion, by any server that speaks OpenAI's chat completions."""
 
     kind: Literal["judge"] = "judge"
     base_url: str = "https://api.openai.com/v1"
     """`/chat/completions` is added."""
     model: str
-    api_key_env: str | None = Field("OPENAI_API_KEY", pattern=_VARIABLE)
+    api_key_env: str | None = Field("OPENAI_API_KEY", pattern=_VARIABLE_PATTERN)
     """Environment variable with the key; null for a server that needs none."""
     system: str | None = None
     """System message."""
     template: str = JUDGE_TEMPLATE
-    """The user's message: Jinja, with `prompt`, `messages`, `completion`, `answer` (defined where the row has one) and
-    `columns`."""
+    """The user's message: Jinja, with `prompt`, `messages`, `completion`, `ray_get` (defined where the row has one) and
+    `term_columns`."""
     pattern: str = r"(?i)\bscore\W{1,6}(-?\d+(?:\.\d+)?)"
     """The score is the last match in the judge's answer (group 1)."""
     json_key: str | None = None
@@ -215,7 +215,7 @@ class Judge(_Remote):
     cache: bool = True
     """Equal questions of a step are asked once."""
 
-    _address = field_validator("base_url")(_http)
+    _address = field_validator("base_url")(_check_http_url)
     _pattern = field_validator("pattern")(_valid_pattern)
 
     @field_validator("template")
@@ -225,11 +225,15 @@ class Judge(_Remote):
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         try:
-            unknown = meta.find_undeclared_variables(ImmutableSandboxedEnvironment().parse(template)) - _OFFERED
+            unknown = (
+                meta.find_undeclared_variables(ImmutableSandboxedEnvironment().parse(template)) - _TEMPLATE_VARIABLES
+            )
         except TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno} of the template: {error.message}") from error
         if unknown:
-            raise ValueError(f"the template uses {', '.join(sorted(unknown))}; there are {', '.join(sorted(_OFFERED))}")
+            raise ValueError(
+                f"the template uses {', '.join(sorted(unknown))}; there are {', '.join(sorted(_TEMPLATE_VARIABLES))}"
+            )
         return template
 
     @model_validator(mode="after")
@@ -239,16 +243,16 @@ class Judge(_Remote):
         return self
 
 
-_OFFERED = {"prompt", "messages", "completion", "answer", "columns"}
+_TEMPLATE_VARIABLES = {"prompt", "messages", "completion", "answer", "columns"}
 
 
-class EnvironmentReward(_Term):
+class EnvironmentReward(_RewardTerm):
     """The sum of what the environment gave for the turns of the conversation (`rollout.environment`)."""
 
     kind: Literal["environment"] = "environment"
 
 
-class TaskReward(_Term):
+class TaskReward(_RewardTerm):
     """What the scorer of a procedural task says (`data.kind: reasoning_gym`): 1 for a right answer, less for others."""
 
     kind: Literal["task"] = "task"
@@ -258,16 +262,25 @@ class TaskReward(_Term):
     _pattern = field_validator("extract")(_valid_pattern)
 
 
-Term = Annotated[
-    ExactMatch | Math | Regex | Length | JsonSchema | Function | Http | Judge | EnvironmentReward | TaskReward,
+RewardTerm = Annotated[
+    ExactMatchReward
+    | MathReward
+    | RegexReward
+    | LengthPenalty
+    | JsonSchemaReward
+    | FunctionReward
+    | HttpReward
+    | JudgeReward
+    | EnvironmentReward
+    | TaskReward,
     Field(discriminator="kind"),
 ]
 
 
-class Reward(Section):
+class RewardConfig(Section):
     """A weighted sum of terms, computed in a pool of scorer processes."""
 
-    terms: tuple[Term, ...] = Field(min_length=1)
+    terms: tuple[RewardTerm, ...] = Field(min_length=1)
     workers: int = Field(1, gt=0)
     timeout_s: float = Field(60.0, gt=0)
     """Longest time for one call of one function without finishing a sample; its process is then replaced. A term that
@@ -280,7 +293,7 @@ class Reward(Section):
     @model_validator(mode="after")
     def _one_request_each(self) -> Self:
         for index, term in enumerate(self.terms):
-            if isinstance(term, Http | Judge) and term.concurrency < self.workers:
+            if isinstance(term, HttpReward | JudgeReward) and term.concurrency < self.workers:
                 raise ValueError(
                     f"terms.{index}.concurrency {term.concurrency} is less than one request for each of the "
                     f"{self.workers} workers: raise it, or lower workers"

@@ -1,15 +1,83 @@
-"""How completions are generated."""
+"""How completions are generated: sampling, engines, and environments or tools for conversations."""
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from lockstep.config.base import Section, usual_kind
-from lockstep.config.environment import Environment
 from lockstep.config.model import DType
+from lockstep.config.section import Section, default_kind
 
 
-class Sampling(Section):
+class EnvironmentConfig(Section):
+    """A conversation instead of one completion: after each of the model's turns the environment (or the tools that
+    the turn calls) answers, until it is done. `rollout.sampling.max_tokens` bounds the conversation as a whole,
+    answers included."""
+
+    path: str | None = None
+    """The environment: `file.py:Class` or `package.module:Class`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+    tools: tuple[str, ...] = ()
+    """Instead of a class: functions that the model may call, `file.py:function` or `package.module:function`."""
+    parser: Literal["hermes", "regex"] = "hermes"
+    """How calls are written: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen), or as
+    `pattern` says."""
+    pattern: str | None = None
+    """Of the parser `regex`: finds a call; its group `arguments` is the one argument of the tool (or a JSON object of
+    several), its group `name` the tool where there are several."""
+    result: str = "{content}"
+    """Of the parser `regex`: format string around what a tool returned."""
+    max_turns: int = Field(8, gt=0)
+    """Turns of the model; a conversation that wants more counts as truncated."""
+    max_turn_tokens: int | None = Field(None, gt=0)
+    """Longest turn of the model (a longer one ends the conversation, truncated); what is left of the whole when
+    absent."""
+    branches: tuple[int, ...] = ()
+    """Into how many continuations a conversation splits once its first turn is answered, its second, and so on: `[4]`
+    with a group size of eight makes two first turns and four continuations of each. Their product divides the group
+    size."""
+    workers: int = Field(1, gt=0)
+    """Processes in which environments and tools run."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest time for one answer; a process that does not come back is then replaced."""
+    memory_mb: int | None = Field(None, gt=0)
+    """Address space limit of one of the processes."""
+    on_error: Literal["tell", "end", "stop"] = "tell"
+    """What a failing or hanging environment or tool means: the model is told as an answer, the sample ends, or the run
+    stops."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.path is None) == (not self.tools):
+            raise ValueError("name either an environment's class in path, or functions in tools")
+        if self.tools and self.arguments:
+            raise ValueError("arguments belong to an environment's class: tools take theirs from the model")
+        if (self.parser == "regex") != (self.pattern is not None):
+            raise ValueError("the parser regex and a pattern go together: give both or none of them")
+        if self.path is not None and self.parser == "regex":
+            raise ValueError("parser and pattern are for tools: an environment's class reads the model's turns itself")
+        if any(count < 1 for count in self.branches):
+            raise ValueError(f"branches {list(self.branches)} must all be at least 1")
+        if self.pattern is not None:
+            _check_pattern(self.pattern, len(self.tools))
+        if "{content}" not in self.result:
+            raise ValueError(f"result {self.result!r} does not contain {{content}}")
+        return self
+
+
+def _check_pattern(pattern: str, tools: int) -> None:
+    try:
+        groups = re.compile(pattern).groupindex
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+    if "arguments" not in groups:
+        raise ValueError(f"pattern {pattern!r} has no group (?P<arguments>...)")
+    if tools > 1 and "name" not in groups:
+        raise ValueError(f"pattern {pattern!r} has no group (?P<name>...), which tells the {tools} tools apart")
+
+
+class SamplingConfig(Section):
     """Sampling parameters, named as in vLLM and transformers. GRPO with `top_p`, `top_k` or `min_p` needs
     `loss.old_logprobs: trainer`: the engine's log-probabilities are those of the tokens that are left."""
 
@@ -25,7 +93,7 @@ class Sampling(Section):
     ignore_eos: bool = False
 
 
-class BuiltinEngine(Section):
+class BuiltinEngineConfig(Section):
     """Lockstep's own engine: plain torch, CPU or one GPU. On a CPU it is the faster one with small models."""
 
     kind: Literal["builtin"] = "builtin"
@@ -46,8 +114,8 @@ class BuiltinEngine(Section):
     """As `trainer.malloc`; logits of a large vocabulary are written about twice as fast."""
 
 
-class VllmEngine(Section):
-    """vLLM (extra `vllm`), on CPUs or GPUs. Fields are named as its own arguments."""
+class VllmEngineConfig(Section):
+    """vLLM (extra `vllm_choice`), on CPUs or GPUs. Fields are named as its own arguments."""
 
     kind: Literal["vllm"] = "vllm"
     count: int = Field(1, gt=0)
@@ -73,12 +141,12 @@ class VllmEngine(Section):
     @model_validator(mode="after")
     def _extra_is_further(self) -> Self:
         for name, value in self.extra.items():
-            field = _OF_MODEL.get(name) or (f"rollout.engine.{name}" if name in type(self).model_fields else "")
+            field = _MODEL_FIELDS.get(name) or (f"rollout.engine.{name}" if name in type(self).model_fields else "")
             if field:
                 raise ValueError(f"extra has {name}, which has a field of its own: set {field}")
-            if name in _OURS:
-                raise ValueError(f"extra has {name}, which is set as {_OURS[name]}: leave it out")
-            if name in _BATCHES and value not in (None, _BATCHES[name]):
+            if name in _SET_BY_LOCKSTEP:
+                raise ValueError(f"extra has {name}, which is set as {_SET_BY_LOCKSTEP[name]}: leave it out")
+            if name in _FIXED_VALUES and value not in (None, _FIXED_VALUES[name]):
                 raise ValueError(
                     f"extra has {name} {value!r}: with several batches under way, or several engines in one, nobody "
                     "could say which weights made a token; leave it out (rollout.engine.count has several engines)"
@@ -86,27 +154,27 @@ class VllmEngine(Section):
         return self
 
 
-_OF_MODEL = {
+_MODEL_FIELDS = {
     "model": "model.path", "revision": "model.revision", "max_model_len": "model.max_length",
     "trust_remote_code": "model.trust_remote_code",
 }  # fmt: skip
-_OURS = {
+_SET_BY_LOCKSTEP = {
     "logprobs_mode": "training needs it (the log-probabilities that were sampled from)",
     "skip_tokenizer_init": "the engine has a tokenizer of its own",
     "weight_transfer_config": "weights come from the trainer",
     "worker_extension_cls": "weights come from the trainer",
     "enable_sleep_mode": "placement.colocate says",
 }
-_BATCHES = {"async_scheduling": False, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+_FIXED_VALUES = {"async_scheduling": False, "pipeline_parallel_size": 1, "data_parallel_size": 1}
 """What may be said of them."""
-VLLM_HOTTEST = 2.0
+VLLM_MAX_TEMPERATURE = 2.0
 """The highest temperature that vLLM takes."""
 
 
-Engine = Annotated[BuiltinEngine | VllmEngine, Field(discriminator="kind"), usual_kind("builtin")]
+EngineConfig = Annotated[BuiltinEngineConfig | VllmEngineConfig, Field(discriminator="kind"), default_kind("builtin")]
 
 
-class Reissue(Section):
+class ReissueConfig(Section):
     """With two engines or more: a step that waits for nobody but engines far behind the others has what these owe of it
     made by others as well, with the same seeds. The completion that comes first counts."""
 
@@ -118,20 +186,20 @@ class Reissue(Section):
     """... for this long, or no token at all for this long."""
 
 
-class Rollout(Section):
-    sampling: Sampling = Sampling()
-    engine: Engine = BuiltinEngine()
+class RolloutConfig(Section):
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = BuiltinEngineConfig()
     max_staleness: int = Field(0, ge=0)
     """How many steps older than the trained weights those that generate may be. 0 generates and trains in turn; with k,
     engines go on with the next k steps while a step is trained."""
-    reissue: Reissue = Reissue()
-    environment: Environment | None = None
+    reissue: ReissueConfig = ReissueConfig()
+    environment: EnvironmentConfig | None = None
     """Conversations with an environment or tools; plain completions when absent."""
 
-    def check(self, sampling: Sampling, field: str) -> None:
+    def check(self, sampling: SamplingConfig, field: str) -> None:
         """Raises ValueError for sampling that the engine refuses."""
-        if self.engine.kind == "vllm" and sampling.temperature > VLLM_HOTTEST:
+        if self.engine.kind == "vllm" and sampling.temperature > VLLM_MAX_TEMPERATURE:
             raise ValueError(
-                f"{field}.temperature {sampling.temperature:g} is refused by vLLM: set it to {VLLM_HOTTEST:g} at most, "
+                f"{field}.temperature {sampling.temperature:g} is refused by vLLM: set it to {VLLM_MAX_TEMPERATURE:g} at most, "
                 "or rollout.engine.kind=builtin"
             )

@@ -1,28 +1,104 @@
 """The trees of a step as columns: what packing reads of thousands of samples, without an object for each.
 
-Segments are numbered through all trees, ancestors first. A *term* is a segment for one of the sequences that it belongs
-to; a *target* is a token of a term that is to be predicted. Targets are numbered by tree, segment, term and token.
+A sequence is a path from a root to a segment. Sequences that begin alike share the segments they have in common, so
+that these are computed once. Segments are numbered through all trees, ancestors first. A *term* is a segment for
+one of the sequences that it belongs to; a *target* is a token of a term that is to be predicted. Targets are
+numbered by tree, segment, term and token.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from lockstep.data.trees import Segment, Tree
+
+@dataclass(slots=True)
+class Segment:
+    """A run of tokens that stays together; its context is its ancestors."""
+
+    tokens: np.ndarray
+    """int32 `[tokens]`."""
+    parent: int = -1
+    """Index of the parent in the tree, smaller than the own one; -1 for the root."""
+    loss_mask: np.ndarray | None = None
+    """bool `[tokens]`: which tokens are to be predicted; None means none of them."""
+    fields: dict[str, np.ndarray] = field(default_factory=dict)
+    """Per-token values, float32 `[tokens]`, or `[terms, tokens]` where the segment belongs to several sequences."""
+    sequence: int | tuple[int, ...] = ()
+    """The batch's numbers of the sequences that these tokens' losses belong to. A turn shared by three branches
+    carries three loss terms, one for each of them."""
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return (self.sequence,) if isinstance(self.sequence, int) else self.sequence
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """int64 `[targets of one term]`: which of the tokens are to be predicted."""
+        if self.loss_mask is None or not self.sequences:
+            return np.empty(0, np.int64)
+        return np.flatnonzero(self.loss_mask)
 
 
-def bounds_of(sizes: np.ndarray) -> np.ndarray:
+@dataclass(slots=True)
+class Tree:
+    """One prompt with its completions, a document, or a conversation with branches."""
+
+    segments: list[Segment]
+    name: str = ""
+    """What errors call it: the sample's uid."""
+    size: int | None = None
+    """How many samples of a mini-batch it counts for; the number of its sequences when None."""
+
+    @property
+    def samples(self) -> int:
+        return len(self.sequences) if self.size is None else self.size
+
+    @property
+    def sequences(self) -> list[int]:
+        """The numbers of its sequences, in order of appearance."""
+        return list(dict.fromkeys(number for segment in self.segments for number in segment.sequences))
+
+    def path(self, segment: int) -> list[int]:
+        """The segments from the root to the given one."""
+        found = [segment]
+        while (parent := self.segments[found[-1]].parent) >= 0:
+            found.append(parent)
+        return found[::-1]
+
+    def check(self) -> None:
+        """Raises ValueError where the tree is not one, or a target has no token that could predict it."""
+        for index, segment in enumerate(self.segments):
+            where = f"segment {index} of sample {self.name!r}"
+            if segment.tokens.size == 0:
+                raise ValueError(f"{where} has no tokens")
+            if not -1 <= segment.parent < index:
+                raise ValueError(f"{where} has parent {segment.parent}, expected -1 or an earlier segment")
+            if segment.loss_mask is not None and segment.loss_mask.shape != segment.tokens.shape:
+                raise ValueError(
+                    f"{where} has a loss mask of shape {segment.loss_mask.shape} for {segment.tokens.size} tokens"
+                )
+            if segment.parent < 0 and segment.wanted.size and segment.wanted[0] == 0:
+                raise ValueError(f"{where} wants its first token predicted, but nothing precedes it")
+            shapes: list[tuple[int, ...]] = [(len(segment.sequences), segment.tokens.size)]
+            if len(segment.sequences) == 1:
+                shapes.append((segment.tokens.size,))
+            for name, values in segment.fields.items():
+                if values.shape not in shapes:
+                    raise ValueError(f"{where} has field {name!r} of shape {values.shape}, expected {shapes[-1]}")
+
+
+def cumulative_bounds(sizes: np.ndarray) -> np.ndarray:
     """int64 `[n + 1]`: where each of n neighbours begins, and the last one ends."""
     bounds = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=bounds[1:])
     return bounds
 
 
-def spans(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def concatenated_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """The numbers from each start on, as many as its size, one after the other: int64 `[sum of sizes]`."""
-    return np.repeat(starts - bounds_of(sizes)[:-1], sizes) + np.arange(int(sizes.sum()), dtype=np.int64)
+    return np.repeat(starts - cumulative_bounds(sizes)[:-1], sizes) + np.arange(int(sizes.sum()), dtype=np.int64)
 
 
 @dataclass
@@ -58,7 +134,7 @@ class Forest:
         for tree in trees:
             tree.check()
         segments = [segment for tree in trees for segment in tree.segments]
-        first = bounds_of(np.asarray([len(tree.segments) for tree in trees], np.int64))
+        first = cumulative_bounds(np.asarray([len(tree.segments) for tree in trees], np.int64))
         owner = np.repeat(np.arange(len(trees)), np.diff(first))
         parent = np.asarray([segment.parent for segment in segments], np.int64)
         wanted = [segment.wanted for segment in segments]
@@ -74,7 +150,7 @@ class Forest:
             wanted=np.concatenate([np.empty(0, np.int64), *wanted]),
             term_segment=np.repeat(np.arange(len(segments)), [len(each) for each in terms]),
             term_sequence=np.asarray([number for each in terms for number in each], np.int32),
-            fields=_fields(segments, wanted, [trees[number].name for number in owner.tolist()]),
+            fields=_target_fields(segments, wanted, [trees[number].name for number in owner.tolist()]),
         )
 
     def __len__(self) -> int:
@@ -111,17 +187,17 @@ class Forest:
     @cached_property
     def first_token(self) -> np.ndarray:
         """int64 `[segments + 1]`: of each segment, in `tokens`."""
-        return bounds_of(self.length)
+        return cumulative_bounds(self.length)
 
     @cached_property
     def first_wanted(self) -> np.ndarray:
-        """int64 `[segments + 1]`: of each segment, in `wanted`."""
-        return bounds_of(self.wanted_count)
+        """int64 `[segments + 1]`: of each segment, in `resource_requests`."""
+        return cumulative_bounds(self.wanted_count)
 
     @cached_property
     def target_bounds(self) -> np.ndarray:
         """int64 `[terms + 1]`: the numbers of each term's targets."""
-        return bounds_of(self.wanted_count[self.term_segment])
+        return cumulative_bounds(self.wanted_count[self.term_segment])
 
     @cached_property
     def tree_bounds(self) -> np.ndarray:
@@ -179,7 +255,9 @@ class Forest:
                 raise ValueError(f"sequence {sequence} of sample {names[0]!r} is not one path of its tree")
 
 
-def _fields(segments: Sequence[Segment], wanted: Sequence[np.ndarray], names: Sequence[str]) -> dict[str, np.ndarray]:
+def _target_fields(
+    segments: Sequence[Segment], wanted: Sequence[np.ndarray], names: Sequence[str]
+) -> dict[str, np.ndarray]:
     """By name, of all targets."""
     values: dict[str, list[np.ndarray]] = {
         name: [] for name in sorted({name for segment in segments for name in segment.fields})

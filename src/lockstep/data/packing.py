@@ -16,27 +16,25 @@ import torch
 
 from lockstep.algos.aggregation import sequence_weights
 from lockstep.config.algorithm import Aggregation, CrossEntropy, PolicyLoss
-from lockstep.data.balance import OverBudget, Packing, check_budget, schedule
-from lockstep.data.batch import Minibatch
-from lockstep.data.forest import Forest, spans
-from lockstep.data.laying import lay_out
-from lockstep.data.order import permutation
-from lockstep.data.planted import trees_of_documents, trees_of_rollouts
-from lockstep.data.trees import Segment, Tree
+from lockstep.data.forest import Forest, Segment, Tree, concatenated_ranges
+from lockstep.data.forest_builder import forest_from_rollouts, trees_from_documents
+from lockstep.data.micro_batch import MiniBatch, build_micro_batches
+from lockstep.data.packing_plan import PackingMode, TokenBudgetExceeded, check_token_budget, plan_packing
+from lockstep.data.sample_sources import permutation
 
 __all__ = [
-    "Batch",
-    "OverBudget",
-    "Packing",
+    "PackingMode",
     "Segment",
+    "TokenBudgetExceeded",
+    "TrainingBatch",
     "Tree",
+    "forest_from_rollouts",
     "pack",
-    "trees_of_documents",
-    "trees_of_rollouts",
+    "trees_from_documents",
 ]
 
 
-class Batch:
+class TrainingBatch:
     """The trees of a step, ready to be dealt to ranks as often as epochs, mini-batches and evaluations need.
 
     Attributes:
@@ -45,7 +43,7 @@ class Batch:
         sequences: int32 `[targets]`: the sequence of each target.
     """
 
-    def __init__(self, trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: Packing) -> None:
+    def __init__(self, trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: PackingMode) -> None:
         if ranks < 1 or token_budget < 1:
             raise ValueError(f"ranks is {ranks} and token_budget {token_budget}, expected at least 1 of both")
         if mode not in ("forest", "block", "single"):
@@ -53,7 +51,7 @@ class Batch:
         self.forest = trees if isinstance(trees, Forest) else Forest.of(trees)
         self.ranks, self.token_budget, self.mode = ranks, token_budget, mode
         self.forest.check()
-        check_budget(self.forest, token_budget)
+        check_token_budget(self.forest, token_budget)
         self.sequences, self.fields = self.forest.sequences, dict(self.forest.fields)
         self._set: dict[str, np.ndarray] = {}
 
@@ -70,11 +68,11 @@ class Batch:
         *,
         seed: int = 0,
         max_tokens: int | None = None,
-    ) -> Iterator[Minibatch]:
+    ) -> Iterator[MiniBatch]:
         """The optimizer steps of the batch.
 
         Mini-batches are made of whole trees. Their order is drawn from (seed, epoch), except where all trees go
-        into one step anyway. Trees that cannot change a weight (`learns_from_advantages_alone`, and all advantages
+        into one step anyway. Trees that cannot change a weight (`zero_advantage_has_no_gradient`, and all advantages
         zero) are in no row; the denominators, and the steps, are what they are with them.
 
         Args:
@@ -87,7 +85,7 @@ class Batch:
         """
         aggregation: Aggregation = loss.aggregation if loss else "token-mean"
         norm_length = (loss.norm_length if loss else None) or max_tokens
-        skips = loss is not None and learns_from_advantages_alone(loss)
+        skips = loss is not None and zero_advantage_has_no_gradient(loss)
         idle = self._idle() if skips else np.zeros(len(self.forest), np.bool_)
         parts = self._split(np.arange(len(self.forest)), minibatch_size)
         for epoch in range(epochs):
@@ -105,11 +103,11 @@ class Batch:
         bounds = self.forest.tree_bounds
         return np.asarray(some[bounds[1:]] == some[bounds[:-1]])
 
-    def everything(self) -> Minibatch:
-        """All trees as one mini-batch, for `evaluate`."""
+    def everything(self) -> MiniBatch:
+        """All trees as one mini-batch, for `evaluate_arithmetic`."""
         return self._deal(np.arange(len(self.forest)), "token-mean", None, np.zeros(len(self.forest), np.bool_))
 
-    def set_field(self, name: str, minibatch: Minibatch, values: Sequence[Sequence[np.ndarray]]) -> None:
+    def set_field(self, name: str, minibatch: MiniBatch, values: Sequence[Sequence[np.ndarray]]) -> None:
         """Puts per-target values that the ranks computed for `minibatch` back onto the targets.
 
         The field goes with every mini-batch that is made from now on. It may be set in parts; until it is there
@@ -185,23 +183,23 @@ class Batch:
 
     def _deal(
         self, order: np.ndarray, aggregation: Aggregation, norm_length: int | None, idle: np.ndarray
-    ) -> Minibatch:
+    ) -> MiniBatch:
         for name, have in self._set.items():
             if not have.all():
                 raise ValueError(f"field {name!r} is set for {int(have.sum())} of {self.targets} targets")
         # The order decides what shares an optimizer step, not where it lies in it.
         part = np.sort(order)
-        plan = schedule(self.forest, part[~idle[part]], self.ranks, self.token_budget, self.mode)
+        plan = plan_packing(self.forest, part[~idle[part]], self.ranks, self.token_budget, self.mode)
         weights, targets, sequences = self._weights(part, aggregation, norm_length)
-        rows = lay_out(plan, self.forest, {**self.fields, "weight": weights})
-        return Minibatch(rows, targets, sequences, int(self.forest.sequences_of_tree[part[idle[part]]].sum()))
+        rows = build_micro_batches(plan, self.forest, {**self.fields, "weight": weights})
+        return MiniBatch(rows, targets, sequences, int(self.forest.sequences_of_tree[part[idle[part]]].sum()))
 
     def _weights(
         self, trees: np.ndarray, aggregation: Aggregation, norm_length: int | None
     ) -> tuple[np.ndarray, int, int]:
         """Weight of each target, float32 `[targets]`, 0 outside of `trees`; number of targets and sequences."""
         bounds = self.forest.tree_bounds
-        inside = spans(bounds[trees], np.diff(bounds)[trees])
+        inside = concatenated_ranges(bounds[trees], np.diff(bounds)[trees])
         numbers = self.sequences[inside]
         lengths = np.bincount(numbers)
         weights = np.zeros(self.targets, np.float32)
@@ -209,14 +207,14 @@ class Batch:
         return weights, len(inside), int(np.count_nonzero(lengths))
 
 
-def learns_from_advantages_alone(loss: PolicyLoss | CrossEntropy) -> bool:
+def zero_advantage_has_no_gradient(loss: PolicyLoss | CrossEntropy) -> bool:
     """Whether a target whose advantage is zero has no gradient: policy losses are multiples of the advantage, a KL or
     an entropy in the loss is not."""
     kl = isinstance(loss, PolicyLoss) and loss.kl.coefficient > 0 and loss.kl.where == "loss"
     return isinstance(loss, PolicyLoss) and not kl and not loss.entropy_coefficient
 
 
-def pack(trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: Packing = "forest") -> Batch:
+def pack(trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: PackingMode = "forest") -> TrainingBatch:
     """A batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
 
     Args:
@@ -227,4 +225,4 @@ def pack(trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: Pa
         OverBudget: a sequence longer than the budget.
         ValueError: trees that are none.
     """
-    return Batch(trees, ranks, token_budget, mode)
+    return TrainingBatch(trees, ranks, token_budget, mode)

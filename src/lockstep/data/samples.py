@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-Ended = Literal["answer", "environment", "turns", "tokens", "error", "abort"]
+EpisodeEnd = Literal["answer", "environment", "turns", "tokens", "error", "abort"]
 """Why a conversation with an environment ended: the model's turn called for nothing more, the environment said so,
 a limit of turns or of tokens, a failure of the environment, or the run."""
 
@@ -43,9 +43,9 @@ class Episode:
     """Those after the prompt, with `role` and `content`: the model's and the environment's."""
     rewards: list[float]
     """What the environment gave for each of the model's turns it answered."""
-    ended: Ended
+    ended: EpisodeEnd
     metrics: dict[str, float] = field(default_factory=dict)
-    """Counts of what happened, such as `calls` of tools and their `errors`."""
+    """Counts of what happened, such as `plan_attention_calls` of tools and their `errors`."""
 
     @property
     def turns(self) -> int:

@@ -1,1 +1,1 @@
-"""What was wrong with a job: from its logs, dumps and incidents, with a knowledge base that is data."""
+"""Preflight checks, config advice, and the diagnosis of a failed job from its logs, dumps and incidents."""

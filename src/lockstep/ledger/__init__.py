@@ -1,6 +1,6 @@
 """What a run has done: `Ledger`, its rows and its errors."""
 
-from lockstep.ledger.changes import Change, compare_config
+from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.errors import (
     ConfigChanged,
     FolderExists,
@@ -17,14 +17,16 @@ from lockstep.ledger.errors import (
     StepCorrupt,
 )
 from lockstep.ledger.ledger import Ledger
-from lockstep.ledger.records import CheckpointRow, CommitRow, EvaluationRow, EventRow, MetricsRow, Sample, Stored
+from lockstep.ledger.sqlite_index import CheckpointRow, CommitRow, EvaluationRow, EvaluationSample, EventRow, MetricsRow
+from lockstep.ledger.step_file import StoredStep
 
 __all__ = [
-    "Change",
     "CheckpointRow",
     "CommitRow",
+    "ConfigChange",
     "ConfigChanged",
     "EvaluationRow",
+    "EvaluationSample",
     "EventRow",
     "FolderExists",
     "IndexDamaged",
@@ -37,10 +39,9 @@ __all__ = [
     "OutOfOrder",
     "PromptUsedTwice",
     "RunIsActive",
-    "Sample",
     "StaleGeneration",
     "StepConflict",
     "StepCorrupt",
-    "Stored",
+    "StoredStep",
     "compare_config",
 ]

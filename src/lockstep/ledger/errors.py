@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lockstep.ledger.changes import Change
+    from lockstep.ledger.config_changes import ConfigChange
 
 
 class LedgerError(RuntimeError):
@@ -131,7 +131,7 @@ class OutOfOrder(LedgerError):
 class ConfigChanged(LedgerError):
     """A run was to be resumed with a config that would change its result."""
 
-    def __init__(self, folder: Path, changes: "tuple[Change, ...]") -> None:
+    def __init__(self, folder: Path, changes: "tuple[ConfigChange, ...]") -> None:
         refused = [change for change in changes if change.changes_result]
         lines = "\n".join(f"  {change}" for change in refused)
         super().__init__(

@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.data.samples import Completion, Rollouts
-from lockstep.ledger import draws, partial, stepfile, values
-from lockstep.ledger.changes import Change, compare_config
+from lockstep.ledger import json_values, partial_rollouts, sqlite_index, step_file
+from lockstep.ledger.config_changes import ConfigChange, compare_config
+from lockstep.ledger.durable_files import RunLock, disk_full_as_ledger_error, fsync_folder, replace_file, sha256_file
 from lockstep.ledger.errors import (
     ConfigChanged,
     FolderExists,
@@ -28,23 +29,36 @@ from lockstep.ledger.errors import (
     StepConflict,
     StepCorrupt,
 )
-from lockstep.ledger.files import fsync_folder, replace, room_for, sha256_of
-from lockstep.ledger.index import Index
-from lockstep.ledger.lock import RunLock
-from lockstep.ledger.records import CheckpointRow, CommitRow, EvaluationRow, EventRow, MetricsRow, Sample, Stored
-from lockstep.ledger.recovery import CONFIG, recover
-from lockstep.ledger.rules import INDEX, add_step, as_yaml, check_is_run, last_commit
+from lockstep.ledger.run_folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    add_step,
+    check_run_folder,
+    config_yaml,
+    last_commit,
+    recover_folder,
+)
+from lockstep.ledger.sqlite_index import (
+    CheckpointRow,
+    CommitRow,
+    EvaluationRow,
+    EvaluationSample,
+    EventRow,
+    LedgerIndex,
+    MetricsRow,
+)
+from lockstep.ledger.step_file import StoredStep
 
 
 class Ledger:
-    """Made by `create`, `resume` or `reader`; a context manager. Its methods raise the errors of `ledger.errors`."""
+    """Made by `create`, `resume` or `parser_of`; a context manager. Its methods raise the errors of `ledger.errors`."""
 
-    def __init__(self, folder: Path, index: Index, lock: RunLock | None) -> None:
+    def __init__(self, folder: Path, index: LedgerIndex, lock: RunLock | None) -> None:
         self.folder = folder
-        self.changes: tuple[Change, ...] = ()
+        self.changes: tuple[ConfigChange, ...] = ()
         """What `resume` found different in the config, and accepted."""
         self._index, self._lock = index, lock
-        self._partial: tuple[int, partial.PartialLog] | None = None
+        self._partial: tuple[int, partial_rollouts.PartialLog] | None = None
 
     @classmethod
     def create(cls, folder: Path, config: Mapping[str, Any]) -> "Ledger":
@@ -52,21 +66,21 @@ class Ledger:
         appears whole, or (LedgerFull, or a kill) not at all."""
         folder = folder.absolute()
         if os.path.lexists(folder):
-            raise FolderExists(folder, (folder / INDEX).exists())
+            raise FolderExists(folder, (folder / INDEX_FILE).exists())
         hidden = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
         try:
-            with room_for(folder, None):
+            with disk_full_as_ledger_error(folder, None):
                 shutil.rmtree(hidden, ignore_errors=True)
                 for name in ("steps", "checkpoints", "logs"):
                     (hidden / name).mkdir(parents=True)
-            replace(hidden / CONFIG, as_yaml(config))
-            Index.create(hidden / INDEX, values.dumps(dict(config), "config"))
+            replace_file(hidden / CONFIG_FILE, config_yaml(config))
+            LedgerIndex.create(hidden / INDEX_FILE, json_values.dumps(dict(config), "config"))
             fsync_folder(hidden)
             try:
                 hidden.rename(folder)
             except OSError as error:  # another process was quicker with the same name
                 if folder.exists():
-                    raise FolderExists(folder, (folder / INDEX).exists()) from error
+                    raise FolderExists(folder, (folder / INDEX_FILE).exists()) from error
                 raise
             fsync_folder(folder.parent)
         except BaseException:
@@ -88,16 +102,16 @@ class Ledger:
         dotted fields in `accept`; otherwise it becomes the run's. RunIsActive while another process has the run,
         unless `takeover`: that process's writes are then refused as stale."""
         folder = folder.absolute()
-        check_is_run(folder)
+        check_run_folder(folder)
         lock = RunLock(folder / "lock", force=takeover)
         try:
-            changes = _accepted(folder, config, accept)
-            ledger = cls(folder, Index.write(folder / INDEX), lock)
+            changes = _check_changes(folder, config, accept)
+            ledger = cls(folder, LedgerIndex.write(folder / INDEX_FILE), lock)
         except BaseException:
             lock.close()
             raise
         try:
-            recover(folder, ledger._index)
+            recover_folder(folder, ledger._index)
             if config is not None and changes:
                 ledger._change_config(config, changes)
         except BaseException:
@@ -109,8 +123,8 @@ class Ledger:
     def reader(cls, folder: Path) -> "Ledger":
         """Looks at a run without disturbing it, while it goes on or after."""
         folder = folder.absolute()
-        check_is_run(folder)
-        return cls(folder, Index.read(folder / INDEX), None)
+        check_run_folder(folder)
+        return cls(folder, LedgerIndex.read(folder / INDEX_FILE), None)
 
     @property
     def generation(self) -> int:
@@ -146,12 +160,12 @@ class Ledger:
                 raise OutOfOrder("partial results of step", step, step + 1)
             if self._partial is None or self._partial[0] != step:
                 self._end_partial()
-                self._partial = (step, partial.PartialLog(self._partial_path(step)))
+                self._partial = (step, partial_rollouts.PartialLog(self._partial_path(step)))
             self._partial[1].append(completions)
 
     def kept(self, step: int) -> list[Completion]:
         """What `keep` was given for this step, one per request (the latest); empty once it is collected."""
-        return partial.read(self._partial_path(step))
+        return partial_rollouts.read_partial(self._partial_path(step))
 
     def collected(self, step: int, rollouts: Rollouts, extra: Mapping[str, Any] | None = None) -> None:
         """Makes a step's scored rollouts durable, with what else is needed to train on them again.
@@ -161,15 +175,15 @@ class Ledger:
         if rollouts.step != step:
             raise ValueError(f"rollouts of step {rollouts.step} were collected as step {step}")
         path = self.step_path(step)
-        table = stepfile.table_of(rollouts, dict(extra or {}))
-        hidden, digest, size = stepfile.prepare_file(path, table, self.generation)
+        table = step_file.rollouts_table(rollouts, dict(extra or {}))
+        hidden, digest, size = step_file.write_hidden_step(path, table, self.generation)
         fresh = False
         try:
             with self._index.transaction() as transaction:
                 stored = transaction.execute("SELECT sha256, removed FROM steps WHERE step = ?", step)
                 if stored and stored[0][0] != digest:
                     raise StepConflict(step, stored[0][0], digest)
-                if stored and (stored[0][1] or (path.exists() and sha256_of(path) == digest)):
+                if stored and (stored[0][1] or (path.exists() and sha256_file(path) == digest)):
                     return
                 if not stored:
                     add_step(transaction, rollouts, digest, size)
@@ -191,19 +205,19 @@ class Ledger:
         stored = self.stored(step)
         return None if stored is None else stored.rollouts
 
-    def stored(self, step: int) -> Stored | None:
-        """Like `rollouts`, with `extra`. StepCorrupt when the file is not what was written."""
+    def stored(self, step: int) -> StoredStep | None:
+        """Like `rollouts`, with `check_extra`. StepCorrupt when the file is not what was written."""
         found = self._index.rows("SELECT sha256 FROM steps WHERE step = ? AND NOT removed", step)
         if not found:
             return None
         path, newest = self.step_path(step), self.newest_checkpoint()
         checkpoint = None if newest is None else newest.step
         try:
-            if sha256_of(path) != found[0][0]:
+            if sha256_file(path) != found[0][0]:
                 raise StepCorrupt(path, step, "is not what was written (sha256 differs)", checkpoint)
         except FileNotFoundError as error:
             raise StepCorrupt(path, step, "is missing", checkpoint) from error
-        return stepfile.read_file(path, step)
+        return step_file.read_step_file(path, step)
 
     def collected_steps(self) -> list[int]:
         """Steps whose rollouts are durable, those included that `retain` has let go of."""
@@ -220,7 +234,7 @@ class Ledger:
     def draw(self, step: int, round: int, count: int) -> tuple[int, int]:
         """(start, count) of the data's positions that a round of a step gets, for ever; no two rounds share one."""
         with self._index.transaction() as transaction:
-            return draws.draw(transaction, step, round, count)
+            return sqlite_index.allot_positions(transaction, step, round, count)
 
     # Commits
 
@@ -231,7 +245,7 @@ class Ledger:
             last = last_commit(transaction)
             if last >= 0 and step > last + 1:
                 raise OutOfOrder("commit of step", step, last + 1)
-            transaction.put("commits", step=step, stats=values.dumps(dict(stats), "stats"))
+            transaction.put("commits", step=step, stats=json_values.dumps(dict(stats), "stats"))
 
     def committed(self) -> int:
         """The last committed step, -1 when there is none."""
@@ -246,7 +260,7 @@ class Ledger:
 
     def commits(self) -> list[CommitRow]:
         rows = self._index.rows("SELECT step, at, generation, stats FROM commits ORDER BY step")
-        return [CommitRow(step, at, generation, values.loads(stats)) for step, at, generation, stats in rows]
+        return [CommitRow(step, at, generation, json_values.loads(stats)) for step, at, generation, stats in rows]
 
     def published(self, version: int) -> None:
         """Records that engines were given this version of the weights. OutOfOrder before the commit it comes from."""
@@ -301,7 +315,7 @@ class Ledger:
                 transaction.execute(f"DELETE FROM {table} WHERE step > ?", step)
             version = min(int(transaction.execute("SELECT value FROM meta WHERE key = 'published'")[0][0]), step + 1)
             transaction.set_meta("published", str(version))
-            transaction.put("events", kind="rewound", fields=values.dumps({"step": step}))
+            transaction.put("events", kind="rewound", fields=json_values.dumps({"step": step}))
             self._end_partial()
             for path in (self.folder / "steps").iterdir():
                 if path.stem.isdigit() and int(path.stem) > step:
@@ -310,16 +324,23 @@ class Ledger:
 
     # What people look at
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Sample] = ()) -> None:
+    def evaluation(self, step: int, metrics: Mapping[str, float], samples: Sequence[EvaluationSample] = ()) -> None:
         """Records an evaluation of the weights after `step` (-1: before the first), in place of an earlier one."""
-        shown = values.dumps([dataclasses.asdict(sample) for sample in samples], "samples")
+        shown = json_values.dumps([dataclasses.asdict(sample) for sample in samples], "samples")
         with self._index.transaction() as transaction:
-            transaction.put("evaluations", step=step, metrics=values.dumps(dict(metrics), "metrics"), samples=shown)
+            transaction.put(
+                "evaluations", step=step, metrics=json_values.dumps(dict(metrics), "metrics"), samples=shown
+            )
 
     def evaluations(self) -> list[EvaluationRow]:
         rows = self._index.rows("SELECT step, at, metrics, samples FROM evaluations ORDER BY step")
         return [
-            EvaluationRow(step, at, values.loads(metrics), [Sample(**sample) for sample in values.loads(samples)])
+            EvaluationRow(
+                step,
+                at,
+                json_values.loads(metrics),
+                [EvaluationSample(**sample) for sample in json_values.loads(samples)],
+            )
             for step, at, metrics, samples in rows
         ]
 
@@ -327,28 +348,28 @@ class Ledger:
         """Adds values to the metrics of a step, in place of those of the same name."""
         with self._index.transaction() as transaction:
             found = transaction.execute('SELECT "values" FROM metrics WHERE step = ?', step)
-            merged = {**(values.loads(found[0][0]) if found else {}), **row}
-            transaction.put("metrics", step=step, values=values.dumps(merged, "metrics"))
+            merged = {**(json_values.loads(found[0][0]) if found else {}), **row}
+            transaction.put("metrics", step=step, values=json_values.dumps(merged, "metrics"))
 
     def metrics_rows(self, after: int | None = None) -> list[MetricsRow]:
         """By step; only those of later steps than `after`."""
         where = "" if after is None else f"WHERE step > {int(after)}"
         rows = self._index.rows(f'SELECT step, at, generation, "values" FROM metrics {where} ORDER BY step')
-        return [MetricsRow(step, at, generation, values.loads(row)) for step, at, generation, row in rows]
+        return [MetricsRow(step, at, generation, json_values.loads(row)) for step, at, generation, row in rows]
 
     def event(self, kind: str, **fields: Any) -> None:
         """Records that something happened, with the time."""
         with self._index.transaction() as transaction:
-            transaction.put("events", kind=kind, fields=values.dumps(fields, kind))
+            transaction.put("events", kind=kind, fields=json_values.dumps(fields, kind))
 
     def events(self) -> list[EventRow]:
         """Oldest first."""
         rows = self._index.rows("SELECT at, generation, kind, fields FROM events ORDER BY id")
-        return [EventRow(at, generation, kind, values.loads(fields)) for at, generation, kind, fields in rows]
+        return [EventRow(at, generation, kind, json_values.loads(fields)) for at, generation, kind, fields in rows]
 
     def config(self) -> dict[str, Any]:
         """The resolved config the run has now."""
-        return dict(values.loads(self._index.meta("config")))
+        return dict(json_values.loads(self._index.meta("config")))
 
     def step_path(self, step: int) -> Path:
         return self.folder / "steps" / f"{step:08d}.arrow"
@@ -361,21 +382,21 @@ class Ledger:
             self._partial[1].close()
             self._partial = None
 
-    def _change_config(self, config: Mapping[str, Any], changes: tuple[Change, ...]) -> None:
+    def _change_config(self, config: Mapping[str, Any], changes: tuple[ConfigChange, ...]) -> None:
         with self._index.transaction() as transaction:
-            transaction.set_meta("config", values.dumps(dict(config), "config"))
+            transaction.set_meta("config", json_values.dumps(dict(config), "config"))
             fields = {"changes": [str(change) for change in changes]}
-            transaction.put("events", kind="config_changed", fields=values.dumps(fields))
-        replace(self.folder / CONFIG, as_yaml(config))
+            transaction.put("events", kind="config_changed", fields=json_values.dumps(fields))
+        replace_file(self.folder / CONFIG_FILE, config_yaml(config))
         self.changes = changes
 
 
-def _accepted(folder: Path, config: Mapping[str, Any] | None, accept: Collection[str]) -> tuple[Change, ...]:
+def _check_changes(folder: Path, config: Mapping[str, Any] | None, accept: Collection[str]) -> tuple[ConfigChange, ...]:
     """The changes from the run's config to `config`; ConfigChanged when one of them must not be."""
     if config is None:
         return ()
     with Ledger.reader(folder) as now:
-        changes = tuple(compare_config(now.config(), values.loads(values.dumps(dict(config), "config"))))
+        changes = tuple(compare_config(now.config(), json_values.loads(json_values.dumps(dict(config), "config"))))
     refused = tuple(change for change in changes if change.changes_result and change.path not in accept)
     if refused:
         raise ConfigChanged(folder, refused)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from lockstep.config.model import Adapter
+from lockstep.config.model import AdapterConfig
 from lockstep.models.errors import ModelError
-from lockstep.models.weights import Checkpoint, resolve_folder
+from lockstep.models.hf_checkpoint import SafetensorsCheckpoint, resolve_folder
 
-FIELD = "model.adapter.path"
-_FILE = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_IRRELEVANT = {
+ADAPTER_FIELD = "model.adapter.path"
+_ADAPTER_FILE = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+_IGNORED_SETTINGS = {
     *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out", "inference_mode"),
     *("init_lora_weights", "layers_pattern", "layers_to_transform", "exclude_modules", "loftq_config", "lora_alpha"),
     *("lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "peft_type", "r"),
@@ -23,11 +23,11 @@ _IRRELEVANT = {
     "use_rslora",
 }
 """Of peft's `LoraConfig`: what is read here, and what says nothing about an adapter that has been trained."""
-_MOVES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+_BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initialisations after which the adapter stands on other weights than the model's own."""
 
 
-def settled(cfg: Adapter) -> Adapter:
+def resolve_adapter(cfg: AdapterConfig) -> AdapterConfig:
     """The settings of an adapter, with those of the one that it begins from.
 
     Raises:
@@ -36,19 +36,21 @@ def settled(cfg: Adapter) -> Adapter:
     """
     if cfg.path is None:
         return cfg
-    with _stored(cfg.path) as stored:
-        found = _settings(cfg.path, stored)
+    with _adapter_checkpoint(cfg.path) as stored:
+        found = _read_settings(cfg.path, stored)
     given = {name: getattr(cfg, name) for name in cfg.model_fields_set}
     for name, value in found.items():
-        if name == "lora_dropout" or name not in given or _same(given[name], value):
+        if name == "lora_dropout" or name not in given or _same_setting(given[name], value):
             continue
-        problem = f"the adapter in {cfg.path} has {_plain(value)!r}"
-        raise ModelError(f"model.adapter.{name}", _plain(given[name]), problem, "leave it out: the adapter says it")
-    return Adapter.model_validate(found | given)
+        problem = f"the adapter in {cfg.path} has {_as_list(value)!r}"
+        raise ModelError(f"model.adapter.{name}", _as_list(given[name]), problem, "leave it out: the adapter says it")
+    return AdapterConfig.model_validate(found | given)
 
 
 @contextmanager
-def opened(shapes: dict[str, tuple[int, ...]], aliases: dict[str, list[str]], path: str) -> Iterator[Checkpoint]:
+def open_adapter(
+    shapes: dict[str, tuple[int, ...]], aliases: dict[str, list[str]], path: str
+) -> Iterator[SafetensorsCheckpoint]:
     """The weights of a stored adapter that fits a model.
 
     Args:
@@ -58,53 +60,55 @@ def opened(shapes: dict[str, tuple[int, ...]], aliases: dict[str, list[str]], pa
     Raises:
         ModelError: it has other parts or shapes, or two values for what the model ties.
     """
-    with _stored(path) as stored:
-        _must_have_the_parts(shapes, aliases, path, stored)
+    with _adapter_checkpoint(path) as stored:
+        _check_names(shapes, aliases, path, stored)
         for name, shape in shapes.items():
             if stored.shape(name) != shape:
-                what = f"{_short([name])} has shape {stored.shape(name)}, in the model {shape}"
-                raise ModelError(FIELD, path, f"it does not fit the model: {what}", _REMEDY)
+                what = f"{_short_name([name])} has shape {stored.shape(name)}, in the model {shape}"
+                raise ModelError(ADAPTER_FIELD, path, f"it does not fit the model: {what}", _REMEDY)
             for alias in aliases.get(name, [name])[1:]:
                 if alias not in stored or not torch.equal(stored.read(name), stored.read(alias)):
-                    what = f"{_short([alias])} and {_short([name])} apart, which the model ties"
-                    raise ModelError(FIELD, path, f"it has {what}", "untie them in the model's folder first")
+                    what = f"{_short_name([alias])} and {_short_name([name])} apart, which the model ties"
+                    raise ModelError(ADAPTER_FIELD, path, f"it has {what}", "untie them in the model's folder first")
         yield stored
 
 
-def _must_have_the_parts(
-    shapes: dict[str, tuple[int, ...]], aliases: dict[str, list[str]], path: str, stored: Checkpoint
+def _check_names(
+    shapes: dict[str, tuple[int, ...]], aliases: dict[str, list[str]], path: str, stored: SafetensorsCheckpoint
 ) -> None:
     known = {alias for name in shapes for alias in aliases.get(name, [name])}
     missing = [name for name in shapes if name not in stored]
     unexpected = [name for name in stored.names if name not in known]
-    parts = [f"has no {_short(missing)}"] if missing else []
-    parts += [f"has {_short(unexpected)}, for which there is no place"] if unexpected else []
+    parts = [f"has no {_short_name(missing)}"] if missing else []
+    parts += [f"has {_short_name(unexpected)}, for which there is no place"] if unexpected else []
     if parts:
-        raise ModelError(FIELD, path, f"it does not fit the model: it {' and '.join(parts)}", _REMEDY)
+        raise ModelError(ADAPTER_FIELD, path, f"it does not fit the model: it {' and '.join(parts)}", _REMEDY)
 
 
 _REMEDY = "name the model it was trained on in model.path, and leave target_modules and modules_to_save to it"
 
 
-def _stored(path: str) -> Checkpoint:
-    return Checkpoint(resolve_folder(path, field=FIELD), _FILE, FIELD)
+def _adapter_checkpoint(path: str) -> SafetensorsCheckpoint:
+    return SafetensorsCheckpoint(resolve_folder(path, field=ADAPTER_FIELD), _ADAPTER_FILE, ADAPTER_FIELD)
 
 
-def _settings(path: str, stored: Checkpoint) -> dict[str, Any]:
+def _read_settings(path: str, stored: SafetensorsCheckpoint) -> dict[str, Any]:
     """Of an adapter's folder, by their names here."""
-    content = _read(path, stored.folder)
-    others = {name: value for name, value in content.items() if name not in _IRRELEVANT and value}
+    content = _read_config(path, stored.folder)
+    others = {name: value for name, value in content.items() if name not in _IGNORED_SETTINGS and value}
     if others.pop("bias", "none") != "none" or others:
         named = ", ".join(f"{name} {value!r}" for name, value in others.items()) or f"bias {content['bias']!r}"
-        raise ModelError(FIELD, path, f"its adapter_config.json has {named}", "that is not trained here")
+        raise ModelError(ADAPTER_FIELD, path, f"its adapter_config.json has {named}", "that is not trained here")
     start = content.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(_MOVES_BASE):
+    if isinstance(start, str) and start.startswith(_BASE_CHANGING_INITS):
         problem = f"it was initialised by {start}, so it stands on changed weights"
-        raise ModelError(FIELD, path, problem, "convert it with peft's path_initial_model_for_weight_conversion")
+        raise ModelError(
+            ADAPTER_FIELD, path, problem, "convert it with peft's path_initial_model_for_weight_conversion"
+        )
     low: set[str] = set()
     saved: set[str] = set()
     for name in stored.names:
-        module, is_low, _ = name.removeprefix(_PREFIX).partition(".lora_")
+        module, is_low, _ = name.removeprefix(_PEFT_PREFIX).partition(".lora_")
         (low if is_low else saved).add(module if is_low else module.rpartition(".")[0])
     targets, restricted = content.get("target_modules"), content.get("layers_to_transform") is not None
     restricted = restricted or bool(content.get("exclude_modules"))
@@ -113,26 +117,28 @@ def _settings(path: str, stored: Checkpoint) -> dict[str, Any]:
         "r": content.get("r", 8),
         "lora_alpha": float(content.get("lora_alpha", 8)),
         "lora_dropout": content.get("lora_dropout", 0.0),
-        "target_modules": _names(None if restricted else targets, low),
-        "modules_to_save": _names(content.get("modules_to_save"), saved),
+        "target_modules": _module_names(None if restricted else targets, low),
+        "modules_to_save": _module_names(content.get("modules_to_save"), saved),
         "use_rslora": bool(content.get("use_rslora")),
     }
 
 
-def _read(path: str, folder: Path) -> dict[str, Any]:
+def _read_config(path: str, folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
-            FIELD, path, f"its adapter_config.json cannot be read ({error})", "give peft's folder"
+            ADAPTER_FIELD, path, f"its adapter_config.json cannot be read ({error})", "give peft's folder"
         ) from error
     kind = content.get("peft_type") if isinstance(content, dict) else None
     if kind != "LORA":
-        raise ModelError(FIELD, path, f"its adapter_config.json says peft_type {kind!r}", "only LORA is trained here")
+        raise ModelError(
+            ADAPTER_FIELD, path, f"its adapter_config.json says peft_type {kind!r}", "only LORA is trained here"
+        )
     return dict(content)
 
 
-def _names(written: Any, modules: set[str]) -> tuple[str, ...]:
+def _module_names(written: Any, modules: set[str]) -> tuple[str, ...]:
     """The names that the config has, where they are ends of those that the weights have; else those of the weights, as
     peft also takes patterns."""
     names = sorted(written) if isinstance(written, list) else []
@@ -142,15 +148,15 @@ def _names(written: Any, modules: set[str]) -> tuple[str, ...]:
     return tuple(sorted(modules))
 
 
-def _same(given: Any, found: Any) -> bool:
+def _same_setting(given: Any, found: Any) -> bool:
     if isinstance(given, tuple) and isinstance(found, tuple):
         return set(given) == set(found)
     return bool(given == found) or given == "all-linear"  # which layers these are, is held against the model
 
 
-def _plain(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _short(names: list[str]) -> str:
-    return names[0].removeprefix(_PREFIX) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+def _short_name(names: list[str]) -> str:
+    return names[0].removeprefix(_PEFT_PREFIX) + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -1,9 +1,9 @@
 """What can be wrong with a model, as errors with fields."""
 
-from lockstep.watch.errors import Carried
+from lockstep.base.errors import PicklableError
 
 
-class ModelError(Carried, ValueError):
+class ModelError(PicklableError, ValueError):
     """A model, tokenizer or checkpoint that cannot be used as asked.
 
     Attributes:

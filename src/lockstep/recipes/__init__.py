@@ -3,11 +3,11 @@
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.recipes.grpo import grpo
 from lockstep.recipes.sft import sft
-from lockstep.run.open import open_run
-from lockstep.run.prepare import Prepared
+from lockstep.run.lifecycle import open_run
+from lockstep.run.planning.prepare import PreparedRun
 
 
-def train(prepared: Prepared) -> None:
+def train(prepared: PreparedRun) -> None:
     """Runs a prepared run's recipe to its end."""
     with open_run(prepared) as run:
         match run.config:

@@ -1,10 +1,10 @@
 """Group relative policy optimisation (Shao et al. 2024, "DeepSeekMath") and its relatives."""
 
 from lockstep.config.recipes import GRPOConfig
+from lockstep.data.forest_builder import forest_from_rollouts
 from lockstep.data.packing import pack
-from lockstep.data.planted import trees_of_rollouts
-from lockstep.run.advantages import advantages
 from lockstep.run.run import Run
+from lockstep.run.step_advantages import compute_advantages
 
 
 def grpo(run: Run, cfg: GRPOConfig) -> None:
@@ -22,11 +22,11 @@ def grpo(run: Run, cfg: GRPOConfig) -> None:
                 run.collected(step, groups)  # durable: from here on this step is never generated again
             rollouts = groups.rollouts
             with run.stage("pack"):
-                trees = trees_of_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
+                trees = forest_from_rollouts(rollouts, mask_truncated=cfg.loss.mask_truncated)
                 batch = pack(trees, run.policy.ranks, cfg.token_budget, run.policy.info.packing)
             with run.stage("logprobs"):
                 run.policy.annotate(batch, cfg.loss)
-            batch.set_per_target("advantage", advantages(rollouts.rewards, batch, cfg.advantage, cfg.loss.kl))
+            batch.set_per_target("advantage", compute_advantages(rollouts.rewards, batch, cfg.advantage, cfg.loss.kl))
             most, seed = cfg.rollout.sampling.max_tokens, run.seed(step)
             minibatches = batch.minibatches(cfg.epochs, cfg.minibatch_size, cfg.loss, seed=seed, max_tokens=most)
             with run.stage("train"):

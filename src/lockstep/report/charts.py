@@ -1,4 +1,7 @@
-"""Curves as inline SVG that takes its colours from the page's style sheet, so that it follows light and dark."""
+"""Draws curves as inline SVG.
+
+The colours come from the page's style sheet, so that they follow light and dark mode.
+"""
 
 import io
 import math
@@ -13,7 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullLocator
 
-from lockstep.report.top import duration
+from lockstep.base.text import format_duration
 
 Series = Sequence[tuple[float, float]]
 """(step, value) pairs."""
@@ -43,12 +46,12 @@ _STYLE: dict[Any, Any] = {
 }
 _SMOOTH_FROM = 40
 """Points from which a curve is also drawn smoothed, unless it is exact by nature."""
-_MOST = 1000
+_MAX_POINTS = 1000
 """Points of one curve: the card is some 500 pixels wide."""
-_EXACT = frozenset({"policy/lr", "steps"})
-_LABELLED = 20
+_EXACT_METRICS = frozenset({"policy/lr", "steps"})
+_MAX_LABELLED = 20
 """Marks of a chart from which on they have no numbers any more."""
-_ROUND_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+_TICK_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 """Seconds between ticks of a clock."""
 
 
@@ -71,7 +74,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ChartMark:
     """Something that happened, on a chart's axis."""
 
     at: float
@@ -82,7 +85,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnChart:
     title: str
     unit: str
     legend: list[tuple[str, int, str]]
@@ -90,9 +93,9 @@ class Drawn:
     svg: str
 
 
-def draw(
-    chart: Chart, curves: Mapping[str, Series], labels: Mapping[str, str] | None = None, marks: Sequence[Mark] = ()
-) -> Drawn | None:
+def draw_chart(
+    chart: Chart, curves: Mapping[str, Series], labels: Mapping[str, str] | None = None, marks: Sequence[ChartMark] = ()
+) -> DrawnChart | None:
     """The chart as SVG; None where the run has none of its metrics. Points that are not finite leave a gap."""
     present = [name for name in chart.names if any(math.isfinite(value) for _, value in curves.get(name, ()))]
     if not present:
@@ -103,24 +106,28 @@ def draw(
         left = 0.045 if chart.wide else 0.1
         axes = figure.add_axes((left, 0.13, 0.985 - left, 0.8 if chart.wide else 0.82))
         for index, name in enumerate(present):
-            _curve(axes, thinned(curves[name]), _LINES[index % len(_LINES)], smooth=name not in _EXACT)
+            _curve(axes, thinned(curves[name]), _LINES[index % len(_LINES)], smooth=name not in _EXACT_METRICS)
         axes.grid(axis="y")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axes.margins(x=0.015)
         if chart.clock:
-            _clock(axes)
+            _clock_axis(axes)
         _scale(axes, chart, [value for name in present for _, value in curves[name] if math.isfinite(value)])
-        _mark(axes, marks)
+        _draw_marks(axes, marks)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     legend = [
-        ((labels or {}).get(name, name.split("/")[-1].replace("_", " ")), index % len(_LINES) + 1, _last(curves[name]))
+        (
+            (labels or {}).get(name, name.split("/")[-1].replace("_", " ")),
+            index % len(_LINES) + 1,
+            _last_value(curves[name]),
+        )
         for index, name in enumerate(present)
     ]
-    return Drawn(chart.title, chart.unit, legend, _inline(buffer.getvalue()))
+    return DrawnChart(chart.title, chart.unit, legend, _inline(buffer.getvalue()))
 
 
-def thinned(points: Series, most: int = _MOST) -> list[tuple[float, float]]:
+def thinned(points: Series, most: int = _MAX_POINTS) -> list[tuple[float, float]]:
     """At most so many points: means of equally many neighbours. A mean that is not finite stays so."""
     if len(points) <= most:
         return list(points)
@@ -155,21 +162,21 @@ def _scale(axes: Any, chart: Chart, values: list[float]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))
 
 
-def _clock(axes: Any) -> None:
+def _clock_axis(axes: Any) -> None:
     first, last = axes.get_xlim()
-    between = next((each for each in _ROUND_S if (last - first) / each <= 12), _ROUND_S[-1])
+    between = next((each for each in _TICK_STEPS_S if (last - first) / each <= 12), _TICK_STEPS_S[-1])
     axes.xaxis.set_major_locator(MultipleLocator(between) if last - first < 12 * between else MaxNLocator(nbins=7))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: duration(value) if value > 0 else "0"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_duration(value) if value > 0 else "0"))
 
 
-def _mark(axes: Any, marks: Sequence[Mark]) -> None:
+def _draw_marks(axes: Any, marks: Sequence[ChartMark]) -> None:
     """A line where something happened, a band where it lasted, its number above."""
     for mark in marks:
         colour = _FINE if mark.fine else _BAD
         if mark.until > mark.at:
             axes.axvspan(mark.at, mark.until, color=colour, alpha=0.16, linewidth=0, zorder=0)
         axes.axvline(mark.at, color=colour, linewidth=1.0, linestyle=(0, (3, 2)), zorder=1)
-        if len(marks) <= _LABELLED:
+        if len(marks) <= _MAX_LABELLED:
             axes.annotate(
                 mark.label, (mark.at, 1), (3, -1), xycoords=("data", "axes fraction"), textcoords="offset points",
                 va="top", color=colour, fontsize=8.5, fontweight="bold", annotation_clip=False,
@@ -198,7 +205,7 @@ def _curve(axes: Any, points: Series, colour: str, smooth: bool) -> None:
     axes.plot([s for s, _ in mean], [v for _, v in mean], color=colour, linewidth=2.0, solid_capstyle="round")
 
 
-def _last(points: Series) -> str:
+def _last_value(points: Series) -> str:
     value = next((value for _, value in reversed(points) if math.isfinite(value)), math.nan)
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 

@@ -1,4 +1,7 @@
-"""W&B and MLflow as sinks. A resumed run goes on with the run it had there: ids are kept in `tracking.json`."""
+"""Experiment trackers as metric sinks: W&B, MLflow, and a Prometheus exporter.
+
+A resumed run continues its W&B or MLflow run: the ids are kept in `tracking.json`.
+"""
 
 import importlib.util
 import json
@@ -8,28 +11,94 @@ import netrc
 import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lockstep.config.tracking import MLflow, Prometheus, Tracker, WandB
-from lockstep.ledger.files import replace
-from lockstep.report.background import CLOSE_S, Background
-from lockstep.report.exporter import Exporter
-from lockstep.report.sinks import Sink
-from lockstep.watch.secrets import redact, redact_text, secret_values
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.secrets import redact, redact_text, secret_values
+from lockstep.config.run_config import MLflowConfig, PrometheusConfig, TrackerConfig, WandBConfig
+from lockstep.ledger.durable_files import replace_file
+from lockstep.report.metric_sinks import CLOSE_S, BackgroundSink, MetricSink
 
 log = logging.getLogger(__name__)
 
-IDS = "tracking.json"
+PROMETHEUS_CLOSE_S = 5.0
+
+
+class PrometheusExporter:
+    """A sink that answers `GET /metrics`: `lockstep_reward_mean{run="NAME"}` for `reward/mean`, and `lockstep_step`.
+
+    It answers while the run goes on; a port that cannot be had is told and leaves the run alone."""
+
+    def __init__(self, cfg: PrometheusConfig, run: str) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run = run
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = {}
+        self._server: Any = None
+        self._thread: threading.Thread | None = None
+        self.port = 0
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(cfg.port, cfg.host, registry)
+        except OSError as error:
+            log.warning("prometheus cannot listen on %s:%d (%s); the run goes on", cfg.host, cfg.port, error)
+            return
+        self.port = int(self._server.server_port)
+        log.info("prometheus: http://%s:%d/metrics", cfg.host, self.port)
+
+    def collect(self) -> Iterator[Any]:
+        """For prometheus_client, from the server's threads."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            values = dict(self._values)
+        for name, value in values.items():
+            family = GaugeMetricFamily(prometheus_name(name), f"{name} of the last step", labels=["run"])
+            family.add_metric([self._run], value)
+            yield family
+
+    def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        with self._lock:
+            by_name = {prometheus_name(name): name for name in self._values}
+            for name in (*values, "step"):
+                self._values.pop(
+                    by_name.get(prometheus_name(name), name), None
+                )  # of two that look alike, the later one
+            self._values |= {name: float(value) for name, value in values.items()} | {"step": float(step)}
+
+    def close(self, reason: str = "") -> None:
+        """Idempotent."""
+        server, self._server = self._server, None
+        if server is None or self._thread is None:
+            return
+        threading.Thread(target=server.shutdown, name="prometheus stop", daemon=True).start()
+        try:
+            waits.join(self._thread, whom="prometheus", why="its last answer", timeout_s=PROMETHEUS_CLOSE_S)
+        except WaitTimeout:
+            log.warning("prometheus did not stop within %g s", PROMETHEUS_CLOSE_S)
+        server.server_close()
+
+
+def prometheus_name(name: str) -> str:
+    """`lockstep_reward_mean` for `reward/mean`."""
+    return "lockstep_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+IDS_FILE = "tracking.json"
 INIT_S = 20.0
 """Longest time for W&B's server to take a run on; at its exit a process waits for it."""
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}
-_TOLD = ("CUDA", "NCCL", "GLOO", "TORCH", "PYTORCH", "OMP", "MKL", "LOCKSTEP", "TOKENIZERS", "SLURM")
+_ENVIRONMENT_PREFIXES = ("CUDA", "NCCL", "GLOO", "TORCH", "PYTORCH", "OMP", "MKL", "LOCKSTEP", "TOKENIZERS", "SLURM")
 """Beginnings of the variables that say what a run ran on."""
-_LONGEST_PARAM = 500
+_MAX_PARAM_CHARS = 500
 """Characters of a value; what old MLflow servers take."""
 
 
@@ -41,42 +110,50 @@ class TrackingError(ValueError):
         self.kind, self.problem, self.remedy = kind, problem, remedy
 
 
-def check_trackers(trackers: Sequence[Tracker], environment: Mapping[str, str] = os.environ) -> None:
+def check_trackers(trackers: Sequence[TrackerConfig], environment: Mapping[str, str] = os.environ) -> None:
     """Raises TrackingError for a package or a key that is missing. Asks no server."""
     for tracker in trackers:
         package = _PACKAGES[tracker.kind]
         if importlib.util.find_spec(package) is None:
             raise TrackingError(tracker.kind, f"needs the package {package}", "pip install 'lockstep-rl[tracking]'")
-        if isinstance(tracker, WandB) and tracker.mode == "online" and not _has_wandb_key(environment):
+        if isinstance(tracker, WandBConfig) and tracker.mode == "online" and not _has_wandb_key(environment):
             remedy = "export WANDB_API_KEY, run `wandb login`, or set mode: offline"
             raise TrackingError("wandb", "there is no key", remedy)
-        if isinstance(tracker, MLflow):
+        if isinstance(tracker, MLflowConfig):
             _check_uri(tracker.uri or environment.get("MLFLOW_TRACKING_URI"))
 
 
-def open_trackers(trackers: Sequence[Tracker], folder: Path, config: Mapping[str, Any], versions: Any) -> list[Sink]:
+def open_trackers(
+    trackers: Sequence[TrackerConfig], folder: Path, config: Mapping[str, Any], versions: Any
+) -> list[MetricSink]:
     """The sinks; those that speak to servers in the background."""
     known = secret_values(os.environ)
     about = redact({"config": dict(config), "versions": versions, "environment": environment_facts()}, known)
-    sinks: list[Sink] = []
+    sinks: list[MetricSink] = []
     for tracker in trackers:
-        if isinstance(tracker, Prometheus):
-            sinks.append(Exporter(tracker, str(config["name"])))
+        if isinstance(tracker, PrometheusConfig):
+            sinks.append(PrometheusExporter(tracker, str(config["name"])))
         else:
-            sinks.append(_background(tracker, folder, about, known))
+            sinks.append(_background_sink(tracker, folder, about, known))
     return sinks
 
 
 def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that say what a run ran on."""
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(_TOLD)}
+    return {name: value for name, value in sorted(environment.items()) if name.startswith(_ENVIRONMENT_PREFIXES)}
 
 
-def _background(tracker: WandB | MLflow, folder: Path, about: dict[str, Any], known: tuple[str, ...]) -> Background:
-    def opened() -> Sink:
-        return WandBSink(tracker, folder, about) if isinstance(tracker, WandB) else MLflowSink(tracker, folder, about)
+def _background_sink(
+    tracker: WandBConfig | MLflowConfig, folder: Path, about: dict[str, Any], known: tuple[str, ...]
+) -> BackgroundSink:
+    def opened() -> MetricSink:
+        return (
+            WandBSink(tracker, folder, about)
+            if isinstance(tracker, WandBConfig)
+            else MLflowSink(tracker, folder, about)
+        )
 
-    return Background(tracker.kind, opened, known)
+    return BackgroundSink(tracker.kind, opened, known)
 
 
 class WandBSink:
@@ -84,13 +161,13 @@ class WandBSink:
 
     Where the server cannot be had at the start, the run is written to its folder, for `wandb sync`."""
 
-    def __init__(self, cfg: WandB, folder: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: WandBConfig, folder: Path, about: Mapping[str, Any]) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        resumed = _known_id(folder, "wandb")
+        resumed = _stored_id(folder, "wandb")
         id = resumed or secrets.token_hex(6)
-        _keep_id(folder, "wandb", id)
+        _store_id(folder, "wandb", id)
         try:
             self._run = self._started(cfg, folder, about, id, cfg.mode)
         except wandb.errors.Error as error:
@@ -100,12 +177,12 @@ class WandBSink:
             log.warning("wandb cannot be reached (%s): the run writes to %s, for `wandb sync`", why, folder / "wandb")
             own = secrets.token_hex(6)  # the service of this process holds on to the other id
             if not resumed:
-                _keep_id(folder, "wandb", own)
+                _store_id(folder, "wandb", own)
             self._run = self._started(cfg, folder, about, own, "offline")
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
-    def _started(self, cfg: WandB, folder: Path, about: Mapping[str, Any], id: str, mode: str) -> Any:
+    def _started(self, cfg: WandBConfig, folder: Path, about: Mapping[str, Any], id: str, mode: str) -> Any:
         import wandb
 
         settings = wandb.Settings(
@@ -143,7 +220,7 @@ class WandBSink:
 class MLflowSink:
     """One MLflow run, by the client, without MLflow's global state."""
 
-    def __init__(self, cfg: MLflow, folder: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: MLflowConfig, folder: Path, about: Mapping[str, Any]) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder was asked for
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")  # instead of two minutes, seven times
@@ -153,7 +230,7 @@ class MLflowSink:
 
         self._metric = Metric
         self._client = MlflowClient(tracking_uri=cfg.uri)
-        self._id = _known_id(folder, "mlflow") or ""
+        self._id = _stored_id(folder, "mlflow") or ""
         if self._id:
             self._client.update_run(self._id, status="RUNNING")
             return
@@ -161,9 +238,9 @@ class MLflowSink:
         experiment = found.experiment_id if found is not None else self._client.create_experiment(cfg.experiment)
         run = self._client.create_run(experiment, run_name=str(about["config"]["name"]))
         self._id = run.info.run_id
-        _keep_id(folder, "mlflow", self._id)
-        for name, value in _flat("", about):
-            self._client.log_param(self._id, _mlflow_name(name), str(value)[:_LONGEST_PARAM])
+        _store_id(folder, "mlflow", self._id)
+        for name, value in _flatten("", about):
+            self._client.log_param(self._id, _mlflow_name(name), str(value)[:_MAX_PARAM_CHARS])
 
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         moment = round(1000 * (time.time() if at is None else at))
@@ -183,28 +260,30 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _flat(path: str, values: Any) -> list[tuple[str, Any]]:
+def _flatten(path: str, values: Any) -> list[tuple[str, Any]]:
     if isinstance(values, Mapping):
-        return [each for key, value in values.items() for each in _flat(f"{path}.{key}" if path else str(key), value)]
+        return [
+            each for key, value in values.items() for each in _flatten(f"{path}.{key}" if path else str(key), value)
+        ]
     if isinstance(values, list | tuple) and any(isinstance(value, Mapping) for value in values):
-        return [each for index, value in enumerate(values) for each in _flat(f"{path}.{index}", value)]
+        return [each for index, value in enumerate(values) for each in _flatten(f"{path}.{index}", value)]
     return [(path, values)]
 
 
-def _ids(folder: Path) -> dict[str, str]:
+def _read_ids(folder: Path) -> dict[str, str]:
     try:
-        found = json.loads((folder / IDS).read_text())
+        found = json.loads((folder / IDS_FILE).read_text())
     except (OSError, ValueError):
         return {}
     return dict(found) if isinstance(found, dict) else {}
 
 
-def _known_id(folder: Path, kind: str) -> str | None:
-    return _ids(folder).get(kind)
+def _stored_id(folder: Path, kind: str) -> str | None:
+    return _read_ids(folder).get(kind)
 
 
-def _keep_id(folder: Path, kind: str, id: str) -> None:
-    replace(folder / IDS, json.dumps({**_ids(folder), kind: id}, indent=2).encode() + b"\n")
+def _store_id(folder: Path, kind: str, id: str) -> None:
+    replace_file(folder / IDS_FILE, json.dumps({**_read_ids(folder), kind: id}, indent=2).encode() + b"\n")
 
 
 def _has_wandb_key(environment: Mapping[str, str]) -> bool:

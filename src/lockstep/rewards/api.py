@@ -1,6 +1,7 @@
-"""What travels between the scorer pool and its processes."""
+"""What travels between the scorer pool and its processes, and the errors of reward terms."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -9,11 +10,11 @@ import numpy as np
 from lockstep.cluster.user_code import UserCodeError
 from lockstep.data.samples import Episode, Prompt
 
-Signature = Literal["trl", "verl", "openrlhf"]
+FunctionSignature = Literal["trl", "verl", "openrlhf"]
 
 
 @dataclass(slots=True)
-class Sample:
+class RewardSample:
     """One completion to be scored."""
 
     prompt: int
@@ -30,17 +31,17 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Batch:
+class ScoringBatch:
     """Completions that are scored in one call, with their prompts (one for a whole group)."""
 
     step: int
     prompts: list[Prompt]
-    samples: list[Sample]
+    samples: list[RewardSample]
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def pairs(self) -> Iterator[tuple[Prompt, Sample]]:
+    def pairs(self) -> Iterator[tuple[Prompt, RewardSample]]:
         for sample in self.samples:
             yield self.prompts[sample.prompt], sample
 
@@ -54,18 +55,18 @@ class Batch:
         last = len(self) - 1
         return f"sample {self.uid(0)}" if last == 0 else f"{last + 1} samples, {self.uid(0)} to {self.uid(last)}"
 
-    def part(self, start: int, size: int) -> "Batch":
+    def part(self, start: int, size: int) -> "ScoringBatch":
         """At most `size` samples from that position on, with all prompts."""
-        return Batch(self.step, self.prompts, self.samples[start : start + size])
+        return ScoringBatch(self.step, self.prompts, self.samples[start : start + size])
 
-    def alone(self, position: int) -> "Batch":
+    def alone(self, position: int) -> "ScoringBatch":
         """A batch of the sample at this position only."""
         sample = self.samples[position]
-        return Batch(self.step, [self.prompts[sample.prompt]], [replace(sample, prompt=0)])
+        return ScoringBatch(self.step, [self.prompts[sample.prompt]], [replace(sample, prompt=0)])
 
 
 @dataclass(slots=True)
-class Failure:
+class TermFailure:
     """Why a term gave no reward."""
 
     problem: str
@@ -80,14 +81,14 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Scores:
+class TermScores:
     """What one term says about one batch."""
 
     values: list[float | None] = field(default_factory=list)
     """Per sample; None where the term does not apply to it."""
     extras: dict[str, list[float | None]] = field(default_factory=dict)
     """What a function reported besides, per sample: goes to the breakdown as `term/key`."""
-    failure: Failure | None = None
+    failure: TermFailure | None = None
     """Instead of values."""
 
 
@@ -98,7 +99,7 @@ class TermInfo:
     name: str
     function: str
     """What errors call it: the configured path of a user's function, else the kind."""
-    signature: Signature | None
+    signature: FunctionSignature | None
     """None for the verifiers."""
     per_sample: bool
     """Whether progress moves with each sample, or only with each batch."""
@@ -107,21 +108,21 @@ class TermInfo:
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedTerms:
     """Either every term is ready or one is refused."""
 
     terms: list[TermInfo] = field(default_factory=list)
     function: str | None = None
-    failure: Failure | None = None
+    failure: TermFailure | None = None
 
 
 class ScorerAPI(Protocol):
     """A scorer process."""
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> PreparedTerms:
         """Loads the terms, users' modules included, and takes on the limits of memory."""
 
-    def score(self, term: int, batch: Batch) -> Scores:
+    def score(self, term: int, batch: ScoringBatch) -> TermScores:
         """One term over one batch."""
 
 
@@ -160,3 +161,17 @@ class RewardError(RuntimeError):
 
 def _shortened(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
+
+
+def read_api_key(name: str | None, term: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The key in a variable. TermError where the variable is missing, or holds what no header can."""
+    if name is None:
+        return None
+    key = environment.get(name, "").strip()
+    if not key:
+        what = "is empty" if name in environment else "is not set"
+        remedy = "export it, name another one in api_key_env, or set api_key_env to null for a server that needs no key"
+        raise TermError(term, f"the environment variable {name}, which is to hold the key, {what}", remedy)
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise TermError(term, f"the environment variable {name} holds characters that no key has", "export it anew")
+    return key

@@ -5,19 +5,27 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from lockstep.cluster.protocol import Cluster, Pending, RemoteError, Worker, WorkerDied, WorkerSpec, successor
-from lockstep.cluster.user_process import NotLoaded, despite_lost_nodes, last_words, loaded
-from lockstep.config.reward import Math, Reward
-from lockstep.rewards.api import Batch, Prepared, RewardError, ScorerAPI, Scores
-from lockstep.watch.waits import Stalled
+from lockstep.base.bounded_wait import Stalled
+from lockstep.cluster.protocol import (
+    Cluster,
+    PendingResult,
+    RemoteError,
+    Worker,
+    WorkerDied,
+    WorkerSpec,
+    successor_name,
+)
+from lockstep.cluster.user_code import UserCodeNotLoaded, killed_process_log, retry_lost_nodes, wait_until_loaded
+from lockstep.config.reward import MathReward, RewardConfig
+from lockstep.rewards.api import PreparedTerms, RewardError, ScorerAPI, ScoringBatch, TermScores
 
-NEWS_S = 1.5
+PROGRESS_DELAY_S = 1.5
 """Progress is told about once a second: what happened within the limit may be heard of this much later."""
 
 log = logging.getLogger(__name__)
 
 
-class Lost(Exception):
+class ScorerLost(Exception):
     """The process ended, or had to be ended, while it scored."""
 
     def __init__(self, problem: str, log_tail: str) -> None:
@@ -28,7 +36,7 @@ class Lost(Exception):
 class Scorer:
     """One scorer process at a time, replaced when it is lost."""
 
-    def __init__(self, cluster: Cluster, cfg: Reward, base: Path, rank: int) -> None:
+    def __init__(self, cluster: Cluster, cfg: RewardConfig, base: Path, rank: int) -> None:
         self.cluster, self.cfg, self.base, self.rank = cluster, cfg, base, rank
         self.name = f"scorer-{rank}"
         self._worker: Worker | None = None
@@ -40,13 +48,13 @@ class Scorer:
 
     def spec(self) -> WorkerSpec:
         """Of the next process; successors have names of their own, so that the beacon and log of the dead stay."""
-        self._latest = self.name if self._latest is None else successor(self._latest)
-        mathematical = any(isinstance(term, Math) for term in self.cfg.terms)
+        self._latest = self.name if self._latest is None else successor_name(self._latest)
+        mathematical = any(isinstance(term, MathReward) for term in self.cfg.terms)
         return WorkerSpec(
             name=self._latest,
             role="reward",
             rank=self.rank,
-            service="lockstep.rewards.service:ScorerService",
+            service="lockstep.rewards.scorer_service:ScorerService",
             arguments={
                 "terms": [term.model_dump(mode="json") for term in self.cfg.terms],
                 "base": str(self.base),
@@ -57,7 +65,7 @@ class Scorer:
             # A function is one of many side by side: one thread each; few arenas, so that a limit of the address
             # space limits memory and not malloc's reservations.
             environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
-            preload=("lockstep.rewards.service", *(("math_verify",) if mathematical else ())),
+            preload=("lockstep.rewards.scorer_service", *(("math_verify",) if mathematical else ())),
             adoptable=True,
         )
 
@@ -68,7 +76,7 @@ class Scorer:
             self._worker, self._latest = None if stopped else worker, worker.spec.name
         if stopped:
             self.cluster.stop(worker, grace_s=0.0)
-            raise Lost("was stopped", "")
+            raise ScorerLost("was stopped", "")
 
     def missing(self) -> bool:
         return self._worker is None
@@ -77,18 +85,18 @@ class Scorer:
         """Lets `score` start processes again after `stop`."""
         self._stopped = False
 
-    def begin_loading(self) -> Pending[Prepared]:
+    def begin_loading(self) -> PendingResult[PreparedTerms]:
         return self._running().submit(ScorerAPI.prepare)
 
-    def loaded(self, pending: Pending[Prepared]) -> Prepared:
+    def loaded(self, pending: PendingResult[PreparedTerms]) -> PreparedTerms:
         """The terms that the process has loaded. Raises RewardError when a function cannot be used."""
         functions = ", ".join(term.path for term in self.cfg.terms if term.kind == "function") or "the verifiers"
         try:
-            prepared = loaded(pending, functions, self.name, self._kill)
+            prepared = wait_until_loaded(pending, functions, self.name, self._kill)
         except WorkerDied:
             self._forget()
             raise
-        except NotLoaded as error:
+        except UserCodeNotLoaded as error:
             self._forget()
             raise RewardError(functions, error.problem, traceback=error.log_tail) from error
         if prepared.failure is not None:
@@ -96,7 +104,7 @@ class Scorer:
             raise RewardError(prepared.function or functions, failure.problem, traceback=failure.traceback)
         return prepared
 
-    def score(self, term: int, batch: Batch, why: str, limit_s: float) -> Scores:
+    def score(self, term: int, batch: ScoringBatch, why: str, limit_s: float) -> TermScores:
         """One call. Raises Lost when the process died or finished no sample for `limit_s`; the next call starts
         another process. Where it only went with its node, or with its node's agent, the samples are not to blame, and
         another one scores them.
@@ -104,16 +112,16 @@ class Scorer:
         Raises:
             WorkerDied: it went with its node, again and again.
         """
-        return despite_lost_nodes(lambda: self._score(term, batch, why, limit_s), "scores")
+        return retry_lost_nodes(lambda: self._score(term, batch, why, limit_s), "scores")
 
-    def _score(self, term: int, batch: Batch, why: str, limit_s: float) -> Scores:
+    def _score(self, term: int, batch: ScoringBatch, why: str, limit_s: float) -> TermScores:
         if self.missing():
             (worker,) = self.cluster.start([self.spec()])
             self.use(worker)
             self.loaded(self.begin_loading())
         pending = self._running().submit(ScorerAPI.score, term, batch)
         try:
-            return pending.result(why=why, stall_s=limit_s + NEWS_S)
+            return pending.result(why=why, stall_s=limit_s + PROGRESS_DELAY_S)
         except Stalled:
             problem = f"did not finish a sample for {limit_s:g} s (reward.timeout_s); its process was killed"
             raise self._end(problem, pending) from None
@@ -121,7 +129,7 @@ class Scorer:
             self._kill()
             if error.with_node and not self._stopped:
                 raise
-            raise Lost(f"its process {error.how}", error.last_words) from None
+            raise ScorerLost(f"its process {error.how}", error.last_words) from None
         except RemoteError as error:
             if error.kind != "MemoryError":
                 raise
@@ -145,12 +153,12 @@ class Scorer:
     def _running(self) -> Worker:
         worker = self._worker
         if worker is None:
-            raise Lost("was stopped", "")
+            raise ScorerLost("was stopped", "")
         return worker
 
-    def _end(self, problem: str, pending: Pending[Any] | None, log_tail: str = "") -> Lost:
+    def _end(self, problem: str, pending: PendingResult[Any] | None, log_tail: str = "") -> ScorerLost:
         """Kills the process, and collects the end of its log: the stack of what it was in is there."""
         self._kill()
         if pending is not None:
-            log_tail = last_words(pending, self.name)
-        return Lost(problem, log_tail)
+            log_tail = killed_process_log(pending, self.name)
+        return ScorerLost(problem, log_tail)

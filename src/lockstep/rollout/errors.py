@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from lockstep.watch.errors import Carried
+from lockstep.base.errors import PicklableError
 
 
-class BadRequest(Carried, ValueError):
+class BadRequest(PicklableError, ValueError):
     """A request that cannot be served: `request` is its id, `problem` says why."""
 
     def __init__(self, request: str, problem: str) -> None:
@@ -13,7 +13,7 @@ class BadRequest(Carried, ValueError):
         self.request, self.problem = request, problem
 
 
-class BadLogits(Carried, ArithmeticError):
+class BadLogits(PicklableError, ArithmeticError):
     """A distribution that cannot be drawn from: NaN, infinite, or nothing left in it."""
 
     def __init__(self, request: str, index: int, value: float, version: int) -> None:
@@ -24,7 +24,7 @@ class BadLogits(Carried, ArithmeticError):
         self.request, self.index, self.value, self.version = request, index, value, version
 
 
-class WeightsMismatch(Carried, ValueError):
+class WeightsMismatch(PicklableError, ValueError):
     """Published weights that are not the engine's: names it does not have, names it misses."""
 
     error_code = "weights_mismatch"
@@ -39,8 +39,9 @@ class WeightsMismatch(Carried, ValueError):
         self.unknown, self.missing = tuple(unknown), tuple(missing)
 
 
-class InterruptedUpdate(Carried, RuntimeError):
-    """Weights of `version` stopped coming, as `problem` says. The engine serves nobody until it has some whole."""
+class InterruptedUpdate(PicklableError, RuntimeError):
+    """Weights of `version_numbers` stopped coming, as `problem` says. The engine serves nobody until it has some
+    whole."""
 
     error_code = "interrupted_update"
 
@@ -49,15 +50,16 @@ class InterruptedUpdate(Carried, RuntimeError):
         self.version, self.problem = version, problem
 
 
-class TornEngine(Carried, RuntimeError):
-    """An engine that failed in the middle of taking `version`: some of its weights are new and others are not."""
+class TornEngine(PicklableError, RuntimeError):
+    """An engine that failed in the middle of taking `version_numbers`: some of its weights are new and others are
+    not."""
 
     def __init__(self, version: int) -> None:
         super().__init__(f"the engine failed in the middle of taking weights version {version}: it must be replaced")
         self.version = version
 
 
-class NoWeights(Carried, RuntimeError):
+class NoWeights(PicklableError, RuntimeError):
     """An engine that has forgotten its weights (`sleep` at level 2) and was given no others."""
 
     def __init__(self) -> None:

@@ -1,12 +1,15 @@
-"""What every engine refuses of a request, and what it answers for one that never ran."""
+"""What all engines share about requests: seeds, validation, stop conditions."""
 
-from collections.abc import Container
+import hashlib
+from collections.abc import Container, Sequence
+from typing import Any
 
 import numpy as np
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from lockstep.data.samples import Completion
+from lockstep.rollout.engine_protocol import Request
 from lockstep.rollout.errors import BadRequest
-from lockstep.rollout.protocol import Request
 
 
 def check_request(request: Request, prompt: np.ndarray, known: Container[str], context: int, vocabulary: int) -> None:
@@ -37,7 +40,41 @@ def check_request(request: Request, prompt: np.ndarray, known: Container[str], c
         raise BadRequest(request.id, f"has another prompt than the rest of group {request.group!r}")
 
 
-def nothing(request: Request) -> Completion:
+def empty_completion(request: Request) -> Completion:
     """What a request that never ran has."""
     empty = np.zeros(0, np.int32)
     return Completion(request.id, empty, np.zeros(0, np.float32), empty.copy(), "abort", "")
+
+
+def request_seed(run_seed: int, step: int, uid: str, k: int) -> int:
+    """Seed of the `k`-th completion of prompt `make_uid` at `step`: a stable hash, 0 <= seed < 2**63.
+
+    The same on every machine, process and version of Python, so that a generation that is taken up again after
+    a fault goes on as it would have.
+    """
+    digest = hashlib.blake2b(f"{run_seed}\0{step}\0{uid}\0{k}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def stop_window(stop: Sequence[str]) -> int:
+    """How many of the last tokens can hold one of these strings that the last token has completed."""
+    # A token writes at least one byte, bar special ones; some more tokens cover for those.
+    return max(len(each.encode()) for each in stop) + 8
+
+
+def contains_stop(
+    tokenizer: PreTrainedTokenizerBase, tails: Sequence[list[int]], stops: Sequence[Sequence[str]]
+) -> list[bool]:
+    """Whether each tail, the last `reach(stop)` tokens of a completion, holds one of its stop strings."""
+    texts = tokenizer.batch_decode(list(tails))
+    return [any(each in text for each in stop) for text, stop in zip(texts, stops, strict=True)]
+
+
+def eos_tokens(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> frozenset[int]:
+    """Every token that ends a sequence: the tokenizer's and those of the model's generation config."""
+    found: set[int] = set()
+    for source in (tokenizer, generation):
+        value: Any = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(int(token) for token in found)

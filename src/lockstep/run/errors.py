@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-class Refused(Exception):
+class RunRefused(Exception):
     """The run cannot start as asked; nothing was started and nothing on disk was touched."""
 
 
@@ -25,7 +25,7 @@ class NotStarted(RuntimeError):
         self.folder, self.kept = folder, kept
 
 
-class Finished(Exception):
+class RunFinished(Exception):
     """The run that was to go on has come to its end already; nothing was started and nothing on disk was touched."""
 
 

@@ -13,7 +13,7 @@ from types import FrameType
 log = logging.getLogger(__name__)
 
 
-class Interrupt:
+class InterruptHandler:
     """Whether the user (or a scheduler's SIGTERM) asked to stop."""
 
     def __init__(self) -> None:

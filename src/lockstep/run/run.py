@@ -6,30 +6,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from lockstep.base.bounded_wait import Stalled
 from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.config.recipes import GRPOConfig, SFTConfig
-from lockstep.data.documents import DocumentSource
+from lockstep.data.sample_sources import DocumentSource
 from lockstep.ledger.ledger import Ledger
-from lockstep.rewards.pool import ScorerPool
-from lockstep.run.buffer import RolloutBuffer
-from lockstep.run.checkpoints import Checkpoints
-from lockstep.run.engines import Engines
+from lockstep.rewards.scorer_pool import ScorerPool
+from lockstep.rollout.client.rollout_client import RolloutClient
+from lockstep.run.checkpoint_manager import CheckpointManager
 from lockstep.run.errors import Interrupted
-from lockstep.run.evaluate import Evaluator
-from lockstep.run.interrupt import Interrupt
-from lockstep.run.metrics import rollout_metrics, update_metrics
-from lockstep.run.monitor import Monitor
-from lockstep.run.policy import Policy
-from lockstep.run.publish import WeightSync
-from lockstep.run.recovery.trainers import Healing, Trainers
-from lockstep.run.selection import Selection
-from lockstep.watch.waits import Stalled
+from lockstep.run.evaluator import Evaluator
+from lockstep.run.group_filter import GroupFilter
+from lockstep.run.interrupt import InterruptHandler
+from lockstep.run.recovery.trainer_recovery import RecoveryContext, TrainerRecovery
+from lockstep.run.rollout_buffer import RolloutBuffer
+from lockstep.run.telemetry.run_reporter import RunReporter
+from lockstep.run.telemetry.step_metrics import rollout_metrics, update_metrics
+from lockstep.run.trainer_group import TrainerGroup
+from lockstep.run.weight_sync import WeightPublisher
 
 T = TypeVar("T")
 
-GENERATING = ("rollout", "evaluate")
+GENERATION_STAGES = ("rollout", "evaluate")
 """Stages in which engines have the device."""
-TRAINING = ("logprobs", "train")
+TRAINING_STAGES = ("logprobs", "train")
 """Those in which the trainer has it."""
 
 
@@ -42,13 +42,13 @@ class MissingRole(RuntimeError):
 
 
 @dataclass(slots=True)
-class Roles:
+class RunRoles:
     """What was started for the run; None where the config needs none."""
 
-    policy: Policy
-    engines: Engines | None = None
+    policy: TrainerGroup
+    engines: RolloutClient | None = None
     rewards: ScorerPool | None = None
-    weights: WeightSync | None = None
+    weights: WeightPublisher | None = None
     rollouts: RolloutBuffer | None = None
     documents: DocumentSource | None = None
     evaluator: Evaluator | None = None
@@ -67,18 +67,18 @@ class Run:
         config: SFTConfig | GRPOConfig,
         folder: Path,
         ledger: Ledger,
-        roles: Roles,
-        monitor: Monitor,
-        interrupt: Interrupt,
+        roles: RunRoles,
+        monitor: RunReporter,
+        interrupt: InterruptHandler,
         start: int,
-        healing: Healing,
+        healing: RecoveryContext,
     ) -> None:
         self.recovery, self.memory = healing.recovery, healing.memory
         self.config, self.folder, self.ledger, self.roles = config, folder, ledger, roles
         self.monitor, self.interrupt = monitor, interrupt
         self.policy = roles.policy
-        self.checkpoints = Checkpoints(config.checkpoint, folder / "checkpoints", ledger, roles.policy)
-        self.trainers = Trainers(roles.policy, healing, self.checkpoints, ledger, roles.weights, config.trainer)
+        self.checkpoints = CheckpointManager(config.checkpoint, folder / "checkpoints", ledger, roles.policy)
+        self.trainers = TrainerRecovery(roles.policy, healing, self.checkpoints, ledger, roles.weights, config.trainer)
         self._start = self._version = start
         """Steps done at the start, and now."""
         self._settled = -1
@@ -88,24 +88,24 @@ class Run:
         self._row: dict[str, float] = {}
 
     @property
-    def engines(self) -> Engines:
-        return _there(self.roles.engines, "rollout engine")
+    def engines(self) -> RolloutClient:
+        return _require_role(self.roles.engines, "rollout engine")
 
     @property
     def rewards(self) -> ScorerPool:
-        return _there(self.roles.rewards, "reward")
+        return _require_role(self.roles.rewards, "reward")
 
     @property
-    def weights(self) -> WeightSync:
-        return _there(self.roles.weights, "weight sync")
+    def weights(self) -> WeightPublisher:
+        return _require_role(self.roles.weights, "weight sync")
 
     @property
     def rollouts(self) -> RolloutBuffer:
-        return _there(self.roles.rollouts, "rollouts")
+        return _require_role(self.roles.rollouts, "rollouts")
 
     @property
     def documents(self) -> DocumentSource:
-        return _there(self.roles.documents, "documents")
+        return _require_role(self.roles.documents, "documents")
 
     def seed(self, step: int) -> int:
         """Seed of everything that is drawn in a step besides its completions."""
@@ -168,14 +168,14 @@ class Run:
         """Times and shows a stage of the current step. The trainer makes room where engines generate, and engines where
         it trains, if the config says so."""
         with self.monitor.stage(name):
-            if name in GENERATING and self.config.trainer.offload.anything:
+            if name in GENERATION_STAGES and self.config.trainer.offload.anything:
                 self.policy.offload()
-            if name in TRAINING and self.config.placement.shared and self.roles.engines is not None:
+            if name in TRAINING_STAGES and self.config.placement.shared and self.roles.engines is not None:
                 self.roles.engines.sleep()
             yield
         self.recovery.flush()
 
-    def groups(self, step: int) -> Selection:
+    def groups(self, step: int) -> GroupFilter:
         """The step's groups, complete where they are durable already and to be collected otherwise. Asks the engines
         for those that are missing, and for as many steps ahead as the config has."""
         assert self.config.recipe == "grpo"
@@ -183,10 +183,10 @@ class Run:
         stored = self.ledger.stored(step)
         wanted, config = self.config.prompts_per_step, self.config.filter_groups
         if stored is None:
-            return Selection(step, wanted, config)
-        return Selection(step, wanted, config, stored.rollouts, stored.extra)
+            return GroupFilter(step, wanted, config)
+        return GroupFilter(step, wanted, config, stored.rollouts, stored.extra)
 
-    def collected(self, step: int, groups: Selection) -> None:
+    def collected(self, step: int, groups: GroupFilter) -> None:
         """Makes a step's scored rollouts durable. Those of a step that is done again come from the ledger: they are
         not compared with themselves, as other versions of libraries write other bytes for the same."""
         if groups.stored is None:
@@ -203,7 +203,7 @@ class Run:
                 self.memory.write(step + 1)
 
     def export(self, name: str) -> None:
-        """Writes `export` or `adapter`."""
+        """Writes `export_handle` or `adapter`."""
         done = False
         while not done:
             with self._healing():
@@ -212,7 +212,7 @@ class Run:
                 done = True
 
     def _boundary(self, version: int) -> None:
-        """Between two steps, with `version` steps done: evaluation, checkpoint, Ctrl-C."""
+        """Between two steps, with `version_numbers` steps done: evaluation, checkpoint, Ctrl-C."""
         last = version == self.config.steps
         evaluator = self.roles.evaluator
         if evaluator is not None and evaluator.due(version, last):
@@ -235,7 +235,7 @@ class Run:
             raise Interrupted(f"stopped after step {version} of {self.config.steps}")
 
 
-def _there(role: T | None, name: str) -> T:
+def _require_role(role: T | None, name: str) -> T:
     if role is None:
         raise MissingRole(name)
     return role

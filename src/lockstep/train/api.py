@@ -1,7 +1,6 @@
-"""The trainer as the controller sees it: typed calls, no tensors of the model, no torch.
-
-The service behind it is `lockstep.train.service:TrainerService`, one per rank. Every call but `saved` goes to
-all ranks in the same order, because the ranks meet in collectives inside.
+"""The trainer as the controller sees it: typed remote calls without tensors of the model. The service behind it is
+`lockstep.train:TrainerService`, one per rank. Every call but `saved` goes to all ranks in the same
+order, because the ranks meet in collectives inside.
 """
 
 from abc import ABC, abstractmethod
@@ -10,13 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.data.batch import Hand
-from lockstep.train.protocol import StepStats, Want
+from lockstep.data.micro_batch import EncodedMicroBatches
+from lockstep.train.trainer_protocol import EvaluateOutput, StepStats
 
-SERVICE = "lockstep.train.service:TrainerService"
+TRAINER_SERVICE = "lockstep.train.trainer_service:TrainerService"
 """What a `WorkerSpec.service` names."""
 
-PRELOAD = ("torch", "transformers", "lockstep.train.service")
+TRAINER_PRELOAD = ("torch", "transformers", "lockstep.train.trainer_service")
 """What a template process imports before it forks trainer ranks."""
 
 
@@ -65,11 +64,11 @@ class TrainerAPI(ABC):
         """The same again, without work."""
 
     @abstractmethod
-    def evaluate(self, hand: Hand, want: list[Want]) -> list[dict[str, np.ndarray]]:
+    def evaluate(self, hand: EncodedMicroBatches, want: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
         """Per micro-batch the wanted values, float32 `[targets]`, without gradients."""
 
     @abstractmethod
-    def step(self, hand: Hand, loss: dict[str, Any]) -> StepStats:
+    def step(self, hand: EncodedMicroBatches, loss: dict[str, Any]) -> StepStats:
         """One optimizer step; `loss` is the config's, as `model_dump(mode="json")`. Raises NonFinite before weights
         are touched."""
 

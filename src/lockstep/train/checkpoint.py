@@ -33,31 +33,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future as TorchFuture
 
-from lockstep.train.distributed import Ranks
-from lockstep.watch import beacon, waits
+from lockstep.base import waits
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.errors import CheckpointError
+from lockstep.watch.beacon import writer
 
 log = logging.getLogger(__name__)
 
 # One rank saves, and every rank loads, without collectives on purpose: torch would say so each time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-MANIFEST = "checkpoint.json"
-FORMAT = 1
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or must not be read."""
-
-    error_code = "checkpoint_unusable"
-
-    def __init__(self, folder: Path, reason: str) -> None:
-        super().__init__(f"checkpoint {folder}: {reason}")
-        self.folder, self.reason = folder, reason
+MANIFEST_FILE = "checkpoint.json"
+CHECKPOINT_FORMAT = 1
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(slots=True)
-class Rows:
+class LocalRows:
     """This rank's rows of a tensor that is sharded by rows over all ranks (the whole of it at one rank)."""
 
     local: Tensor
@@ -65,7 +57,7 @@ class Rows:
     """Of the whole tensor."""
 
 
-class _Files(FileSystemWriter):
+class _FileWriter(FileSystemWriter):
     """torch's writer, with the operating system's own words when a write fails."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
@@ -81,17 +73,17 @@ class _Files(FileSystemWriter):
             raise OSError(cause.errno, cause.strerror, str(self.path)) from error
 
 
-class Writer:
+class CheckpointWriter:
     """Writes one rank's part of checkpoints in the background, one at a time."""
 
-    def __init__(self, ranks: Ranks, generation: int = 1) -> None:
+    def __init__(self, ranks: ParallelContext, generation: int = 1) -> None:
         self.ranks, self.generation = ranks, generation
         self._count = 0
         self._future: Future[None] | None = None
-        self._mesh = _mesh(ranks)
+        self._mesh = _storage_mesh(ranks)
 
     def save(
-        self, folder: Path, sharded: Mapping[str, Rows], whole: Mapping[str, Tensor], facts: dict[str, Any]
+        self, folder: Path, sharded: Mapping[str, LocalRows], whole: Mapping[str, Tensor], facts: dict[str, Any]
     ) -> None:
         """Copies the state and begins to write it; an earlier save is waited for first.
 
@@ -106,7 +98,7 @@ class Writer:
         self.finish()
         self._count += 1
         state: dict[str, Tensor] = {
-            name: _distributed(rows.local.detach().to("cpu", copy=True), rows.shape, self._mesh)
+            name: _as_dtensor(rows.local.detach().to("cpu", copy=True), rows.shape, self._mesh)
             for name, rows in sharded.items()
             if self.ranks.replica == 0  # the other copies hold the same
         }
@@ -138,9 +130,9 @@ class Writer:
         try:
             self._write_files(temporary, folder, state, facts)
             error = None
-            beacon.current().add("checkpoints", 1)
+            writer.current_beacon().add("checkpoints", 1)
         except (CheckpointException, OSError, RuntimeError, ValueError) as problem:
-            error = CheckpointError(folder, _cause(problem) + _room(problem, folder))
+            error = CheckpointError(folder, _first_failure(problem) + _free_space_hint(problem, folder))
         finally:
             if error is None:
                 future.set_result(None)
@@ -152,7 +144,7 @@ class Writer:
     def _write_files(self, temporary: Path, folder: Path, state: dict[str, Tensor], facts: dict[str, Any]) -> None:
         metadata = dcp_save(
             state,
-            storage_writer=_Files(temporary, sync_files=True),
+            storage_writer=_FileWriter(temporary, sync_files=True),
             process_group=self.ranks.storage,
             no_dist=self.ranks.world == 1,
         )
@@ -169,11 +161,13 @@ class Writer:
         """Rank 0, when the files of all ranks are on disk: the manifest, and the final name."""
         names = {stored.relative_path for stored in (metadata.storage_data or {}).values()} | {".metadata"}
         files = {name: (temporary / name).stat().st_size for name in sorted(names)}
-        _write_durably(temporary / MANIFEST, {"format": FORMAT, "world": self.ranks.world, "files": files, **facts})
-        publish(temporary, folder)
+        _write_json_durably(
+            temporary / MANIFEST_FILE, {"format": CHECKPOINT_FORMAT, "world": self.ranks.world, "files": files, **facts}
+        )
+        commit_folder(temporary, folder)
 
 
-def publish(temporary: Path, folder: Path) -> None:
+def commit_folder(temporary: Path, folder: Path) -> None:
     """Gives a finished folder its final name, durably; one of the same name (a step done again) is replaced."""
     sync_folder(temporary)
     stale = folder.with_name(f"{folder.name}.tmp-replaced")
@@ -194,15 +188,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if ".tmp-" in folder.name:
         raise CheckpointError(folder, "is the temporary folder of a save that did not end; use a complete one")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST_FILE).read_text())
         files: dict[str, int] = manifest["files"]
         found = manifest["format"]
     except FileNotFoundError:
-        raise CheckpointError(folder, f"has no {MANIFEST}: it is no complete checkpoint") from None
+        raise CheckpointError(folder, f"has no {MANIFEST_FILE}: it is no complete checkpoint") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(folder, f"{MANIFEST} cannot be read ({error})") from error
-    if found != FORMAT:
-        raise CheckpointError(folder, f"has format {found}, this version of lockstep reads {FORMAT}")
+        raise CheckpointError(folder, f"{MANIFEST_FILE} cannot be read ({error})") from error
+    if found != CHECKPOINT_FORMAT:
+        raise CheckpointError(folder, f"has format {found}, this version of lockstep reads {CHECKPOINT_FORMAT}")
     for name, size in files.items():
         path = folder / name
         actual = path.stat().st_size if path.exists() else None
@@ -212,11 +206,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest  # type: ignore[no-any-return]
 
 
-def load(
+def load_checkpoint(
     folder: Path,
-    sharded: Mapping[str, Rows],
+    sharded: Mapping[str, LocalRows],
     whole: Mapping[str, Tensor],
-    ranks: Ranks,
+    ranks: ParallelContext,
     expected: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fills this rank's tensors from a checkpoint of any number of ranks; without collectives.
@@ -246,19 +240,19 @@ def load(
         if shape != rows.shape:
             what = "does not have" if shape is None else f"has with shape {shape}"
             raise CheckpointError(folder, f"is of another model: it {what} {name!r}, expected shape {rows.shape}")
-    mesh = _mesh(ranks)
+    mesh = _storage_mesh(ranks)
     state: dict[str, Tensor] = {
-        name: _distributed(torch.empty_like(rows.local, device="cpu"), rows.shape, mesh)
+        name: _as_dtensor(torch.empty_like(rows.local, device="cpu"), rows.shape, mesh)
         for name, rows in sharded.items()
     }
     state.update({name: torch.empty_like(tensor, device="cpu") for name, tensor in whole.items() if name in known})
     try:
         dcp_load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(folder, f"cannot be read: {_cause(error)}") from error
+        raise CheckpointError(folder, f"cannot be read: {_first_failure(error)}") from error
     with torch.no_grad():
         for name, rows in sharded.items():
-            rows.local.copy_(_local(state[name]))
+            rows.local.copy_(_to_local(state[name]))
         for name, tensor in whole.items():
             if name in state:
                 tensor.copy_(state[name])
@@ -280,21 +274,21 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _write_durably(path: Path, content: dict[str, Any]) -> None:
+def _write_json_durably(path: Path, content: dict[str, Any]) -> None:
     with path.open("w") as file:
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _mesh(ranks: Ranks) -> DeviceMesh | None:
+def _storage_mesh(ranks: ParallelContext) -> DeviceMesh | None:
     """Of the ranks that share the rows of one copy."""
     if ranks.storage is None or ranks.world == 1:
         return None
     return DeviceMesh.from_group(ranks.copy_storage or ranks.storage, "cpu")
 
 
-def _distributed(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None) -> Tensor:
+def _as_dtensor(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None) -> Tensor:
     """The rows as a tensor that knows its place in the whole, for torch's planner."""
     if mesh is None:
         return local
@@ -302,22 +296,59 @@ def _distributed(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None)
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _room(problem: BaseException, folder: Path) -> str:
+def _free_space_hint(problem: BaseException, folder: Path) -> str:
     """How much there is and what helps, where a full disk was the cause; torch may have wrapped that twice."""
     inner: list[BaseException] = [error for error, _ in getattr(problem, "failures", {}).values()] or [problem]
-    if not any(isinstance(error, OSError) and error.errno in _NO_ROOM for error in inner):
+    if not any(isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS for error in inner):
         return ""
     return f"; {shutil.disk_usage(folder.parent).free:,} bytes are free there: make room, then resume the run"
 
 
-def _cause(problem: BaseException) -> str:
+def _first_failure(problem: BaseException) -> str:
     """The first failure, named by rank where torch wrapped one."""
     if isinstance(problem, CheckpointException) and problem.failures:
         rank, (inner, frames) = min(problem.failures.items())
         log.error("checkpoint failed on rank %d: %s\n%s", rank, inner, "".join(traceback.format_list(frames)))
         return f"rank {rank}: {type(inner).__name__}: {inner}"
     return f"{type(problem).__name__}: {problem}"
+
+
+def checkpoints_to_keep(steps: Mapping[int, float | None], keep_last: int, keep_best: bool) -> set[int]:
+    """Which checkpoints to keep: the newest `keep_last`, and the one with the highest metric (the newest of equals)."""
+    keep = set(sorted(steps)[-keep_last:])
+    rated = [(metric, step) for step, metric in steps.items() if metric is not None]
+    if keep_best and rated:
+        keep.add(max(rated)[1])
+    return keep
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Deletes a checkpoint; a deletion that is cut short leaves nothing that looks complete."""
+    doomed = folder.with_name(f"{folder.name}.tmp-removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_leftovers(parent: Path) -> list[Path]:
+    """Deletes what cut saves and deletions have left in `parent_pid`; call it when no trainer runs. What it deleted."""
+    leftovers = sorted(path for path in parent.glob("*.tmp-*") if path.is_dir())
+    for path in leftovers:
+        shutil.rmtree(path)
+    return leftovers
+
+
+def checkpoint_bytes(parent: Path) -> int:
+    """Bytes of all checkpoints in `parent_pid`, unfinished ones included: moves while a save makes progress."""
+    total = 0
+    for folder, _, files in os.walk(parent):  # unlike rglob, it passes over folders that are renamed meanwhile
+        for name in files:
+            try:
+                total += Path(folder, name).stat().st_size
+            except FileNotFoundError:
+                continue
+    return total

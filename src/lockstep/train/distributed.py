@@ -1,11 +1,14 @@
-"""A rank among its peers: the communicators, and the only collectives that the trainer issues itself.
+"""Before ranks make their communicators, each writes that it is there; who is missing is told meanwhile.
 
-There are five: `gather` of one fixed vector per step, `gather_flat` of an adapter before weights leave, `gather_bucket`
-of some weights on their way from device to device, `gather_rows` of one parameter during an export, and `agree` at the
-end of a checkpoint. All others are FSDP2's and, on a communicator
-of their own, torch's checkpoint writer's.
+A communicator's own rendezvous says only that somebody did not come. Here rank 0 looks at one key for each rank in the
+store, tells every second whose are not there, and writes one word for all: that they are complete, or who is missing.
+Its wait names them as well, which the controller, who waits for it, shows to people.
 """
 
+import json
+import logging
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,17 +19,115 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.train.bringup import Fallback, choose_backend, measure, nccl_trial
-from lockstep.train.rendezvous import meet
-from lockstep.train.shards import rows_of
-from lockstep.watch import recorder, waits
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout, narrow_wait, track_wait
+from lockstep.base.text import summarize_list
+from lockstep.train.collective_backend import BackendFallback, choose_backend, measure_collectives, nccl_trial
+from lockstep.watch.recorder import recorder
+
+log = logging.getLogger(__name__)
+
+MISSING_LOG_EVERY_S = 1.0
+STORE_POLL_EVERY_S = 0.05
+RESULT_MARGIN_S = 10.0
+"""So much later than rank 0, the others stop waiting for its word."""
+_MAX_NAMES = 8
+_MAX_BEACON_NAMES = 4
+"""So many names fit a beacon."""
+
+
+class RanksMissing(RuntimeError):
+    """Ranks that did not come to the rendezvous: which, of how many."""
+
+    def __init__(self, missing: Sequence[str], world: int, after_s: float) -> None:
+        super().__init__(
+            f"{summarize_list(missing, _MAX_NAMES)} of {world} ranks did not come to the rendezvous within {after_s:g} s: look for "
+            "the end of those in their logs, and whether their nodes reach the store"
+        )
+        self.missing, self.world, self.after_s = tuple(missing), world, after_s
+
+
+def wait_for_ranks(store: Store, rank: int, world: int, names: Sequence[str], bound_s: float) -> None:
+    """Returns when all ranks are there.
+
+    Args:
+        store: of this meeting alone; rank r's key in it is `joined/r`, with its host.
+        names: of all ranks, for people: `policy-3 on node-b`.
+
+    Raises:
+        RanksMissing: on every rank that came, with the same names.
+    """
+    store.set(f"joined/{rank}", json.dumps({"host": socket.gethostname()}))
+    if rank == 0:
+        _collect_ranks(store, world, names, bound_s)
+        return
+    try:
+        word = waits.store_get(
+            store, "over", whom=_without_nodes(names[:1]), why="all ranks are there", every_s=STORE_POLL_EVERY_S,
+            timeout_s=bound_s + RESULT_MARGIN_S,
+        )  # fmt: skip
+        missing = json.loads(word)
+    except WaitTimeout:
+        missing = _missing_ranks(store, range(world))  # rank 0 is one of them, or has ended
+    if missing:
+        raise RanksMissing([names[each] for each in missing], world, bound_s)
+
+
+def _collect_ranks(store: Store, world: int, names: Sequence[str], bound_s: float) -> None:
+    """What rank 0 does."""
+    missing, told = list(range(world)), time.monotonic()
+
+    def complete() -> bool | None:
+        nonlocal missing, told
+        missing = [] if store.check([f"joined/{each}" for each in missing]) else _missing_ranks(store, missing)
+        narrow_wait(_without_nodes(_names_of(names, missing)))
+        if missing and time.monotonic() - told >= MISSING_LOG_EVERY_S:
+            told = time.monotonic()
+            log.warning(
+                "%d of %d ranks are there, missing: %s",
+                world - len(missing),
+                world,
+                summarize_list(_names_of(names, missing), _MAX_NAMES),
+            )
+        return None if missing else True
+
+    try:
+        waits.poll(
+            complete, kind="rendezvous", whom=_without_nodes(names), why="all ranks are there", every_s=STORE_POLL_EVERY_S,
+            timeout_s=bound_s,
+        )  # fmt: skip
+    except WaitTimeout as error:
+        store.set("over", json.dumps(missing))
+        raise RanksMissing(_names_of(names, missing), world, bound_s) from error
+    store.set("over", "[]")
+
+
+def _missing_ranks(store: Store, ranks: Sequence[int]) -> list[int]:
+    return [each for each in ranks if not store.check([f"joined/{each}"])]
+
+
+def _names_of(names: Sequence[str], ranks: Sequence[int]) -> list[str]:
+    return [names[each] for each in ranks]
+
+
+def _without_nodes(names: Sequence[str]) -> str:
+    """As waits name processes: without their nodes, by which who watches knows them."""
+    return summarize_list(names, _MAX_BEACON_NAMES, lambda name: name.partition(" on ")[0])
+
+
+def shard_rows(rank: int, world: int, rows: int) -> tuple[int, int]:
+    """First and last (exclusive) row of `rank` where `rows` are sharded over `world` ranks as FSDP2 does:
+    chunks of `ceil(rows / world)`, the last ones shorter or empty."""
+    chunk = -(-rows // world)
+    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
 
 RENDEZVOUS_S = 600.0
 """Bound of the meeting of all ranks: torch's import alone can take a minute on a loaded host."""
 
 
 @dataclass(slots=True)
-class Ranks:
+class ParallelContext:
     """This rank's place and its communicators."""
 
     rank: int = 0
@@ -61,7 +162,7 @@ class Ranks:
 
     def rows(self, count: int) -> tuple[int, int]:
         """First and last (exclusive) row that this rank holds of a parameter of so many rows."""
-        return rows_of(self.rank % self.shards, self.shards, count)
+        return shard_rows(self.rank % self.shards, self.shards, count)
 
     def mesh(self) -> DeviceMesh:
         """Of FSDP2: `[ranks]`, with several copies `[copies, ranks of one]`."""
@@ -109,7 +210,7 @@ class Ranks:
             return local.detach().cpu()
         if self.replica:
             return None
-        first, last = rows_of(0, self.shards, rows)
+        first, last = shard_rows(0, self.shards, rows)
         mine = local.new_zeros((last - first, *local.shape[1:]))
         mine[: local.shape[0]] = local.detach()
         parts = [torch.empty_like(mine) for _ in range(self.shards)] if self.rank == 0 else None
@@ -136,7 +237,7 @@ class Ranks:
         waits.work(work, communicator="trainer", operation=operation, why=why, timeout_s=self.timeout_s)
 
 
-def join(
+def join_ranks(
     rank: int,
     world: int,
     device: torch.device,
@@ -144,9 +245,9 @@ def join(
     prefix: str,
     timeout_s: float,
     replicas: int = 1,
-    fallback: Fallback = "none",
+    fallback: BackendFallback = "none",
     names: Sequence[str] = (),
-) -> Ranks:
+) -> ParallelContext:
     """Meets the other ranks at the store that the controller hosts.
 
     From here on what this process does on communicators is recorded, and a collective that does not fit what a peer on
@@ -167,34 +268,34 @@ def join(
         torch.distributed.DistStoreError: the store cannot be reached.
     """
     if world == 1 and device.type == "cpu":
-        return Ranks(device=device, timeout_s=timeout_s)
+        return ParallelContext(device=device, timeout_s=timeout_s)
     if world > 1 and store is None:
         raise ValueError(f"{world} trainer ranks need a store to meet at; give store_host and store_port")
     recorder.install(refuse=True, links=True, scope=prefix)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with waits.waiting("rendezvous", f"{world} trainer ranks", f"rank {rank} joins {prefix}", RENDEZVOUS_S):
+    with track_wait("rendezvous", f"{world} trainer ranks", f"rank {rank} joins {prefix}", RENDEZVOUS_S):
         meeting: Store = (
             HashStore() if store is None else TCPStore(*store, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
         )
         names = names or [f"rank {each}" for each in range(world)]
-        meet(PrefixStore(f"{prefix}/meeting", meeting), rank, world, names, RENDEZVOUS_S)
-        backend, slower = _backend(PrefixStore(f"{prefix}/backend", meeting), rank, world, device, fallback)
+        wait_for_ranks(PrefixStore(f"{prefix}/meeting", meeting), rank, world, names, RENDEZVOUS_S)
+        backend, slower = _select_backend(PrefixStore(f"{prefix}/backend", meeting), rank, world, device, fallback)
         bound, own = timedelta(seconds=timeout_s), PrefixStore(prefix, meeting)
         dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=bound)
         storage = dist.new_group(backend="gloo", timeout=bound, group_desc="checkpoint")
-    ranks = Ranks(rank, world, device, timeout_s, dist.group.WORLD, storage, replicas)
+    ranks = ParallelContext(rank, world, device, timeout_s, dist.group.WORLD, storage, replicas)
     if slower:
         assert ranks.group is not None
-        ranks.slower = (
-            f"{slower}. The trainer's collectives run on gloo: {measure(ranks.group, world, device, timeout_s)}"
-        )
+        ranks.slower = f"{slower}. The trainer's collectives run on gloo: {measure_collectives(ranks.group, world, device, timeout_s)}"
     if replicas > 1:
-        _part(ranks, bound)
+        _make_replica_groups(ranks, bound)
     return ranks
 
 
-def _backend(table: Store, rank: int, world: int, device: torch.device, fallback: Fallback) -> tuple[str, str]:
+def _select_backend(
+    table: Store, rank: int, world: int, device: torch.device, fallback: BackendFallback
+) -> tuple[str, str]:
     """Of the ranks' communicators, and why its collectives are slower than they should be, empty where they are not.
     Every rank gets the same."""
     if device.type != "cuda":
@@ -204,15 +305,15 @@ def _backend(table: Store, rank: int, world: int, device: torch.device, fallback
     return ("cpu:gloo,cuda:nccl" if found == "nccl" else "cpu:gloo,cuda:gloo"), slower
 
 
-def _part(ranks: Ranks, bound: timedelta) -> None:
+def _make_replica_groups(ranks: ParallelContext, bound: timedelta) -> None:
     """Makes the communicators within and across copies."""
     places = torch.arange(ranks.world).view(ranks.replicas, ranks.shards)
-    ranks.copy = _mine(places.tolist(), ranks.rank, bound, "copy")
-    ranks.across = _mine(places.T.tolist(), ranks.rank, bound, "across copies")
-    ranks.copy_storage = _mine(places.tolist(), ranks.rank, bound, "checkpoint of a copy", "gloo")
+    ranks.copy = _new_group_with(places.tolist(), ranks.rank, bound, "copy")
+    ranks.across = _new_group_with(places.T.tolist(), ranks.rank, bound, "across copies")
+    ranks.copy_storage = _new_group_with(places.tolist(), ranks.rank, bound, "checkpoint of a copy", "gloo")
 
 
-def _mine(
+def _new_group_with(
     members: list[list[int]], rank: int, bound: timedelta, name: str, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """The one of several disjoint communicators that this rank is in; every rank makes all of them."""

@@ -12,29 +12,30 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lockstep.config.model import Model
-from lockstep.models.load import load_tokenizer
+from lockstep.config.model import ModelConfig
+from lockstep.models.hf_checkpoint import named_state, resolve_folder
+from lockstep.models.huggingface import quiet_transformers
 from lockstep.models.lora import peft_config
-from lockstep.models.policy import Policy
-from lockstep.models.quiet import quiet
-from lockstep.models.weights import named_state, resolve_folder
-from lockstep.train.checkpoint import CheckpointError, publish, sync_file
-from lockstep.train.distributed import Ranks
-from lockstep.train.merge import Weight
-from lockstep.watch import beacon
+from lockstep.models.model_loader import load_tokenizer
+from lockstep.models.policy_model import PolicyModel
+from lockstep.train.checkpoint import commit_folder, sync_file
+from lockstep.train.distributed import ParallelContext
+from lockstep.train.errors import CheckpointError
+from lockstep.train.merged_weights import LazyWeight
+from lockstep.watch.beacon import writer
 
-FILE_BYTES = 5_000_000_000
+MAX_FILE_BYTES = 5_000_000_000
 """A safetensors file is closed when the next tensor would make it larger than this."""
 
 
 def export_model(
     folder: Path,
-    policy: Policy,
-    weights: Mapping[str, Weight],
-    model: Model,
+    policy: PolicyModel,
+    weights: Mapping[str, LazyWeight],
+    model: ModelConfig,
     dtype: torch.dtype,
-    ranks: Ranks,
-    file_bytes: int = FILE_BYTES,
+    ranks: ParallelContext,
+    file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes config, tokenizer and weights (in `dtype`) into `folder`, which appears when it is complete.
 
@@ -44,8 +45,8 @@ def export_model(
         CheckpointError: on rank 0, when something could not be written; `folder` is then as it was.
     """
     temporary = folder.with_name(f"{folder.name}.tmp-export")
-    sizes = {name: _bytes(weight.shape, dtype) for name, weight in weights.items()}
-    files = _files(sizes, file_bytes)
+    sizes = {name: _tensor_bytes(weight.shape, dtype) for name, weight in weights.items()}
+    files = _plan_files(sizes, file_bytes)
     buffers = {name: value for name, value in named_state(policy) if not isinstance(value, nn.Parameter)}
     error: OSError | SafetensorError | None = None
     if ranks.rank == 0:
@@ -60,7 +61,7 @@ def export_model(
             if whole is not None and error is None:
                 tensors[name] = whole
             done += 1
-            beacon.current().progress("tensors exported", done, len(weights))
+            writer.current_beacon().progress("tensors exported", done, len(weights))
         if ranks.rank == 0 and error is None:
             try:
                 _write_weights(temporary, file, tensors)
@@ -68,10 +69,12 @@ def export_model(
                 error = problem
     if ranks.rank == 0:
         files[next(iter(files))].extend(buffers)
-        _finish(folder, temporary, policy, files, sum(sizes.values()), model, dtype, error)
+        _finish_export(folder, temporary, policy, files, sum(sizes.values()), model, dtype, error)
 
 
-def export_adapter(folder: Path, policy: Policy, adapter: Mapping[str, Tensor], model: Model, ranks: Ranks) -> None:
+def export_adapter(
+    folder: Path, policy: PolicyModel, adapter: Mapping[str, Tensor], model: ModelConfig, ranks: ParallelContext
+) -> None:
     """Writes an adapter with what is trained beside it, whole and by the names of peft's files, as peft does, with the
     tokenizer; rank 0 alone.
 
@@ -85,40 +88,40 @@ def export_adapter(folder: Path, policy: Policy, adapter: Mapping[str, Tensor], 
     settings = peft_config(policy, model.adapter)
     settings.base_model_name_or_path = str(base.resolve()) if base.is_dir() else model.path
     settings.inference_mode = True
-    with _published(temporary, folder, "adapter"):
+    with _commit_or_discard(temporary, folder, "adapter"):
         shutil.rmtree(temporary, ignore_errors=True)
         _write_weights(temporary, "adapter_model.safetensors", {name: part.cpu() for name, part in adapter.items()})
-        with quiet():
+        with quiet_transformers():
             settings.save_pretrained(temporary)
             load_tokenizer(model).save_pretrained(temporary)
 
 
-def _finish(
+def _finish_export(
     folder: Path,
     temporary: Path,
-    policy: Policy,
+    policy: PolicyModel,
     files: Mapping[str, list[str]],
     size: int,
-    model: Model,
+    model: ModelConfig,
     dtype: torch.dtype,
     error: OSError | SafetensorError | None,
 ) -> None:
-    with _published(temporary, folder, "model"):
+    with _commit_or_discard(temporary, folder, "model"):
         if error is not None:
             raise error
-        _write_rest(temporary, policy, model, dtype)
+        _write_config_and_tokenizer(temporary, policy, model, dtype)
         if len(files) > 1 or "model.safetensors" not in files:
             _write_index(temporary, files, size)
 
 
 @contextmanager
-def _published(temporary: Path, folder: Path, what: str) -> Iterator[None]:
+def _commit_or_discard(temporary: Path, folder: Path, what: str) -> Iterator[None]:
     """Makes what the block writes durable and gives it its name, or leaves nothing of it."""
     try:
         yield
         for path in temporary.iterdir():
             sync_file(path)
-        publish(temporary, folder)
+        commit_folder(temporary, folder)
     except (OSError, SafetensorError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(folder, f"the {what} could not be exported: {problem}") from problem
@@ -129,7 +132,7 @@ def _write_weights(folder: Path, file: str, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / file, {"format": "pt"})
 
 
-def _write_rest(folder: Path, policy: Policy, model: Model, dtype: torch.dtype) -> None:
+def _write_config_and_tokenizer(folder: Path, policy: PolicyModel, model: ModelConfig, dtype: torch.dtype) -> None:
     """Config, generation config, tokenizer, a remote model's code."""
     source = resolve_folder(model.path, model.revision)
     config = copy.deepcopy(policy.config)
@@ -137,7 +140,7 @@ def _write_rest(folder: Path, policy: Policy, model: Model, dtype: torch.dtype) 
     if hasattr(config, "quantization_config"):  # what is written are plain weights
         del config.quantization_config
     config.architectures = [type(policy.lm).__name__.removeprefix("FSDP")]
-    with quiet():
+    with quiet_transformers():
         config.save_pretrained(folder)
         load_tokenizer(model).save_pretrained(folder)
     for path in sorted([*source.glob("*.py"), *source.glob("generation_config.json")]):
@@ -150,15 +153,15 @@ def _write_index(folder: Path, files: Mapping[str, list[str]], total: int) -> No
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+def _plan_files(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     """The names in each file, in the order of `sizes`, named as transformers names them."""
-    groups = list(_groups(sizes, limit))
+    groups = list(_group_by_size(sizes, limit))
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
-def _groups(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+def _group_by_size(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     names: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -170,5 +173,5 @@ def _groups(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     yield names
 
 
-def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.watch.errors import Carried
+from lockstep.base.errors import PicklableError
 
 
-class WeightsError(Carried, RuntimeError):
+class WeightsError(PicklableError, RuntimeError):
     """Weights that cannot be written, committed or read."""
 
 
@@ -48,7 +48,8 @@ class TornWeights(WeightsError):
 
 
 class StaleVersion(WeightsError):
-    """Another version than the one that was asked for (any: None); `found` is None where nothing was published."""
+    """Another version than the one that was asked for (any: None); `locate_files` is None where nothing was
+    published."""
 
     error_code = "stale_version"
 
@@ -59,7 +60,7 @@ class StaleVersion(WeightsError):
         self.wanted, self.found = wanted, found
 
 
-class StaleGeneration(WeightsError):
+class StaleWriter(WeightsError):
     """A write or commit by a process of an older generation of the run."""
 
     error_code = "stale_weights_generation"
@@ -102,7 +103,7 @@ class LinkFailed(WeightsError):
 
 class BufferHeld(WeightsError):
     """Memory that a version needs, and that a reader of an older one has not let go of for so long. By `node` and
-    `readers`, pids of each reader with those of its parents."""
+    `spare_buffer_readers`, pids of each reader with those of its parents."""
 
     def __init__(self, folder: Path, node: str, readers: tuple[tuple[int, ...], ...], limit_s: float) -> None:
         pids = ", ".join(str(each[0]) for each in readers) or "unknown"

@@ -34,7 +34,7 @@ def stop_when(pattern: str) -> None:
 
 def stand_still(how: str, file: str) -> None:
     """`stop` by a signal, in a `sleep`, or in one that holds the interpreter lock (`gil`); once."""
-    from lockstep.watch import hook
+    from lockstep.watch.recorder import import_hook
 
     def patch(module: Any) -> None:
         original = module.FSDP2Trainer.step
@@ -55,7 +55,7 @@ def stand_still(how: str, file: str) -> None:
 
         module.FSDP2Trainer.step = step
 
-    hook.when_imported("lockstep.train.fsdp", patch)
+    import_hook.when_imported("lockstep.train.fsdp", patch)
 
 
 if os.environ.get(STOP_WHEN):

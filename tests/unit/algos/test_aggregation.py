@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.algos.aggregation import KINDS, sequence_weights, target_weights, weighted_sum
-from lockstep.algos.cross_entropy import cross_entropy
-from lockstep.algos.entropy import entropy, entropy_loss
+from lockstep.algos.aggregation import AGGREGATIONS, sequence_weights, sum_weighted_losses, target_weights
+from lockstep.algos.entropy import cross_entropy, entropy, entropy_loss
 
 
 def plain(values: list[np.ndarray], kind: str, norm_length: int) -> float:
@@ -23,11 +22,13 @@ def plain(values: list[np.ndarray], kind: str, norm_length: int) -> float:
     return float(np.mean([row.sum() / norm_length for row in values]))
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.sampled_from(KINDS), st.integers(0, 99))
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), st.sampled_from(AGGREGATIONS), st.integers(0, 99)
+)
 def test_equals_plain_averages(lengths: list[int], kind: str, seed: int) -> None:
     rows = [np.random.default_rng(seed).normal(size=length) for length in lengths]
     weights = target_weights(torch.tensor(lengths), kind, norm_length=7)
-    total = weighted_sum(torch.tensor(np.concatenate(rows)), weights.double()).item()
+    total = sum_weighted_losses(torch.tensor(np.concatenate(rows)), weights.double()).item()
     assert total == pytest.approx(plain(rows, kind, 7), rel=1e-5, abs=1e-6)
 
 
@@ -51,13 +52,13 @@ def test_bad_input() -> None:
         target_weights(torch.tensor([1]), "seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match="lengths"):
         target_weights(torch.tensor([1, -1]), "token-mean")
-    for kind in KINDS:
+    for kind in AGGREGATIONS:
         assert target_weights(torch.tensor([0, 0]), kind, 3).tolist() == []
 
 
 def test_weight_zero_silences_nan_in_value_and_gradient() -> None:
     values = torch.tensor([1.0, torch.nan, torch.inf], requires_grad=True)
-    total = weighted_sum(values, torch.tensor([0.5, 0.0, 0.0]))
+    total = sum_weighted_losses(values, torch.tensor([0.5, 0.0, 0.0]))
     total.backward()
     assert total.item() == 0.5
     assert values.grad.tolist() == [0.5, 0.0, 0.0]
@@ -66,7 +67,7 @@ def test_weight_zero_silences_nan_in_value_and_gradient() -> None:
 def test_cross_entropy_is_torchs() -> None:
     logits, targets = torch.randn(5, 9), torch.arange(5)
     logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    ours = weighted_sum(cross_entropy(logprobs), target_weights(torch.tensor([2, 3]), "token-mean"))
+    ours = sum_weighted_losses(cross_entropy(logprobs), target_weights(torch.tensor([2, 3]), "token-mean"))
     torch.testing.assert_close(ours, torch.nn.functional.cross_entropy(logits, targets))
 
 

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algos.gae import gae
-from lockstep.algos.value_loss import value_loss
+from lockstep.algos.critic import gae, value_loss
 
 
 def by_definition(

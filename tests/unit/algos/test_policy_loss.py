@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.algos.policy_loss import STATS, ppo_clip
-from lockstep.algos.ratios import LOG_RATIO_BOUND
+from lockstep.algos.importance_sampling import LOG_RATIO_BOUND
+from lockstep.algos.policy_loss import POLICY_STATS, ppo_clip
 
 ratios = st.floats(0.05, 20.0)
 advantages = st.floats(-5.0, 5.0)
@@ -99,7 +99,7 @@ def test_sums_leave_out_targets_of_weight_zero() -> None:
     old = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     new = old + torch.tensor([2.0, 0.5, 0.3, -0.4]).log()
     terms = ppo_clip(new, old, torch.tensor([1.0, -1.0, 1.0, 1.0]))
-    new_sums = dict(zip(STATS, terms.sums(torch.tensor([0.1, 0.2, 0.0, 0.0])).tolist(), strict=True))
+    new_sums = dict(zip(POLICY_STATS, terms.sums(torch.tensor([0.1, 0.2, 0.0, 0.0])).tolist(), strict=True))
     assert new_sums["ratio"] == pytest.approx(2.5)
     assert (new_sums["clip_high"], new_sums["clip_low"], new_sums["clip_dual"]) == (1, 1, 0)
     assert new_sums["kl_k1"] == pytest.approx(-math.log(2) - math.log(0.5), abs=1e-6)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.algos.aggregation import target_weights, weighted_sum
+from lockstep.algos.aggregation import sum_weighted_losses, target_weights
+from lockstep.algos.importance_sampling import sequence_means, sequence_sums
 from lockstep.algos.policy_loss import cispo, gspo, ppo_clip
-from lockstep.algos.sequences import sequence_means, sequence_sums
 
 LENGTHS = [3, 1, 4, 2]
 
@@ -44,7 +44,7 @@ def test_gspo_is_the_papers_objective_and_has_its_gradient(seed: int, clip: tupl
         new[shuffled], old[shuffled], advantages[sequences][shuffled], sequences[shuffled], live, *clip
     ).loss
     weights = target_weights(torch.tensor(LENGTHS), "seq-mean-token-mean").double()[shuffled]
-    found = weighted_sum(per_token, weights)
+    found = sum_weighted_losses(per_token, weights)
     expected = gspo_paper(new, old, advantages, *clip)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-7)  # parts that cancel, in float32
     got, wanted = torch.autograd.grad(found, new)[0], torch.autograd.grad(expected, new)[0]

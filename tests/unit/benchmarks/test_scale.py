@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.fake_workers import completion_of
 from benchmarks.scale import COORDINATION, Size, World, measure, table
-from lockstep.cluster import codec
+from lockstep.cluster.rpc import codec
 
 
 def calls_of(work: Callable[[], Any]) -> int:

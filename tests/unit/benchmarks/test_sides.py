@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from benchmarks import runner
-from benchmarks.lengths import ForcedLengths, force_requests
-from benchmarks.pacing import SideFailed, SideProcess
-from benchmarks.runner import Usage, by_name
+from benchmarks.length_table import ForcedLengths, force_requests
+from benchmarks.resource_usage import Usage
+from benchmarks.runner import by_name
+from benchmarks.side_process import SideFailed, SideProcess
 from benchmarks.workloads import WORKS, Side, document_lengths, lengths, lockstep_config, prepare, quick, trl_arguments
-from lockstep.config.load import check_config
-from lockstep.data.order import uid
-from lockstep.rollout.protocol import Request
+from lockstep.config.loader import check_config
+from lockstep.data.sample_sources import make_uid
+from lockstep.rollout.engine_protocol import Request
 
 
 def test_the_tail_is_long_and_the_same_in_every_step():
@@ -36,7 +37,7 @@ def test_a_request_gets_the_length_of_its_row():
     table = np.array([[1, 2], [3, 4], [5, 6]])
     force_requests(engines, table)
     prompt = np.zeros(1, np.int32)
-    engines.submit([Request(f"9/{uid(0, row)}/{k}", "g", prompt, 0) for row in (2, 1) for k in (0, 1)], queue="q")
+    engines.submit([Request(f"9/{make_uid(0, row)}/{k}", "g", prompt, 0) for row in (2, 1) for k in (0, 1)], queue="q")
     assert [request.max_tokens for request in seen] == [5, 6, 3, 4]
 
 
@@ -81,7 +82,7 @@ def test_prompts_have_the_tokens_they_should(tmp_path):
 
 
 TURNS = """
-from benchmarks.pacing import Pacer, Stopped
+from benchmarks.side_process import Pacer, Stopped
 pacer = Pacer()
 print("to the log")
 pacer.facts["tokens"] = 0

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.cli.check_arguments import read_arguments
-from lockstep.config.cluster import LocalCluster, RayCluster
+from lockstep.config.cluster import LocalClusterConfig, RayClusterConfig
 from lockstep.config.errors import ConfigError
-from lockstep.config.load import load_config
-from lockstep.doctor.check.wanted import needs_of
+from lockstep.config.loader import load_config
+from lockstep.doctor.check.facts.host_requirements import requirements_of
 
 
 def test_json_is_all_that_is_printed() -> None:
@@ -53,7 +53,7 @@ def test_what_a_config_asks_for_and_is_not_there(tmp_path: Path) -> None:
         "cluster.address=nosuch.invalid:6379",
     ]
     config = load_config(example, [*wanted, f"folder={tmp_path}"])
-    needs = needs_of(config)
+    needs = requirements_of(config)
     assert needs.several and needs.gpus and needs.interface == "nosuch" and needs.names == ("nosuch.invalid",)
     assert "ray" in needs.packages and str(tmp_path / config.name) in needs.folders
 
@@ -76,7 +76,7 @@ def test_what_was_found_is_printed_where_a_later_rung_breaks(
     def broken(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr("lockstep.cli.check_hosts.climb", broken)
+    monkeypatch.setattr("lockstep.cli.check_hosts.check_hosts", broken)
     result = CliRunner().invoke(app, ["check", "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == code and {"versions", "limits"} <= {rung["name"] for rung in report["rungs"]}
@@ -89,7 +89,7 @@ def test_rungs_are_printed_as_they_are_climbed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("lockstep.cli.check_hosts.climb", lambda *given: seen.append(capsys.readouterr().out))
+    monkeypatch.setattr("lockstep.cli.check_hosts.check_hosts", lambda *given: seen.append(capsys.readouterr().out))
     with pytest.raises(SystemExit):
         app(["check"])
     assert "Versions" in seen[0] and "Limits" in seen[0] and "Environment" in seen[0]
@@ -115,19 +115,21 @@ def test_the_cluster_of_a_config_is_another_one_where_the_command_line_says_so(
         return asked.config.cluster
 
     on_ray = ["cluster.kind=ray", "cluster.address=head:1", "cluster.env.A=b", "cluster.device=cpu"]
-    assert cluster("local", *on_ray) == LocalCluster(device="cpu")
+    assert cluster("local", *on_ray) == LocalClusterConfig(device="cpu")
     assert (
-        cluster("ray", *on_ray) == RayCluster(address="head:1", env={"A": "b"}, device="cpu") == cluster(None, *on_ray)
+        cluster("ray", *on_ray)
+        == RayClusterConfig(address="head:1", env={"A": "b"}, device="cpu")
+        == cluster(None, *on_ray)
     )
-    assert cluster("other:6379", *on_ray) == RayCluster(address="other:6379", env={"A": "b"}, device="cpu")
-    assert cluster("ray", "cluster.device=cpu") == RayCluster(address="auto", device="cpu")
-    assert cluster("auto") == RayCluster(address="auto", device=load_config(EXAMPLE).cluster.device)
+    assert cluster("other:6379", *on_ray) == RayClusterConfig(address="other:6379", env={"A": "b"}, device="cpu")
+    assert cluster("ray", "cluster.device=cpu") == RayClusterConfig(address="auto", device="cpu")
+    assert cluster("auto") == RayClusterConfig(address="auto", device=load_config(EXAMPLE).cluster.device)
     with pytest.raises(ConfigError):
         cluster("local", "cluster.devise=cpu")
     monkeypatch.setenv("RAY_ADDRESS", "given:6379")
-    assert cluster("ray", "cluster.device=cpu") == RayCluster(device="cpu")
+    assert cluster("ray", "cluster.device=cpu") == RayClusterConfig(device="cpu")
     alone = read_arguments(None, (), None, "ray", None, None, None)
-    assert alone.several and alone.beyond.cluster == RayCluster()
+    assert alone.several and alone.beyond.cluster == RayClusterConfig()
     assert not read_arguments(None, (), None, "local", None, None, None).several
 
 

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from lockstep.config.load import RECIPES
+from lockstep.config.loader import RECIPES, dotted_keys
 from lockstep.config.reference import reference
-from lockstep.config.spelling import leaves
 
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 
@@ -16,5 +15,5 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_field_is_on_it() -> None:
     text = reference()
     for model in RECIPES.values():
-        for path in leaves(model):
+        for path in dotted_keys(model):
             assert f"`{path.rsplit('.', 1)[-1]}`" in text

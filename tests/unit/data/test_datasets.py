@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import lockstep.data.datasets as module
-from lockstep.config.data import Dataset
-from lockstep.data.datasets import DataError, load_rows
+from lockstep.config.data import DatasetConfig
+from lockstep.data.dataset_rows import DataError
+from lockstep.data.datasets import load_rows
 
 ROWS = [{"prompt": f"p{i}", "answer": i, "extra": {"k": [i]}} for i in range(5)]
 
@@ -21,7 +22,7 @@ def jsonl(path: Path, rows: list[object] = ROWS) -> Path:
 
 
 def load(path: Path | str, **options: object) -> list[dict]:
-    rows = load_rows(Dataset(path=str(path), **options))
+    rows = load_rows(DatasetConfig(path=str(path), **options))
     return [rows[i] for i in range(len(rows))]
 
 
@@ -32,7 +33,7 @@ def parquet(path: Path, rows: list[dict] = ROWS) -> Path:
 
 
 def test_jsonl(tmp_path) -> None:
-    rows = load_rows(Dataset(path=str(jsonl(tmp_path / "a.jsonl"))))
+    rows = load_rows(DatasetConfig(path=str(jsonl(tmp_path / "a.jsonl"))))
     assert [rows[i] for i in (4, 0, 2)] == [ROWS[4], ROWS[0], ROWS[2]]
     assert (len(rows), rows.columns) == (5, ("prompt", "answer", "extra"))
 
@@ -40,7 +41,7 @@ def test_jsonl(tmp_path) -> None:
 def test_jsonl_with_byte_order_mark_blank_lines_and_windows_ends(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text":"\xc3\xa4"}\r\n\r\n   \n{"text":"b","more":1}')
-    rows = load_rows(Dataset(path=str(path)))
+    rows = load_rows(DatasetConfig(path=str(path)))
     assert [rows[0], rows[1]] == [{"text": "ä"}, {"text": "b", "more": 1}]
     assert rows.place(1) == (str(path), "line 4")
     assert rows.columns == ("text", "more")
@@ -61,7 +62,7 @@ def test_parquet(tmp_path) -> None:
 def test_large_parquet_goes_through_memory_mapped_datasets(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(module, "LARGE_PARQUET_BYTES", 10)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = load_rows(Dataset(path=str(parquet(tmp_path / "a.parquet"))))
+    rows = load_rows(DatasetConfig(path=str(parquet(tmp_path / "a.parquet"))))
     assert [rows[i] for i in range(5)] == ROWS
     assert rows._source.cache_files
 
@@ -80,7 +81,7 @@ def test_folder_takes_the_files_of_the_split(tmp_path) -> None:
 def test_folder_without_splits_is_taken_whole(tmp_path) -> None:
     jsonl(tmp_path / "a.jsonl", ROWS[:3])
     jsonl(tmp_path / "b.jsonl", ROWS[3:])
-    rows = load_rows(Dataset(path=str(tmp_path)))
+    rows = load_rows(DatasetConfig(path=str(tmp_path)))
     assert [rows[i] for i in range(5)] == ROWS
     assert rows.place(3) == (str(tmp_path / "b.jsonl"), "line 1")
     with pytest.raises(IndexError):
@@ -192,7 +193,7 @@ def test_kind_reads_a_file_with_another_name(tmp_path) -> None:
 
 def test_file_cut_while_in_use_is_an_error_and_not_a_crash(tmp_path) -> None:
     path = jsonl(tmp_path / "a.jsonl")
-    rows = load_rows(Dataset(path=str(path)))
+    rows = load_rows(DatasetConfig(path=str(path)))
     with path.open("r+") as file:
         file.truncate(20)
     with pytest.raises(DataError, match="not JSON"):

@@ -8,16 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.algorithm import CrossEntropy, PPOClip
-from lockstep.data.batch import Minibatch, Packed
-from lockstep.data.packing import (
-    Batch,
-    OverBudget,
-    Segment,
-    Tree,
-    pack,
-    trees_of_documents,
-    trees_of_rollouts,
-)
+from lockstep.data.forest import Segment, Tree
+from lockstep.data.forest_builder import forest_from_rollouts, trees_from_documents
+from lockstep.data.micro_batch import MicroBatch, MiniBatch
+from lockstep.data.packing import TrainingBatch, pack
+from lockstep.data.packing_plan import TokenBudgetExceeded
 from lockstep.data.samples import Completion, Document, Group, Prompt, Rollouts
 
 MODES = ("forest", "block", "single")
@@ -81,11 +76,11 @@ def longest(trees: list[Tree]) -> int:
     )
 
 
-def rows(minibatch: Minibatch) -> list[Packed]:
+def rows(minibatch: MiniBatch) -> list[MicroBatch]:
     return [row for rank in minibatch.ranks for row in rank]
 
 
-def context(row: Packed, source: int) -> tuple[int, ...]:
+def context(row: MicroBatch, source: int) -> tuple[int, ...]:
     """All tokens that the source may see, itself included, in the order of their positions."""
     mask, positions = row.layout.mask()[source].numpy(), row.layout.positions().numpy()
     seen = np.flatnonzero(mask)
@@ -93,7 +88,7 @@ def context(row: Packed, source: int) -> tuple[int, ...]:
     return tuple(row.tokens[seen[np.argsort(positions[seen])]].tolist())
 
 
-def observed(minibatch: Minibatch) -> list[tuple[object, ...]]:
+def observed(minibatch: MiniBatch) -> list[tuple[object, ...]]:
     """Every target with the context it is predicted from and everything that goes into its loss."""
     found = []
     for row in rows(minibatch):
@@ -195,7 +190,7 @@ def test_packing_is_deterministic(trees, ranks, seed) -> None:
 
 
 def test_prompt_is_shared_and_the_last_prompt_token_predicts_every_first_token() -> None:
-    batch = pack(trees_of_rollouts(rollouts([[3, 2]], [4]), [[1.0, -1.0]]), ranks=1, token_budget=100)
+    batch = pack(forest_from_rollouts(rollouts([[3, 2]], [4]), [[1.0, -1.0]]), ranks=1, token_budget=100)
     (row,) = rows(batch.everything())
     assert row.lengths.tolist() == [4, 3, 2]
     assert row.parents.tolist() == [-1, 0, 0]
@@ -207,16 +202,16 @@ def test_prompt_is_shared_and_the_last_prompt_token_predicts_every_first_token()
 
 def test_block_repeats_the_prompt_in_one_segment_per_sample() -> None:
     data = rollouts([[3, 2]], [4])
-    (row,) = rows(pack(trees_of_rollouts(data, [[1.0, -1.0]]), 1, 100, "block").everything())
+    (row,) = rows(pack(forest_from_rollouts(data, [[1.0, -1.0]]), 1, 100, "block").everything())
     assert sorted(row.lengths.tolist()) == [6, 7]
     assert row.parents.tolist() == [-1, -1]
     assert row.tokens[:4].tolist() == data.groups[0].prompt.tokens.tolist()
-    single = pack(trees_of_rollouts(data, [[1.0, -1.0]]), 1, 100, "single").everything()
+    single = pack(forest_from_rollouts(data, [[1.0, -1.0]]), 1, 100, "single").everything()
     assert sorted(row.lengths.tolist() for row in rows(single)) == [[6], [7]]
 
 
 def test_tree_over_the_budget_is_cut_and_its_prompt_repeated() -> None:
-    trees = trees_of_rollouts(rollouts([[10] * 8], [6]), np.ones((1, 8)))
+    trees = forest_from_rollouts(rollouts([[10] * 8], [6]), np.ones((1, 8)))
     minibatch = pack(trees, ranks=1, token_budget=30).everything()
     assert minibatch.microbatches == 4
     assert all(row.lengths.tolist() == [6, 10, 10] for row in rows(minibatch))
@@ -224,20 +219,22 @@ def test_tree_over_the_budget_is_cut_and_its_prompt_repeated() -> None:
 
 
 def test_a_group_is_divided_rather_than_leaving_a_rank_idle() -> None:
-    trees = trees_of_rollouts(rollouts([[100] * 8], [50]), np.ones((1, 8)))
+    trees = forest_from_rollouts(rollouts([[100] * 8], [50]), np.ones((1, 8)))
     minibatch = pack(trees, ranks=2, token_budget=4096).everything()
     assert [[row.tokens.size for row in rank] for rank in minibatch.ranks] == [[450], [450]]
 
 
 def test_sequence_over_the_budget_is_refused_by_name() -> None:
-    with pytest.raises(OverBudget, match=r"sample '0:1' is a sequence of 24 tokens, but token_budget is 20") as error:
-        pack(trees_of_rollouts(rollouts([[5, 5], [4, 20]], [4, 4]), np.ones((2, 2))), 1, 20)
+    with pytest.raises(
+        TokenBudgetExceeded, match=r"sample '0:1' is a sequence of 24 tokens, but token_budget is 20"
+    ) as error:
+        pack(forest_from_rollouts(rollouts([[5, 5], [4, 20]], [4, 4]), np.ones((2, 2))), 1, 20)
     assert (error.value.sample, error.value.tokens, error.value.budget) == ("0:1", 24, 20)
 
 
 def test_ranks_without_work_get_one_token_of_weight_zero() -> None:
     document = Document("0:0", 0, np.arange(1, 6, dtype=np.int32), np.array([0, 1, 1, 1, 1], bool))
-    minibatch = pack(trees_of_documents([document]), ranks=3, token_budget=16).everything()
+    minibatch = pack(trees_from_documents([document]), ranks=3, token_budget=16).everything()
     assert [len(rank) for rank in minibatch.ranks] == [1, 1, 1]
     for row in (minibatch.ranks[1][0], minibatch.ranks[2][0]):
         assert (row.tokens.tolist(), row.lengths.tolist(), row.parents.tolist()) == ([0], [1], [-1])
@@ -247,7 +244,7 @@ def test_ranks_without_work_get_one_token_of_weight_zero() -> None:
 
 
 def test_step_without_any_target_still_has_its_micro_batch() -> None:
-    minibatch = pack(trees_of_rollouts(rollouts([[0, 0]], [3]), np.zeros((1, 2))), 2, 16).everything()
+    minibatch = pack(forest_from_rollouts(rollouts([[0, 0]], [3]), np.zeros((1, 2))), 2, 16).everything()
     assert [[row.index.tolist() for row in rank] for rank in minibatch.ranks] == [[[-1]], [[-1]]]
     assert (minibatch.targets, minibatch.sequences) == (0, 0)
 
@@ -257,7 +254,7 @@ def test_step_without_any_target_still_has_its_micro_batch() -> None:
 def test_ranks_are_balanced_by_cost(mode, ranks) -> None:
     random = np.random.default_rng(3)
     lengths = np.minimum(1 + random.exponential(60, (64, 8)).astype(int), 300)
-    trees = trees_of_rollouts(rollouts(lengths.tolist(), random.integers(20, 120, 64).tolist()), np.ones((64, 8)))
+    trees = forest_from_rollouts(rollouts(lengths.tolist(), random.integers(20, 120, 64).tolist()), np.ones((64, 8)))
     minibatch = pack(trees, ranks, 2048, mode).everything()
     tokens = [sum(row.tokens.size for row in rank) for rank in minibatch.ranks]
     assert max(tokens) <= 1.1 * np.mean(tokens)
@@ -266,7 +263,7 @@ def test_ranks_are_balanced_by_cost(mode, ranks) -> None:
 
 
 def test_minibatches_are_whole_groups_each_once_per_epoch_in_changing_order() -> None:
-    batch = pack(trees_of_rollouts(rollouts([[3] * 4] * 6, [5] * 6), np.ones((6, 4))), 2, 64)
+    batch = pack(forest_from_rollouts(rollouts([[3] * 4] * 6, [5] * 6), np.ones((6, 4))), 2, 64)
     made = list(batch.minibatches(3, 8, CrossEntropy(), seed=1))
     assert len(made) == 9
     orders = []
@@ -284,19 +281,19 @@ def test_minibatches_are_whole_groups_each_once_per_epoch_in_changing_order() ->
 
 
 def test_one_minibatch_of_all_keeps_its_order_in_every_epoch() -> None:
-    batch = pack(trees_of_rollouts(rollouts([[3] * 4] * 6, [5] * 6), np.ones((6, 4))), 2, 64)
+    batch = pack(forest_from_rollouts(rollouts([[3] * 4] * 6, [5] * 6), np.ones((6, 4))), 2, 64)
     first, second = (observed(m) for m in batch.minibatches(2, None, seed=1))
     assert first == second
 
 
 def test_groups_with_an_empty_completion_still_count_whole() -> None:
-    batch = pack(trees_of_rollouts(rollouts([[3, 0], [0, 2], [1, 0], [0, 4]], [2] * 4), np.ones((4, 2))), 1, 64)
+    batch = pack(forest_from_rollouts(rollouts([[3, 0], [0, 2], [1, 0], [0, 4]], [2] * 4), np.ones((4, 2))), 1, 64)
     assert [m.sequences for m in batch.minibatches(1, 4)] == [2, 2]
 
 
 @pytest.mark.parametrize("size", [3, 6, 2])
 def test_minibatch_that_would_cut_a_group_is_refused(size) -> None:
-    batch = pack(trees_of_rollouts(rollouts([[3] * 4] * 6, [5] * 6), np.ones((6, 4))), 2, 64)
+    batch = pack(forest_from_rollouts(rollouts([[3] * 4] * 6, [5] * 6), np.ones((6, 4))), 2, 64)
     with pytest.raises(ValueError, match=f"minibatch_size is {size}.*multiple of 4"):
         next(batch.minibatches(1, size))
 
@@ -315,7 +312,7 @@ def test_computed_fields_land_on_their_targets(trees, ranks, mode) -> None:
 
 
 def test_field_set_for_a_part_of_the_targets_only_is_refused() -> None:
-    batch = pack(trees_of_rollouts(rollouts([[3] * 2] * 4, [5] * 4), np.ones((4, 2))), 1, 64)
+    batch = pack(forest_from_rollouts(rollouts([[3] * 2] * 4, [5] * 4), np.ones((4, 2))), 1, 64)
     first = next(batch.minibatches(1, 4))
     batch.set_field("old_logprob", first, [[np.ones(row.index.size, np.float32) for row in r] for r in first.ranks])
     with pytest.raises(ValueError, match="'old_logprob' is set for 12 of 24 targets"):
@@ -327,7 +324,7 @@ def test_field_set_for_a_part_of_the_targets_only_is_refused() -> None:
 
 
 def test_norm_length_falls_back_to_max_tokens_and_is_never_guessed() -> None:
-    batch = pack(trees_of_rollouts(rollouts([[3, 1]], [5]), np.ones((1, 2))), 1, 64)
+    batch = pack(forest_from_rollouts(rollouts([[3, 1]], [5]), np.ones((1, 2))), 1, 64)
     loss = PPOClip(aggregation="seq-mean-token-sum-norm")
     (minibatch,) = batch.minibatches(1, None, loss, max_tokens=10)
     assert rows(minibatch)[0].fields["weight"] == pytest.approx(np.full(4, 1 / 20))
@@ -336,7 +333,7 @@ def test_norm_length_falls_back_to_max_tokens_and_is_never_guessed() -> None:
 
 
 def test_weights_by_hand() -> None:
-    batch = pack(trees_of_rollouts(rollouts([[3, 1]], [5])), 1, 64)
+    batch = pack(forest_from_rollouts(rollouts([[3, 1]], [5])), 1, 64)
     expected = {
         "token-mean": [0.25] * 4,
         "seq-mean-token-mean": [1 / 6] * 3 + [1 / 2],
@@ -350,7 +347,7 @@ def test_weights_by_hand() -> None:
 
 
 def test_weights_cannot_be_set() -> None:
-    batch = pack(trees_of_rollouts(rollouts([[3, 1]], [5])), 1, 64)
+    batch = pack(forest_from_rollouts(rollouts([[3, 1]], [5])), 1, 64)
     everything = batch.everything()
     with pytest.raises(ValueError, match="follow from the aggregation"):
         batch.set_field("weight", everything, [[np.ones(4, np.float32)]])
@@ -358,23 +355,23 @@ def test_weights_cannot_be_set() -> None:
 
 def test_advantages_per_token() -> None:
     values = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
-    batch = pack(trees_of_rollouts(rollouts([[3, 2]], [5]), values), 1, 64)
+    batch = pack(forest_from_rollouts(rollouts([[3, 2]], [5]), values), 1, 64)
     assert batch.fields["advantage"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_bad_rollouts_are_refused() -> None:
     data = rollouts([[2, 2], [2, 2]], [3, 3])
     with pytest.raises(ValueError, match=r"shape \(2, 3\), expected \[2 groups, 2 completions\]"):
-        trees_of_rollouts(data, np.ones((2, 3)))
+        forest_from_rollouts(data, np.ones((2, 3)))
     with pytest.raises(ValueError, match="'0:1' are not finite"):
-        trees_of_rollouts(data, [[0, 0], [np.nan, 0]])
+        forest_from_rollouts(data, [[0, 0], [np.nan, 0]])
     data.groups[1].completions.pop()
     with pytest.raises(ValueError, match="'0:1' has 1 completions, expected 2"):
-        trees_of_rollouts(data, np.ones((2, 2)))
+        forest_from_rollouts(data, np.ones((2, 2)))
     data = rollouts([[2, 2]], [3])
     data.groups[0].completions[1].logprobs = np.zeros(1, np.float32)
     with pytest.raises(ValueError, match="'0/1' has 1 log-probabilities for 2 tokens"):
-        trees_of_rollouts(data, np.ones((1, 2)))
+        forest_from_rollouts(data, np.ones((1, 2)))
 
 
 def test_bad_trees_are_refused() -> None:
@@ -393,4 +390,4 @@ def test_bad_trees_are_refused() -> None:
         values = {"advantage": np.ones(2, np.float32)}
         pack([Tree([Segment(two), Segment(two, 0, mask, values, 0), Segment(two, 0, mask, {}, 1)], "x")], 1, 9)
     with pytest.raises(ValueError, match="mode is 'rows'"):
-        Batch([], 1, 9, "rows")  # type: ignore[arg-type]
+        TrainingBatch([], 1, 9, "rows")  # type: ignore[arg-type]

@@ -18,19 +18,19 @@ from ledger_helpers import CONFIG, assert_same, make_completion, make_rollouts
 from lockstep.data.samples import Episode
 from lockstep.ledger import (
     ConfigChanged,
+    EvaluationSample,
     FolderExists,
     Ledger,
     NotARun,
     OutOfOrder,
     PromptUsedTwice,
     RunIsActive,
-    Sample,
     StaleGeneration,
     StepConflict,
     StepCorrupt,
-    stepfile,
+    step_file,
 )
-from lockstep.ledger.index import Index
+from lockstep.ledger.sqlite_index import LedgerIndex
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -108,7 +108,7 @@ def test_collecting_the_same_again_is_fine(ledger):
 @pytest.mark.parametrize("committed", [True, False])
 def test_interrupted_around_the_commit(ledger, monkeypatch, committed):
     """The row and the file are there together or not at all."""
-    original = Index.transaction
+    original = LedgerIndex.transaction
 
     @contextlib.contextmanager
     def interrupted(self):
@@ -118,7 +118,7 @@ def test_interrupted_around_the_commit(ledger, monkeypatch, committed):
                 raise KeyboardInterrupt
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Index, "transaction", interrupted)
+    monkeypatch.setattr(LedgerIndex, "transaction", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ledger.collected(0, make_rollouts(0))
     monkeypatch.undo()
@@ -265,7 +265,7 @@ def test_a_moved_run_finds_its_checkpoints(ledger, folder):
 
 
 def test_evaluations_metrics_events(ledger):
-    sample = Sample("sort 2 1", "1 2", "1 2", 1.0, {"exact_match": 1.0}, "0:1", "stop")
+    sample = EvaluationSample("sort 2 1", "1 2", "1 2", 1.0, {"exact_match": 1.0}, "0:1", "stop")
     ledger.evaluation(-1, {"eval/exact_match": np.float64(0.25)}, [sample])
     ledger.evaluation(5, {"eval/exact_match": 0.75})
     first, second = ledger.evaluations()
@@ -352,7 +352,7 @@ def _read_along(folder: str, results) -> None:
 
 @pytest.mark.parametrize("journal", ["WAL", "TRUNCATE"])
 def test_a_reader_beside_the_writer(folder, journal, monkeypatch):
-    monkeypatch.setattr("lockstep.ledger.index.journal_for", lambda _: journal)
+    monkeypatch.setattr("lockstep.ledger.sqlite_index.journal_mode_for", lambda _: journal)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with Ledger.create(folder, CONFIG) as ledger:
@@ -430,7 +430,9 @@ def test_what_a_killed_process_leaves_is_cleared_away(ledger, folder):
     (steps / ".00000001.arrow.1.tmp").write_bytes(b"half")
     (steps / "00000000.partial").write_bytes(b"left over")
     # Renamed, but killed before the index knew:
-    hidden, _, _ = stepfile.prepare_file(steps / "00000001.arrow", stepfile.table_of(make_rollouts(1), {"a": 1}), 1)
+    hidden, _, _ = step_file.write_hidden_step(
+        steps / "00000001.arrow", step_file.rollouts_table(make_rollouts(1), {"a": 1}), 1
+    )
     hidden.rename(steps / "00000001.arrow")
     (steps / "00000002.arrow").write_bytes(b"foreign")
     (folder / "config.yaml").write_text("before: a change that the index has\n")

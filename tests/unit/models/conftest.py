@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from lockstep.config.model import Model
-from lockstep.models.load import load_policy
-from lockstep.models.policy import Policy
-from lockstep.models.tiny import make_tiny
+from lockstep.config.model import ModelConfig
+from lockstep.models.model_loader import load_policy
+from lockstep.models.policy_model import PolicyModel
+from lockstep.models.tiny_model import make_tiny
 
 KINDS = [(family, tied) for family in ("qwen2", "llama") for tied in (True, False)]
 
@@ -30,15 +30,15 @@ def folder(request: pytest.FixtureRequest, tiny_folders: dict[tuple[str, bool], 
 
 
 @pytest.fixture
-def policy(folder: Path) -> Policy:
+def policy(folder: Path) -> PolicyModel:
     """With weights large enough that attention and head matter: random initialisation is nearly uniform."""
-    loaded = load_policy(Model(path=str(folder)), "cpu")
+    loaded = load_policy(ModelConfig(path=str(folder)), "cpu")
     sharpen(loaded)
     return loaded
 
 
 @pytest.fixture
-def hf(policy: Policy, folder: Path):
+def hf(policy: PolicyModel, folder: Path):
     """transformers' own model with the same weights and its own attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     model.load_state_dict(policy.lm.state_dict())

@@ -7,18 +7,25 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_model_lora import stirred, with_adapter
+from test_lora import stirred, with_adapter
 from transformers import AutoModelForCausalLM
 
-from lockstep.config.model import Adapter, Model
-from lockstep.models.adapter_folder import settled
+from lockstep.config.model import AdapterConfig, ModelConfig
+from lockstep.models.adapter_folder import resolve_adapter
 from lockstep.models.errors import ModelError
-from lockstep.models.load import load_policy
-from lockstep.models.lora import add_adapter, find_saved, named_adapter, named_saved, peft_config, saved_names
-from lockstep.models.tiny import make_tiny
-from lockstep.train.distributed import Ranks
+from lockstep.models.lora import (
+    add_adapter,
+    find_modules_to_save,
+    named_adapter,
+    named_saved_weights,
+    peft_config,
+    saved_names,
+)
+from lockstep.models.model_loader import load_policy
+from lockstep.models.tiny_model import make_tiny
+from lockstep.train.distributed import ParallelContext
 from lockstep.train.export import export_adapter
-from lockstep.train.merge import Outgoing
+from lockstep.train.merged_weights import MergedWeights
 
 IDS = torch.arange(20)[None] % 60 + 4
 
@@ -52,13 +59,13 @@ def test_a_policy_begins_from_an_adapter_of_pefts(
 ) -> None:
     folder = tiny_folders["llama", False]
     theirs = made_by_peft(folder, tmp_path, **settings)
-    cfg = settled(Adapter(path=str(tmp_path)))
+    cfg = resolve_adapter(AdapterConfig(path=str(tmp_path)))
     assert (cfg.r, cfg.lora_alpha, cfg.lora_dropout) == (3, 7, settings.get("lora_dropout", 0.0))
-    assert settled(cfg) == cfg, "what was taken from it does not contradict it"
+    assert resolve_adapter(cfg) == cfg, "what was taken from it does not contradict it"
     policy = with_adapter(folder, cfg)
     with torch.no_grad():
         torch.testing.assert_close(policy.lm(IDS).logits, theirs(IDS).logits, atol=1e-5, rtol=0)
-    trained = {name for name, _ in [*named_adapter(policy), *named_saved(policy)]}
+    trained = {name for name, _ in [*named_adapter(policy), *named_saved_weights(policy)]}
     assert len(trained) == sum(parameter.requires_grad for _, parameter in theirs.named_parameters())
 
 
@@ -78,11 +85,11 @@ def test_settings_that_contradict_the_adapter_are_refused(
 ) -> None:
     made_by_peft(tiny_folders["llama", False], tmp_path)
     with pytest.raises(ModelError) as caught:
-        settled(Adapter.model_validate({"path": str(tmp_path)} | given))
+        resolve_adapter(AdapterConfig.model_validate({"path": str(tmp_path)} | given))
     for word in words:
         assert word in str(caught.value)
     same = {"r": 3, "target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.2}
-    assert settled(Adapter.model_validate({"path": str(tmp_path)} | same)).lora_dropout == 0.2
+    assert resolve_adapter(AdapterConfig.model_validate({"path": str(tmp_path)} | same)).lora_dropout == 0.2
 
 
 @pytest.mark.parametrize(
@@ -101,21 +108,21 @@ def test_other_kinds_of_adapters_are_refused(
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ModelError, match=r"model\.adapter\.path") as caught:
-        settled(Adapter(path=str(tmp_path)))
+        resolve_adapter(AdapterConfig(path=str(tmp_path)))
     for word in words:
         assert word in str(caught.value)
 
 
 def test_folders_without_an_adapter_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.adapter\.path = .*no such folder"):
-        settled(Adapter(path=str(tmp_path / "none")))
+        resolve_adapter(AdapterConfig(path=str(tmp_path / "none")))
     with pytest.raises(ModelError, match=r"model\.adapter\.path = .*holds no adapter_model.safetensors"):
-        settled(Adapter(path=str(tmp_path)))
+        resolve_adapter(AdapterConfig(path=str(tmp_path)))
 
 
 def test_an_adapter_of_another_model_is_refused(tiny_folders: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
     made_by_peft(tiny_folders["llama", False], tmp_path / "adapter")
-    cfg = settled(Adapter(path=str(tmp_path / "adapter")))
+    cfg = resolve_adapter(AdapterConfig(path=str(tmp_path / "adapter")))
     shallow = make_tiny(tmp_path / "shallow", family="llama", hidden=32, ffn=48, layers=1)
     with pytest.raises(ModelError, match=r"does not fit.*has model\.layers\.1\..* and \d more.*no place"):
         with_adapter(shallow, cfg)
@@ -133,24 +140,24 @@ def test_an_adapter_of_another_model_is_refused(tiny_folders: dict[tuple[str, bo
 @pytest.mark.parametrize("wanted", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens"), ("norm",)])
 def test_modules_are_trained_whole_and_tied_stay_tied(folder: Path, tmp_path: Path, wanted: tuple[str, ...]) -> None:
 
-    cfg = Adapter(r=2, modules_to_save=wanted)
+    cfg = AdapterConfig(r=2, modules_to_save=wanted)
     policy = stirred(with_adapter(folder, cfg))
     tied = policy.config.tie_word_embeddings
     with torch.no_grad():
-        for _, parameter in named_saved(policy):
+        for _, parameter in named_saved_weights(policy):
             parameter += 0.1 * torch.randn_like(parameter)
     assert (policy.head.weight is policy.lm.get_input_embeddings().weight) == tied
     count = 1 if tied or len(wanted) == 1 else 2
-    assert len(dict(named_saved(policy))) == count
-    outgoing = Outgoing(policy, Ranks())
+    assert len(dict(named_saved_weights(policy))) == count
+    outgoing = MergedWeights(policy, ParallelContext())
     changing = {name for name, weight in outgoing.merged().items() if not weight.constant}
     assert {name.removeprefix("base_model.model.") for name in outgoing.saved} <= changing
     parts = outgoing.gather_adapter() | outgoing.gather_saved()
-    export_adapter(tmp_path / "adapter", policy, parts, Model(path=str(folder), adapter=cfg), Ranks())
+    export_adapter(tmp_path / "adapter", policy, parts, ModelConfig(path=str(folder), adapter=cfg), ParallelContext())
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(theirs(IDS).logits, policy.lm(IDS).logits, atol=1e-5, rtol=0)
-    again = with_adapter(folder, settled(Adapter(path=str(tmp_path / "adapter"))))
+    again = with_adapter(folder, resolve_adapter(AdapterConfig(path=str(tmp_path / "adapter"))))
     with torch.no_grad():
         torch.testing.assert_close(again.lm(IDS).logits, policy.lm(IDS).logits, atol=1e-6, rtol=0)
     assert saved_names(again).keys() == saved_names(policy).keys()
@@ -162,17 +169,17 @@ def test_an_adapter_that_parts_tied_weights_is_refused(
     folder = tiny_folders["qwen2", True]
     made_by_peft(folder, tmp_path, modules_to_save=["lm_head", "embed_tokens"])
     with pytest.raises(ModelError, match=r"lm_head.weight and model.embed_tokens.weight apart, which the model ties"):
-        with_adapter(folder, settled(Adapter(path=str(tmp_path))))
+        with_adapter(folder, resolve_adapter(AdapterConfig(path=str(tmp_path))))
 
 
 def test_peft_finds_no_more_by_a_name_than_was_trained(folder: Path) -> None:
-    policy = load_policy(Model(path=str(folder)), "cpu", meta=True)
+    policy = load_policy(ModelConfig(path=str(folder)), "cpu", meta=True)
     for wanted, found, written in (
         (("norm",), ["model.norm"], ["model.norm"]),  # peft would take every layer's by `norm`
         (("input_layernorm",), [f"model.layers.{i}.input_layernorm" for i in range(2)], ["input_layernorm"]),
     ):
-        cfg = Adapter(modules_to_save=wanted)
-        assert find_saved(policy, cfg) == found
+        cfg = AdapterConfig(modules_to_save=wanted)
+        assert find_modules_to_save(policy, cfg) == found
         assert peft_config(policy, cfg).modules_to_save == written
 
 
@@ -188,8 +195,8 @@ def test_peft_finds_no_more_by_a_name_than_was_trained(folder: Path) -> None:
     ],
 )
 def test_modules_that_cannot_be_saved_are_named(folder: Path, settings: dict[str, Any], words: list[str]) -> None:
-    policy = load_policy(Model(path=str(folder)), "cpu", meta=True)
+    policy = load_policy(ModelConfig(path=str(folder)), "cpu", meta=True)
     with pytest.raises(ModelError, match=r"model\.adapter\.modules_to_save") as caught:
-        add_adapter(policy, Adapter.model_validate(settings))
+        add_adapter(policy, AdapterConfig.model_validate(settings))
     for word in words:
         assert word in str(caught.value)

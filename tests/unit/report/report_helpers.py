@@ -4,7 +4,7 @@ import math
 import random
 from pathlib import Path
 
-from lockstep.ledger import Ledger, Sample
+from lockstep.ledger import EvaluationSample, Ledger
 
 CONFIG = {
     "recipe": "grpo",
@@ -56,7 +56,7 @@ def metrics_at(step: int, chance: random.Random) -> dict[str, float]:
     }
 
 
-def samples(step: int) -> list[Sample]:
+def samples(step: int) -> list[EvaluationSample]:
     shown = []
     for index, prompt in enumerate(PROMPTS):
         answer = " ".join(sorted(prompt.removeprefix("sort: ").removesuffix(" =").split()))
@@ -64,7 +64,9 @@ def samples(step: int) -> list[Sample]:
         completion = answer if right else answer[::-1] + (" 1 1 1 1 1 1" if index == 2 else "")
         finish = "length" if index == 2 and not right else "stop"
         scores = {"exact_match": float(right), "length": 0.0 if right else -0.25}
-        shown.append(Sample(prompt, completion, answer, float(right) + scores["length"], scores, f"0:{index}", finish))
+        shown.append(
+            EvaluationSample(prompt, completion, answer, float(right) + scores["length"], scores, f"0:{index}", finish)
+        )
     return shown
 
 

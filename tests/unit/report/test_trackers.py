@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from lockstep.config.recipes import SFTConfig
-from lockstep.config.tracking import MLflow, Prometheus, WandB
-from lockstep.report import background, trackers
-from lockstep.report.background import Background
-from lockstep.report.exporter import Exporter, metric_name
-from lockstep.report.trackers import TrackingError, check_trackers, open_trackers
+from lockstep.config.run_config import MLflowConfig, PrometheusConfig, WandBConfig
+from lockstep.report import metric_sinks, trackers
+from lockstep.report.metric_sinks import BackgroundSink
+from lockstep.report.trackers import PrometheusExporter, TrackingError, check_trackers, open_trackers, prometheus_name
 
 KEY = "a1b2c3d4e5" * 4
 """Of the form that W&B's keys have."""
@@ -72,7 +71,7 @@ def written(folder: Path, count: int) -> list[dict[str, Any]]:
 
 
 def offline(folder: Path, steps: range, reason: str) -> None:
-    (sink,) = open_trackers([WandB(project="p", mode="offline", tags=("a",))], folder, CONFIG, {"python": "3"})
+    (sink,) = open_trackers([WandBConfig(project="p", mode="offline", tags=("a",))], folder, CONFIG, {"python": "3"})
     for step in steps:
         sink.write(step, {"reward/mean": step / 2})
     sink.close(reason)
@@ -98,12 +97,12 @@ def test_wandb_offline_and_resumed(tmp_path: Path, secrets: None) -> None:
 ALONE = """
 import logging, sys, time
 from pathlib import Path
-from lockstep.config.tracking import WandB
-from lockstep.report import background, trackers
+from lockstep.config.run_config import WandBConfig
+from lockstep.report import metric_sinks, trackers
 logging.basicConfig(format="%(message)s")
-background.CLOSE_S, trackers.CLOSE_S, trackers.INIT_S = 20.0, 5.0, 1.0
+metric_sinks.CLOSE_S, trackers.CLOSE_S, trackers.INIT_S = 20.0, 5.0, 1.0
 began = time.monotonic()
-(sink,) = trackers.open_trackers([WandB()], Path(sys.argv[1]), {"name": "x"}, {})
+(sink,) = trackers.open_trackers([WandBConfig()], Path(sys.argv[1]), {"name": "x"}, {})
 for step in range(3):
     sink.write(step, {"a": 1.0})
 assert time.monotonic() - began < 0.5
@@ -129,7 +128,7 @@ def test_wandb_without_its_server_writes_to_the_folder(tmp_path: Path) -> None:
 
 def test_mlflow_in_a_folder_and_resumed(tmp_path: Path, secrets: None) -> None:
     mlflow = pytest.importorskip("mlflow")
-    cfg = MLflow(uri=str(tmp_path / "mlruns"), experiment="e")
+    cfg = MLflowConfig(uri=str(tmp_path / "mlruns"), experiment="e")
     for steps, reason in ((range(2), "failed: x"), (range(1, 3), "finished")):
         (sink,) = open_trackers([cfg], tmp_path, CONFIG, {"python": "3"})
         for step in steps:
@@ -150,7 +149,7 @@ def test_mlflow_in_a_folder_and_resumed(tmp_path: Path, secrets: None) -> None:
     assert unspoken(tmp_path)
 
 
-def scrape(exporter: Exporter) -> dict[str, str]:
+def scrape(exporter: PrometheusExporter) -> dict[str, str]:
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as answer:
         lines = answer.read().decode().splitlines()
     return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
@@ -158,7 +157,7 @@ def scrape(exporter: Exporter) -> dict[str, str]:
 
 def test_prometheus_scrapes_the_last_values() -> None:
     pytest.importorskip("prometheus_client")
-    exporter = Exporter(Prometheus(port=0), "mine")
+    exporter = PrometheusExporter(PrometheusConfig(port=0), "mine")
     try:
         assert scrape(exporter) == {}
         exporter.write(0, {"reward/mean": 0.25, "eval/exact_match": 0.5})
@@ -184,11 +183,11 @@ def test_a_port_that_is_taken_leaves_the_run_alone(caplog: pytest.LogCaptureFixt
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        exporter = Exporter(Prometheus(port=taken.getsockname()[1]), "x")
+        exporter = PrometheusExporter(PrometheusConfig(port=taken.getsockname()[1]), "x")
         exporter.write(0, {"a": 1.0})
         exporter.close()
     assert "the run goes on" in caplog.text
-    assert metric_name("reward/x.y/mean") == "lockstep_reward_x_y_mean"
+    assert prometheus_name("reward/x.y/mean") == "lockstep_reward_x_y_mean"
 
 
 class Stubborn:
@@ -211,7 +210,7 @@ class Stubborn:
 
 def test_a_tracker_that_raises_is_told_once_and_gets_the_later_rows(caplog: pytest.LogCaptureFixture) -> None:
     sink = Stubborn(raises=3)
-    behind = Background("wandb", lambda: sink, (KEY,))
+    behind = BackgroundSink("wandb", lambda: sink, (KEY,))
     for step in range(5):
         behind.write(step, {"a": 1.0})
     behind.close("finished")
@@ -223,7 +222,7 @@ def test_a_tracker_that_raises_is_told_once_and_gets_the_later_rows(caplog: pyte
 
 
 def test_a_tracker_that_cannot_be_opened(caplog: pytest.LogCaptureFixture) -> None:
-    behind = Background("mlflow", lambda: (_ for _ in ()).throw(OSError("no such host")), ())
+    behind = BackgroundSink("mlflow", lambda: (_ for _ in ()).throw(OSError("no such host")), ())
     for step in range(4):
         behind.write(step, {"a": 1.0})
         time.sleep(0.01)
@@ -233,9 +232,9 @@ def test_a_tracker_that_cannot_be_opened(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_tracker_that_hangs_slows_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(background, "MOST_ROWS", 50)
-    monkeypatch.setattr(background, "CLOSE_S", 0.3)
-    behind = Background("wandb", lambda: Stubborn(slow_s=60.0), ())
+    monkeypatch.setattr(metric_sinks, "MAX_QUEUED_ROWS", 50)
+    monkeypatch.setattr(metric_sinks, "CLOSE_S", 0.3)
+    behind = BackgroundSink("wandb", lambda: Stubborn(slow_s=60.0), ())
     began = time.monotonic()
     for step in range(1000):
         behind.write(step, {"a": 1.0})
@@ -251,26 +250,26 @@ def test_what_is_missing_is_refused_before_a_start(monkeypatch: pytest.MonkeyPat
         trackers, "_PACKAGES", {"wandb": "no_such_package_here", "mlflow": "json", "prometheus": "json"}
     )
     with pytest.raises(TrackingError, match=r"tracking wandb: needs the package.*lockstep-rl\[tracking\]"):
-        check_trackers([Prometheus(), WandB()])
+        check_trackers([PrometheusConfig(), WandBConfig()])
     monkeypatch.setattr(trackers, "_PACKAGES", {"wandb": "json", "mlflow": "json", "prometheus": "json"})
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(TrackingError, match=r"no key.*WANDB_API_KEY.*mode: offline"):
-        check_trackers([WandB()], {})
-    check_trackers([WandB(mode="offline")], {})
-    check_trackers([WandB()], {"WANDB_API_KEY": KEY})
+        check_trackers([WandBConfig()], {})
+    check_trackers([WandBConfig(mode="offline")], {})
+    check_trackers([WandBConfig()], {"WANDB_API_KEY": KEY})
     (tmp_path / ".netrc").write_text(f"machine wandb.mine\n  login user\n  password {KEY}\n")
-    check_trackers([WandB()], {"WANDB_BASE_URL": "https://wandb.mine"})
+    check_trackers([WandBConfig()], {"WANDB_BASE_URL": "https://wandb.mine"})
     with pytest.raises(TrackingError, match="no key"):
-        check_trackers([WandB()], {})
+        check_trackers([WandBConfig()], {})
 
 
 def test_a_database_needs_all_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "sqlalchemy" else object())
     with pytest.raises(TrackingError, match=r"database \(sqlite\) needs the full mlflow package"):
-        check_trackers([MLflow(uri="sqlite:///m.db")], {})
+        check_trackers([MLflowConfig(uri="sqlite:///m.db")], {})
     check_trackers(
         [
-            MLflow(uri="http://mlflow.internal:5000"),
+            MLflowConfig(uri="http://mlflow.internal:5000"),
         ],
         {},
     )

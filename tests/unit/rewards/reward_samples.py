@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
-from lockstep.rewards.api import Batch, Sample
+from lockstep.rewards.api import RewardSample, ScoringBatch
 
 
 def prompt(row: int = 0, answer: Any = None, messages: bool = False, text: str = "2+2=", **columns: Any) -> Prompt:
@@ -13,14 +13,14 @@ def prompt(row: int = 0, answer: Any = None, messages: bool = False, text: str =
     return Prompt(f"0:{row}", row, np.arange(3, dtype=np.int32), text, said, answer, columns)
 
 
-def batch(prompts: list[Prompt], texts: list[list[str]], step: int = 0) -> Batch:
+def batch(prompts: list[Prompt], texts: list[list[str]], step: int = 0) -> ScoringBatch:
     """One list of completions per prompt; a completion has as many tokens as characters."""
     samples = [
-        Sample(position, index, text, np.arange(len(text), dtype=np.int32), len(text))
+        RewardSample(position, index, text, np.arange(len(text), dtype=np.int32), len(text))
         for position, group in enumerate(texts)
         for index, text in enumerate(group)
     ]
-    return Batch(step, prompts, samples)
+    return ScoringBatch(step, prompts, samples)
 
 
 def completion(text: str) -> Completion:

@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 from reward_samples import batch, prompt
 
-from lockstep.rewards.functions import FunctionError, load
-from lockstep.rewards.signatures import ADAPTERS
-from lockstep.rewards.values import BadReward
+from lockstep.rewards.reward_functions import CALL_ADAPTERS, RewardFunctionError, load_reward_function
+from lockstep.rewards.reward_values import BadReward
 
 FUNCTIONS = Path(__file__).parent / "functions"
 
 
 def call(path, texts, prompts, signature="auto", step=0, **arguments):
-    function = load(path, signature, arguments, FUNCTIONS)
+    function = load_reward_function(path, signature, arguments, FUNCTIONS)
     finished = []
-    scores = ADAPTERS[function.signature](function, batch(prompts, texts, step), finished.append)
+    scores = CALL_ADAPTERS[function.signature](function, batch(prompts, texts, step), finished.append)
     assert sum(finished) == sum(len(group) for group in texts)
     return scores, finished
 
@@ -136,7 +135,7 @@ def test_openrlhf_by_position_when_told_so():
     rows = [prompt(answer="4")]
     scores, _ = call("openrlhf_rewards.py:renamed", [["4", "55"]], rows, signature="openrlhf")
     assert scores.values == [1.0, 2.0]
-    with pytest.raises(FunctionError, match="fit none"):
+    with pytest.raises(RewardFunctionError, match="fit none"):
         call("openrlhf_rewards.py:renamed", [["4"]], rows)
 
 
@@ -210,18 +209,18 @@ def test_openrlhf_dict_without_rewards():
     ],
 )
 def test_functions_that_cannot_be_used_are_refused_when_loaded(path, signature, arguments, problem):
-    with pytest.raises(FunctionError, match=problem) as caught:
-        load(path, signature, arguments, FUNCTIONS)
+    with pytest.raises(RewardFunctionError, match=problem) as caught:
+        load_reward_function(path, signature, arguments, FUNCTIONS)
     assert caught.value.path == path
 
 
 def test_a_failed_import_is_tried_again(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("syntax error")
-    with pytest.raises(FunctionError, match="SyntaxError"):
-        load("mine.py:f", base=tmp_path)
+    with pytest.raises(RewardFunctionError, match="SyntaxError"):
+        load_reward_function("mine.py:f", base=tmp_path)
     file.write_text("def f(completions, **kwargs):\n    return [0.0 for _ in completions]\n")
-    assert load("mine.py:f", base=tmp_path).signature == "trl"
+    assert load_reward_function("mine.py:f", base=tmp_path).signature == "trl"
 
 
 def test_a_file_may_import_its_neighbours(tmp_path):
@@ -230,4 +229,4 @@ def test_a_file_may_import_its_neighbours(tmp_path):
         "from neighbour_of_rewards import BONUS\n"
         "def f(completions, **kwargs):\n    return [BONUS for _ in completions]\n"
     )
-    assert load("mine.py:f", base=tmp_path).call(["a"]) == [2.0]
+    assert load_reward_function("mine.py:f", base=tmp_path).call(["a"]) == [2.0]

@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_samples import prompt, rollouts
 
-from lockstep.rewards.api import RewardError, Scores
-from lockstep.rewards.batches import batches, columns, unscored, with_rewards
-from lockstep.rewards.metrics import (
+from lockstep.rewards.api import RewardError, TermScores
+from lockstep.rewards.reward_metrics import (
     breakdown_metrics,
-    exact_match,
+    checked_exact_match,
     exact_match_rate,
     groups_without_signal,
     reward_metrics,
 )
+from lockstep.rewards.scorer_pool import cut_batches, term_columns, unscored_groups, with_rewards
 
 
 def scored():
@@ -59,16 +59,16 @@ def test_metrics_of_unscored_groups_are_refused():
 
 
 def test_exact_match():
-    assert exact_match(" 12\n", 12) == 1.0
-    assert exact_match("1 2", "12") == 0.0
+    assert checked_exact_match(" 12\n", 12) == 1.0
+    assert checked_exact_match("1 2", "12") == 0.0
     assert exact_match_rate(scored()) == 0.75
     with pytest.raises(ValueError, match="answer_column"):
-        exact_match("1", None)
+        checked_exact_match("1", None)
 
 
 def test_a_group_that_fits_is_never_cut():
     made = rollouts([prompt(row) for row in range(4)], [["a"] * 3, ["b"] * 3, ["c"] * 7, ["d"]])
-    cut = batches(made.groups, 3, 5)
+    cut = cut_batches(made.groups, 3, 5)
     assert [[sample.text for sample in batch.samples] for batch in cut] == [
         ["a"] * 3,
         ["b"] * 3,
@@ -85,7 +85,7 @@ def test_a_group_that_fits_is_never_cut():
 def test_batches_keep_every_sample_in_order(sizes, limit):
     texts = [[f"{row}.{index}" for index in range(size)] for row, size in enumerate(sizes)]
     made = rollouts([prompt(row) for row in range(len(sizes))], texts)
-    cut = batches(made.groups, 0, limit)
+    cut = cut_batches(made.groups, 0, limit)
     assert all(0 < len(batch) <= limit for batch in cut)
     uids = [batch.uid(position) for batch in cut for position in range(len(batch))]
     assert uids == [f"0:{row}#{index}" for row, size in enumerate(sizes) for index in range(size)]
@@ -96,8 +96,8 @@ def test_batches_keep_every_sample_in_order(sizes, limit):
 
 
 def test_what_terms_report_besides_is_aligned():
-    scores = [Scores([1.0, None]), Scores([0.0], {"acc": [1.0]}), Scores([2.0], {"length": [5.0]})]
-    found = columns("f", scores, [2, 1, 1])
+    scores = [TermScores([1.0, None]), TermScores([0.0], {"acc": [1.0]}), TermScores([2.0], {"length": [5.0]})]
+    found = term_columns("f", scores, [2, 1, 1])
     np.testing.assert_equal(found["f"], [1.0, np.nan, 0.0, 2.0])
     np.testing.assert_equal(found["f/acc"], [np.nan, np.nan, 1.0, np.nan])
     np.testing.assert_equal(found["f/length"], [np.nan, np.nan, np.nan, 5.0])
@@ -107,7 +107,7 @@ def test_scored_groups_keep_their_rewards():
     first = scored()
     made = rollouts([prompt(5)], [["z", "y", "x"]])
     mixed = type(first)(0, 0, [first.groups[0], made.groups[0], first.groups[1]])
-    assert unscored(mixed) == [made.groups[0]]
+    assert unscored_groups(mixed) == [made.groups[0]]
     done = with_rewards(mixed, np.array([7, 8, 9], np.float32), {"f": np.array([7.0, 8.0, 9.0])})
     assert done.groups[0] is first.groups[0]
     assert done.groups[2] is first.groups[1]

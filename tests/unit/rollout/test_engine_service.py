@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.cluster.codec import signature_of
-from lockstep.config.model import Model
-from lockstep.config.rollout import BuiltinEngine as EngineConfig
+from lockstep.cluster.rpc.codec import signature_of
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import BuiltinEngineConfig as EngineConfig
 from lockstep.data.samples import Completion
-from lockstep.models.tiny import make_tiny
-from lockstep.rollout.api import Collected, EngineAPI
+from lockstep.models.tiny_model import make_tiny
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, Request
+from lockstep.rollout.engine_service import EngineService, Outbox
 from lockstep.rollout.errors import BadLogits, BadRequest
-from lockstep.rollout.protocol import Request
-from lockstep.rollout.service import EngineService, Outbox
-from lockstep.watch import beacon
-from lockstep.weights.plan import Plan
-from lockstep.weights.shared import SharedWeights
+from lockstep.watch.beacon import writer
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
@@ -25,7 +24,7 @@ torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = make_tiny(tmp_path_factory.mktemp("service") / "m", hidden=16, heads=2, kv_heads=1, ffn=32, max_length=64)
-    return Model(path=str(folder)).model_dump(mode="json")
+    return ModelConfig(path=str(folder)).model_dump(mode="json")
 
 
 def service(model, **options):
@@ -73,7 +72,7 @@ def request(name, priority=0, keep=False):
 
 def test_what_others_as_urgent_are_waited_for_with_is_held_back_for_a_while(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("lockstep.rollout.service.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lockstep.rollout.engine_service.time.monotonic", lambda: now[0])
     outbox = Outbox()
     outbox.expect([request("a", 3), request("b", 3), request("c", 4), request("d", 4)])
     assert not outbox.due(0, 1.0), "nothing is there"
@@ -120,7 +119,7 @@ def test_completions_are_the_same_after_they_have_travelled():
         for n in (3, 0, 7)
     ]
     signature = signature_of(EngineAPI.collect)
-    found = signature.decode_result(bytearray(signature.encode_result(Collected.of(5, made)))).completions
+    found = signature.decode_result(bytearray(signature.encode_result(CompletionBatch.of(5, made)))).completions
     for one, other in zip(found, made, strict=True):
         for name in ("request", "finish", "text", "mask", "episode"):
             assert getattr(one, name) == getattr(other, name)
@@ -130,7 +129,7 @@ def test_completions_are_the_same_after_they_have_travelled():
     found[0].tokens[:] = 1  # of its own memory
     made[0].mask = np.ones(3, np.bool_)
     with pytest.raises(ValueError, match="neither a mask nor an episode"):
-        Collected.of(5, made)
+        CompletionBatch.of(5, made)
 
 
 def test_an_engine_that_has_others_as_urgent_tells_of_several_at_a_time(model):
@@ -203,7 +202,9 @@ def test_has_every_method_of_its_api():
         "progress",
     ):
         declared, there = getattr(EngineAPI, name), getattr(EngineService, name)
-        now = Collected if name == "collect" else there.__annotations__["return"]  # `Later` is the service's own affair
+        now = (
+            CompletionBatch if name == "collect" else there.__annotations__["return"]
+        )  # `DeferredResult` is the service's own affair
         assert declared.__annotations__ == there.__annotations__ | {"return": now}
         assert hasattr(declared, "__lockstep_concurrent__") == hasattr(there, "__lockstep_concurrent__")
     assert hasattr(EngineService.progress, "__lockstep_concurrent__")
@@ -218,18 +219,18 @@ class Shard:
 
 
 def test_takes_weights_from_the_store(model, tmp_path):
-    engine = service(model, reader="lockstep.weights.shared:Reader")
+    engine = service(model, reader="lockstep.weights.shared_memory:StoreReader")
     parameters = dict(engine._engine.lm.named_parameters())
-    plan = Plan.of((name, parameter.shape, parameter.dtype) for name, parameter in parameters.items())
-    store = SharedWeights.create(tmp_path / "w", plan, writers=1)
+    plan = WeightPlan.of((name, parameter.shape, parameter.dtype) for name, parameter in parameters.items())
+    store = WeightStore.create(tmp_path / "w", plan, writers=1)
     store.write_shards(0, 5, [Shard(name, 0, torch.full_like(each, 0.25)) for name, each in parameters.items()])
     store.commit(5)
-    moves = beacon.current().moves
+    moves = writer.current_beacon().moves
     engine.load_weights(str(store.folder), 5)
-    assert beacon.current().moves - moves >= 2 * len(parameters), "as each is checked, and as each is taken"
+    assert writer.current_beacon().moves - moves >= 2 * len(parameters), "as each is checked, and as each is taken"
     assert engine.progress().version == 5
     assert all(bool((parameter == 0.25).all()) for parameter in parameters.values())
-    fresh = service(model, reader="lockstep.weights.shared:Reader", weights=str(store.folder), version=5)
+    fresh = service(model, reader="lockstep.weights.shared_memory:StoreReader", weights=str(store.folder), version=5)
     assert fresh.progress().version == 5
     with pytest.raises(ValueError, match="without a weight reader"):
         service(model).load_weights(str(store.folder), 5)
@@ -259,7 +260,7 @@ def test_a_renewed_engine_answers_who_has_asked(model):
     engine.collect().when_over(lambda value, error: told.append((value, error)))
     engine.background()
     engine.renew()
-    assert told == [(Collected.of(0, []), None)], "the question is not open for good"
+    assert told == [(CompletionBatch.of(0, []), None)], "the question is not open for good"
     engine.submit(ask(2))  # the same ids: the engine knows of none any more
     while engine.background():
         pass

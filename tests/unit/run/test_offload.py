@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.load import check_config
-from lockstep.config.trainer import Offload
+from lockstep.config.loader import check_config
+from lockstep.config.trainer import OffloadConfig
 from lockstep.ledger.ledger import Ledger
-from lockstep.run.interrupt import Interrupt
-from lockstep.run.open import everybody
-from lockstep.run.policy import Policy
-from lockstep.run.publish import WeightSync
-from lockstep.run.recovery.recovery import Recovery
-from lockstep.run.recovery.trainers import Healing
-from lockstep.run.run import Roles, Run
-from lockstep.run.stages import Stages
+from lockstep.run.interrupt import InterruptHandler
+from lockstep.run.lifecycle import launch_all
+from lockstep.run.recovery.recovery_manager import RecoveryManager
+from lockstep.run.recovery.trainer_recovery import RecoveryContext
+from lockstep.run.run import Run, RunRoles
+from lockstep.run.telemetry.run_reporter import StageTimers
+from lockstep.run.trainer_group import TrainerGroup
+from lockstep.run.weight_sync import WeightPublisher
 
 
 class Done:
@@ -40,8 +40,10 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    monkeypatch.setattr("lockstep.run.policy.gather", lambda calls, why: [call.value for call in calls])
-    monkeypatch.setattr("lockstep.run.policy.agreed", lambda calls, why: calls[0].value)
+    monkeypatch.setattr(
+        "lockstep.cluster.rpc.futures.gather_results", lambda calls, why: [call.value for call in calls]
+    )
+    monkeypatch.setattr("lockstep.cluster.rpc.futures.gather_identical", lambda calls, why: calls[0].value)
     return Worker()
 
 
@@ -52,14 +54,21 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
         "placement": {"colocate": colocate},
     }  # fmt: skip
     config = check_config(values, "test")
-    policy = Policy([worker], [SimpleNamespace()], config.trainer.offload)  # type: ignore[list-item]
-    monitor: Any = SimpleNamespace(stage=Stages())
+    policy = TrainerGroup([worker], [SimpleNamespace()], config.trainer.offload)  # type: ignore[list-item]
+    monitor: Any = SimpleNamespace(stage=StageTimers())
     staff: Any = None
     folder.mkdir(exist_ok=True)
     with Ledger.create(folder / "run", {"name": "x"}) as ledger:
-        recovery = Recovery(config.recovery, ledger)
+        recovery = RecoveryManager(config.recovery, ledger)
         return Run(
-            config, ledger.folder, ledger, Roles(policy, engines), monitor, Interrupt(), 0, Healing(recovery, staff)
+            config,
+            ledger.folder,
+            ledger,
+            RunRoles(policy, engines),
+            monitor,
+            InterruptHandler(),
+            0,
+            RecoveryContext(recovery, staff),
         )
 
 
@@ -91,7 +100,7 @@ def test_the_trainer_is_away_while_engines_generate(tmp_path: Path, worker: Work
 def test_it_stays_where_nothing_is_asked_for(tmp_path: Path, worker: Worker) -> None:
     a_step(run_of(tmp_path, worker, {}))
     assert [call[0] for call in worker.calls] == ["evaluate", "step", "write_weights", "save"]
-    assert not Offload().anything and Offload(parameters=True).anything
+    assert not OffloadConfig().anything and OffloadConfig(parameters=True).anything
 
 
 def test_engines_sleep_while_the_trainer_trains_on_their_devices(tmp_path: Path, worker: Worker) -> None:
@@ -106,7 +115,7 @@ def test_engines_sleep_while_the_trainer_trains_on_their_devices(tmp_path: Path,
 
 def test_engines_take_weights_when_the_trainer_has_made_room(tmp_path: Path, worker: Worker) -> None:
     """They wake for that: the trainer writes first, then leaves the device."""
-    policy = Policy([worker], [SimpleNamespace()], Offload(parameters=True, optimizer=True))  # type: ignore[list-item]
+    policy = TrainerGroup([worker], [SimpleNamespace()], OffloadConfig(parameters=True, optimizer=True))  # type: ignore[list-item]
     tell = worker.calls.append
 
     def publish(version: int, write: Callable[[], object]) -> None:
@@ -116,7 +125,7 @@ def test_engines_take_weights_when_the_trainer_has_made_room(tmp_path: Path, wor
     delivery: Any = SimpleNamespace(publish=publish, served=lambda: None, hanging=list)
     engines: Any = SimpleNamespace(workers=[], moves_of=lambda _: {}, load_weights=lambda *_: tell(("load",)))
     ledger: Any = SimpleNamespace(published=lambda version: None)
-    weights = WeightSync(policy, engines, delivery, ledger)
+    weights = WeightPublisher(policy, engines, delivery, ledger)
     for version in (1, 1):
         weights.publish(version)
     assert [call[0] for call in worker.calls] == ["write_weights", "offload", "deliver", "load"]
@@ -126,11 +135,13 @@ def test_engines_that_share_devices_sleep_before_ranks_take_them(monkeypatch: py
     order: list[str] = []
     ranks, engines = [Worker()], [Worker(), Worker()]
     staff: Any = SimpleNamespace(everybody=lambda: (ranks, engines))
-    monkeypatch.setattr("lockstep.run.open.gather", lambda calls, why: order.append(f"{len(calls)} sleep"))
+    monkeypatch.setattr(
+        "lockstep.cluster.rpc.futures.gather_results", lambda calls, why: order.append(f"{len(calls)} sleep")
+    )
     for colocate, expected in (("all", ["2 sleep"]), ((), [])):
         order.clear()
         placement = SimpleNamespace(shared=bool(colocate))
         prepared: Any = SimpleNamespace(config=SimpleNamespace(placement=placement))
-        assert everybody(prepared, staff) == (ranks, engines)
+        assert launch_all(prepared, staff) == (ranks, engines)
         assert order == expected
     assert [call[0] for call in engines[0].calls] == ["sleep"] and ranks[0].calls == []

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.load import check_config
+from lockstep.config.loader import check_config
 from lockstep.data.samples import Completion, Group, Prompt, Rollouts
 from lockstep.ledger.ledger import Ledger
-from lockstep.run.interrupt import Interrupt
-from lockstep.run.recovery.recovery import Recovery
-from lockstep.run.recovery.trainers import Healing
-from lockstep.run.run import Roles, Run
+from lockstep.run.interrupt import InterruptHandler
+from lockstep.run.recovery.recovery_manager import RecoveryManager
+from lockstep.run.recovery.trainer_recovery import RecoveryContext
+from lockstep.run.run import Run, RunRoles
 
 
 def rollouts(step: int) -> Rollouts:
@@ -30,10 +30,10 @@ def test_a_step_done_again_is_not_written_again(tmp_path: Path) -> None:
     }  # fmt: skip
     with Ledger.create(tmp_path / "run", {"name": "x"}) as ledger:
         asked = SimpleNamespace(request=lambda step: None, metrics=lambda step: {})
-        roles: Any = Roles(policy=None, rollouts=asked)  # type: ignore[arg-type]
+        roles: Any = RunRoles(policy=None, rollouts=asked)  # type: ignore[arg-type]
         config = check_config(values, "test")
-        recovery = Recovery(config.recovery, ledger)
-        run = Run(config, ledger.folder, ledger, roles, None, Interrupt(), 0, Healing(recovery, None))  # type: ignore[arg-type]
+        recovery = RecoveryManager(config.recovery, ledger)
+        run = Run(config, ledger.folder, ledger, roles, None, InterruptHandler(), 0, RecoveryContext(recovery, None))  # type: ignore[arg-type]
         ledger.collected(0, rollouts(0), {"written by": "an older version"})
         before = ledger.step_path(0).read_bytes()
         stored = run.groups(0)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.weights.errors import PlanMismatch
-from lockstep.weights.plan import ALIGNMENT, Plan
+from lockstep.weights.weight_plan import ALIGNMENT, WeightPlan
 
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 TENSORS = st.dictionaries(
@@ -21,15 +21,15 @@ TENSORS = st.dictionaries(
 @given(TENSORS, st.randoms(use_true_random=False))
 def test_the_order_of_the_tensors_does_not_matter(tensors, random):
     items = [(name, shape, dtype) for name, (shape, dtype) in tensors.items()]
-    plan = Plan.of(items)
+    plan = WeightPlan.of(items)
     random.shuffle(items)
-    assert Plan.of(items) == plan and Plan.of(items).digest == plan.digest
-    assert Plan.from_json(plan.to_json()) == plan
+    assert WeightPlan.of(items) == plan and WeightPlan.of(items).digest == plan.digest
+    assert WeightPlan.from_json(plan.to_json()) == plan
 
 
 @given(TENSORS)
 def test_places_are_aligned_and_apart(tensors):
-    plan = Plan.of((name, shape, dtype) for name, (shape, dtype) in tensors.items())
+    plan = WeightPlan.of((name, shape, dtype) for name, (shape, dtype) in tensors.items())
     end = 0
     for entry in plan.entries:
         assert entry.offset % ALIGNMENT == 0 and entry.offset >= end
@@ -42,8 +42,8 @@ def test_places_are_aligned_and_apart(tensors):
 @given(TENSORS, st.data())
 def test_any_change_changes_the_digest(tensors, data):
     items = [(name, shape, dtype) for name, (shape, dtype) in tensors.items()]
-    plan = Plan.of(items)
-    other = Plan.of([*items, ("\x00new", (3,), "float32")])
+    plan = WeightPlan.of(items)
+    other = WeightPlan.of([*items, ("\x00new", (3,), "float32")])
     with pytest.raises(PlanMismatch, match="new"):
         plan.check(other)
     if items:
@@ -53,28 +53,28 @@ def test_any_change_changes_the_digest(tensors, data):
             if changed[0] in {item[0] for item in rest}:
                 continue
             with pytest.raises(PlanMismatch):
-                plan.check(Plan.of([*rest, changed]))
+                plan.check(WeightPlan.of([*rest, changed]))
 
 
 def test_the_difference_is_named():
-    plan = Plan.of([("a", (2, 3), torch.float32), ("b", (4,), torch.float32)])
+    plan = WeightPlan.of([("a", (2, 3), torch.float32), ("b", (4,), torch.float32)])
     with pytest.raises(PlanMismatch, match=r"b is float32\[5\], expected float32\[4\]"):
-        plan.check(Plan.of([("a", (2, 3), "float32"), ("b", (5,), "float32")]))
+        plan.check(WeightPlan.of([("a", (2, 3), "float32"), ("b", (5,), "float32")]))
     with pytest.raises(PlanMismatch, match="b: missing"):
-        plan.check(Plan.of([("a", (2, 3), "float32")]))
+        plan.check(WeightPlan.of([("a", (2, 3), "float32")]))
 
 
 def test_nonsense_is_refused():
     with pytest.raises(ValueError, match="once"):
-        Plan.of([("a", (2,), "float32"), ("a", (2,), "float32")])
+        WeightPlan.of([("a", (2,), "float32"), ("a", (2,), "float32")])
     with pytest.raises(ValueError, match="dtype 'float33'"):
-        Plan.of([("a", (2,), "float33")])
-    text = json.loads(Plan.of([("a", (2,), "float32")]).to_json())
+        WeightPlan.of([("a", (2,), "float33")])
+    text = json.loads(WeightPlan.of([("a", (2,), "float32")]).to_json())
     text["tensors"][0][1] = [3]
     with pytest.raises(ValueError, match="was changed"):
-        Plan.from_json(json.dumps(text))
+        WeightPlan.from_json(json.dumps(text))
     with pytest.raises(ValueError, match="no plan"):
-        Plan.from_json("[]")
+        WeightPlan.from_json("[]")
 
 
 def test_what_engines_fuse_lies_side_by_side_in_their_order():
@@ -85,7 +85,7 @@ def test_what_engines_fuse_lies_side_by_side_in_their_order():
     }  # fmt: skip
     weights = [(f"{layer}{name}.weight", shape, torch.float32) for name, shape in shapes.items()]
     biases = [(f"{layer}self_attn.{name}.bias", (64,), torch.float32) for name in ("q_proj", "k_proj", "v_proj")]
-    plan = Plan.of([*weights, *biases])
+    plan = WeightPlan.of([*weights, *biases])
     heads = [f"{layer}self_attn.{name}_proj" for name in "qkv"]
     gates = [f"{layer}mlp.{name}_proj" for name in ("gate", "up")]
     for names, kind in ((heads, "weight"), (heads, "bias"), (gates, "weight")):

@@ -7,20 +7,21 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lockstep.watch.waits import WaitTimeout
-from lockstep.weights import lease
-from lockstep.weights.control import Control
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.weights import store_files
 from lockstep.weights.errors import (
     IncompleteWeights,
     NoRoom,
     NoStore,
     PlanMismatch,
-    StaleGeneration,
     StaleVersion,
+    StaleWriter,
     TornWeights,
 )
-from lockstep.weights.plan import Plan
-from lockstep.weights.shared import Reader, SharedWeights
+from lockstep.weights.shared_memory import StoreReader
+from lockstep.weights.store_files import ControlBlock
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Shard:
 
 
 TENSORS = {"embed": torch.randn(11, 5), "norm": torch.randn(5), "scale": torch.randn(()), "big": torch.randn(900, 70)}
-PLAN = Plan.of((name, tensor.shape, tensor.dtype) for name, tensor in TENSORS.items())
+PLAN = WeightPlan.of((name, tensor.shape, tensor.dtype) for name, tensor in TENSORS.items())
 
 
 def part(rank, add=0.0):
@@ -53,11 +54,11 @@ def publish(store, version, add=0.0, complete=False):
 
 
 def test_what_is_written_is_read(tmp_path):
-    store = SharedWeights.create(tmp_path / "w", PLAN, writers=2)
+    store = WeightStore.create(tmp_path / "w", PLAN, writers=2)
     assert store.version() is None
     with pytest.raises(StaleVersion, match="nothing was published"), store.reading():
         pass
-    reader = Reader("complete")
+    reader = StoreReader("complete")
     for version in range(4):
         publish(store, version, add=float(version), complete=version % 2 == 0)
         with reader(tmp_path / "w", version) as tensors:
@@ -71,7 +72,7 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_constant_tensors_are_copied_once_into_each_buffer(tmp_path):
-    store = SharedWeights.create(tmp_path, PLAN, writers=2, generation=1)
+    store = WeightStore.create(tmp_path, PLAN, writers=2, generation=1)
 
     def frozen(rank, add, value=None):
         for shard in part(rank, add):
@@ -93,7 +94,7 @@ def test_constant_tensors_are_copied_once_into_each_buffer(tmp_path):
             torch.testing.assert_close(weights.tensors["big"], TENSORS["big"], atol=1e-5, rtol=0)
     del weights
     store.close()
-    later = SharedWeights.create(tmp_path, PLAN, writers=2, generation=2)
+    later = WeightStore.create(tmp_path, PLAN, writers=2, generation=2)
     for rank in (0, 1):  # another generation believes nothing
         later.write_shards(rank, 4, frozen(rank, 4.0, value=7.0))
     later.commit(4)
@@ -104,8 +105,8 @@ def test_constant_tensors_are_copied_once_into_each_buffer(tmp_path):
 
 
 def test_casts_to_the_plans_precision(tmp_path):
-    plan = Plan.of((name, tensor.shape, "bfloat16") for name, tensor in TENSORS.items())
-    store = SharedWeights.create(tmp_path, plan, writers=2)
+    plan = WeightPlan.of((name, tensor.shape, "bfloat16") for name, tensor in TENSORS.items())
+    store = WeightStore.create(tmp_path, plan, writers=2)
     publish(store, 1)
     with store.reading(1, "complete") as weights:
         for name, tensor in TENSORS.items():
@@ -113,7 +114,7 @@ def test_casts_to_the_plans_precision(tmp_path):
 
 
 def test_a_version_is_committed_only_when_whole(tmp_path):
-    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    store = WeightStore.create(tmp_path, PLAN, writers=2)
     publish(store, 1)
     store.write_shards(0, 2, part(0, 1.0))
     with pytest.raises(IncompleteWeights, match="rank 1: has not finished writing") as caught:
@@ -134,7 +135,7 @@ def test_a_version_is_committed_only_when_whole(tmp_path):
 
 
 def test_a_mark_of_another_version_does_not_count(tmp_path):
-    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    store = WeightStore.create(tmp_path, PLAN, writers=2)
     store.write_shards(0, 1, part(0))
     store.write_shards(1, 2, part(1))
     with pytest.raises(IncompleteWeights, match="rank 1: wrote version 2"):
@@ -144,7 +145,7 @@ def test_a_mark_of_another_version_does_not_count(tmp_path):
 
 
 def test_publishing_again_changes_nothing(tmp_path):
-    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    store = WeightStore.create(tmp_path, PLAN, writers=2)
     publish(store, 3)
     before = store.control.newest()
     publish(store, 3, add=5.0)
@@ -158,29 +159,29 @@ def test_publishing_again_changes_nothing(tmp_path):
 
 
 def test_an_older_generation_is_refused_and_a_newer_may_go_back(tmp_path):
-    old = SharedWeights.create(tmp_path, PLAN, writers=2, generation=1)
+    old = WeightStore.create(tmp_path, PLAN, writers=2, generation=1)
     publish(old, 7)
     old.write_shards(0, 8, part(0))
-    new = SharedWeights.create(tmp_path, PLAN, writers=2, generation=2)
+    new = WeightStore.create(tmp_path, PLAN, writers=2, generation=2)
     with new.reading(7) as weights:  # still served until the new one publishes
         assert weights.generation == 1
-    with pytest.raises(StaleGeneration, match=r"generation 1 .* generation 2 is in charge"):
+    with pytest.raises(StaleWriter, match=r"generation 1 .* generation 2 is in charge"):
         old.write_shards(1, 8, part(1))
-    with pytest.raises(StaleGeneration):
+    with pytest.raises(StaleWriter):
         old.commit(8)
-    with pytest.raises(StaleGeneration):
-        SharedWeights.create(tmp_path, PLAN, writers=2, generation=1)
+    with pytest.raises(StaleWriter):
+        WeightStore.create(tmp_path, PLAN, writers=2, generation=1)
     publish(new, 5, add=2.0)
     with new.reading(5) as weights:
         assert weights.generation == 2
 
 
 def test_another_plan_is_refused(tmp_path):
-    SharedWeights.create(tmp_path, PLAN, writers=2)
-    other = Plan.of([("embed", (11, 6), torch.float32)])
+    WeightStore.create(tmp_path, PLAN, writers=2)
+    other = WeightPlan.of([("embed", (11, 6), torch.float32)])
     with pytest.raises(PlanMismatch):
-        SharedWeights.open(tmp_path, other)
-    store = SharedWeights.open(tmp_path, PLAN, generation=1)
+        WeightStore.open(tmp_path, other)
+    store = WeightStore.open(tmp_path, PLAN, generation=1)
     with pytest.raises(PlanMismatch, match="other is not in it"):
         store.write_shards(0, 1, [Shard("other", 0, torch.zeros(2))])
     with pytest.raises(PlanMismatch, match=r"embed is \[11, 5\] in it, a rank has rows 8 to 12"):
@@ -188,14 +189,14 @@ def test_another_plan_is_refused(tmp_path):
     with pytest.raises(ValueError, match="rank: 2"):
         store.write_shards(2, 1, [])
     with pytest.raises(ValueError, match="opened for reading"):
-        SharedWeights.open(tmp_path).commit(1)
+        WeightStore.open(tmp_path).commit(1)
 
 
 @pytest.mark.parametrize(
     ("check", "at", "caught"), [("sampled", 0, True), ("sampled", 5000, False), ("complete", 5000, True)]
 )
 def test_changed_bytes_are_noticed(tmp_path, check, at, caught):
-    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    store = WeightStore.create(tmp_path, PLAN, writers=2)
     publish(store, 1, complete=True)
     commit, big = store.control.newest(), PLAN.entries[PLAN.index["big"]]
     with (tmp_path / f"buffer-{commit.buffer}").open("r+b") as file:
@@ -212,19 +213,19 @@ def test_changed_bytes_are_noticed(tmp_path, check, at, caught):
 
 
 def test_a_torn_commit_record_leaves_the_older_version(tmp_path):
-    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    store = WeightStore.create(tmp_path, PLAN, writers=2)
     publish(store, 1)
     publish(store, 2)
     newest = store.control.newest()
     with (tmp_path / "control").open("r+b") as file:
         file.seek((192, 256)[newest.sequence % 2] + 3)
         file.write(b"\xff")
-    assert SharedWeights.open(tmp_path).version() == 1
+    assert WeightStore.open(tmp_path).version() == 1
 
 
 def test_a_writer_waits_for_readers_and_names_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "FENCE_TIMEOUT_S", 0.2)
-    store = SharedWeights.create(tmp_path, PLAN, writers=2)
+    monkeypatch.setattr(store_files, "FENCE_TIMEOUT_S", 0.2)
+    store = WeightStore.create(tmp_path, PLAN, writers=2)
     publish(store, 1)
     with store.reading(1) as weights:
         publish(store, 2, add=1.0)  # goes into the other buffer
@@ -238,16 +239,16 @@ def test_a_writer_waits_for_readers_and_names_them(tmp_path, monkeypatch):
 
 def test_no_room_is_said_before_anything_is_made(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    plan = Plan.of([("huge", (usage.free // 4,), "float32")])
+    plan = WeightPlan.of([("huge", (usage.free // 4,), "float32")])
     with pytest.raises(NoRoom, match=r"two buffers .* need") as caught:
-        SharedWeights.create(tmp_path / "w", plan, writers=1)
+        WeightStore.create(tmp_path / "w", plan, writers=1)
     assert caught.value.needed == 2 * plan.nbytes and caught.value.available < caught.value.needed
     assert list((tmp_path / "w").iterdir()) == []
 
 
 def test_a_folder_without_a_store(tmp_path):
     with pytest.raises(NoStore, match="no store"):
-        SharedWeights.open(tmp_path)
+        WeightStore.open(tmp_path)
     (tmp_path / "control").write_bytes(b"x" * 4096)
     with pytest.raises(NoStore, match="damaged"):
-        Control(tmp_path / "control", writable=False)
+        ControlBlock(tmp_path / "control", writable=False)

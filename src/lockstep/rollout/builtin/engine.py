@@ -10,20 +10,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.config.model import Model
-from lockstep.config.rollout import BuiltinEngine as EngineConfig
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import BuiltinEngineConfig as EngineConfig
 from lockstep.data.samples import Completion
-from lockstep.models.load import context_length, load_policy, load_tokenizer
-from lockstep.rollout.builtin.probe import choose_runner
-from lockstep.rollout.builtin.rows import Rows
-from lockstep.rollout.builtin.sampler import SamplingRows, sample
-from lockstep.rollout.builtin.scheduler import Scheduler
-from lockstep.rollout.builtin.stops import Stops
+from lockstep.models.model_loader import context_length, load_policy, load_tokenizer
+from lockstep.rollout.builtin.model_runner import choose_runner
+from lockstep.rollout.builtin.sampler import SamplingRows, sample_tokens
+from lockstep.rollout.builtin.scheduler import DecodeRows, Scheduler, StopChecker
+from lockstep.rollout.engine_protocol import EngineProgress, Request
 from lockstep.rollout.errors import BadLogits, BadRequest
-from lockstep.rollout.protocol import EngineProgress, Request
-from lockstep.rollout.requests import check_request, nothing
-from lockstep.rollout.stops import eos_tokens
-from lockstep.rollout.taking import Expected, WeightReader, WeightReceiver, open_receiver
+from lockstep.rollout.requests import check_request, empty_completion, eos_tokens
+from lockstep.rollout.weight_loading import ExpectedParameters, WeightReader, WeightReceiver, open_receiver
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +61,12 @@ class BuiltinEngine:
         self.context = max_length or context_length(lm.config)
         self._vocabulary = int(lm.get_input_embeddings().weight.shape[0])
         self._cache_tokens, self._reader = cache_tokens, reader
-        self._rows = Rows(max_rows)
+        self._rows = DecodeRows(max_rows)
         self._scheduler = Scheduler(cache_tokens)
-        self._stops = Stops(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
+        self._stops = StopChecker(tokenizer, eos_tokens(tokenizer, getattr(lm, "generation_config", None)))
         self._runner, self.slower = choose_runner(lm, self.device, self.context, cache_tokens, prefix_cache)
         """With why it is not the fastest, empty where it is."""
-        self._expected = Expected(lm)
+        self._expected = ExpectedParameters(lm)
         self._receiver: WeightReceiver | None = None
         self._sampling: SamplingRows | None = None
         self._ids: set[str] = set()
@@ -78,7 +75,7 @@ class BuiltinEngine:
     @classmethod
     def from_config(
         cls,
-        model: Model,
+        model: ModelConfig,
         engine: EngineConfig,
         device: str = "cpu",
         reader: WeightReader | None = None,
@@ -126,18 +123,18 @@ class BuiltinEngine:
         waiting = self._scheduler.withdraw(wanted)
         self._ids -= {request.id for request in waiting}
         self._leave(rows)
-        return partial + [nothing(request) for request in waiting]
+        return partial + [empty_completion(request) for request in waiting]
 
     @torch.inference_mode()
     def load_weights(self, source: Path, version: int) -> None:
-        """Copies version `version` from the store at `source` into the model.
+        """Copies version `version_numbers` from the store at `source` into the model.
 
         Raises:
             WeightsMismatch: the store's tensors are not this model's.
             ValueError: the engine was made without a reader.
         """
         if self._reader is None:
-            raise ValueError("the engine was made without a weight reader; give it `reader`")
+            raise ValueError("the engine was made without a weight reader; give it `parser_of`")
         self._runner.prefixes.clear()
         with self._reader(source, version) as tensors:
             self._take(tensors)
@@ -146,8 +143,8 @@ class BuiltinEngine:
 
     @torch.no_grad()
     def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
-        """Takes version `version` from the trainer's device into memory beside the model's, and copies it there once
-        it is whole: until then the engine has the weights that it had."""
+        """Takes version `version_numbers` from the trainer's device into memory beside the model's, and copies it
+        there once it is whole: until then the engine has the weights that it had."""
         receiver = self._receiver = self._receiver or open_receiver(where)
         self._expected.check(receiver.promised(where))
         with receiver.stream(where, version, 0, self.device) as coming:
@@ -210,7 +207,7 @@ class BuiltinEngine:
 
     def _sample(self, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         assert self._sampling is not None
-        drawn, of = sample(logits, self._sampling, self._rows.counts[: len(self._rows)])
+        drawn, of = sample_tokens(logits, self._sampling, self._rows.counts[: len(self._rows)])
         tokens, logprobs = drawn.cpu().numpy(), of.cpu().numpy()
         bad = np.flatnonzero(~np.isfinite(logprobs))
         if len(bad):
@@ -256,7 +253,7 @@ class BuiltinEngine:
         self._expected.check(tensors)
         own = dict(self.lm.named_parameters(remove_duplicate=False))
         for name, tensor in tensors.items():
-            _put(own[name], tensor)
+            _copy_parameter(own[name], tensor)
 
     def _text(self, row: int) -> str:
         return self._texts([row])[0]
@@ -267,7 +264,7 @@ class BuiltinEngine:
         return texts
 
 
-def _put(own: Tensor, tensor: Tensor) -> None:
+def _copy_parameter(own: Tensor, tensor: Tensor) -> None:
     """A plain copy; in two steps where the engine keeps its own transposed, which takes half the time."""
     if own.ndim == 2 and own.stride(0) == 1 < own.stride(1) and tensor.device.type == own.device.type == "cpu":
         own.t().copy_(tensor.t().contiguous())

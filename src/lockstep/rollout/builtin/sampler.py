@@ -60,7 +60,7 @@ class SamplingRows:
         )
 
 
-def sample(logits: Tensor, rows: SamplingRows, index: np.ndarray) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, rows: SamplingRows, index: np.ndarray) -> tuple[Tensor, Tensor]:
     """Draws one token per row.
 
     Args:
@@ -74,14 +74,14 @@ def sample(logits: Tensor, rows: SamplingRows, index: np.ndarray) -> tuple[Tenso
         maximum gets a log-probability that is not finite either.
     """
     best = logits.argmax(-1) if rows.greedy else None
-    logprobs = torch.log_softmax(truncated(logits, rows), -1)
-    tokens = _inverse_cdf(logprobs.exp(), uniform(rows.seed, index))
+    logprobs = torch.log_softmax(truncate_distribution(logits, rows), -1)
+    tokens = _inverse_cdf(logprobs.exp(), uniform_draws(rows.seed, index))
     if best is not None:
         tokens = torch.where(rows.temperature == 0, best, tokens)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
-def truncated(logits: Tensor, rows: SamplingRows) -> Tensor:
+def truncate_distribution(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Scores after temperature and truncation, -inf where a token cannot be drawn; greedy rows as they are.
     The logits are overwritten."""
     scores = logits
@@ -137,7 +137,7 @@ def _inverse_cdf(probability: Tensor, u: np.ndarray) -> Tensor:
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=probability.shape[1] - 1)
 
 
-def uniform(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
+def uniform_draws(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
     """float64 in [0, 1): splitmix64 (Steele, Lea, Flood 2014) of seed and index, integers `[rows]` each."""
     state = _mixed(seed.astype(np.uint64) + _GOLDEN) + index.astype(np.uint64) * _GOLDEN
     drawn: np.ndarray = (_mixed(state) >> np.uint64(11)) * 2.0**-53

@@ -1,17 +1,130 @@
-"""Who runs and who waits: requests by priority, then in order of submission; groups that share a prompt."""
+"""Which requests wait and which run: admission by priority, the running rows and their state, and when a row is
+finished.
+"""
 
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
 
-from lockstep.rollout.builtin.rows import Rows, moves
-from lockstep.rollout.protocol import Request
+from lockstep.data.samples import Completion, FinishReason
+from lockstep.rollout.builtin.sampler import SamplingRows
+from lockstep.rollout.engine_protocol import Request
+from lockstep.rollout.requests import contains_stop, stop_window
+
+_INT, _FLOAT = np.int64, np.float32
+
+
+class DecodeRows:
+    """State of the running rows; row `i` of every array belongs to `requests[i]`.
+
+    What a forward needs of a row is its last token; the prompt's last token stands for it before the first one
+    is generated (the prompt's other tokens are prefilled).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.requests: list[Request] = []
+        self.group = np.zeros(capacity, _INT)
+        """Slot of the row's group."""
+        self.counts = np.zeros(capacity, _INT)
+        """Tokens generated."""
+        self.last = np.zeros(capacity, _INT)
+        self.limit = np.zeros(capacity, _INT)
+        self.ignore_eos = np.zeros(capacity, bool)
+        self.watched = np.zeros(capacity, bool)
+        """Whether the row has stop strings."""
+        self.seed = np.zeros(capacity, _INT)
+        self.temperature = np.ones(capacity, _FLOAT)
+        self.top_p = np.ones(capacity, _FLOAT)
+        self.top_k = np.zeros(capacity, _INT)
+        self.min_p = np.zeros(capacity, _FLOAT)
+        self.tokens = np.zeros((capacity, 64), np.int32)
+        self.logprobs = np.zeros((capacity, 64), np.float32)
+        self.versions = np.zeros((capacity, 64), np.int32)
+        self.changed = True
+        """Set when rows entered, left or moved; cleared by whoever derives something from the set of rows."""
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self.requests)
+
+    def enter(self, request: Request, group: int) -> None:
+        """Adds a row for the request, whose prompt is in slot `group`."""
+        row = len(self.requests)
+        self.requests.append(request)
+        self.group[row], self.counts[row], self.last[row] = group, 0, request.prompt[-1]
+        self.limit[row], self.ignore_eos[row], self.seed[row] = request.max_tokens, request.ignore_eos, request.seed
+        self.temperature[row], self.top_p[row] = request.temperature, request.top_p
+        self.top_k[row], self.min_p[row] = request.top_k, request.min_p
+        self.watched[row] = bool(request.stop)
+        self.changed = True
+
+    def sampling(self, device: torch.device) -> SamplingRows:
+        """The rows' parameters on the device."""
+        n = len(self.requests)
+        return SamplingRows.of(
+            self.seed[:n], self.temperature[:n], self.top_p[:n], self.top_k[:n], self.min_p[:n], device
+        )
+
+    def append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Takes the next token of every row."""
+        rows = len(self.requests)
+        at = self.counts[:rows]
+        longest = int(at.max())
+        if longest >= self.tokens.shape[1]:
+            self.tokens, self.logprobs, self.versions = (
+                np.concatenate([x, np.zeros_like(x)], axis=1) for x in (self.tokens, self.logprobs, self.versions)
+            )
+        place: tuple[slice | np.ndarray, int | np.ndarray] = slice(rows), longest
+        if int(at.min()) < longest:
+            place = np.arange(rows), at
+        self.tokens[place], self.logprobs[place], self.versions[place] = tokens, logprobs, version
+        self.last[:rows] = tokens
+        self.counts[:rows] += 1
+
+    def completion(self, row: int, finish: FinishReason, text: str) -> Completion:
+        count = int(self.counts[row])
+        return Completion(
+            request=self.requests[row].id,
+            tokens=self.tokens[row, :count].copy(),
+            logprobs=self.logprobs[row, :count].copy(),
+            versions=self.versions[row, :count].copy(),
+            finish=finish,
+            text=text,
+        )
+
+    def leave(self, rows: list[int]) -> tuple[list[int], list[int]]:
+        """Drops rows and fills their places from the end; returns (sources, targets) of the moves."""
+        sources, targets = compaction_moves(len(self.requests), rows)
+        for target, source in zip(targets, sources, strict=True):
+            self.requests[target] = self.requests[source]
+        del self.requests[len(self.requests) - len(rows) :]
+        if sources:
+            for array in vars(self).values():
+                if isinstance(array, np.ndarray):
+                    array[targets] = array[sources]
+        self.changed = True
+        return sources, targets
+
+
+def compaction_moves(count: int, leaving: list[int]) -> tuple[list[int], list[int]]:
+    """How `count_newlines` dense slots close up after some leave: (sources, targets)."""
+    gone = set(leaving)
+    left = count - len(gone)
+    targets = sorted(slot for slot in gone if slot < left)
+    sources = [slot for slot in range(left, count) if slot not in gone]
+    return sources, targets
 
 
 @dataclass(slots=True)
-class Group:
+class CachedPrompt:
     """A prompt in the cache."""
 
     name: str
@@ -32,7 +145,7 @@ class Scheduler:
     def __init__(self, budget: int | None) -> None:
         self.budget = budget
         self.waiting: deque[Request] = deque()
-        self.groups: list[Group] = []
+        self.groups: list[CachedPrompt] = []
         self._wanted: Counter[str] = Counter()
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -40,7 +153,7 @@ class Scheduler:
         self._wanted.update(request.group for request in new)
         self.waiting = deque(sorted([*self.waiting, *new], key=lambda request: request.priority))
 
-    def admit(self, rows: Rows, version: int) -> list[Group]:
+    def admit(self, rows: DecodeRows, version: int) -> list[CachedPrompt]:
         """Moves waiting requests into free rows; returns the new groups, which are the last ones of `groups`.
 
         A group whose prompt was prefilled with older weights is not joined: a second one is made.
@@ -66,20 +179,20 @@ class Scheduler:
             self._take(self.waiting.popleft(), rows, slots, version)
         return self.groups[first:]
 
-    def _take(self, request: Request, rows: Rows, slots: dict[str, int], version: int) -> None:
+    def _take(self, request: Request, rows: DecodeRows, slots: dict[str, int], version: int) -> None:
         self._wanted[request.group] -= 1
         if request.group not in slots:
             slots[request.group] = len(self.groups)
-            self.groups.append(Group(request.group, request.prompt, version))
+            self.groups.append(CachedPrompt(request.group, request.prompt, version))
         slot = slots[request.group]
         self.groups[slot].running += 1
         rows.enter(request, slot)
 
-    def _worthwhile(self, rows: Rows) -> bool:
+    def _worthwhile(self, rows: DecodeRows) -> bool:
         """Small refills cost a forward each and decode no faster: several free rows are filled together."""
         return bool(self.waiting) and rows.free >= min(len(self.waiting), max(1, rows.capacity // 16))
 
-    def left(self, slots: Iterable[int], rows: Rows, version: int) -> tuple[list[int], list[int]]:
+    def left(self, slots: Iterable[int], rows: DecodeRows, version: int) -> tuple[list[int], list[int]]:
         """Rows of these groups' slots have left. Drops groups that nobody reads or waits for, renumbers the
         rows' groups, and returns (sources, targets) of the slots to move."""
         for slot in slots:
@@ -92,7 +205,7 @@ class Scheduler:
         if not gone:
             return [], []
         rows.changed = True
-        sources, targets = moves(len(self.groups), gone)
+        sources, targets = compaction_moves(len(self.groups), gone)
         for source, target in zip(sources, targets, strict=True):
             self.groups[target] = self.groups[source]
             rows.group[: len(rows)][rows.group[: len(rows)] == source] = target
@@ -107,3 +220,40 @@ class Scheduler:
             self._wanted[request.group] -= 1
         self._wanted += Counter()  # drops the zeros
         return taken
+
+
+class StopChecker:
+    """Judges the rows after each token. A stop string, once written, stays in the completion."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int]) -> None:
+        self.tokenizer = tokenizer
+        self.eos = eos
+
+    def finished(self, rows: DecodeRows) -> dict[int, FinishReason]:
+        """Rows that end with their last token, and why."""
+        count = len(rows)
+        last = rows.last[:count]
+        stopped = np.zeros(count, bool)
+        for token in self.eos:
+            stopped |= last == token
+        stopped &= ~rows.ignore_eos[:count]
+        full = rows.counts[:count] >= rows.limit[:count]
+        ended: dict[int, FinishReason] = {int(row): "length" for row in np.flatnonzero(full)}
+        ended.update(dict.fromkeys(self._written(rows), "stop"))
+        ended.update({int(row): "stop" for row in np.flatnonzero(stopped)})
+        return ended
+
+    def _written(self, rows: DecodeRows) -> list[int]:
+        """Rows whose tail holds one of their stop strings."""
+        watched = [int(row) for row in np.flatnonzero(rows.watched[: len(rows)])]
+        if not watched:
+            return []
+        stops = [rows.requests[row].stop for row in watched]
+        tails = [self._tail(rows, row) for row in watched]
+        hits = contains_stop(self.tokenizer, tails, stops)
+        return [row for row, hit in zip(watched, hits, strict=True) if hit]
+
+    @staticmethod
+    def _tail(rows: DecodeRows, row: int) -> list[int]:
+        count = int(rows.counts[row])
+        return list(rows.tokens[row, max(0, count - stop_window(rows.requests[row].stop)) : count].tolist())

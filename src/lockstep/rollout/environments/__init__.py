@@ -3,6 +3,6 @@
 from lockstep.rollout.environments import Observation
 """
 
-from lockstep.rollout.environments.protocol import Environment, Observation
+from lockstep.rollout.environments.environment_protocol import Environment, Observation
 
 __all__ = ["Environment", "Observation"]

@@ -7,27 +7,38 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from lockstep.config.model import Model
-from lockstep.config.rollout import VllmEngine as EngineConfig
+from lockstep.base.text import first_line
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import VllmEngineConfig as EngineConfig
 from lockstep.data.samples import Completion, FinishReason
-from lockstep.models.load import context_length, load_policy, load_tokenizer
-from lockstep.models.weights import resolve_folder
+from lockstep.models.hf_checkpoint import resolve_folder
+from lockstep.models.model_loader import context_length, load_policy, load_tokenizer
+from lockstep.rollout.engine_protocol import EngineProgress, Request
 from lockstep.rollout.errors import BadLogits, InterruptedUpdate, NoWeights, TornEngine
-from lockstep.rollout.protocol import EngineProgress, Request
-from lockstep.rollout.requests import check_request, nothing
-from lockstep.rollout.stops import eos_tokens, reach, written
-from lockstep.rollout.taking import (
-    Expected,
+from lockstep.rollout.requests import check_request, contains_stop, empty_completion, eos_tokens, stop_window
+from lockstep.rollout.vllm.vllm_requests import (
+    RunningRequest,
+    WaitingQueue,
+    check_sampling,
+    core_request,
+    vllm_finish_reason,
+)
+from lockstep.rollout.vllm.vllm_setup import (
+    check_usable,
+    engine_arguments,
+    prepare_vllm,
+    start_core,
+    try_core,
+    vllm_dtype,
+    vllm_slowdown,
+)
+from lockstep.rollout.weight_loading import (
+    ExpectedParameters,
     ReaderSource,
     WeightReceiver,
     open_receiver,
+    watch_worker_progress,
 )
-from lockstep.rollout.vllm.asking import check_sampling, core_request, reason_of
-from lockstep.rollout.vllm.rows import Row, Waiting
-from lockstep.rollout.vllm.settings import engine_arguments, engine_dtype, slower, start_core, try_core
-from lockstep.rollout.vllm.support import check_usable, prepare
-from lockstep.rollout.vllm.tally import watching
-from lockstep.watch.errors import first_line
 
 _MEMORY = ("weights", "kv_cache")
 """What vLLM gives away and takes back, by its own names."""
@@ -62,7 +73,7 @@ class VllmEngine:
         core: Any,
         tokenizer: PreTrainedTokenizerBase,
         eos: frozenset[int],
-        expected: Expected,
+        expected: ExpectedParameters,
         vocabulary: int,
         reader: ReaderSource | None = None,
         version: int = 0,
@@ -81,7 +92,7 @@ class VllmEngine:
         if reader is not None:
             info = {"reader": reader, "expected": expected}
             self.core.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
-        self._waiting, self._running = Waiting(), dict[str, Row]()
+        self._waiting, self._running = WaitingQueue(), dict[str, RunningRequest]()
         self._ids: set[str] = set()
         self._entered, self._loads = 0, 0
         self._torn: int | None = None
@@ -101,7 +112,7 @@ class VllmEngine:
     @classmethod
     def from_config(
         cls,
-        model: Model,
+        model: ModelConfig,
         engine: EngineConfig,
         device: str = "cpu",
         reader: ReaderSource | None = None,
@@ -119,7 +130,7 @@ class VllmEngine:
             VllmUnsupported: no vLLM here, or one that cannot be worked with.
             ModelError: a model that cannot be found, that vLLM does not support or cannot load.
         """
-        prepare(threads, engine.tensor_parallel_size, device)
+        prepare_vllm(threads, engine.tensor_parallel_size, device)
         check_usable()
         tokenizer = load_tokenizer(model)
         lm = load_policy(model, "cpu", meta=True).lm
@@ -128,8 +139,8 @@ class VllmEngine:
         vocabulary = int(lm.get_input_embeddings().weight.shape[0])
         eos = eos_tokens(tokenizer, _generation(model, lm.config))
         try_core(model.path, core, core_request("probe", _PROBE, eos, "probe"))
-        why = slower(engine_dtype(model, engine, device), device)
-        return cls(core, tokenizer, eos, Expected(lm), vocabulary, reader, version, why)
+        why = vllm_slowdown(vllm_dtype(model, engine, device), device)
+        return cls(core, tokenizer, eos, ExpectedParameters(lm), vocabulary, reader, version, why)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues all requests, or none: BadRequest (a ValueError) names the first that cannot be served."""
@@ -165,10 +176,10 @@ class VllmEngine:
         partial = self._leave(chosen, dict.fromkeys(chosen, "abort"))
         waiting = self._waiting.withdraw(wanted)
         self._ids -= {request.id for request in waiting}
-        return partial + [nothing(request) for request in waiting]
+        return partial + [empty_completion(request) for request in waiting]
 
     def load_weights(self, source: Path, version: int) -> None:
-        """Has vLLM's workers take version `version` from the store at `source`.
+        """Has vLLM's workers take version `version_numbers` from the store at `source`.
 
         Raises:
             WeightsMismatch: the store's tensors are not this model's; it goes on as it was.
@@ -176,14 +187,14 @@ class VllmEngine:
             ValueError: the engine was made without a reader.
         """
         if not self._reads:
-            raise ValueError("the engine was made without a weight reader; give it `reader`")
+            raise ValueError("the engine was made without a weight reader; give it `parser_of`")
         self._check_whole()
         self._update(version, {"folder": str(source), "version": version})
 
     def receive_weights(self, where: Mapping[str, Any], version: int) -> None:
-        """Has vLLM's workers take version `version` as it comes from the trainer's device, bucket by bucket over the
-        weights that they have: nobody is served between the first bucket and the end, nor after a version that did not
-        come whole, until another one has.
+        """Has vLLM's workers take version `version_numbers` as it comes from the trainer's device, bucket by bucket
+        over the weights that they have: nobody is served between the first bucket and the end, nor after a version
+        that did not come whole, until another one has.
 
         Raises:
             WeightsMismatch: its tensors are not this model's; the engine goes on as it was.
@@ -202,7 +213,7 @@ class VllmEngine:
         self._wake("weights")
         before, fenced = self._torn, self._fenced
         self._torn, self._fenced = version, False
-        with watching(self._workers) as tally:
+        with watch_worker_progress(self._workers) as tally:
             answers = self.core.collective_rpc("take_weights", kwargs={"info": info, "tally": tally})
         failed = sorted((each for each in answers if each.error is not None), key=lambda each: not each.touched)
         if failed:
@@ -290,7 +301,7 @@ class VllmEngine:
                 if row.request.stop:
                     watched.append(output.request_id)
             if output.finish_reason is not None:
-                ended[output.request_id] = reason_of(output)
+                ended[output.request_id] = vllm_finish_reason(output)
         for name in self._written(watched):
             if name not in ended:
                 self.core.abort_requests([name])
@@ -299,7 +310,7 @@ class VllmEngine:
         self._finished += len(done)
         return done
 
-    def _append(self, row: Row, output: Any) -> None:
+    def _append(self, row: RunningRequest, output: Any) -> None:
         logprobs = output.new_logprobs.logprobs[:, 0]
         bad = np.flatnonzero(~np.isfinite(logprobs))
         if len(bad):
@@ -312,11 +323,11 @@ class VllmEngine:
         if not watched:
             return []
         rows = [self._running[name] for name in watched]
-        tails = [row.tokens[-reach(row.request.stop) :] for row in rows]
-        hits = written(self.tokenizer, tails, [row.request.stop for row in rows])
+        tails = [row.tokens[-stop_window(row.request.stop) :] for row in rows]
+        hits = contains_stop(self.tokenizer, tails, [row.request.stop for row in rows])
         return [name for name, hit in zip(watched, hits, strict=True) if hit]
 
-    def _leave(self, rows: dict[str, Row], reasons: dict[str, FinishReason]) -> list[Completion]:
+    def _leave(self, rows: dict[str, RunningRequest], reasons: dict[str, FinishReason]) -> list[Completion]:
         if not rows:
             return []
         texts = self.tokenizer.batch_decode([row.tokens for row in rows.values()], skip_special_tokens=True)
@@ -342,7 +353,7 @@ class VllmEngine:
             self._hits += found.hits
 
 
-def _generation(model: Model, config: Any) -> GenerationConfig:
+def _generation(model: ModelConfig, config: Any) -> GenerationConfig:
     """The model's generation config, which names further tokens that end a sequence."""
     try:
         return GenerationConfig.from_pretrained(resolve_folder(model.path, model.revision))

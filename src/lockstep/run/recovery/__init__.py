@@ -1,1 +1,1 @@
-"""Recovery by role: what failed, what is done about it, and who does it."""
+"""Recovery from failed workers: which restart, when, and from which state."""

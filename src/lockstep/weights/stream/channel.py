@@ -1,25 +1,34 @@
 """Who sends to whom over a device transport, and how: the same on all sides, without torch."""
 
+import json
+import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-RECEIVER = "lockstep.weights.stream.receiver:Receiver"
+from torch._C._distributed_c10d import Store
+
+from lockstep.weights.distributed_setup import wait_for_key
+from lockstep.weights.errors import LinkFailed, PlanMismatch
+
+STREAM_RECEIVER = "lockstep.weights.stream.receiver:StreamReceiver"
 """What an engine takes a stream by."""
 
-Way = Literal["nccl", "cuda_ipc"]
+StreamTransport = Literal["nccl", "cuda_ipc"]
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class StreamChannel:
     """One sender role and some engines. It serves version after version until one of its members is lost; then another
     one, with another number, is formed without it."""
 
     number: int
     """Unique in a generation of the run: keys and communicators are named by it."""
-    way: Way
+    way: StreamTransport
     backend: str
-    """Of torch's process group: `nccl`; `gloo` carries the same stream between CPUs."""
+    """Of torch's process group: `nccl_choice`; `gloo_choice` carries the same stream between CPUs."""
     store: tuple[str, int]
     """Host and port of the run's rendezvous store."""
     scope: str
@@ -35,7 +44,7 @@ class Channel:
     @property
     def members(self) -> list[str]:
         """Names of the receivers, in the order of their ranks, which begin at 1: the sender is 0."""
-        return [member(engine, worker, self.width) for engine in self.engines for worker in range(self.width)]
+        return [member_name(engine, worker, self.width) for engine in self.engines for worker in range(self.width)]
 
     @property
     def name(self) -> str:
@@ -48,16 +57,91 @@ class Channel:
         Args:
             plan: of the weights, as JSON: what this engine is to expect.
         """
-        return {"receiver": RECEIVER, "channel": asdict(self), "engine": engine, "plan": plan}
+        return {"receiver": STREAM_RECEIVER, "channel": asdict(self), "engine": engine, "plan": plan}
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "Channel":
+    def of(cls, found: Mapping[str, Any]) -> "StreamChannel":
         """As it arrives at an engine."""
         host, port = found["store"]
         engines: Sequence[str] = found["engines"]
         return cls(**{**found, "store": (str(host), int(port)), "engines": tuple(engines)})
 
 
-def member(engine: str, worker: int, width: int) -> str:
+def member_name(engine: str, worker: int, width: int) -> str:
     """Of one of an engine's workers."""
     return engine if width == 1 else f"{engine}/{worker}"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReceiverInfo:
+    """What a receiver tells of itself."""
+
+    agreement: str
+    device: str
+    """What its device is known by on the whole host, such as a GPU's UUID."""
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+
+
+def announce_receiver(store: Store, channel: StreamChannel, name: str, card: StreamReceiverInfo) -> None:
+    """A receiver's part: shows its card, and waits until the sender has those of all.
+
+    Raises:
+        PlanMismatch: they do not mean the same.
+        LinkFailed: the sender did not come, or refuses; names who is missing.
+    """
+    store.set(f"{channel.number}/card/{name}", json.dumps(asdict(card)))
+    answer = json.loads(
+        wait_for_key(store, f"{channel.number}/answer", channel.name, "the trainer", timeout_s=2 * channel.limit_s)
+    )
+    if answer["agreement"] != card.agreement:
+        raise PlanMismatch("the trainer has another plan, or other buckets", answer["agreement"], card.agreement)
+    if answer["problem"]:
+        raise LinkFailed(channel.name, "the trainer", answer["problem"])
+
+
+def gather_receivers(
+    store: Store, channel: StreamChannel, agreement: str, answers: bool
+) -> dict[str, StreamReceiverInfo]:
+    """The sender's part: the cards of all receivers, by name.
+
+    Args:
+        answers: whether this rank tells the receivers (one of the trainer's ranks does).
+
+    Raises:
+        LinkFailed: some did not come, or expect something else.
+    """
+    cards: dict[str, StreamReceiverInfo] = {}
+    until = time.monotonic() + channel.limit_s
+    missing = []
+    for name in channel.members:
+        try:
+            left_s = max(0.01, until - time.monotonic())
+            raw = wait_for_key(store, f"{channel.number}/card/{name}", channel.name, name, timeout_s=left_s)
+            cards[name] = StreamReceiverInfo(**json.loads(raw))
+        except LinkFailed:
+            missing.append(name)
+    problem = f"no word of {', '.join(missing)} within {channel.limit_s:g} s" if missing else ""
+    others = [name for name, card in cards.items() if card.agreement != agreement]
+    if others and not problem:
+        problem = f"{', '.join(others)} expect other tensors, types or buckets"
+    if answers:
+        delete_old_channels(store, channel.number - 1)  # who was late for the last one is to find its answer
+        store.set(f"{channel.number}/answer", json.dumps({"agreement": agreement, "problem": problem}))
+    if problem:
+        raise LinkFailed(channel.name, ", ".join(missing or others), problem)
+    return cards
+
+
+def delete_old_channels(store: Store, below: int) -> None:
+    """Removes all keys of channels of lower numbers."""
+    for key in store.list_keys():
+        number = key.partition("/")[0]
+        if number.isdigit() and int(number) < below:
+            store.delete_key(key)
+
+
+def receivers_on_device(cards: Mapping[str, StreamReceiverInfo], device: str) -> list[str]:
+    """Names of those on this device of this host."""
+    here = socket.gethostname()
+    return [name for name, card in cards.items() if (card.host, card.device) == (here, device)]

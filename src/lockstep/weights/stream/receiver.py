@@ -8,40 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.watch import beacon
-from lockstep.weights import meeting as stores
-from lockstep.weights.plan import Entry, Plan
-from lockstep.weights.stream import meeting
-from lockstep.weights.stream.broadcast import Broadcast
-from lockstep.weights.stream.channel import Channel, member
-from lockstep.weights.stream.lots import Lot, agreement, cut
-from lockstep.weights.stream.meeting import Card
-from lockstep.weights.stream.memory import CudaMemory, Memory
-from lockstep.weights.stream.seal import verify
-from lockstep.weights.stream.shelves import ShelfReader
+from lockstep.watch.beacon import writer
+from lockstep.weights.distributed_setup import connect_store
+from lockstep.weights.stream.broadcast_group import BroadcastGroup
+from lockstep.weights.stream.channel import StreamChannel, StreamReceiverInfo, announce_receiver, member_name
+from lockstep.weights.stream.ipc_buffers import CudaIpcMemory, IpcBufferReader, IpcMemory
+from lockstep.weights.stream.tensor_buckets import TensorBucket, cut_buckets, stream_digest, verify_trailer
+from lockstep.weights.weight_plan import PlanEntry, WeightPlan
 
 
-class Receiver:
+class StreamReceiver:
     """Keeps the channel open from version to version.
 
     Args:
         memory: what CUDA IPC is done by.
     """
 
-    def __init__(self, memory: Memory | None = None) -> None:
-        self._memory: Memory = memory or CudaMemory()
-        self._open: tuple[Channel, Broadcast | ShelfReader] | None = None
+    def __init__(self, memory: IpcMemory | None = None) -> None:
+        self._memory: IpcMemory = memory or CudaIpcMemory()
+        self._open: tuple[StreamChannel, BroadcastGroup | IpcBufferReader] | None = None
 
-    def promised(self, where: Mapping[str, Any]) -> dict[str, Entry]:
+    def promised(self, where: Mapping[str, Any]) -> dict[str, PlanEntry]:
         """By name what a version will have (shape, type), from what the controller says (see `Channel.where`)."""
-        return {entry.name: entry for entry in Plan.from_json(where["plan"]).entries}
+        return {entry.name: entry for entry in WeightPlan.from_json(where["plan"]).entries}
 
     @contextmanager
     def stream(
         self, where: Mapping[str, Any], version: int, worker: int, device: torch.device
     ) -> Generator[Iterator[tuple[str, Tensor]]]:
-        """The tensors of `version` with their names, as they come. A lot's memory is its tensors' own: it lives as long
-        as one of them does. Where the context ends with an error, or before the last tensor, the channel is left.
+        """The tensors of `version_numbers` with their names, as they come. A lot's memory is its tensors' own: it
+        lives as long as one of them does. Where the context ends with an error, or before the last tensor, the
+        channel is left.
 
         Args:
             worker: which of the engine's.
@@ -51,17 +48,17 @@ class Receiver:
             PlanMismatch: the trainer means other tensors; nothing has moved.
             LinkFailed: it did not come, or no further; TornWeights: a lot is not what was sent.
         """
-        channel, plan = Channel.of(where["channel"]), Plan.from_json(where["plan"])
-        inlet = self._inlet(channel, plan, member(where["engine"], worker, channel.width), device)
-        lots = cut(plan, channel.bucket_bytes)
+        channel, plan = StreamChannel.of(where["channel"]), WeightPlan.from_json(where["plan"])
+        inlet = self._inlet(channel, plan, member_name(where["engine"], worker, channel.width), device)
+        lots = cut_buckets(plan, channel.bucket_bytes)
         whole = False
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal whole
             for lot, buffer in zip(lots, inlet.lots(lots, version), strict=True):
-                verify(buffer, lot, channel.number, version, channel.check)
-                beacon.current().add("bytes", lot.nbytes)
-                yield from views(buffer, lot)
+                verify_trailer(buffer, lot, channel.number, version, channel.check)
+                writer.current_beacon().add("bytes", lot.nbytes)
+                yield from bucket_views(buffer, lot)
             whole = True
 
         try:
@@ -76,25 +73,27 @@ class Receiver:
             (_, inlet), self._open = self._open, None
             inlet.close()
 
-    def _inlet(self, channel: Channel, plan: Plan, name: str, device: torch.device) -> Broadcast | ShelfReader:
+    def _inlet(
+        self, channel: StreamChannel, plan: WeightPlan, name: str, device: torch.device
+    ) -> BroadcastGroup | IpcBufferReader:
         if self._open is not None and self._open[0] == channel:
             return self._open[1]
         self.close()
-        store = stores.open_store(*channel.store, f"{channel.scope}/stream")
+        store = connect_store(*channel.store, f"{channel.scope}/stream")
         lends = channel.way == "cuda_ipc"
         known_as = self._memory.known_as(device) if lends else str(device)
-        agreed = agreement(plan, channel.bucket_bytes, channel.check)
-        meeting.present(store, channel, name, Card(agreed, known_as))
-        inlet: Broadcast | ShelfReader
+        agreed = stream_digest(plan, channel.bucket_bytes, channel.check)
+        announce_receiver(store, channel, name, StreamReceiverInfo(agreed, known_as))
+        inlet: BroadcastGroup | IpcBufferReader
         if lends:
-            inlet = ShelfReader(store, channel, name, self._memory, device)
+            inlet = IpcBufferReader(store, channel, name, self._memory, device)
         else:
-            inlet = Broadcast(store, channel, 1 + channel.members.index(name), device)
+            inlet = BroadcastGroup(store, channel, 1 + channel.members.index(name), device)
         self._open = channel, inlet
         return inlet
 
 
-def views(buffer: Tensor, lot: Lot) -> Iterator[tuple[str, Tensor]]:
+def bucket_views(buffer: Tensor, lot: TensorBucket) -> Iterator[tuple[str, Tensor]]:
     """A lot's tensors, where they lie."""
     for entry in lot.entries:
         start, end = lot.place(entry)

@@ -6,25 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.watch import beacon
-from lockstep.weights import meeting as stores
+from lockstep.watch.beacon import writer
+from lockstep.weights.distributed_setup import connect_store
 from lockstep.weights.errors import LinkFailed
-from lockstep.weights.plan import Plan
-from lockstep.weights.stream import meeting
-from lockstep.weights.stream.broadcast import Broadcast
-from lockstep.weights.stream.channel import Channel
-from lockstep.weights.stream.lots import Lot, agreement, cut
-from lockstep.weights.stream.memory import CudaMemory, Memory
-from lockstep.weights.stream.seal import seal
-from lockstep.weights.stream.shelves import Shelves
+from lockstep.weights.stream.broadcast_group import BroadcastGroup
+from lockstep.weights.stream.channel import StreamChannel, gather_receivers, receivers_on_device
+from lockstep.weights.stream.ipc_buffers import CudaIpcMemory, IpcBufferWriter, IpcMemory
+from lockstep.weights.stream.tensor_buckets import TensorBucket, cut_buckets, stream_digest, write_trailer
+from lockstep.weights.weight_plan import WeightPlan
 
 log = logging.getLogger(__name__)
 
-Pieces = Mapping[str, Sequence[Tensor]]
+GatheredRows = Mapping[str, Sequence[Tensor]]
 """Of a lot's tensors, by name: consecutive rows in the plan's types, uint8 `[bytes]` each."""
 
 
-class Sender:
+class StreamSender:
     """Keeps the channel open from version to version. One thread calls it, the one that does all collectives.
 
     Args:
@@ -32,12 +29,14 @@ class Sender:
         memory: what CUDA IPC is done by.
     """
 
-    def __init__(self, rank: int, device: torch.device, memory: Memory | None = None) -> None:
+    def __init__(self, rank: int, device: torch.device, memory: IpcMemory | None = None) -> None:
         self.rank, self.device = rank, device
-        self._memory: Memory = memory or CudaMemory()
-        self._open: tuple[Channel, Broadcast | Shelves] | None = None
+        self._memory: IpcMemory = memory or CudaIpcMemory()
+        self._open: tuple[StreamChannel, BroadcastGroup | IpcBufferWriter] | None = None
 
-    def send(self, channel: Channel, plan: Plan, version: int, gathered: Iterator[Pieces | None]) -> str:
+    def send(
+        self, channel: StreamChannel, plan: WeightPlan, version: int, gathered: Iterator[GatheredRows | None]
+    ) -> str:
         """Sends a version, lot by lot as they are gathered.
 
         Args:
@@ -47,7 +46,7 @@ class Sender:
         Returns:
             Why it failed, empty where it did not: the controller decides who is left out.
         """
-        lots = cut(plan, channel.bucket_bytes)
+        lots = cut_buckets(plan, channel.bucket_bytes)
         problem, outlet = "", None
         try:
             outlet = self._outlet(channel, plan, lots)
@@ -58,10 +57,10 @@ class Sender:
                 continue
             try:
                 buffer = outlet.free(lot, version)
-                fill(buffer, lot, pieces)
-                seal(buffer, lot, channel.number, version, channel.check)
+                fill_bucket(buffer, lot, pieces)
+                write_trailer(buffer, lot, channel.number, version, channel.check)
                 outlet.put(lot, buffer)
-                beacon.current().add("bytes", lot.nbytes)
+                writer.current_beacon().add("bytes", lot.nbytes)
             except LinkFailed as error:
                 problem, outlet = str(error), None
         try:
@@ -80,30 +79,32 @@ class Sender:
             (_, outlet), self._open = self._open, None
             outlet.close()
 
-    def _outlet(self, channel: Channel, plan: Plan, lots: Sequence[Lot]) -> Broadcast | Shelves | None:
+    def _outlet(
+        self, channel: StreamChannel, plan: WeightPlan, lots: Sequence[TensorBucket]
+    ) -> BroadcastGroup | IpcBufferWriter | None:
         """None on ranks that send nothing."""
         if channel.way == "nccl" and self.rank:
             return None
         if self._open is not None and self._open[0] == channel:
             return self._open[1]
         self.close()  # there is never more than one
-        store = stores.open_store(*channel.store, f"{channel.scope}/stream")
-        agreed = agreement(plan, channel.bucket_bytes, channel.check)
-        cards = meeting.convene(store, channel, agreed, answers=self.rank == 0)
-        outlet: Broadcast | Shelves
+        store = connect_store(*channel.store, f"{channel.scope}/stream")
+        agreed = stream_digest(plan, channel.bucket_bytes, channel.check)
+        cards = gather_receivers(store, channel, agreed, answers=self.rank == 0)
+        outlet: BroadcastGroup | IpcBufferWriter
         if channel.way == "nccl":
-            outlet = Broadcast(store, channel, 0, self.device)
+            outlet = BroadcastGroup(store, channel, 0, self.device)
         else:
-            readers = meeting.same_device(cards, self._memory.known_as(self.device))
+            readers = receivers_on_device(cards, self._memory.known_as(self.device))
             if not readers:
                 return None
-            outlet = Shelves(store, channel, lots, readers, self._memory, self.device)
+            outlet = IpcBufferWriter(store, channel, lots, readers, self._memory, self.device)
         self._open = channel, outlet
         return outlet
 
 
 @torch.no_grad()
-def fill(buffer: Tensor, lot: Lot, pieces: Pieces) -> None:
+def fill_bucket(buffer: Tensor, lot: TensorBucket, pieces: GatheredRows) -> None:
     """Puts a lot's tensors into their places.
 
     Raises:

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from lockstep.doctor.check.facts import RayToken
-from lockstep.doctor.check.needs import Needs
-from lockstep.doctor.check.ray_token import gather_ray_token, judge_ray_token
+from lockstep.doctor.check.facts.host_facts import RayToken
+from lockstep.doctor.check.facts.host_requirements import HostRequirements
+from lockstep.doctor.check.facts.network_facts import gather_ray_token
+from lockstep.doctor.check.rules.network_rules import judge_ray_token
 
-RAY = Needs(several=True, packages=("python", "ray"))
+RAY = HostRequirements(several=True, packages=("python", "ray"))
 
 
 def test_where_a_token_is_found_without_being_read(tmp_path: Path) -> None:
@@ -22,4 +23,6 @@ def test_a_token_without_a_mode_is_told_where_ray_has_other_hosts() -> None:
     assert found.severity == "warning" and "RAY_AUTH_MODE=token on every host" in found.fix
     assert not list(judge_ray_token("a", RayToken("token", "~/.ray/auth_token"), RAY))
     assert not list(judge_ray_token("a", RayToken(), RAY))
-    assert not list(judge_ray_token("a", RayToken("", "RAY_AUTH_TOKEN"), Needs(packages=("ray",)))), "one host"
+    assert not list(judge_ray_token("a", RayToken("", "RAY_AUTH_TOKEN"), HostRequirements(packages=("ray",)))), (
+        "one host"
+    )

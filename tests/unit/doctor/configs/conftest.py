@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.doctor.configs.given import Desk
+from tests.unit.doctor.configs.sample_configs import Desk
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor.configs.given import FLAT, OPENRLHF, Desk, bad, changed, openrlhf
+from tests.unit.doctor.configs.sample_configs import FLAT, OPENRLHF, Desk, bad, changed, openrlhf
 
 RULES: list[tuple[dict[str, Any], str, str]] = [
     ({"vllm.num_engines": 3}, "placement-colocate", "error"),

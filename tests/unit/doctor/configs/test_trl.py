@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor.configs.given import ACCELERATE, DEEPSPEED, TRL, Desk, bad, changed
+from tests.unit.doctor.configs.sample_configs import ACCELERATE, DEEPSPEED, TRL, Desk, bad, changed
 
 RULES: list[tuple[dict[str, Any], str, str]] = [
     ({"num_generations": 1}, "algorithm-group", "error"),

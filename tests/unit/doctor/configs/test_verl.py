@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor.configs.given import VERL, Desk, bad, changed, verl
+from tests.unit.doctor.configs.sample_configs import VERL, Desk, bad, changed, verl
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 DYNAMIC = {f"{A}.use_dynamic_bsz": True, f"{A}.ppo_micro_batch_size_per_gpu": None}

@@ -5,22 +5,28 @@ from dataclasses import astuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.doctor.environment.lint import SHELL, Place, lint
-from lockstep.doctor.environment.variables import load
+from lockstep.doctor.environment.environment_lint import SHELL_ROLE, ProcessEnvironment, lint_environments
+from lockstep.doctor.environment.variable_table import load_variables
 
 SECRET = "Zq7Yw2Xe9Rt4Uv1P"
-TABLE = load()
+TABLE = load_variables()
 SECRETS = ["VLLM_API_KEY", "NCCL_TOKEN", "WANDB_API_KEY", "NCCL_SOCKET_IFNMAE", "VLLM_FOO", "MY_PASSWORD", "nccl_debug"]
 
 
 def test_values_of_unknown_and_secret_variables_are_not_printed() -> None:
     values = dict.fromkeys(SECRETS, SECRET)
-    places = [Place("a", values), Place("b", dict.fromkeys(SECRETS, SECRET + "x")), Place("", values, SHELL)]
+    places = [
+        ProcessEnvironment("a", values),
+        ProcessEnvironment("b", dict.fromkeys(SECRETS, SECRET + "x")),
+        ProcessEnvironment("", values, SHELL_ROLE),
+    ]
     for launcher in (None, "ray"):
-        assert SECRET not in str([astuple(each) for each in lint(places, launcher=launcher)])
+        assert SECRET not in str([astuple(each) for each in lint_environments(places, launcher=launcher)])
 
 
 @given(st.dictionaries(st.sampled_from(sorted(TABLE.known)), st.just(f"hf_{SECRET}{SECRET}"), min_size=1))
 def test_a_value_that_is_a_token_by_its_form_is_not_printed_whatever_holds_it(values: dict[str, str]) -> None:
     other = dict.fromkeys(values, "1")
-    assert SECRET not in str([astuple(each) for each in lint([Place("a", values), Place("b", other)])])
+    assert SECRET not in str(
+        [astuple(each) for each in lint_environments([ProcessEnvironment("a", values), ProcessEnvironment("b", other)])]
+    )

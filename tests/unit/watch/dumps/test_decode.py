@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.dump_files import Call, Comm, Job, as_json, dump, steps
-from lockstep.watch.dumps.callers import site
-from lockstep.watch.dumps.decode import Decoder
-from lockstep.watch.dumps.trace import BLOCK, Group, Trace
-from lockstep.watch.dumps.worker import pack, unpack
+from lockstep.watch.dumps.decode import BLOCK, CommunicatorTrace, DumpDecoder, RankTrace
+from lockstep.watch.dumps.dump_format import user_call_site
+from lockstep.watch.dumps.reader_process import pack_trace, unpack_trace
 
 WORLD = Comm("0", (0, 1, 2), "default_pg")
 
@@ -24,11 +23,11 @@ def stopped(backend: str = "nccl", calls: int = 30) -> Job:
     return job.play()
 
 
-def read(content: Any) -> Trace:
-    return Decoder().read(content if isinstance(content, bytes) else pickle.dumps(content, 2))
+def read(content: Any) -> RankTrace:
+    return DumpDecoder().read(content if isinstance(content, bytes) else pickle.dumps(content, 2))
 
 
-def numbers(trace: Trace) -> list[tuple[Any, ...]]:
+def numbers(trace: RankTrace) -> list[tuple[Any, ...]]:
     """What must be alike whatever form a dump has."""
     return [
         (g.name, g.description, g.backend, g.members, g.entered, g.completed, g.entered_at, g.certain, g.blind,
@@ -126,7 +125,7 @@ def test_older_calls_are_digests_of_whole_blocks() -> None:
     changed["entries"][500]["input_sizes"] = [[1]]
     other = read(changed).groups[0]
     assert [a == b for a, b in zip(long.digests, other.digests, strict=True)] == [True, True, False, True, True, True]
-    everything = Decoder().read(pickle.dumps(changed, 2), full=True).groups[0]
+    everything = DumpDecoder().read(pickle.dumps(changed, 2), full=True).groups[0]
     assert not everything.digests and list(everything.sequence) == list(range(1, 1001))
     assert (everything.entered, everything.completed) == (other.entered, other.completed) == (1000, 1000)
 
@@ -176,7 +175,7 @@ def test_a_coalesced_block_is_one_call() -> None:
         entry["collective_seq_id"] = sequence
     entries[3]["profiling_name"] = "nccl:ALLGATHER_coalesced"
     entries[1]["state"] = entries[2]["state"] = "scheduled"
-    decoder = Decoder()
+    decoder = DumpDecoder()
     (group,) = decoder.read(pickle.dumps({"version": "2.7", "entries": entries}, 2)).groups
     assert (list(group.sequence), group.entered, group.completed) == ([1, 2], 2, 2)
     assert decoder.calls[group.signature[1]][0] == "ALLGATHER_coalesced"
@@ -214,16 +213,16 @@ def test_stacks_may_come_as_text(form: str) -> None:
 
 def test_the_line_of_the_user_is_named() -> None:
     torch, hf = "/v/lib/python3.11/site-packages/torch/distributed/x.py", "/v/lib/python3.11/site-packages/trl/grpo.py"
-    assert site([(torch, 1, "f"), (hf, 2, "g"), ("/home/u/train.py", 3, "main")]) == "train.py:3 in main"
-    assert site([(torch, 1, "f"), (hf, 2, "g")]) == "grpo.py:2 in g"
-    assert site([(torch, 1, "f")]) == "x.py:1 in f"
-    assert site([]) == ""
+    assert user_call_site([(torch, 1, "f"), (hf, 2, "g"), ("/home/u/train.py", 3, "main")]) == "train.py:3 in main"
+    assert user_call_site([(torch, 1, "f"), (hf, 2, "g")]) == "grpo.py:2 in g"
+    assert user_call_site([(torch, 1, "f")]) == "x.py:1 in f"
+    assert user_call_site([]) == ""
 
 
 def test_a_trace_survives_the_way_between_processes() -> None:
     trace = read(dump(stopped(), 0))
-    about, blob = pack(trace)
-    back = unpack(json.loads(json.dumps(about)), blob)
+    about, blob = pack_trace(trace)
+    back = unpack_trace(json.loads(json.dumps(about)), blob)
     assert repr(back) == repr(trace)  # NaN is not equal to itself
 
 
@@ -232,7 +231,7 @@ def test_gloo_shows_that_it_did_something_else() -> None:
     assert not any(g.blind for g in read(content).groups)
     content["pg_status"]["0"]["last_enqueued_collective"] += 1
     assert [g.blind for g in read(content).groups] == [True, False], "a send, a receive or a monitored barrier"
-    assert isinstance(read(content).groups[0], Group)
+    assert isinstance(read(content).groups[0], CommunicatorTrace)
 
 
 def test_members_come_as_a_list_or_as_text_and_are_bounded() -> None:

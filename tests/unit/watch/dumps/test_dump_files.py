@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.watch.dumps.files import find, rank_of
-from lockstep.watch.dumps.read import NoDumps, read_dumps
+from lockstep.watch.dumps.dump_files import find_dump_files, rank_in_path
+from lockstep.watch.dumps.explain_dumps import NoDumps, read_dumps
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from lockstep.watch.dumps.read import NoDumps, read_dumps
     ],
 )  # fmt: skip
 def test_the_rank_is_read_from_the_usual_names(name: str, rank: int | None) -> None:
-    assert rank_of(name) == rank
+    assert rank_in_path(name) == rank
 
 
 def dump(path: Path) -> Path:
@@ -36,20 +36,20 @@ def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "nccl_trace_rank_2").touch()
     (tmp_path / "link_rank_9").symlink_to(wanted[0])
-    assert [(found.path.name, found.rank) for found in find(tmp_path)] == [
+    assert [(found.path.name, found.rank) for found in find_dump_files(tmp_path)] == [
         ("nccl_trace_rank_2", 2), ("nccl_trace_rank_1", 1), ("x.7", 7),
     ]  # fmt: skip
-    assert [found.path for found in find(wanted[0])] == [wanted[0]]
+    assert [found.path for found in find_dump_files(wanted[0])] == [wanted[0]]
 
 
 def test_a_pattern_says_where_the_rank_stands(tmp_path: Path) -> None:
     for number in (3, 11):
         dump(tmp_path / f"node-{number % 2}" / f"p{number:04d}.trace")
     dump(tmp_path / "node-0" / "other_5")
-    assert sorted(found.rank or -1 for found in find(tmp_path, "node-*/p{rank}.trace")) == [3, 11]
-    assert sorted(found.rank or -1 for found in find(tmp_path, "p{rank}.trace")) == [3, 11]
+    assert sorted(found.rank or -1 for found in find_dump_files(tmp_path, "node-*/p{rank}.trace")) == [3, 11]
+    assert sorted(found.rank or -1 for found in find_dump_files(tmp_path, "p{rank}.trace")) == [3, 11]
     with pytest.raises(ValueError, match="say once where the rank stands"):
-        find(tmp_path, "p*.trace")
+        find_dump_files(tmp_path, "p*.trace")
 
 
 def test_what_was_looked_for_is_said(tmp_path: Path) -> None:

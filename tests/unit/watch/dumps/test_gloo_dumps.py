@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.watch.dumps.read import read_dumps
-from lockstep.watch.evidence import Evidence
+from lockstep.watch.diagnosis.evidence import Evidence
+from lockstep.watch.dumps.explain_dumps import read_dumps
 
 HERE = Path(__file__).parent
 COMMON = 6

@@ -1,0 +1,179 @@
+"""The tables of docs/weight-sync.md and docs/engines.md, from the committed results: `python -m
+benchmarks.docs_tables`.
+
+Needs nothing of what was measured: a test holds the pages against the results. Goals are those that were set before
+anything was measured; which of them is not met stands below each table.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.comparison_table import markdown, markdown_head
+from benchmarks.docs_markers import into_page
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A ratio that was to be reached."""
+
+    what: str
+    found: float
+    wanted: float
+    most: bool = False
+    """Whether less is better."""
+
+    @property
+    def met(self) -> bool:
+        return self.found <= self.wanted if self.most else self.found >= self.wanted
+
+    @property
+    def limit(self) -> str:
+        return f"{'at most ' if self.most else ''}{self.wanted:g}"
+
+    @property
+    def cell(self) -> str:
+        return f"{self.limit}{'' if self.met else ' (not met)'}"
+
+
+def weights(lines: Sequence[Row]) -> list[str]:
+    """Of `benchmarks.weights`: medians, and medians of what the bare way takes of the same repeat's time."""
+    out = markdown_head("model", "what", "ms", "GB/s", "of the bare way", "goal")
+    goals: list[Goal] = []
+    for size in dict.fromkeys(line["size"] for line in lines):
+        for part, bare, ways in (("host", "memcpy", HOST), ("nodes", "broadcast", NODES)):
+            found = [line for line in lines if line["size"] == size and line["part"] == part]
+            for way in ways if found else ():
+                took = [sum(line[name] for name in way.parts) for line in found]
+                ratio = statistics.median(
+                    way.times * line[bare] / each for line, each in zip(found, took, strict=True)
+                )  # fmt: skip
+                seconds = statistics.median(took)
+                rate = found[0]["bytes"] * way.times / seconds / 1e9
+                goal = Goal(f"{size}, {way.title}", ratio, way.goal) if way.goal and size == "100M" else None
+                goals += [goal] if goal else []
+                cells = f"{seconds * 1e3:.1f}", f"{rate:.2f}", f"{ratio:.2f}", goal.cell if goal else ""
+                out.append(markdown(size, way.title, *cells))
+    return [*out, "", *verdicts(goals), "", _about(lines)]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A row: the sum of some times."""
+
+    title: str
+    parts: tuple[str, ...]
+    times: int = 1
+    """How often it moves the bytes, and how many bare ones it is held against."""
+    goal: float | None = None
+    """For the model of 100 M parameters."""
+
+
+HOST = (
+    Way("bare memcpy, one thread", ("memcpy",)),
+    Way("a rank writes, sampled checksums", ("write_sampled", "commit_sampled")),
+    Way("the builtin engine takes, sampled", ("load_sampled",)),
+    Way("both, against two memcpys", ("write_sampled", "commit_sampled", "load_sampled"), 2, 0.6),
+    Way("both, complete checksums", ("write_complete", "commit_complete", "load_complete"), 2),
+    Way("a reader that only checks and copies", ("take_sampled",)),
+)
+NODES = (
+    Way("bare gloo broadcast to two", ("broadcast",)),
+    Way("bare, in buckets of 64 MiB", ("broadcast_64",)),
+    Way("publish to two nodes, sampled", ("gloo",), 1, 0.7),
+    Way("publish to two nodes, complete", ("complete",)),
+    Way("publish to two nodes, delta, a tenth changed", ("delta",)),
+)
+
+
+def update(rows: Sequence[Row]) -> list[str]:
+    """Of `benchmarks.vllm_engine update`."""
+    out = markdown_head(
+        "parameters", "memcpy", "our part before vLLM's", "in memcpys", "whole update",
+        "`reload_weights` from a RAM disk", "reload / update", "with writing its files",
+    )  # fmt: skip
+    goals = []
+    for row in rows:
+        part = Goal(f"{row['model']}, our part in memcpys", row["write/copy"], 2, most=True)
+        whole = Goal(f"{row['model']}, `reload_weights` over the update", row["reload/update"], 1.3)
+        goals += [part, whole]
+        ms = {name: f"{row[f'{name} ms']:.3g} ms" for name in ("copy", "write", "update", "reload", "reload+save")}
+        cells = ms["copy"], ms["write"], f"{part.found:.2f}", ms["update"], ms["reload"], f"{whole.found:.2f}"
+        out.append(markdown(row["model"], *cells, ms["reload+save"]))
+    goal = "Goals: our part at most 2 memcpys, the update 1.3 times as fast as `reload_weights`."
+    return [*out, "", f"{goal} {' '.join(verdicts(goals))}", "", _about(rows)]
+
+
+def generate(rows: Sequence[Row]) -> list[str]:
+    """Of `benchmarks.vllm_engine generate`."""
+    out = markdown_head(
+        "parameters", "work", "our engine", "our speed / `LLM` as ours", "our speed / `LLM` by default", "goal"
+    )
+    goals = []
+    for row in rows:
+        same = row["generate median"] / row["ours median"]
+        own = row["defaults median"] / row["ours median"] if "defaults median" in row else None
+        what = f"{row['model']} {row['work']}"
+        mine = [Goal(f"{what}, as ours", same, 0.95)]
+        mine += [] if own is None else [Goal(f"{what}, by default", own, 0.95)]
+        goals += mine
+        met = "0.95" if all(goal.met for goal in mine) else "0.95 (not met)"
+        cells = f"{row['ours median']:.2f} s", f"{same:.2f}", "not measured" if own is None else f"{own:.2f}", met
+        out.append(markdown(row["model"], row["work"], *cells))
+    return [*out, "", *verdicts(goals), "", _about(rows)]
+
+
+def builtin(rows: Sequence[Row]) -> list[str]:
+    """Of `benchmarks.vllm_engine builtin`."""
+    out = markdown_head("parameters", "work", "builtin", "vLLM", "speed of builtin / vLLM")
+    for row in rows:
+        ours, theirs = row["builtin median"], row["vllm median"]
+        out.append(markdown(row["model"], row["work"], f"{ours:.2f} s", f"{theirs:.2f} s", f"{theirs / ours:.2f}x"))
+    return [*out, "", _about(rows)]
+
+
+def verdicts(goals: Iterable[Goal]) -> list[str]:
+    """A line with those that are not met."""
+    missed = [f"{goal.what} {goal.found:.2f}, wanted {goal.limit}" for goal in goals if not goal.met]
+    return [f"**Goal not met**: {'; '.join(missed)}." if missed else "All goals are met."]
+
+
+def _about(rows: Sequence[Row]) -> str:
+    """How much was measured, and how quiet the machine was, where the results tell."""
+    loads = [row["load"] for row in rows if "load" in row]
+    busy = f", load average {min(loads):.1f} to {max(loads):.1f}" if loads else ""
+    repeats = [row.get("repeats", row.get("repeat")) for row in rows if "repeats" in row or "repeat" in row]
+    often = f" of {max(repeats)} repeats" if repeats else ""
+    return f"Medians{often}, one thread, float32{busy}."
+
+
+Table = tuple[str, str, str, Callable[[Sequence[Row]], list[str]]]
+TABLES: tuple[Table, ...] = (
+    ("weight-sync.md", "weights", "weights.jsonl", weights),
+    ("engines.md", "builtin", "vllm-builtin.json", builtin),
+    ("engines.md", "generate", "vllm-generate.json", generate),
+    ("engines.md", "update", "vllm-update.json", update),
+)
+"""Page, name of its markers, results, and what makes the table of them."""
+
+
+def read(path: Path) -> list[Row]:
+    text = path.read_text()
+    found: list[Row] = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+    return found
+
+
+def main() -> None:
+    for page, name, results, table in TABLES:
+        into_page(ROOT / "docs" / page, "\n".join(table(read(RESULTS / results))) + "\n", name)
+
+
+if __name__ == "__main__":
+    main()

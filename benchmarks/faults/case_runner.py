@@ -1,0 +1,177 @@
+"""A case, run: real ranks under a real agent and a real supervisor, and what was told of them."""
+
+import contextlib
+import json
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import forked_agents
+from benchmarks.faults.cases import Case, expected
+from benchmarks.faults.rank import SILENCE_S
+from benchmarks.runner import ROOT
+from lockstep.base.folders import new_run_id
+from lockstep.watch.agent.agent_client import AgentClient
+from lockstep.watch.diagnosis.verdict import StallThresholds
+from lockstep.watch.supervisor.supervisor_client import SupervisorClient, SupervisorEvent
+from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+
+PATIENCE = StallThresholds(notice_s=1.0, still_s=2.5, busy_factor=4.0)
+START_S = 60.0
+TELL_S = 20.0
+"""The most that a verdict may take."""
+CALM_S = SILENCE_S + 2.5
+"""So long nobody may be accused in a healthy case."""
+FREE_S = 5.0
+LINGER_S = 1.5
+"""What is said after the verdict is heard for so long: that, too, must not accuse anybody else."""
+
+
+@dataclass
+class Outcome:
+    """What was told, and what became of the ranks. JSON throughout."""
+
+    case: dict[str, Any]
+    struck: float | None = None
+    """When it happened; the clock is time.time()."""
+    told: list[dict[str, Any]] = field(default_factory=list)
+    """Frames: at (seconds after it happened), number, change, level, kind, class, ranks, confidence, collective,
+    where, text."""
+    ends: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By rank: code (None: it lived on), error, and freed: seconds from the confirmed verdict to its end."""
+    load: float = 0.0
+    trouble: list[str] = field(default_factory=list)
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Site:
+    """Agent, supervisor and ranks of one case."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder = case, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "case.json").write_text(json.dumps(case.json()))
+        self.run, token = new_run_id("matrix"), secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._said: list[SupervisorEvent] = []
+        self.trouble: list[str] = []
+        self.client = AgentClient(forked_agents.start(self.run, token, folder), token)
+        settings = SupervisorSettings(
+            self.run, 1, folder, folder / "incidents", [self.client.address], os.getpid(), PATIENCE, "free"
+        )
+        self.supervision = SupervisorClient(settings, token, self._hear, self.trouble.append)
+
+    def _hear(self, said: SupervisorEvent) -> None:
+        with self._lock:
+            self._said.append(said)
+
+    def said(self) -> list[SupervisorEvent]:
+        with self._lock:
+            return list(self._said)
+
+    def start(self) -> None:
+        """The ranks begin once somebody watches."""
+        _until(self.supervision.up.is_set, START_S)
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(sys.path[:1] and [str(ROOT), *sys.path]),
+        }
+        for rank in range(self.case.world):
+            argv = [sys.executable, "-m", "benchmarks.faults.rank", str(self.folder), self.run, str(rank)]
+            self.client.submit_spawn(
+                f"policy-{rank}", argv, log_path=self.folder / f"policy-{rank}.log", env=env, cwd=ROOT,
+                preload=forked_agents.PRELOAD,
+            )  # fmt: skip
+
+    def struck(self) -> float | None:
+        """When the first culprit did it."""
+        found = []
+        for rank in self.case.faults:
+            with contextlib.suppress(OSError):
+                found.append(float((self.folder / f"struck-{rank}").read_text()))
+        return min(found) if len(found) == len(self.case.faults) else None
+
+    def ended(self, rank: int) -> dict[str, Any] | None:
+        """Of a rank whose collective ended with an error."""
+        try:
+            return dict(json.loads((self.folder / f"ended-{rank}").read_text()))
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        self.supervision.close()
+        self.client.leave(0.1)
+
+
+def run(case: Case, folder: Path) -> Outcome:
+    """Runs a case to its verdict, and some time on."""
+    site = Site(case, folder)
+    try:
+        site.start()
+        _until(lambda: site.struck() is not None, START_S)
+        began = site.struck()
+        want = expected(case)
+        if want.kinds:
+            _until(lambda: _named(site, want.level, want.culprits), TELL_S)
+            if want.level == "confirmed":
+                innocent = [rank for rank in range(case.world) if rank not in case.faults]
+                _until(lambda: all(_over(site, rank) for rank in innocent), FREE_S)
+            _until(lambda: False, LINGER_S)
+        else:
+            _until(lambda: False, CALM_S)
+        return _outcome(site, began)
+    finally:
+        site.close()
+
+
+def _named(site: Site, level: str, culprits: frozenset[int]) -> bool:
+    """Whether all culprits have been named, at that level or a higher one."""
+    levels = ("confirmed", "act") if level == "confirmed" else ("notice", "confirmed", "act")
+    named = {each["rank"] for said in site.said() if said.level in levels for each in said.verdict["culprits"]}
+    return culprits <= named
+
+
+def _over(site: Site, rank: int) -> bool:
+    return site.ended(rank) is not None or site.client.exit_of(f"policy-{rank}") is not None
+
+
+def _outcome(site: Site, began: float | None) -> Outcome:
+    found = Outcome(site.case.json(), began, load=os.getloadavg()[0], trouble=list(site.trouble))
+    since = began or 0.0
+    for said in site.said():
+        found.told.append(
+            {
+                "at": round(said.wall - since, 3), "number": said.number, "change": said.change, "level": said.level,
+                "kind": said.verdict["kind"], "class": said.verdict["class"],
+                "ranks": sorted(each["rank"] for each in said.verdict["culprits"]),
+                "where": [each["where"] for each in said.verdict["culprits"]],
+                "confidence": said.verdict["confidence"], "collective": said.verdict["collective"],
+                "text": said.headline,
+            }
+        )  # fmt: skip
+    confirmed = [said.wall for said in site.said() if said.level != "notice"]
+    for rank in range(site.case.world):
+        done, end = site.client.exit_of(f"policy-{rank}"), site.ended(rank) or {}
+        found.ends[str(rank)] = {
+            "code": None if done is None else done.exit_code, "error": end.get("type", ""), "text": end.get("text", ""),
+            "freed": round(end["at"] - confirmed[0], 3) if end and confirmed else None,
+        }  # fmt: skip
+    return found
+
+
+def _until(check: Callable[[], object], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if check():
+            return True
+        time.sleep(0.02)
+    return False

@@ -1,0 +1,220 @@
+"""A wait in progress: its bounds, its progress, its notices, and how the beacon shows it. Used through `base.waits`.
+Stays apart from `base.waits`: the recorder loads it into other people's jobs, on Python 3.10 too.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypedDict, TypeVar
+
+from lockstep.base.errors import PicklableError
+from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.beacon_records import WaitRecord
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_ATTEMPT_S = 0.25
+"""A blocking call is made in slices of this length where somebody must look at progress or notices meanwhile."""
+
+
+class WaitTimeout(PicklableError, TimeoutError):
+    """A wait reached its bound. Fields: kind, whom, why, waited_s."""
+
+    error_code = "wait_timeout"
+
+    def __init__(self, kind: str, whom: str, why: str, waited_s: float) -> None:
+        super().__init__(f"waited {waited_s:.1f} s for {whom} ({kind}): {why}")
+        self.kind, self.whom, self.why, self.waited_s = kind, whom, why, waited_s
+
+
+class Stalled(WaitTimeout):
+    """The one waited for made no progress for `stall_s`."""
+
+    error_code = "stalled"
+
+    def __init__(self, kind: str, whom: str, why: str, waited_s: float, stall_s: float) -> None:
+        super().__init__(kind, whom, why, waited_s)
+        self.stall_s = stall_s
+        self.args = (f"no progress of {whom} for {stall_s:.1f} s ({kind}, waited {waited_s:.1f} s): {why}",)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitState:
+    """A wait as a notice describes it."""
+
+    kind: str
+    whom: str
+    why: str
+    waited_s: float
+    stalled_s: float
+    """Since when the progress value did not change; equals waited_s where nobody reports progress."""
+    progress: object = None
+
+    def __str__(self) -> str:
+        return f"waiting for {self.whom} ({self.kind}) since {self.waited_s:.0f} s: {self.why}"
+
+
+NoticeHandler = Callable[[WaitState], None]
+
+
+def log_notice(state: WaitState) -> None:
+    """The notice of a wait nobody gave another for: a warning in the log."""
+    log.warning("%s", state)
+
+
+class _ThreadWaits(threading.local):
+    """The waits this thread is in, outermost first, and the beacon slot that shows the innermost."""
+
+    def __init__(self) -> None:
+        self.waits: list[Wait] = []
+        self.slot: int | None = None
+        self.beacon: writer.Beacon | None = None
+        self.pid = os.getpid()
+
+
+_thread_waits = _ThreadWaits()
+
+
+def _publish_wait(stack: _ThreadWaits) -> None:
+    """Brings the thread's slot up to date with its innermost wait."""
+    here = writer.current_beacon()
+    if stack.beacon is not here:  # opened, replaced or forked meanwhile
+        stack.beacon, stack.slot = here, None
+    if not stack.waits:
+        if stack.slot is not None:
+            here.free_wait_slot(stack.slot)
+            stack.slot = None
+        return
+    if stack.slot is None:
+        stack.slot = here.take_wait_slot()
+    if stack.slot is not None:
+        here.write_wait(stack.slot, stack.waits[-1].record())
+
+
+class Wait:
+    """A wait under way. `moved(value)` tells it what the one waited for has reached; `check()` holds the bounds."""
+
+    def __init__(self, kind: str, whom: str, why: str, timeout_s: float | None, stall_s: float | None) -> None:
+        self.kind, self.whom, self.why, self.timeout_s, self.stall_s = kind, whom, why, timeout_s, stall_s
+        self.since_ns = self.moved_ns = time.monotonic_ns()
+        self.progress: object = None
+        self._thread = threading.current_thread().name
+        self._thread_id = threading.get_native_id()
+        """Asked of the kernel: to Python 3.11 the main thread of a forked process is still its parent's."""
+
+    def waited_s(self) -> float:
+        return (time.monotonic_ns() - self.since_ns) / 1e9
+
+    def stalled_s(self) -> float:
+        return (time.monotonic_ns() - self.moved_ns) / 1e9
+
+    def moved(self, value: object) -> bool:
+        """Notes the progress of the one waited for; a value unlike the last one restarts the stall clock."""
+        if value == self.progress:
+            return False
+        self.progress, self.moved_ns = value, time.monotonic_ns()
+        _publish_wait(_thread_waits)
+        return True
+
+    def remaining(self) -> float | None:
+        """Seconds until the nearer bound as things stand, at least 0; None without a bound."""
+        bounds = []
+        if self.timeout_s is not None:
+            bounds.append(self.timeout_s - self.waited_s())
+        if self.stall_s is not None:
+            bounds.append(self.stall_s - self.stalled_s())
+        return max(0.0, min(bounds)) if bounds else None
+
+    def check(self) -> None:
+        """Raises WaitTimeout or Stalled when a bound is reached."""
+        waited, stalled = self.waited_s(), self.stalled_s()
+        if self.stall_s is not None and stalled >= self.stall_s:
+            raise Stalled(self.kind, self.whom, self.why, waited, self.stall_s)
+        if self.timeout_s is not None and waited >= self.timeout_s:
+            raise WaitTimeout(self.kind, self.whom, self.why, waited)
+
+    def state(self) -> WaitState:
+        return WaitState(self.kind, self.whom, self.why, self.waited_s(), self.stalled_s(), self.progress)
+
+    def record(self) -> WaitRecord:
+        left = None if self.timeout_s is None else self.since_ns + int(self.timeout_s * 1e9)
+        if self.stall_s is not None:
+            stalls = self.moved_ns + int(self.stall_s * 1e9)
+            left = stalls if left is None else min(left, stalls)
+        return WaitRecord(
+            self.kind, self.whom, self.why, self.since_ns, left, self.moved_ns, self._thread_id, self._thread
+        )
+
+
+@contextlib.contextmanager
+def track_wait(
+    kind: str, whom: str, why: str, timeout_s: float | None = None, stall_s: float | None = None
+) -> Iterator[Wait]:
+    """Publishes a wait around code that blocks in its own way, for instance a loop that calls `Wait.check()`."""
+    wait = Wait(kind, whom, why, timeout_s, stall_s)
+    if _thread_waits.pid != os.getpid():  # the parent's waits are not ours
+        _thread_waits.waits, _thread_waits.slot, _thread_waits.pid = [], None, os.getpid()
+    _thread_waits.waits.append(wait)
+    _publish_wait(_thread_waits)
+    try:
+        yield wait
+    finally:
+        _thread_waits.waits.remove(wait)
+        _publish_wait(_thread_waits)
+
+
+def narrow_wait(whom: str) -> None:
+    """This thread's innermost wait goes on, for these only: the others have come. Does nothing where it is in none."""
+    if _thread_waits.waits and _thread_waits.waits[-1].whom != whom:
+        _thread_waits.waits[-1].whom = whom
+        _publish_wait(_thread_waits)
+
+
+class NotReady:
+    """The answer of an attempt that has to go on waiting."""
+
+
+NOT_READY = NotReady()
+
+
+class WaitBounds(TypedDict, total=False):
+    """What every helper takes; at least one of the first two."""
+
+    timeout_s: float | None
+    """The wait ends with WaitTimeout after this long, whatever happens."""
+    stall_s: float | None
+    """The wait ends with Stalled when `progress()` has not changed for this long."""
+    progress: Callable[[], object] | None
+    """Cheap; called about four times a second."""
+    on_notice: Callable[["WaitState"], None] | None
+    """Told of a wait without progress, first after `notice_after_s`, then at doubling times; None: `log_notice`."""
+    notice_after_s: float | None
+    """10 s unless given; None for a wait that is idle by nature, which nobody is told of."""
+
+
+def wait_for(kind: str, whom: str, why: str, attempt: Callable[[float], T | NotReady], bounds: WaitBounds) -> T:
+    """Calls `attempt(seconds it may block)` until it answers: at least once, and once more at the bound."""
+    timeout_s, stall_s, progress = bounds.get("timeout_s"), bounds.get("stall_s"), bounds.get("progress")
+    notice_after_s, on_notice = bounds.get("notice_after_s", 10.0), bounds.get("on_notice") or log_notice
+    if timeout_s is None and stall_s is None:
+        raise ValueError(f"the wait for {whom} ({why}) has no bound: give timeout_s or stall_s")
+    notice_at = notice_after_s
+    with track_wait(kind, whom, why, timeout_s, stall_s) as wait:
+        while True:
+            left = wait.remaining() or 0.0
+            answer = attempt(left if progress is None and notice_at is None else min(left, _ATTEMPT_S))
+            if not isinstance(answer, NotReady):
+                return answer
+            if progress is not None and wait.moved(progress()):
+                notice_at = notice_after_s
+            if left <= 0:
+                wait.check()
+            if notice_at is not None and wait.stalled_s() >= notice_at:
+                on_notice(wait.state())
+                notice_at = 2 * wait.stalled_s()

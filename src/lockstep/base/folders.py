@@ -1,0 +1,88 @@
+"""The folder of a run in the host's shared memory, where beacons live; private folders, file locks and atomic
+writes."""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def new_run_id(name: str) -> str:
+    """A run id nobody else on this host has: `name-` and six hex digits, made fit for a folder's name."""
+    cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:48] or "run"
+    return f"{cleaned}-{secrets.token_hex(3)}"
+
+
+def shm_root() -> Path:
+    """The folder that holds the folders of runs."""
+    chosen = os.environ.get("LOCKSTEP_BEACONS")
+    if chosen:
+        return Path(chosen)
+    shared = Path("/dev/shm")
+    root = shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return root / "lockstep"
+
+
+def run_shm_dir(run: str) -> Path:
+    """The run's folder, whether it exists or not. Raises ValueError for an id that is no plain name."""
+    if not _RUN_ID.fullmatch(run):
+        raise ValueError(f"run id {run!r}: expected up to 63 letters, digits, '.', '_' or '-'; see new_run_id()")
+    return shm_root() / run
+
+
+@contextlib.contextmanager
+def file_lock(descriptor: int, seconds: float = 2.0) -> Iterator[None]:
+    """Holds the lock of an open file. Raises TimeoutError when somebody (who may be stopped) keeps it too long."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise TimeoutError(f"the lock of a shared file is not to be had within {seconds:g} s") from None
+            time.sleep(1e-3)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Others see the file with all of `read_option_data`, or as it was before."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(data)
+    draft.rename(path)
+
+
+def make_run_shm_dir(run: str) -> Path:
+    """Creates the run's folder with mode 0700. Raises PermissionError when somebody else owns it."""
+    folder = run_shm_dir(run)
+    base = folder.parent
+    if not base.is_dir():
+        base.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):
+            base.chmod(0o1777)  # like /tmp: several users share a host
+    return make_private_dir(folder, "choose another run id")
+
+
+def make_private_dir(folder: Path, remedy: str) -> Path:
+    """Creates it, in one that others may write to, for this user alone (mode 0700). Raises PermissionError where
+    somebody else has put something there."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        kind = "" if stat.S_ISDIR(facts.st_mode) else " is no folder and"
+        raise PermissionError(f"{folder}{kind} belongs to uid {facts.st_uid}, not to {os.getuid()}: {remedy}")
+    if facts.st_mode & 0o077:
+        folder.chmod(0o700)
+    return folder

@@ -1,0 +1,95 @@
+"""Detects secrets: a config that holds one is refused, elsewhere secrets are redacted."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+HIDDEN = "[hidden]"
+_SECRET_PATTERNS: Mapping[str, str] = {
+    "an API key": r"\b(?:sk|pk|rk)-(?:[A-Za-z0-9]+-){0,3}(?=\w*\d)\w{16,}[\w-]*",
+    "a service's key": r"\b(?:gsk_|nvapi-|xai-|wandb_v1_|r8_)[A-Za-z0-9_-]{20,}",
+    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{24,}",
+    "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_[A-Za-z0-9_]{30,}",
+    "a GitLab token": r"\bglpat-[A-Za-z0-9_-]{18,}",
+    "a cloud key": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{30,}",
+    "a Slack token": r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
+    "a signed token": r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.*?-----END [A-Z ]*PRIVATE KEY-----)?",
+    "a bearer token": r"(?<=[Bb]earer )\s*[A-Za-z0-9._~+/=-]{16,}",
+    "an URL with a password": r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)",
+    "an URL with a token": r"(?<=[?&])(?:[a-z_-]*(?:key|token|secret|password|signature))=[^\s&#]{8,}",
+}
+_COMPILED_PATTERNS = {name: re.compile(pattern, re.DOTALL) for name, pattern in _SECRET_PATTERNS.items()}
+_ANY_SECRET = re.compile("|".join(f"(?:{pattern})" for pattern in _SECRET_PATTERNS.values()), re.DOTALL)
+_SECRET_NAME = re.compile(
+    r"(?:^|[_.-])(?:api_?key|key|token|secret|password|passwd|passphrase|credentials?|auth)$", re.I
+)
+_SPECIAL_TOKEN_NAME = re.compile(r"(?:^|_)(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video)_token$", re.I)
+_MIN_DIGITS = 3
+"""In something drawn; names that people give have one or two."""
+_MIN_VALUE_LENGTH = 8
+"""Of a variable: hiding shorter ones would black out ordinary words."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a key or variable of this name usually holds a secret: `WANDB_API_KEY`, `token`, `db.password`."""
+    return bool(_SECRET_NAME.search(name)) and not _SPECIAL_TOKEN_NAME.search(name)
+
+
+def secret_kind(text: str) -> str | None:
+    """What secret the text holds by its form (`a Hugging Face token`), None where it holds none."""
+    return next((kind for kind, pattern in _COMPILED_PATTERNS.items() if pattern.search(text)), None)
+
+
+def find_secrets(values: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted path, kind) of every text in nested mappings and lists that is a secret by its form, or by the name of
+    its key and by looking like drawn characters."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from find_secrets(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, list | tuple):
+        for index, value in enumerate(values):
+            yield from find_secrets(value, f"{path}.{index}")
+    elif isinstance(values, str):
+        kind = secret_kind(values)
+        if kind is None and is_secret_name(path) and _looks_random(values):
+            kind = "a key or password"
+        if kind is not None:
+            yield path, kind
+
+
+def secret_values(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The values of variables whose name says that they are secrets; longest first, for `redact_text`."""
+    values = {value.strip() for name, value in environment.items() if is_secret_name(name)}
+    return tuple(sorted((value for value in values if len(value) >= _MIN_VALUE_LENGTH), key=len, reverse=True))
+
+
+def redact_text(text: str, known: Collection[str] = ()) -> str:
+    """The text without what looks like a secret, and without the known ones."""
+    for value in known:
+        text = text.replace(value, HIDDEN)
+    return _ANY_SECRET.sub(HIDDEN, text)
+
+
+def redact(values: Any, known: Collection[str] = (), name: str = "") -> Any:
+    """A copy of nested mappings and lists in which texts under the names of secrets are hidden, others redacted."""
+    if isinstance(values, Mapping):
+        return {key: redact(value, known, str(key)) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [redact(value, known, name) for value in values]
+    if isinstance(values, str):
+        return HIDDEN if values and is_secret_name(name) else redact_text(values, known)
+    return values
+
+
+def _looks_random(text: str) -> bool:
+    """Whether it looks drawn at random: long, of the characters that keys have, letters and several digits, above 3
+    bits a character (Shannon, of its own frequencies)."""
+    if not re.fullmatch(r"[A-Za-z0-9._~+/=-]{16,}", text) or not re.search(r"[A-Za-z]", text):
+        return False
+    if len(re.findall(r"\d", text)) < _MIN_DIGITS:
+        return False
+    shares = [count / len(text) for count in Counter(text).values()]
+    return -sum(share * math.log2(share) for share in shares) > 3.0

@@ -1,0 +1,56 @@
+"""Text for people: lists cut short, the line of an error message that matters, the end of a log."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+
+def format_duration(seconds: float) -> str:
+    """`12ms`, `0.4s`, `12s`, `3m05s`, `2h07m`, `3d04h`."""
+    if 0 < seconds < 0.0995:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def first_line(error: BaseException) -> str:
+    """The point of a message: libraries add paragraphs of advice to it. The error's type where it says nothing."""
+    lines = _message_lines(error)
+    return f"{lines[0]} {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
+def last_line(error: BaseException) -> str:
+    """The point of a message that has a traceback, or what was tried, before it."""
+    return _message_lines(error)[-1]
+
+
+def _message_lines(error: BaseException) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+
+
+def log_tail(log: Path, lines: int = 40) -> str:
+    """The last lines of a log; says so when there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 64_000))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"({log} cannot be read: {error.strerror})"
+    return "\n".join(text.splitlines()[-lines:]) or f"({log} is empty)"
+
+
+T = TypeVar("T")
+
+
+def summarize_list(items: Sequence[T], most: int, name: Callable[[T], str] = str) -> str:
+    """The first few of many: `a, b and 3 more`. Empty where there are none."""
+    few = ", ".join(name(each) for each in items[:most])
+    return few + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -1,0 +1,274 @@
+"""Frames over one authenticated connection: an 8-byte length followed by that many bytes. `auth_handshake` makes the
+connections.
+"""
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+from lockstep.base.errors import PicklableError
+
+MAX_FRAME = 4 << 30
+"""Bytes of a frame, at most, unless told otherwise."""
+BULK_BYTES = 64 << 10
+"""Frames above this many bytes count into `Connection.bulk` as they move."""
+
+READ_AHEAD = 4096
+"""Bytes that are asked for at a time where fewer are wanted."""
+
+_LENGTH = struct.Struct(">Q")
+
+Buffer = bytes | bytearray | memoryview
+RefusalCode = Literal["token", "run", "generation", "protocol"]
+
+
+class WireError(PicklableError, ConnectionError):
+    """A connection that cannot be used (any more): who is at its other end, and why."""
+
+    error_code = "connection"
+
+    def __init__(self, peer: str, why: str) -> None:
+        super().__init__(f"connection with {peer}: {why}")
+        self.peer, self.why = peer, why
+
+
+class ConnectionClosed(WireError):
+    """The other side closed, or the connection broke."""
+
+
+class SendTimeout(WireError):
+    """The peer took no byte for too long; the connection is closed, because a frame may be cut."""
+
+
+class FrameTooLarge(WireError):
+    """A frame above the limit: refused before it is sent, or the connection is closed when one is announced."""
+
+
+class HandshakeRefused(WireError):
+    """The handshake failed. `code` says at what: `token`, `run`, `pci_generation` (stale) or `protocol`."""
+
+    def __init__(self, peer: str, code: RefusalCode, why: str) -> None:
+        super().__init__(peer, f"refused, {why}")
+        self.code: RefusalCode = code
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """Who is at the other end of a connection."""
+
+    run: str
+    generation: int
+    name: str
+
+
+class Connection:
+    """One authenticated connection. Any thread may send; one thread receives."""
+
+    def __init__(self, sock: socket.socket, peer: PeerIdentity, max_frame: int = MAX_FRAME) -> None:
+        sock.setblocking(False)
+        self.peer = peer
+        self.max_frame = max_frame
+        self.bulk = 0
+        """Bytes of large frames moved so far, in both directions: moves while a frame is under way."""
+        self._socket = sock
+        self._closed = False
+        self._sending = threading.Lock()
+        self._outbox: deque[memoryview] = deque()
+        self._header = bytearray(_LENGTH.size)
+        self._body: bytearray | None = None
+        self._filled = 0
+        self._ahead = memoryview(b"")
+        """What has been read of the socket and not been taken."""
+        self._drained = False
+        """Whether the last read took all that there was."""
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def fileno(self) -> int:
+        """For selectors; -1 once closed."""
+        return self._socket.fileno()
+
+    def queue(self, *parts: Buffer) -> None:
+        """Adds a frame, the concatenation of `rewritten_parts`, to what `flush` writes. The buffers must not change
+        until they are written.
+
+        Raises:
+            FrameTooLarge: and nothing is queued.
+            ConnectionClosed: the connection is closed already.
+        """
+        views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]  # an empty one is never sent
+        size = sum(view.nbytes for view in views)
+        if size > self.max_frame:
+            raise FrameTooLarge(self.peer.name, f"a frame of {size} bytes is above the limit of {self.max_frame}")
+        if self._closed:
+            raise ConnectionClosed(self.peer.name, "is closed")
+        header = memoryview(_LENGTH.pack(size))
+        self._outbox.extend((memoryview(b"".join((header, *views))),) if size < 4096 else (header, *views))
+
+    def flush(self) -> bool:
+        """Writes what the socket takes now; whether everything queued is written.
+
+        Raises:
+            ConnectionClosed: the peer is gone.
+        """
+        with self._sending:
+            return self._write()
+
+    @property
+    def pending(self) -> bool:
+        """Whether `flush` has something left to write."""
+        return bool(self._outbox)
+
+    def send(self, *parts: Buffer, timeout_s: float = 30.0) -> None:
+        """Sends one frame; waits while the peer takes bytes, at most `timeout_s` without one.
+
+        Raises:
+            SendTimeout: the peer (stopped?) took nothing for `timeout_s`; the connection is closed.
+            ConnectionClosed: the peer is gone.
+            FrameTooLarge: nothing was sent.
+        """
+        if not self._sending.acquire(timeout=timeout_s):
+            raise SendTimeout(self.peer.name, f"another frame has been on its way for {timeout_s:g} s")
+        try:
+            self.queue(*parts)
+            while not self._write():
+                if not _ready(self._socket, select.POLLOUT, timeout_s):
+                    self.close()
+                    raise SendTimeout(self.peer.name, f"took no byte for {timeout_s:g} s")
+        finally:
+            self._sending.release()
+
+    def recv(self, timeout_s: float) -> bytearray | None:
+        """The next frame, or None when it is not complete within `timeout_s` (0: only what is here already).
+
+        Raises:
+            ConnectionClosed: the peer closed, or the connection broke.
+            FrameTooLarge: the peer announced a frame above the limit; the connection is closed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            frame = self._read()
+            if frame is not None:
+                return frame
+            left = deadline - time.monotonic()
+            if left <= 0 or not _ready(self._socket, select.POLLIN, left):
+                return None
+
+    def frames(self) -> Iterator[bytearray]:
+        """Those that are here already; what comes meanwhile may be left. Raises what `recv` raises."""
+        self._drained = False
+        while (frame := self._read()) is not None:
+            yield frame
+            if self._drained and not self._ahead:
+                return
+
+    def close(self) -> None:
+        """Closes both directions; wakes whoever waits on it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self) -> bool:
+        while self._outbox:
+            views = [self._outbox[i] for i in range(min(len(self._outbox), 16))]
+            try:
+                sent = self._socket.sendmsg(views)
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError as error:
+                self.close()
+                raise ConnectionClosed(self.peer.name, os_error_reason(error)) from None
+            if sent >= BULK_BYTES or views[0].nbytes >= BULK_BYTES:
+                self.bulk += sent
+            while sent:
+                first = self._outbox[0]
+                if sent < first.nbytes:
+                    self._outbox[0] = first[sent:]
+                    break
+                sent -= first.nbytes
+                self._outbox.popleft()
+        return True
+
+    def _read(self) -> bytearray | None:
+        """Goes on with the frame under way; returns it when it is complete."""
+        if self._body is None:
+            if not self._fill(self._header):
+                return None
+            (size,) = _LENGTH.unpack(self._header)
+            if size > self.max_frame:
+                self.close()
+                raise FrameTooLarge(self.peer.name, f"announced {size} bytes, the limit is {self.max_frame}")
+            self._body, self._filled = bytearray(size), 0
+        if not self._fill(self._body):
+            return None
+        body, self._body, self._filled = self._body, None, 0
+        return body
+
+    def _fill(self, buffer: bytearray) -> bool:
+        view = memoryview(buffer)
+        while self._filled < len(buffer):
+            rest, before = view[self._filled :], self._filled
+            if not self._ahead and not self._receive(rest):
+                return False
+            if self._ahead:
+                part = self._ahead[: len(rest)]
+                rest[: len(part)] = part
+                self._filled, self._ahead = self._filled + len(part), self._ahead[len(part) :]
+            if len(buffer) > BULK_BYTES:
+                self.bulk += self._filled - before
+        return True
+
+    def _receive(self, rest: memoryview) -> bool:
+        """Reads into `rest` where that is long, else a small frame and what follows it at a time; whether anything."""
+        try:
+            if len(rest) >= READ_AHEAD:
+                got = self._socket.recv_into(rest)
+                self._filled += got
+                self._drained = got < len(rest)
+            else:
+                self._ahead = memoryview(self._socket.recv(READ_AHEAD))
+                got = len(self._ahead)
+                self._drained = got < READ_AHEAD
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self.close()
+            raise ConnectionClosed(self.peer.name, os_error_reason(error)) from None
+        if got == 0:
+            self.close()
+            raise ConnectionClosed(self.peer.name, "the peer closed it")
+        return True
+
+
+def _ready(sock: socket.socket, event: int, timeout_s: float) -> bool:
+    """Whether the socket can go on within the time (errors count: the next call reports them)."""
+    if sock.fileno() < 0:
+        return True
+    poller = select.poll()
+    poller.register(sock, event)
+    return bool(poller.poll(max(0, int(timeout_s * 1000) + 1)))
+
+
+def os_error_reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

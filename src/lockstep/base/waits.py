@@ -1,0 +1,361 @@
+"""The one way to wait.
+
+Every helper says what kind of wait it is, on whom, why, and how long; publishes that in the process's beacon while
+it lasts; and ends with an error that says the same when its bound is reached. There are two bounds, at least one
+of which is given: `timeout_s`, and `stall_s`, after which the one waited for must have shown progress: whenever
+the value of `progress()` changes, the stall clock starts again. So a long wait that moves is never cut, and a
+short limit needs no tuning (rule 2 of DESIGN.md: progress, not patience).
+
+    result = waits.future(pending, whom="reward-0", why="scores of step 7", stall_s=60, progress=worker.moves)
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import queue as queues
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, Unpack, cast
+
+from lockstep.base.bounded_wait import (
+    NOT_READY,
+    NoticeHandler,
+    NotReady,
+    Stalled,
+    Wait,
+    WaitBounds,
+    WaitState,
+    WaitTimeout,
+    log_notice,
+    narrow_wait,
+    track_wait,
+    wait_for,
+)
+
+__all__ = [
+    "NoticeHandler",
+    "Stalled",
+    "Wait",
+    "WaitBounds",
+    "WaitState",
+    "WaitTimeout",
+    "condition",
+    "coroutine",
+    "event",
+    "file",
+    "future",
+    "join",
+    "log_notice",
+    "narrow_wait",
+    "poll",
+    "process",
+    "queue_get",
+    "queue_put",
+    "readable",
+    "run",
+    "sleep",
+    "store_get",
+    "track_wait",
+    "work",
+    "writable",
+]  # fmt: skip
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+def poll(
+    check: Callable[[], T | None],
+    *,
+    kind: str,
+    whom: str,
+    why: str,
+    every_s: float = 0.02,
+    wake: threading.Event | None = None,
+    **bounds: Unpack[WaitBounds],
+) -> T:
+    """Calls `check` every `every_s` until it returns something else than None, and returns that. `wake` is set by
+    whoever knows that it is worth a look now; it is cleared before each."""
+
+    def attempt(seconds: float) -> T | NotReady:
+        if wake is not None:
+            wake.clear()
+        answer = check()
+        if answer is not None:
+            return answer
+        pause = min(every_s, seconds)
+        if wake is not None:
+            wake.wait(pause)
+        else:
+            time.sleep(pause)
+        return NOT_READY
+
+    return wait_for(kind, whom, why, attempt, bounds)
+
+
+class _GetQueue(Protocol[T_co]):
+    def get(self, block: bool = ..., timeout: float | None = ...) -> T_co: ...
+
+
+class _PutQueue(Protocol[T_contra]):
+    def put(self, item: T_contra, block: bool = ..., timeout: float | None = ...) -> None: ...
+
+
+def queue_get(queue: _GetQueue[T], *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
+    """The next item of a `queue.Queue`, `queue.SimpleQueue` or `multiprocessing.Queue`."""
+
+    def attempt(seconds: float) -> T | NotReady:
+        try:
+            return queue.get(True, seconds)
+        except queues.Empty:
+            return NOT_READY
+
+    return wait_for("queue.get", whom, why, attempt, bounds)
+
+
+def queue_put(queue: _PutQueue[T], item: T, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+    """Puts an item into a bounded queue, waiting for room."""
+
+    def attempt(seconds: float) -> NotReady | None:
+        try:
+            queue.put(item, True, seconds)
+        except queues.Full:
+            return NOT_READY
+        return None
+
+    wait_for("queue.put", whom, why, attempt, bounds)
+
+
+class _Event(Protocol):
+    def wait(self, timeout: float | None = ...) -> bool: ...
+
+
+def event(ev: _Event, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+    """Waits until a threading or multiprocessing Event is set."""
+
+    def attempt(seconds: float) -> NotReady | None:
+        return None if ev.wait(seconds) else NOT_READY
+
+    wait_for("event", whom, why, attempt, bounds)
+
+
+def condition(
+    cond: threading.Condition, predicate: Callable[[], T | None], *, whom: str, why: str, **bounds: Unpack[WaitBounds]
+) -> T:
+    """Waits, with the condition's lock held by the caller, until `predicate()` is neither None nor False."""
+
+    def attempt(seconds: float) -> T | NotReady:
+        answer = predicate()
+        if answer is None or answer is False:
+            cond.wait(seconds)
+            answer = predicate()
+        return NOT_READY if answer is None or answer is False else answer
+
+    return wait_for("condition", whom, why, attempt, bounds)
+
+
+def future(fut: "concurrent.futures.Future[T]", *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
+    """The result of a concurrent future, or the exception it ended with."""
+
+    def attempt(seconds: float) -> T | NotReady:
+        concurrent.futures.wait([fut], seconds)
+        return fut.result(0) if fut.done() else NOT_READY
+
+    return wait_for("future", whom, why, attempt, bounds)
+
+
+_CANCEL_S = 5.0
+"""A coroutine that was cancelled has this long to tidy up."""
+
+
+def coroutine(body: Coroutine[Any, Any, T], *, kind: str, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
+    """Runs a coroutine in an event loop of its own, and cancels it when the bound is reached. Its result, or the
+    exception it ended with."""
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(body)
+
+        def attempt(seconds: float) -> T | NotReady:
+            loop.run_until_complete(asyncio.wait({task}, timeout=seconds))
+            return task.result() if task.done() else NOT_READY
+
+        try:
+            return wait_for(kind, whom, why, attempt, bounds)
+        finally:
+            if task.cancel():
+                loop.run_until_complete(asyncio.wait({task}, timeout=_CANCEL_S))
+
+
+class _Joinable(Protocol):
+    def join(self, timeout: float | None = ...) -> None: ...
+    def is_alive(self) -> bool: ...
+
+
+def join(task: _Joinable, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+    """Waits for the end of a thread or a multiprocessing process."""
+
+    def attempt(seconds: float) -> NotReady | None:
+        task.join(seconds)
+        return NOT_READY if task.is_alive() else None
+
+    wait_for("join", whom, why, attempt, bounds)
+
+
+def sleep(seconds: float, why: str) -> None:
+    """Sleeps; bounded by nature, published all the same."""
+    with track_wait("sleep", "the clock", why, seconds):
+        time.sleep(seconds)
+
+
+def process(popen: "subprocess.Popen[Any]", *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> int:
+    """Waits for a child process; returns its exit code (minus the signal's number when it was killed)."""
+
+    def attempt(seconds: float) -> int | NotReady:
+        try:
+            return popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return NOT_READY
+
+    return wait_for("process", whom, why, attempt, bounds)
+
+
+def run(
+    argv: Sequence[str | os.PathLike[str]],
+    *,
+    why: str,
+    timeout_s: float,
+    cwd: Path | str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdin: str | None = None,
+    check: bool = False,
+    on_notice: NoticeHandler | None = None,
+    notice_after_s: float | None = 10.0,
+) -> "subprocess.CompletedProcess[str]":
+    """Runs a command and returns its exit code, stdout and stderr as text.
+
+    At the bound, or when the caller is interrupted, the command and what it started (its process group) are killed.
+    Raises subprocess.CalledProcessError with `check` when the exit code is not 0."""
+    whom = os.fspath(argv[0])
+    popen = subprocess.Popen(
+        argv, cwd=cwd, env=env, text=True, errors="replace", start_new_session=True,
+        stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    text = stdin
+
+    def attempt(seconds: float) -> tuple[str, str] | NotReady:
+        nonlocal text
+        given, text = text, None  # communicate remembers its input between calls
+        try:
+            return popen.communicate(given, seconds)
+        except subprocess.TimeoutExpired:
+            return NOT_READY
+
+    bounds: WaitBounds = {"timeout_s": timeout_s, "on_notice": on_notice, "notice_after_s": notice_after_s}
+    try:
+        out, err = wait_for("process", whom, why, attempt, bounds)
+    finally:
+        if popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(popen.pid, 9)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                popen.communicate(timeout=5)
+    done = subprocess.CompletedProcess([os.fspath(word) for word in argv], popen.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+class _Work(Protocol):
+    def is_completed(self) -> bool: ...
+    def wait(self) -> bool: ...
+
+
+def work(work: Any, *, communicator: str, operation: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+    """Waits for a torch `Work` (a collective issued with `async_op=True`; None, for a rank outside, is done).
+
+    It asks `is_completed()` instead of blocking in the backend, so that signals are served meanwhile, and a bound
+    that is reached does not tear down an NCCL communicator. Raises what the collective failed with."""
+    if work is None:
+        return
+    handle = cast(_Work, work)
+    started = time.monotonic()
+
+    def attempt(seconds: float) -> NotReady | None:
+        until = time.monotonic() + seconds
+        while not handle.is_completed():
+            now = time.monotonic()
+            if now >= until:
+                return NOT_READY
+            # In proportion: at most 5% late after the first 60 us, which the shortest sleep takes. Spinning instead
+            # would take the CPU from the very rank that is waited for.
+            time.sleep(min(max((now - started) / 20, 1e-5), 5e-3, until - now))
+        handle.wait()
+        return None
+
+    wait_for("collective", communicator, f"{operation}: {why}", attempt, bounds)
+
+
+class _Store(Protocol):
+    def check(self, keys: list[str]) -> bool: ...
+    def get(self, key: str) -> bytes: ...
+
+
+def store_get(
+    store: _Store, key: str, *, whom: str, why: str, every_s: float = 0.02, **bounds: Unpack[WaitBounds]
+) -> bytes:
+    """The value of a key of a torch Store, once somebody has set it."""
+
+    def attempt(seconds: float) -> bytes | NotReady:
+        if store.check([key]):
+            return store.get(key)
+        time.sleep(min(every_s, seconds))
+        return NOT_READY
+
+    return wait_for("store", whom, why, attempt, bounds)
+
+
+def file(path: Path, *, whom: str, why: str, every_s: float = 0.02, **bounds: Unpack[WaitBounds]) -> Path:
+    """Waits until a path exists."""
+
+    def attempt(seconds: float) -> Path | NotReady:
+        if path.exists():
+            return path
+        time.sleep(min(every_s, seconds))
+        return NOT_READY
+
+    return wait_for("file", whom, why, attempt, bounds)
+
+
+class _HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
+
+def _poll_ready(source: int | _HasFileno, mask: int, seconds: float) -> bool:
+    watched = select.poll()
+    watched.register(source, mask)
+    return bool(watched.poll(max(0, round(seconds * 1000))))
+
+
+def readable(source: int | _HasFileno, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+    """Waits until a socket or descriptor has something to read (or was closed by its peer)."""
+
+    def attempt(seconds: float) -> NotReady | None:
+        return None if _poll_ready(source, select.POLLIN, seconds) else NOT_READY
+
+    wait_for("read", whom, why, attempt, bounds)
+
+
+def writable(source: int | _HasFileno, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+    """Waits until a socket or descriptor takes more."""
+
+    def attempt(seconds: float) -> NotReady | None:
+        return None if _poll_ready(source, select.POLLOUT, seconds) else NOT_READY
+
+    wait_for("write", whom, why, attempt, bounds)

@@ -1,0 +1,179 @@
+"""How a failed run is reported on the terminal: what failed, where, the user's own stack frames, and how to resume.
+
+The whole traceback is in the run's `logs/controller.log`.
+"""
+
+import re
+import signal
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+import lockstep
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.cluster.cluster_node import NodeRefused
+from lockstep.cluster.node_network import UnreachableAddress
+from lockstep.cluster.node_versions import VersionError
+from lockstep.cluster.placement.bundles import PlacementError
+from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.config.errors import ConfigError
+from lockstep.ledger.errors import LedgerError
+from lockstep.ledger.run_folder import INDEX_FILE
+from lockstep.rewards.api import RewardError
+from lockstep.rollout.environments.environment_messages import EnvironmentFailed
+from lockstep.run.errors import GaveUp, NotStarted
+from lockstep.watch.agent.agent_client import AgentError
+
+LOG_TAIL_LINES = 12
+"""Of a dead worker's log."""
+_DUMP = "(most recent call first)"
+"""Heads each thread's stack where faulthandler writes them."""
+_FRAME = re.compile(r'\s+File "(?P<file>.+)", line \d+,? in ')
+_PACKAGE_FOLDER = str(Path(lockstep.__path__[0]).resolve())
+_LIBRARY_PREFIXES = (
+    _PACKAGE_FOLDER,
+    "<",
+    *(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib")),
+)
+
+
+@dataclass(slots=True)
+class FailureSummary:
+    """An error in a person's words."""
+
+    what: str
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    """Label and value, one line each."""
+    lines: list[str] = field(default_factory=list)
+    """Of a traceback or a log."""
+
+
+def show_failure(error: BaseException, folder: Path) -> None:
+    """What failed, where, and how to go on, on standard error."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    cause = error.__cause__ or error if isinstance(error, NotStarted) else error
+    told = describe_failure(cause)
+    if isinstance(cause, GaveUp) and cause.__cause__ is not None:
+        why = describe_failure(cause.__cause__)
+        told = FailureSummary(told.what, why.facts, why.lines)
+    console.print(f"[bold red]error[/] {escape(told.what)}")
+    width = max((len(label) for label, _ in told.facts), default=0)
+    for label, value in told.facts:
+        console.print(f"  [bold]{label:<{width}}[/]  {escape(value)}")
+    for line in ["", *told.lines, ""] if told.lines else []:
+        console.print(f"    {escape(line)}".rstrip())
+    if isinstance(error, NotStarted) and error.kept is not None:
+        console.print(f"nothing was trained; {escape(str(folder))} is kept as {escape(str(error.kept))}")
+        folder = error.kept
+    elif (folder / INDEX_FILE).is_file():
+        console.print(f"go on with: lockstep train --resume {escape(str(folder))}")
+    if folder.is_dir():
+        console.print(f"[dim]everything that is known: {escape(str(folder))}/logs[/]")
+
+
+def show_interruption(folder: Path) -> None:
+    """How to go on after Ctrl-C."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"go on with: lockstep train --resume {escape(str(folder))}")
+
+
+def describe_failure(error: BaseException) -> FailureSummary:
+    """Takes an error apart by its fields."""
+    match error:
+        case RewardError():
+            return _reward_failure(error)
+        case EnvironmentFailed():
+            return _environment_failure(error)
+        case RemoteError():
+            return FailureSummary(
+                f"{error.worker}: {_class_name(error.kind)}: {error.message}", [], _remote_lines(error)
+            )
+        case WorkerDied() if error.lost:
+            return FailureSummary(f"{error.worker} {error.how}")
+        case WorkerDied():
+            return FailureSummary(
+                f"{error.worker} {_exit_text(error.exit_code)}", [], error.log_tail.splitlines()[-LOG_TAIL_LINES:]
+            )
+        case ConfigError() | LedgerError() | WaitTimeout() | GaveUp():
+            return FailureSummary(str(error))
+        case PlacementError() | NodeRefused() | VersionError() | UnreachableAddress() | AgentError():
+            return FailureSummary(str(error))
+        case OSError():
+            return FailureSummary(str(error) or type(error).__name__)
+    return FailureSummary(f"{type(error).__name__}: {error}")
+
+
+def user_frames(text: str) -> list[str]:
+    """The lines of a printed traceback, or of faulthandler's dump of stacks, that are about the user's own code; the
+    innermost call last."""
+    dumped = _DUMP in text
+    latest = text.rpartition("Timeout (")[2] if dumped else text
+    frames = [lines for file, lines in _frames(latest) if not file.startswith(_LIBRARY_PREFIXES)]
+    if dumped:
+        frames.reverse()
+    return [line for lines in frames for line in lines]
+
+
+def _frames(text: str) -> list[tuple[str, list[str]]]:
+    """(file, its lines) of every frame, as they come."""
+    frames: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if found := _FRAME.match(line):
+            frames.append((found["file"], [line.strip()]))
+        elif frames and line.startswith("    "):
+            frames[-1][1].append(line[2:])
+    return frames
+
+
+def _remote_lines(error: RemoteError) -> list[str]:
+    """The user's own, where there are some; else where Lockstep was, unless the error says already what is wrong."""
+    own = user_frames(error.traceback)
+    if own or error.code:
+        return own
+    ours = [lines for file, lines in _frames(error.traceback) if file.startswith(_PACKAGE_FOLDER)]
+    return ours[-1] if ours else []
+
+
+def _reward_failure(error: RewardError) -> FailureSummary:
+    facts = [
+        ("sample", None if error.uid is None else f"{error.uid} (row {error.row} of the data)"),
+        ("completion", None if error.completion is None else repr(_shortened(error.completion))),
+        ("returned", error.returned),
+    ]
+    known = [(label, value) for label, value in facts if value is not None]
+    text = error.traceback or ""
+    own = user_frames(text) if _DUMP in text else []
+    lines = ["it was in", *own] if own else text.rstrip().splitlines()
+    return FailureSummary(f"reward {error.function}: {error.problem}", known, lines)
+
+
+def _environment_failure(error: EnvironmentFailed) -> FailureSummary:
+    facts = (
+        [("sample", f"{error.sample} (step/prompt/completion)"), ("turn", str(error.turn + 1))] if error.sample else []
+    )
+    text = error.traceback or ""
+    own = user_frames(text) if _DUMP in text else []
+    lines = ["it was in", *own] if own else text.rstrip().splitlines()
+    return FailureSummary(f"environment {error.path}: {error.problem}", facts, lines)
+
+
+def _class_name(kind: str) -> str:
+    """`ModelError` for `lockstep.models.errors.ModelError`."""
+    return kind.rpartition(".")[2]
+
+
+def _exit_text(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "vanished"
+    if exit_code >= 0:
+        return f"exited with {exit_code}; the end of its log:"
+    name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
+    memory = " (was memory short? `dmesg` says so)" if -exit_code == signal.SIGKILL else ""
+    return f"was ended by {name}{memory}; the end of its log:"
+
+
+def _shortened(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"

@@ -1,0 +1,135 @@
+"""Implementation of `lockstep train`: prepares and runs the training, or shows its plan."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from lockstep.cli.failure_message import show_failure, show_interruption
+from lockstep.cli.terminal import FAILED, INTERRUPTED, REFUSED, show_note, show_refusal
+from lockstep.cluster.placement.assignment import group_alike
+from lockstep.cluster.placement.bundles import abbreviate_names, make_bundles
+from lockstep.config.cluster import PlacementConfig
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.ledger.errors import LedgerError
+from lockstep.recipes import train
+from lockstep.run.errors import Interrupted, RunFinished, RunRefused
+from lockstep.run.planning.prepare import DryRun, PreparedRun, dry_run, prepare_run
+from lockstep.run.planning.resources import ModelFacts
+from lockstep.run.planning.run_plan import RunPlan
+
+Config = SFTConfig | GRPOConfig | None
+Found = TypeVar("Found", PreparedRun, DryRun)
+
+
+def run_training(config: Config, resume: Path | None, overrides: Sequence[str]) -> int:
+    """Trains; the exit code."""
+    prepared = _prepare_or_exit_code(lambda: prepare_run(config, resume, overrides))
+    if isinstance(prepared, int):
+        return prepared
+    if prepared.plan.assignment is not None:
+        Console(stderr=True).print(_placement_table(prepared.plan, prepared.config.placement))
+    try:
+        train(prepared)
+    except RunRefused as error:
+        show_refusal(error)
+        return REFUSED
+    except (Interrupted, KeyboardInterrupt):
+        show_interruption(prepared.folder)
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001  # the outermost frame: whatever failed is shown, and the exit code says so
+        show_failure(error, prepared.folder)
+        return FAILED
+    return 0
+
+
+def show_plan(
+    config: Config, resume: Path | None, overrides: Sequence[str], console: Console, gpus: int | None = None
+) -> int:
+    """Prints the resolved config and the plan, for a host with so many GPUs where it is not for this one; the exit
+    code."""
+    found = _prepare_or_exit_code(lambda: dry_run(config, resume, overrides, gpus))
+    if isinstance(found, int):
+        return found
+    text = yaml.safe_dump(found.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    console.print(Syntax(text, "yaml", background_color="default"))
+    console.print(_process_table(found.plan))
+    if found.plan.wanted:
+        console.print(_placement_table(found.plan, found.config.placement))
+    if found.model is not None:
+        console.print(_collective_table(found.plan))
+        console.print(_size_line(found.plan, found.model))
+    return 0
+
+
+def _prepare_or_exit_code(look: Callable[[], Found]) -> Found | int:
+    """What was found, with its notes shown; the exit code where there is nothing to start, which is said."""
+    try:
+        found = look()
+    except RunFinished as done:
+        show_note(str(done))
+        return 0
+    except (RunRefused, LedgerError, ValueError, OSError) as error:
+        show_refusal(error)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    for note in found.notes:
+        show_note(note)
+    return found
+
+
+def _size_line(plan: RunPlan, model: ModelFacts) -> str:
+    adapter = model.adapter
+    trained = "" if adapter is None else f", {adapter.trained / 1e6:,.2f} M trained (adapter)"
+    copies = plan.memory_copy
+    kept = f", {copies / 2**20:,.0f} MiB for copies of the trainer's state" if copies else ""
+    return (
+        f"{model.parameters / 1e6:,.2f} M parameters, {model.dtype}{trained}; about {plan.memory / 2**30:.2f} GiB in "
+        f"all, {plan.shared_memory / 2**20:,.0f} MiB of shared memory for published weights{kept}"
+    )
+
+
+def _process_table(plan: RunPlan) -> Table:
+    table = Table(title="processes", title_justify="left", box=None, pad_edge=False)
+    for column in ("name", "role", "device", "threads", "memory"):
+        table.add_column(column, justify="right" if column in ("threads", "memory") else "left")
+    for process in plan.processes:
+        memory = f"{process.memory / 2**20:,.0f} MiB" if process.memory else ""
+        table.add_row(process.name, process.role, process.device, str(process.threads), memory)
+    return table
+
+
+def _placement_table(plan: RunPlan, placement: PlacementConfig) -> Table:
+    """Where processes are to be; where nodes are not known, what is to be reserved for them."""
+    if plan.assignment is not None:
+        table = Table(title="placement", title_justify="left", box=None, pad_edge=False)
+        for column in ("node", "address", "processes", "CPUs", "GPUs"):
+            table.add_column(column)
+        for row in plan.assignment.rows():
+            table.add_row(*row)
+        return table
+    title = "bundles, each on one node" + (" (others use the nodes now)" if plan.busy else "")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("processes", "bundles", "each"):
+        table.add_column(column)
+    for group in group_alike(make_bundles(plan.wanted, placement)):
+        names = abbreviate_names([name for bundle in group for name in bundle.processes])
+        table.add_row(names, str(len(group)), group[0].needs())
+    return table
+
+
+def _collective_table(plan: RunPlan) -> Table:
+    table = Table(title="collectives of a step, on every trainer rank", title_justify="left", box=None, pad_edge=False)
+    for column in ("operation", "communicator", "times", "largest"):
+        table.add_column(column)
+    for collective in plan.collectives:
+        size = f"{collective.bytes / 2**20:,.2f} MiB" if collective.bytes > 2**14 else f"{collective.bytes} B"
+        table.add_row(collective.operation, collective.communicator, collective.times, size)
+    if not plan.collectives:
+        table.add_row("none", "", "one rank", "")
+    return table

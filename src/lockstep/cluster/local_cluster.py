@@ -1,0 +1,239 @@
+"""Workers on this host: spawned by a node agent, called over loopback."""
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.folders import run_shm_dir
+from lockstep.cluster.agent_cluster import CLOSE_GRACE_S, AgentCluster
+from lockstep.cluster.cluster_node import ClusterNode
+from lockstep.cluster.protocol import RESERVED_NAMES, NodeInfo, WorkerSpec
+from lockstep.cluster.reattach import InheritedAgent, kill_previous_agent
+from lockstep.config.cluster import LocalClusterConfig as Config
+from lockstep.watch.agent.agent_client import AgentClient, AgentGone, start_agent
+from lockstep.watch.agent.service_discovery import Leader, Superseded
+from lockstep.watch.beacon.reader import read_beacons
+from lockstep.watch.procfs import processes
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+
+
+class LocalCluster(AgentCluster):
+    """The processes of one run on this host.
+
+    Logs of the workers are in `folder/logs`, the agent's affairs and the charges in `folder/cluster`.
+
+    Args:
+        token: shared by all processes of the run; made here when None. It travels by environment only.
+        heritage: of the generation before, where `run` is its run. Its workers that `run_training` is asked for again
+        are
+            adopted, as they are; `release_ranks` ends the others.
+
+    Raises:
+        AgentError: the node agent did not come up.
+        Superseded: a later generation has the run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        folder: Path,
+        generation: int,
+        token: str | None = None,
+        heritage: InheritedAgent | None = None,
+    ) -> None:
+        token = token or (secrets.token_hex(32) if heritage is None else heritage.token)
+        super().__init__(config, run, folder, generation, token, HOST)
+        info = NodeInfo(socket.gethostname(), HOST, run_shm_dir(run))
+        self._node = ClusterNode(info, self._affairs, self._folder / "logs")
+        self._nodes = [self._node]
+        try:
+            self._affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._node.logs.mkdir(parents=True, exist_ok=True)
+            if heritage is None:
+                kill_previous_agent(self._affairs, generation)
+                self._lead()
+                self._node.agent = self._start_agent()
+            else:
+                self._node.agent = heritage.agent
+                self._node.agent.on_exit = self._exited
+                with contextlib.suppress(AgentGone):  # then another is started, and all workers are new
+                    self._heirs.meet(self._node, self._node.agent.list())
+                self._lead()
+        except BaseException:
+            self.close()
+            raise
+
+    def _lead(self) -> None:
+        """From here on workers find this controller and no other."""
+        pid, (host, port), grace_s = os.getpid(), self._hub.address, self._limits.orphan_grace_s
+        Leader(self._generation, host, port, pid, processes.start_ticks(pid), grace_s).publish(self._run)
+
+    def _start_agent(self) -> AgentClient:
+        grace_s = self._limits.orphan_grace_s
+        address = start_agent(
+            self._run, self._token, self._affairs, generation=self._generation, orphan_grace_s=grace_s
+        )
+        try:
+            return AgentClient(address, self._token, on_exit=self._exited)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(address.pid, signal.SIGKILL)
+            raise
+
+    def _place(self, spec: WorkerSpec) -> ClusterNode:
+        if spec.node not in (None, self._node.info.name):
+            raise ValueError(f"{spec.name} is to be on {spec.node}, and this run has only {self._node.info.name}")
+        return self._node
+
+    def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
+        """Starts another agent where it was killed. Its workers went with it (the kernel sees to that, so that none is
+        ever orphaned): whoever needs them starts them again. Raises AgentGone."""
+        with self._lock:
+            agent = self._node.agent
+            if agent is None or self._closing:
+                raise AgentGone("start", "the cluster is closed")
+            if agent.alive:
+                return
+            gone, leader = agent.address, Leader.read(self._run)
+            if leader is not None and leader.generation > self._generation:
+                raise AgentGone("start", str(Superseded(self._run, self._generation, leader.generation)))
+            if not run_shm_dir(self._run).is_dir():
+                raise AgentGone("start", f"the agent (pid {gone.pid}) has left, with the run's shared memory")
+            log.warning("the node agent (pid %d) has ended, and its workers with it; another is started", gone.pid)
+            agent.close()
+            self._node.agent = agent = self._start_agent()
+            for state in read_beacons(self._run):
+                if state.name not in RESERVED_NAMES:
+                    agent.forget(state.name)
+            if self._supervision is not None:
+                self._supervision.watch(self._agents())
+
+    # --- ends
+
+    def _end_nodes(self) -> None:
+        if self._node.agent is None:
+            self._abandon_nodes()
+            return
+        remaining = self._node.agent.leave(CLOSE_GRACE_S)
+        if remaining:
+            log.error("%s did not end, not even killed", ", ".join(remaining))
+        shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)  # an agent that was killed has left it
+
+    def _leave_nodes(self) -> None:
+        if self._node.agent is not None:
+            self._node.agent.close()
+
+    def _abandon_nodes(self) -> None:
+        if self._superseded:
+            return
+        agent = self._node.agent
+        if agent is not None and processes.is_alive(agent.address.pid, agent.address.start_ticks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent.address.pid, signal.SIGKILL)
+        shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)
+
+
+_CONNECT_S, _CONNECT_PER_PROBE_S = 3.0, 0.01
+"""How long a probe that a program starts tries the head, which listens already; and how much longer for each one that
+comes at the same time."""
+_OUTPUT_TAIL_CHARACTERS = 400
+
+
+def probe_command(head: str, port: int, name: str, many: int) -> list[str]:
+    """What starts one of so many probes; the token is in its environment."""
+    where = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
+    wait = f"{_CONNECT_S + many * _CONNECT_PER_PROBE_S:.0f}"
+    return [sys.executable, "-m", "lockstep", "check", "--join", where, "--name", name, "--wait", wait]
+
+
+def probe_output_tail(output: IO[bytes]) -> str:
+    """The end of what a probe printed, without the notes that it makes on its way. The place at which it writes, which
+    is shared, stays where it is."""
+    size = os.fstat(output.fileno()).st_size
+    text = os.pread(output.fileno(), 64 << 10, max(0, size - (64 << 10))).decode(errors="replace")
+    lines = [line for line in text.splitlines() if not line.startswith("note ")]
+    return " ".join(" ".join(lines).split())[-_OUTPUT_TAIL_CHARACTERS:]
+
+
+class LocalProbes:
+    """One probe per name. What they print goes to files without a name, so that nothing of it is left however this
+    process ends.
+
+    Args:
+        hosts: by name, words that come before the command: those that enter a namespace or container, or none.
+        token_variable: where a probe looks for the token.
+    """
+
+    def __init__(self, hosts: Mapping[str, Sequence[str]], token_variable: str) -> None:
+        self._prefixes, self._variable = dict(hosts), token_variable
+        self._started: dict[str, subprocess.Popen[bytes]] = {}
+        self._output: dict[str, IO[bytes]] = {}
+        self._why: dict[str, str] = {}
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(self._prefixes)
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        return {}
+
+    def start(self, head: str, port: int, token: str) -> None:
+        """Returns at once."""
+        for name, prefix in self._prefixes.items():
+            try:
+                self._output[name] = output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
+                command = [*prefix, *probe_command(head, port, name, len(self._prefixes))]
+                self._started[name] = subprocess.Popen(
+                    command, env={**os.environ, self._variable: token},
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                self._why[name] = f"its probe could not be started: {error}"
+
+    def failed(self) -> Mapping[str, str]:
+        """By host, the last words of a probe that has ended."""
+        found = dict(self._why)
+        for name, process in self._started.items():
+            if process.poll() is not None and name in self._output:
+                found[name] = f"its probe ended with {process.returncode}: {probe_output_tail(self._output[name])}"
+        return found
+
+    def pid(self, name: str) -> int:
+        """Of a probe that was started."""
+        return self._started[name].pid
+
+    def stop(self) -> None:
+        """Idempotent. Probes leave by themselves when their head lets them go or has gone."""
+        for name, process in self._started.items():
+            with contextlib.suppress(WaitTimeout):
+                waits.process(process, whom=name, why="its probe leaves", timeout_s=1.0, notice_after_s=None)
+        for process in self._started.values():
+            with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:
+                    os.killpg(process.pid, 15)
+        for name, process in self._started.items():
+            try:
+                waits.process(process, whom=name, why="its probe ends", timeout_s=3.0, notice_after_s=None)
+            except WaitTimeout:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, 9)
+        for output in self._output.values():
+            output.close()
+        self._output.clear()

@@ -1,0 +1,223 @@
+"""How nodes reach each other: the address and interface of a host, and the rendezvous store of a run.
+
+A name that resolves, or the address that a process bound to, proves little: the kernel's route to the peer does.
+"""
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psutil
+
+from lockstep.base.errors import PicklableError
+from lockstep.base.network import SYS_CLASS_NET, PortRange, is_physical_interface, listen, route_source_address
+
+_CONTAINER_PREFIXES = (
+    "docker",
+    "podman",
+    "cni",
+    "br-",
+    "virbr",
+    "lxcbr",
+    "lxdbr",
+    "flannel",
+    "cali",
+    "cilium",
+    "veth",
+    "vxlan",
+)
+"""Beginnings of names that container runtimes give to bridges and their ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkInterface:
+    """One address of a host's network interface."""
+
+    name: str
+    address: str
+    bridge: bool = False
+    """Whether the kernel says that it is a bridge."""
+    up: bool = True
+    carries_host: bool = False
+    """Whether a card of the host is below it: then it is the host's own, bridge or not."""
+
+
+class UnreachableAddress(PicklableError, ValueError):
+    """An address by which other nodes do not reach the host; names host, interface and remedy."""
+
+    def __init__(self, host: str, interface: str | None, address: str, why: str, remedy: str) -> None:
+        where = f" (interface {interface})" if interface else ""
+        super().__init__(f"{host} is known as {address}{where}, {why}: {remedy}")
+        self.host, self.interface, self.address, self.why, self.remedy = host, interface, address, why, remedy
+
+
+def network_interfaces() -> list[NetworkInterface]:
+    """This host's, with their IPv4 and IPv6 addresses; none that has no address."""
+    states = psutil.net_if_stats()
+    found = []
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        folder = SYS_CLASS_NET / name
+        bridge, carries = (folder / "bridge").is_dir(), is_physical_interface(folder)
+        up = name not in states or states[name].isup
+        for each in addresses:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                found.append(NetworkInterface(name, each.address.partition("%")[0], bridge, up, carries))
+    return found
+
+
+def reachable_address(
+    host: str, found: Sequence[NetworkInterface], peer: str | None, prefix: str | None, several: bool
+) -> NetworkInterface:
+    """How other nodes reach this host: by the interface that the config names, else by the one of the route to the
+    peer.
+
+    Args:
+        host: as its user knows it, for errors.
+        found: its interfaces.
+        peer: IP address of the cluster's head, or of another node where this is the head.
+        prefix: `cluster.interface`.
+        several: whether the run has other hosts; alone, loopback is right.
+
+    Raises:
+        UnreachableAddress: there is no such interface, no route, or what there is reaches nobody.
+    """
+    if prefix is not None:
+        return _configured_interface(host, found, prefix, several)
+    if peer is None:
+        return check_reachable_address(host, NetworkInterface("lo", "127.0.0.1"), several)
+    try:
+        address = route_source_address(peer)
+    except OSError as error:
+        raise UnreachableAddress(
+            host, None, peer, f"but the way there is not known here ({error})", "check the address and the routes"
+        ) from error
+    return check_reachable_address(
+        host, interface_with_address(address, found) or NetworkInterface("", address), several
+    )
+
+
+def interface_with_address(address: str, found: Iterable[NetworkInterface]) -> NetworkInterface | None:
+    """Whose address it is; None where it is none of this host's."""
+    return next((each for each in found if each.address == address), None)
+
+
+def _configured_interface(host: str, found: Sequence[NetworkInterface], prefix: str, several: bool) -> NetworkInterface:
+    matching = [each for each in found if each.name.startswith(prefix) and each.up and _ip_version(each.address) == 4]
+    matching = matching or [each for each in found if each.name.startswith(prefix) and each.up]
+    if not matching:
+        names = ", ".join(dict.fromkeys(each.name for each in found if each.up))
+        raise UnreachableAddress(
+            host, prefix, "nothing", "which has no address there", f"set cluster.interface to one of {names}"
+        )
+    refused: UnreachableAddress | None = None
+    for each in matching:
+        try:
+            return check_reachable_address(host, each, several, named=True)
+        except UnreachableAddress as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def check_reachable_address(
+    host: str, interface: NetworkInterface, several: bool, named: bool = False
+) -> NetworkInterface:
+    """The interface, where other nodes can reach its address.
+
+    Args:
+        named: the config names it: then a container's bridge is what is wanted.
+
+    Raises:
+        UnreachableAddress: it is unspecified, loopback, link-local, or a bridge for containers (no card is in it).
+    """
+    name, address = interface.name or None, interface.address
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError as error:
+        raise UnreachableAddress(host, name, address, "which is no IP address", _INTERFACE_FIX) from error
+    if parsed.is_unspecified:
+        raise UnreachableAddress(host, name, address, "which means every interface and reaches none", _NODE_IP_FIX)
+    if not several:
+        return interface
+    if parsed.is_loopback:
+        raise UnreachableAddress(host, name, address, "which other hosts do not reach", _NODE_IP_FIX)
+    if parsed.is_link_local:
+        raise UnreachableAddress(host, name, address, "which is link-local: no router forwards it", _INTERFACE_FIX)
+    inner = interface.bridge or interface.name.startswith(_CONTAINER_PREFIXES)
+    if inner and not interface.carries_host and not named:
+        raise UnreachableAddress(host, name, address, "a bridge for the containers of that host alone", _INTERFACE_FIX)
+    return interface
+
+
+_NODE_IP_FIX = (
+    "restart its Ray with `ray start --node-ip-address ADDRESS`, ADDRESS being the one that other nodes reach it by "
+    "(`--node-ip-address 0.0.0.0` makes workers elsewhere dial themselves)"
+)
+_INTERFACE_FIX = (
+    "set cluster.interface to the interface that other nodes reach it by, or restart its Ray with that address"
+)
+
+
+def check_node_addresses(used: Iterable[tuple[str, str]], every: Sequence[tuple[str, str]]) -> None:
+    """Refuses addresses of nodes that cannot be right, before anything is started on them.
+
+    Args:
+        used: name and address of those that a run would be on.
+        every: of all nodes of the cluster: what is reserved goes by the address.
+
+    Raises:
+        UnreachableAddress: one is unspecified, or loopback or link-local beside others, or another has the same.
+    """
+    for host, address in used:
+        check_reachable_address(host, NetworkInterface("", address), len(every) > 1)
+        same = [other for other, its in every if its == address]
+        if len(same) > 1:
+            whose = next((other for other in same if other != host), "another Ray of that host")
+            raise UnreachableAddress(
+                host, None, address, f"and so is {whose}",
+                "restart one of them with an address of its own, or stop it: a host has one Ray",
+            )  # fmt: skip
+
+
+def _ip_version(address: str) -> int:
+    return ipaddress.ip_address(address).version
+
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+class RendezvousStore:
+    """A torch TCPStore that this process serves once somebody asks for it, as torch takes seconds to import. Its port
+    listens from the beginning: others may try whether they get there.
+
+    Raises:
+        OSError: there is no such address here, or no port left.
+    """
+
+    def __init__(self, host: str, ports: PortRange | None) -> None:
+        self._listening = listen(host, ports, backlog=4096)
+        self.address: tuple[str, int] = host, self._listening.getsockname()[1]
+        self._store: TCPStore | None = None
+        self._lock = threading.Lock()
+
+    def serve(self) -> tuple[str, int]:
+        """Its address, from where it answers from now on. From any thread."""
+        with self._lock:
+            if self._store is None:
+                from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+                host, port = self.address
+                self._store = TCPStore(
+                    host, port, None, True, timedelta(seconds=60), wait_for_workers=False,
+                    master_listen_fd=self._listening.detach(),
+                )  # fmt: skip
+        return self.address
+
+    def close(self) -> None:
+        self._store = None
+        self._listening.close()

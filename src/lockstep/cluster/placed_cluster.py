@@ -1,0 +1,197 @@
+"""A cluster whose workers run where resources are reserved for them; they move when a node is lost."""
+
+import threading
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.text import last_line
+from lockstep.cluster.agent_cluster import AgentCluster, ClusterLimits
+from lockstep.cluster.cluster_node import ClusterNode
+from lockstep.cluster.placement.assignment import Assignment
+from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest
+from lockstep.cluster.placement.reservations import (
+    POLL_S,
+    UNBOUNDED_S,
+    AllocatorUnavailable,
+    Reservation,
+    ReservationTable,
+)
+from lockstep.cluster.protocol import WorkerDied, WorkerSpec
+from lockstep.config.cluster import PlacementConfig
+from lockstep.watch.agent.agent_client import AgentGone
+
+
+class PlacedClusterLimits(ClusterLimits, Protocol):
+    """What the config of such a cluster says."""
+
+    @property
+    def busy_limit_s(self) -> float | None: ...
+
+
+class PlacedCluster(AgentCluster):
+    """A cluster of which a run has a part.
+
+    Args:
+        wanted: the run's processes and what they need; others go where there are fewest, and reserve nothing.
+        held: what an earlier controller of the run has reserved.
+    """
+
+    refusals: tuple[type[Exception], ...] = (PlacementError, AllocatorUnavailable)
+    """With which `_preallocate`, `_look` and `_free` say that it cannot be now."""
+
+    def __init__(
+        self, config: PlacedClusterLimits, run: str, folder: Path, generation: int, token: str, host: str,
+        wanted: Sequence[ProcessRequest], placement: PlacementConfig, held: Sequence[Reservation],
+    ) -> None:  # fmt: skip
+        self._places = ReservationTable(wanted, placement, held)
+        self._unfit: set[str] = set()
+        """Ids of nodes that were found to be unable to take part."""
+        self._mending = threading.Lock()
+        """Of who has another agent started or looks for another place: it takes long, and who has a place does not wait
+        for it."""
+        self._busy_limit_s = config.busy_limit_s
+        super().__init__(config, run, folder, generation, token, host)
+
+    @abstractmethod
+    def _look(self) -> list[NodeResources]:
+        """The nodes that are there now, the controller's first."""
+
+    @abstractmethod
+    def _reserve(self, assignment: Assignment) -> list[Reservation]:
+        """Reserves it, with agents on nodes that the run is not on yet, or nothing of it."""
+
+    @abstractmethod
+    def _free(self, group: str) -> None:
+        """Gives back what is reserved. Idempotent."""
+
+    @abstractmethod
+    def _living(self, node: ClusterNode) -> bool:
+        """Whether the node is still there, or there again; with another agent, where that was killed."""
+
+    @abstractmethod
+    def _keep(self) -> None:
+        """Notes what is reserved for a later controller."""
+
+    def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
+        self._must_be_open()
+        ranks = [_planned_name(spec) for spec in specs if spec.role == "policy"]
+        if ranks:
+            self._places.muster(ranks, {node.id for node in self._nodes if node.alive})
+
+    def _must_be_open(self) -> None:
+        if self._closing:
+            raise AgentGone("start", "the cluster is closed")
+        if self._superseded:
+            raise AgentGone("start", f"a later generation of {self._run} has the run")
+
+    def _gpus(self, spec: WorkerSpec) -> tuple[str, ...]:
+        place = self._places.of(_planned_name(spec))
+        return () if place is None else place.gpus
+
+    def _node_of(self, node_id: str) -> ClusterNode | None:
+        """By its id."""
+        return next((each for each in self._nodes if each.id == node_id), None)
+
+    def _settle_down(self) -> None:
+        """A place for everybody, as soon as others have left enough."""
+        self._places.settle(self._look, self._reserve, self._busy_limit_s, self._limits.notice_after_s)
+        self._keep()
+
+    def _place(self, spec: WorkerSpec) -> ClusterNode:
+        """Waits, visibly, where a GPU is needed that only others have."""
+        limit_s = min(spec.place_limit_s or UNBOUNDED_S, self._busy_limit_s or UNBOUNDED_S)
+        try:
+            return waits.poll(
+                lambda: self._try_to_place(spec), kind="placement", whom="nodes of the cluster",
+                why=f"a place for {spec.name}", every_s=POLL_S, notice_after_s=self._limits.notice_after_s,
+                timeout_s=limit_s,
+            )  # fmt: skip
+        except WaitTimeout as error:
+            if spec.place_limit_s is None:
+                raise
+            lost = f"its node is lost, and no other had room for it within {error.waited_s:.0f} s"
+            raise WorkerDied(spec.name, spec.rank, None, "", lost) from error
+
+    def _try_to_place(self, spec: WorkerSpec) -> ClusterNode | None:
+        self._must_be_open()
+        node = self._place_at_once(spec)
+        if node is not None or not self._mending.acquire(blocking=False):
+            return node
+        try:
+            return self._place_again(spec)
+        finally:
+            self._mending.release()
+
+    def _place_at_once(self, spec: WorkerSpec) -> ClusterNode | None:
+        """Where nobody has to be asked for it."""
+        if spec.node is not None:
+            return next((each for each in self._nodes if each.alive and each.info.name == spec.node), None)
+        if _planned_name(spec) not in self._places:
+            return self._emptiest()
+        place = self._places.of(_planned_name(spec))
+        node = None if place is None else self._node_of(place.node)
+        return node if node is not None and node.alive else None
+
+    def _place_again(self, spec: WorkerSpec) -> ClusterNode | None:
+        """Where the node has no agent any more."""
+        if spec.node is not None:
+            node = next((each for each in self._nodes if each.info.name == spec.node and self._living(each)), None)
+            if node is None:
+                names = ", ".join(each.name for each in self.nodes())
+                raise ValueError(f"{spec.name} is to be on {spec.node}, and the run has {names}")
+            return node
+        if _planned_name(spec) not in self._places:
+            return self._anywhere()
+        place = self._places.of(_planned_name(spec))
+        node = None if place is None else self._node_of(place.node)
+        return node if node is not None and self._living(node) else self._move(spec)
+
+    def _emptiest(self) -> ClusterNode | None:
+        """Of the nodes that live, for a process that has nothing reserved."""
+        many = Counter(id(worker.node) for worker in self._hub.workers if not worker.dead)
+        return min((node for node in self._nodes if node.alive), key=lambda node: many[id(node)], default=None)
+
+    def _anywhere(self) -> ClusterNode:
+        """Also on a node whose agent was killed, or whose actor was."""
+        if not self._nodes:
+            self._reserve(Assignment(tuple(self._look()), ()))
+        node = self._emptiest() or next((each for each in self._nodes if self._living(each)), None)
+        if node is None:
+            raise AgentGone("start", "all nodes of the run are lost")
+        return node
+
+    def _move(self, spec: WorkerSpec) -> ClusterNode | None:
+        """Another place for whoever has none any more: what others have left free, or, for a process without GPUs, a
+        node of the run although nothing is reserved there. None where it needs GPUs, and there are none now."""
+        post = _planned_name(spec)
+        place = self._places.of(post)
+        try:
+            for group in [] if place is None else self._places.lose(place.node):
+                self._free(group)  # for others, or for this run once the host is there again
+            self._places.move(post, [each for each in self._look() if self._is_fit(each)], self._reserve)
+        except self.refusals as error:
+            self._must_be_open()
+            if isinstance(error, AllocatorUnavailable) and self._emptiest() is None:
+                raise AgentGone("start", f"all nodes of the run are lost, and {error}") from error
+            node = None if self._places.needs_gpus(post) else self._anywhere()
+            then = "waits" if node is None else f"goes to {node.info.name}, where nothing is reserved for it"
+            self._places.tell(f"{spec.name} {then}: {last_line(error)}")
+            return node
+        self._keep()
+        place = self._places.of(post)
+        return None if place is None else self._node_of(place.node)
+
+    def _is_fit(self, facts: NodeResources) -> bool:
+        """Whether the run can use a node that is there."""
+        node = self._node_of(facts.id)
+        return facts.id not in self._unfit and (node is None or self._living(node))
+
+
+def _planned_name(spec: WorkerSpec) -> str:
+    """The planned name of whoever comes in the place of another: `engine-0` of `engine-0.2`."""
+    return spec.name.partition(".")[0]

@@ -1,0 +1,167 @@
+"""How many bundles of each kind each node takes. Sizes are vectors of integers.
+
+Vector bin packing is NP-hard (Garey and Johnson 1979, SR1), but a run has few kinds of bundles: largest-first is
+tried, and where it fails, the patterns of kinds that fill a node are searched within `SEARCH_BUDGET` steps.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+SizeVector = tuple[int, ...]
+KindCounts = tuple[int, ...]
+
+SEARCH_BUDGET = 10_000
+"""Patterns that a search tries; fewer than ten nodes with five kinds of bundles need hundreds."""
+
+
+@dataclass(frozen=True, slots=True)
+class BundleKind:
+    """Bundles that are alike."""
+
+    size: SizeVector
+    count: int
+    once: bool = False
+    """A node takes one at most."""
+
+
+def pack_bundles(
+    kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], spread: bool = False, budget: int = SEARCH_BUDGET
+) -> list[KindCounts] | None:
+    """`[nodes][kinds]`: how many each node takes; None where there is no way, or none was found within the budget.
+
+    Args:
+        rooms: what each node has, in the order in which nodes are to be filled.
+        spread: evenly over the nodes, instead of filling one before the next.
+    """
+    order = sorted(range(len(kinds)), key=lambda k: (not kinds[k].once, tuple(-n for n in kinds[k].size), k))
+    sorted_kinds = [kinds[k] for k in order]
+    if not rooms:
+        return [] if not any(kind.count for kind in kinds) else None
+    if not _may_fit(sorted_kinds, rooms):
+        return None
+    counts, left = largest_first(sorted_kinds, rooms, spread)
+    found = counts if not any(left) else _search_patterns(sorted_kinds, rooms, budget)
+    if found is None:
+        return None
+    back = [order.index(k) for k in range(len(kinds))]
+    return [tuple(row[k] for k in back) for row in found]
+
+
+def largest_first(
+    kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], spread: bool
+) -> tuple[list[KindCounts], list[int]]:
+    """`[nodes][kinds]`, and how many of each kind found no place. Takes kinds in their order."""
+    left = [list(room) for room in rooms]
+    counts = [[0] * len(kinds) for _ in rooms]
+    over = []
+    for k, kind in enumerate(kinds):
+        place = _spread_evenly if spread else _fill_nodes
+        over.append(place(kind, k, left, counts))
+    return [tuple(row) for row in counts], over
+
+
+def _fill_nodes(kind: BundleKind, k: int, left: list[list[int]], counts: list[list[int]]) -> int:
+    wanted = kind.count
+    for room, row in zip(left, counts, strict=True):
+        if not wanted:
+            break
+        taken = min(wanted, _room_for(kind, room))
+        row[k] = taken
+        _subtract(room, kind.size, taken)
+        wanted -= taken
+    return wanted
+
+
+def _spread_evenly(kind: BundleKind, k: int, left: list[list[int]], counts: list[list[int]]) -> int:
+    """To the node with the fewest of the kind, then with the fewest bundles at all."""
+    wanted = kind.count
+    heap = [(0, sum(row), number) for number, row in enumerate(counts) if _room_for(kind, left[number])]
+    heapq.heapify(heap)
+    while wanted and heap:
+        of_kind, of_all, number = heapq.heappop(heap)
+        counts[number][k] += 1
+        _subtract(left[number], kind.size, 1)
+        wanted -= 1
+        if not kind.once and _room_for(kind, left[number]):
+            heapq.heappush(heap, (of_kind + 1, of_all + 1, number))
+    return wanted
+
+
+def _room_for(kind: BundleKind, room: Sequence[int]) -> int:
+    """How many of a kind fit into what is left of a node."""
+    many = min((has // needs for has, needs in zip(room, kind.size, strict=True) if needs), default=kind.count)
+    return min(max(many, 0), 1) if kind.once else max(many, 0)
+
+
+def _subtract(room: list[int], size: SizeVector, many: int) -> None:
+    for axis, needs in enumerate(size):
+        room[axis] -= many * needs
+
+
+def _may_fit(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector]) -> bool:
+    """Whether each kind fits as long as it is alone, and all do where nodes could be cut as one likes."""
+    if any(sum(_room_for(kind, room) for room in rooms) < kind.count for kind in kinds):
+        return False
+    return _fits_in_total([kind.count for kind in kinds], kinds, [sum(axis) for axis in zip(*rooms, strict=True)])
+
+
+def _fits_in_total(wanted: Sequence[int], kinds: Sequence[BundleKind], room: Sequence[int]) -> bool:
+    needs = [sum(n * kind.size[axis] for n, kind in zip(wanted, kinds, strict=True)) for axis in range(len(room))]
+    return all(need <= has for need, has in zip(needs, room, strict=True))
+
+
+def _search_patterns(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], budget: int) -> list[KindCounts] | None:
+    """Depth first over the nodes, and over the patterns that fill each: a node that takes more never makes it harder
+    for the rest. What is left to place after some node and failed once fails again."""
+    after = [[0] * len(rooms[0])]
+    for room in reversed(rooms):
+        after.append([sum(pair) for pair in zip(after[-1], room, strict=True)])
+    after.reverse()
+    first = tuple(kind.count for kind in kinds)
+    stack: list[tuple[KindCounts, Iterator[KindCounts | None]]] = [(first, _patterns(kinds, first, rooms[0]))]
+    chosen: list[KindCounts] = []
+    dead: set[tuple[int, KindCounts]] = set()
+    for _ in range(budget):
+        wanted, options = stack[-1]
+        try:
+            pattern = next(options)
+        except StopIteration:
+            dead.add((len(stack), wanted))
+            stack.pop()
+            if not stack:
+                return None
+            chosen.pop()
+            continue
+        if pattern is None:
+            continue
+        rest = tuple(w - p for w, p in zip(wanted, pattern, strict=True))
+        depth = len(stack)
+        if not any(rest):
+            return [*chosen, pattern, *[(0,) * len(kinds)] * (len(rooms) - depth)]
+        if depth < len(rooms) and (depth + 1, rest) not in dead and _fits_in_total(rest, kinds, after[depth]):
+            chosen.append(pattern)
+            stack.append((rest, _patterns(kinds, rest, rooms[depth])))
+    return None
+
+
+def _patterns(kinds: Sequence[BundleKind], wanted: KindCounts, room: SizeVector) -> Iterator[KindCounts | None]:
+    """Combinations of kinds to which none can be added, most of the first kind first; None for one that is no such."""
+    counts = [0] * len(kinds)
+
+    def below(k: int, left: list[int]) -> Iterator[KindCounts | None]:
+        if k == len(kinds):
+            full = not any(
+                counts[j] < wanted[j] and not (kind.once and counts[j]) and _room_for(kind, left)
+                for j, kind in enumerate(kinds)
+            )
+            yield tuple(counts) if full else None
+            return
+        for many in range(min(wanted[k], _room_for(kinds[k], left)), -1, -1):
+            counts[k] = many
+            rest = left.copy()
+            _subtract(rest, kinds[k].size, many)
+            yield from below(k + 1, rest)
+        counts[k] = 0
+
+    return below(0, list(room))

@@ -1,0 +1,212 @@
+"""The resources reserved for each process of a run, and the reservations that replace those of a lost node."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from lockstep.base import waits
+from lockstep.cluster.placement.assignment import Assignment, DoesNotFit, NodesBusy, assign, relax_placement
+from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest, make_bundles
+from lockstep.config.cluster import PlacementConfig
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.5
+UNBOUNDED_S = 10 * 365 * 86400.0
+"""Of others' work, which nobody here can know; the wait is visible."""
+
+
+class ReservationConflict(PlacementError):
+    """What was free a moment ago cannot be reserved any more: another look says what is."""
+
+
+class AllocatorUnavailable(ConnectionError):
+    """Nobody says now what is free, or reserves it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlacement:
+    """Where a process is to be."""
+
+    node: str
+    """Its id."""
+    gpus: tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What is reserved on one node, together."""
+
+    group: str
+    """By which it is given back."""
+    node: str
+    """Its id."""
+    gpus: dict[str, tuple[str, ...]]
+    """By process."""
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> Self:
+        """Of `asdict`, after it was JSON."""
+        return cls(said["group"], said["node"], {name: tuple(gpus) for name, gpus in said["gpus"].items()})
+
+
+ReserveFunction = Callable[[Assignment], list[Reservation]]
+"""Reserves an assignment, or nothing of it. Raises Taken, and what else there is in the way."""
+
+
+class ReservationTable:
+    """The place of each process that was planned, by its planned name; one who comes after it has the same.
+
+    Args:
+        held: what an earlier controller of the run has reserved.
+
+    Whoever is wanted and has no place is homeless, until a `move`. One thread at a time may `gather_outcomes` or
+    `move`.
+    """
+
+    def __init__(
+        self, wanted: Sequence[ProcessRequest], placement: PlacementConfig, held: Sequence[Reservation] = ()
+    ) -> None:
+        self._wanted, self._placement = {each.name: each for each in wanted}, placement
+        self.held = list(held)
+        self._dismissed: set[str] = set()
+        """Ranks without which the trainer goes on."""
+        self._told, self._told_at = "", 0.0
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        """Whether something is to be reserved for it."""
+        return name in self._wanted
+
+    def of(self, name: str) -> ProcessPlacement | None:
+        """Where it is to be; None where nothing is reserved for it."""
+        held = next((each for each in self.held if name in each.gpus), None)
+        return None if held is None else ProcessPlacement(held.node, held.gpus[name])
+
+    def needs_gpus(self, name: str) -> bool:
+        return self._wanted[name].gpus > 0
+
+    def settle(
+        self,
+        look: Callable[[], list[NodeResources]],
+        reserve: ReserveFunction,
+        busy_limit_s: float | None,
+        notice_after_s: float,
+    ) -> None:
+        """A place for each, as soon as others have left enough; what is waited for is told.
+
+        Args:
+            look: the nodes as they are now. Raises Silent, then later again.
+
+        Raises:
+            PlacementError, DoesNotFit: also where others have nothing.
+            WaitTimeout: others did not leave within the limit.
+        """
+
+        def attempt() -> bool | None:
+            try:
+                assignment = assign(list(self._wanted.values()), self._placement, look())
+                self._take(reserve(assignment), assignment, logging.WARNING if self._told else logging.INFO)
+            except (NodesBusy, ReservationConflict, AllocatorUnavailable) as error:
+                self.tell(str(error), again_after_s=6 * notice_after_s)
+                return None
+            return True
+
+        waits.poll(
+            attempt, kind="placement", whom="nodes of the cluster", why="what others use now is free",
+            every_s=POLL_S, timeout_s=busy_limit_s or UNBOUNDED_S, notice_after_s=None,
+        )  # fmt: skip
+
+    def lose(self, node: str) -> list[str]:
+        """Whoever was on a node is homeless; the groups that are to be given back."""
+        with self._lock:
+            lost = [each for each in self.held if each.node == node]
+            self.held = [each for each in self.held if each.node != node]
+        return [each.group for each in lost]
+
+    def muster(self, ranks: Collection[str], nodes: Collection[str]) -> None:
+        """Says which trainer ranks there are from now on. Those of them that have no place on one of these nodes (by
+        their ids) have that of a rank that is none any more."""
+        policy = [each.name for each in self._wanted.values() if each.role == "policy"]
+        with self._lock:
+            self._dismissed = {name for name in policy if name not in ranks}
+            free = [name for name in policy if name in self._dismissed and self._is_on(name, nodes)]
+            for name in ranks:
+                if free and name in self._wanted and not self._is_on(name, nodes):
+                    self._exchange(name, free.pop(0))
+
+    def move(self, name: str, nodes: Sequence[NodeResources], reserve: ReserveFunction) -> None:
+        """Another place for it and for all who are homeless, of what others have left free. Where that is not enough,
+        ranks go first, as nothing goes on without them.
+
+        Raises:
+            PlacementError: no place; and what `reserve_groups` raises.
+        """
+        refused: PlacementError | None = None
+        for wanted in self._together(name):
+            try:
+                assignment = assign(wanted, self._loose(wanted), nodes)
+            except (NodesBusy, DoesNotFit) as error:
+                refused = refused or error
+                continue
+            self._take(reserve(assignment), assignment, logging.WARNING)
+            return
+        assert refused is not None
+        raise refused
+
+    def tell(self, text: str, again_after_s: float = float("inf")) -> None:
+        """Why somebody has no place: once, until it is another reason."""
+        now = time.monotonic()
+        if text != self._told or now - self._told_at > again_after_s:
+            log.warning("%s", text)
+            self._told, self._told_at = text, now
+
+    # ---
+
+    def _homeless(self) -> list[ProcessRequest]:
+        placed = {name for each in self.held for name in each.gpus}
+        return [each for name, each in self._wanted.items() if name not in placed and name not in self._dismissed]
+
+    def _together(self, name: str) -> Iterator[list[ProcessRequest]]:
+        """With whom it is to get a place: with all, else with as few as can be."""
+        homeless = self._homeless()
+        yield homeless
+        bundles = make_bundles(homeless, self._loose(homeless))
+        own = next(bundle for bundle in bundles if name in bundle.processes)
+        first = [bundle for bundle in bundles if bundle is own or "policy" in bundle.roles]
+        names = {name for bundle in first for name in bundle.processes}
+        if len(names) < len(homeless):
+            yield [each for each in homeless if each.name in names]
+
+    def _loose(self, wanted: Sequence[ProcessRequest]) -> PlacementConfig:
+        loose = relax_placement(self._placement)
+        try:
+            make_bundles(wanted, loose)
+        except PlacementError:  # engines without the ranks whose GPUs they were to share
+            return loose.model_copy(update={"colocate": ()})
+        return loose
+
+    def _take(self, held: list[Reservation], assignment: Assignment, level: int) -> None:
+        with self._lock:
+            self.held = [*self.held, *held]
+        self._told = ""
+        for node, address, processes, cpus, gpus in assignment.rows():
+            has = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
+            log.log(level, "%s: on %s (%s), which has %s for them", processes, node, address, has)
+
+    def _is_on(self, name: str, nodes: Collection[str]) -> bool:
+        place = self.of(name)
+        return place is not None and place.node in nodes
+
+    def _exchange(self, one: str, other: str) -> None:
+        def renamed(name: str) -> str:
+            return {one: other, other: one}.get(name, name)
+
+        self.held = [
+            Reservation(each.group, each.node, {renamed(name): gpus for name, gpus in each.gpus.items()})
+            for each in self.held
+        ]

@@ -1,0 +1,175 @@
+"""Settings with which a run that does not fit would fit, found by trying."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from lockstep.cluster.placement.bundles import COUNT_FIELD, ProcessRequest
+from lockstep.config.cluster import PlacementConfig, RolePlacement
+
+FitCheck = Callable[[Sequence[ProcessRequest], PlacementConfig], bool]
+
+MAX_SUGGESTIONS = 4
+"""Alternatives that are told."""
+
+
+def suggest_placements(wanted: Sequence[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> list[str]:
+    """Settings with each of which it would fit; one change where one is enough."""
+    found: list[str] = []
+    for look in (
+        _suggest_colocation,
+        _suggest_narrower_engines,
+        _suggest_fewer_ranks,
+        _suggest_fewer_engines,
+        _suggest_any_nodes,
+        _suggest_fewer_cores,
+        _suggest_fewer_scorers,
+    ):
+        if len(found) == MAX_SUGGESTIONS:
+            break
+        answer = next(look(list(wanted), placement, fits), None)
+        if answer is not None:
+            found.append(answer)
+    if not found:
+        found += _suggest_halving(list(wanted), placement, fits)
+    return found
+
+
+def _processes_of(wanted: Sequence[ProcessRequest], role: str) -> list[ProcessRequest]:
+    return sorted((each for each in wanted if each.role == role), key=lambda each: each.rank)
+
+
+def _keep_first(wanted: Sequence[ProcessRequest], role: str, count: int) -> list[ProcessRequest]:
+    """The first `count_newlines` of a role, and all of the others."""
+    return [each for each in wanted if each.role != role or each.rank < count]
+
+
+def _suggest_colocation(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+    ranks, engines = _processes_of(wanted, "policy"), _processes_of(wanted, "rollout")
+    if placement.shared or not ranks or not engines or not ranks[0].gpus:
+        return
+    together = placement.model_copy(update={"colocate": "all"})
+    if fits(wanted, together):
+        yield "placement.colocate=all"
+    most = len(ranks) // engines[0].gpus
+    if most < len(engines) and most and fits(_keep_first(wanted, "rollout", most), together):
+        yield f"placement.colocate=all with rollout.engine.count={most}"
+
+
+def _suggest_narrower_engines(
+    wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck
+) -> Iterator[str]:
+    engines = _processes_of(wanted, "rollout")
+    width = engines[0].gpus if engines else 0
+    for less in range(width - 1, 0, -1):
+        if width % less == 0:
+            narrow = [replace(each, gpus=less) if each.role == "rollout" else each for each in wanted]
+            if fits(narrow, placement):
+                yield f"rollout.engine.tensor_parallel_size={less}"
+
+
+def _suggest_fewer_ranks(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+    engines = _processes_of(wanted, "rollout")
+
+    def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
+        fewer = _keep_first(wanted, "policy", count)
+        if placement.shared and engines:  # an engine has its ranks' GPUs
+            fewer = _keep_first(fewer, "rollout", min(len(engines), count // max(engines[0].gpus, 1)))
+        return fewer, placement.model_copy(
+            update={"policy": _on_fewer_nodes(placement.policy, "policy", wanted, count)}
+        )
+
+    for count in _largest_fitting(len(_processes_of(wanted, "policy")), lambda count: fits(*less(count))):
+        kept = len(_processes_of(less(count)[0], "rollout"))
+        if engines and not kept:
+            return
+        nodes = less(count)[1].policy.nodes
+        also = [f"rollout.engine.count={kept}"] if kept < len(engines) else []
+        also += [f"placement.policy.nodes={nodes}"] if nodes != placement.policy.nodes else []
+        yield f"trainer.ranks={count}" + (f" with {' and '.join(also)}" if also else "")
+
+
+def _suggest_fewer_engines(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+    def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
+        role = _on_fewer_nodes(placement.rollout, "rollout", wanted, count)
+        return _keep_first(wanted, "rollout", count), placement.model_copy(update={"rollout": role})
+
+    for count in _largest_fitting(len(_processes_of(wanted, "rollout")), lambda count: fits(*less(count))):
+        nodes = less(count)[1].rollout.nodes
+        also = f" with placement.rollout.nodes={nodes}" if nodes != placement.rollout.nodes else ""
+        yield f"rollout.engine.count={count}{also}"
+
+
+def _on_fewer_nodes(role: RolePlacement, name: str, wanted: Sequence[ProcessRequest], count: int) -> RolePlacement:
+    """With as many on each node as before."""
+    all_of = len(_processes_of(wanted, name))
+    if role.nodes is None or all_of % role.nodes or count % (all_of // role.nodes):
+        return role
+    return role.model_copy(update={"nodes": count // (all_of // role.nodes)})
+
+
+def _suggest_any_nodes(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+    """Roles that may be on any number of nodes."""
+    for names in (("policy",), ("rollout",), ("policy", "rollout")):
+        said = {name: getattr(placement, name) for name in names}
+        fields = [
+            f"placement.{name}.{field}"
+            for name, role in said.items()
+            for field in ("nodes", "gpus_per_node")
+            if getattr(role, field) is not None
+        ]
+        if not fields:
+            continue
+        open_ = {name: role.model_copy(update={"nodes": None, "gpus_per_node": None}) for name, role in said.items()}
+        if fits(wanted, placement.model_copy(update=open_)):
+            yield f"without {' and '.join(fields)}"
+
+
+def _suggest_fewer_cores(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+    for share in (0.5, 0.25, 0.1):
+        for roles in (("policy",), ("rollout",), ("policy", "rollout")):
+            cpus = {name: getattr(placement, name).cpus * share for name in roles}
+            least = [replace(e, cpus=e.cpus * share) if e.role in roles else e for e in wanted]
+            if fits(least, placement):
+                yield " ".join(f"placement.{name}.cpus={round(value, 4):g}" for name, value in cpus.items())
+
+
+def _suggest_fewer_scorers(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+    for role, field in (("reward", "reward.workers"), ("environment", "rollout.environment.workers")):
+        have = len(_processes_of(wanted, role))
+        for count in _largest_fitting(have, lambda count, role=role: fits(_keep_first(wanted, role, count), placement)):  # type: ignore[misc]
+            yield f"{field}={count}"
+
+
+def _suggest_halving(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
+    """All numbers and the engines' width halved, again and again; without what says on how many nodes a role is."""
+    any_number = {"nodes": None, "gpus_per_node": None}
+    open_ = {name: getattr(placement, name).model_copy(update=any_number) for name in ("policy", "rollout")}
+    said = open_ != {"policy": placement.policy, "rollout": placement.rollout}
+    placement = placement.model_copy(update=open_)
+    begun = {role: len(_processes_of(wanted, role)) for role in COUNT_FIELD}
+    counts, width = dict(begun), max((each.gpus for each in wanted if each.role == "rollout"), default=0)
+    widest = width
+    while width > 1 or any(count > 1 for count in counts.values()):
+        counts, width = {role: max(count // 2, min(count, 1)) for role, count in counts.items()}, max(width // 2, 1)
+        less = [each for each in wanted if each.rank < counts[each.role]]
+        less = [replace(e, gpus=min(e.gpus, width)) if e.role == "rollout" else e for e in less]
+        if fits(less, placement):
+            changed = [f"{field}={counts[role]}" for role, field in COUNT_FIELD.items() if counts[role] < begun[role]]
+            changed += [f"rollout.engine.tensor_parallel_size={width}"] if width < widest else []
+            yield " with ".join(changed) + (" without nodes and gpus_per_node of the placement" if said else "")
+            return
+
+
+def _largest_fitting(have: int, fits: Callable[[int], bool]) -> Iterator[int]:
+    """The largest number below `have` that fits: of small ones each is tried, of large ones those that halving leads
+    to and the round ones near them."""
+    if have <= 64:
+        tried: Sequence[int] = range(have - 1, 0, -1)
+    else:
+        low, high = 0, have
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        powers = [2**n for n in range(have.bit_length()) if 2**n < have]
+        tried = sorted({n for n in (low, low // 8 * 8, *powers) if 0 < n < have}, reverse=True)
+    yield from (count for count in tried if fits(count))

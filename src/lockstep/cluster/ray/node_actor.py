@@ -1,0 +1,275 @@
+"""The actor that a run has on each node of a Ray cluster: it starts the node agent and holds it.
+
+The actor is detached and named, so that a later controller finds it. It also owns the run's placement groups on its
+node, which end with it. The actor on the controller's node ends when the controller has been gone for longer than
+the grace, the others when their agent has ended, and all of them when no controller requests an agent.
+
+Every request carries its sender's generation; the actor obeys the latest generation it has seen.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.folders import make_private_dir, run_shm_dir, shm_root, write_atomically
+from lockstep.base.network import PortRange, check_reachable
+from lockstep.base.threads import run_in_thread
+from lockstep.cluster import node_versions
+from lockstep.cluster.node_network import network_interfaces, reachable_address
+from lockstep.cluster.node_versions import changed_since, locate_files
+from lockstep.cluster.reattach import kill_agent
+from lockstep.watch.agent.agent_client import AgentError, start_agent
+from lockstep.watch.agent.service_discovery import Leader, ServiceAddress, Superseded
+from lockstep.watch.procfs import processes
+
+DIAL_S = 5.0
+"""A firewall that drops what it does not let in answers nothing."""
+
+
+def connect_problem(host: str, port: int) -> str | None:
+    """Why nobody answers there; None where somebody does."""
+    try:
+        check_reachable(host, port, "whether its port is open", DIAL_S)
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+    return None
+
+
+LINGER_S = 180.0
+"""Without a controller on this host and without an agent the actor waits at least so long to be asked for something;
+nodes are employed and reserved within that."""
+CHECK_S = 1.0
+REPLY_SENT_S = 0.2
+"""An answer is on its way within this."""
+RELEASE_S = 3.0
+SHARED_FOLDER_MARK = "seen-from-all-nodes"
+"""File of the run's folder by which a node finds out whether it shares that folder with the controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSite:
+    """What every node is told of the run."""
+
+    run: str
+    token: str
+    """It comes as an argument as the variables of a `runtime_env` are shown by Ray's dashboard."""
+    folder: str
+    """The run's, on the controller's host."""
+    cwd: str
+    """The controller's working folder there."""
+    mark: str
+    """What the file `SHARED_FOLDER_MARK` in `folder` says."""
+    peer: str | None
+    """Address of a node that is to reach the others; None where there is no other."""
+    interface: str | None
+    """Name, or beginning of the name, of the interface to use instead of the one on the way there."""
+    several: bool
+    """Whether there are other hosts."""
+    ports: PortRange | None
+    """On which agents may listen; any when None."""
+
+    @staticmethod
+    def of(
+        run: str, token: str, folder: str, affairs: Path, peer: str | None, interface: str | None, several: bool,
+        ports: PortRange | None,
+    ) -> "RunSite":  # fmt: skip
+        """With a new mark, in the folder `affairs` of the run's folder."""
+        affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mark = secrets.token_hex(8)
+        write_atomically(affairs / SHARED_FOLDER_MARK, mark.encode())
+        return RunSite(run, token, folder, str(Path.cwd()), mark, peer, interface, several, ports)
+
+
+class NodeActor:
+    """On one node, of that name.
+
+    Raises:
+        UnreachableAddress: others do not reach this node.
+        PermissionError: somebody else has the folder for what is kept here.
+    """
+
+    def __init__(self, site: RunSite, name: str) -> None:
+        self._run, self._token, self._ports, self._name = site.run, site.token, site.ports, name
+        self._began = time.time()
+        self._generation = 0
+        """The latest that was heard of: what an earlier one asks for is refused from then on."""
+        self._order = 0, 0
+        """Generation and number of the latest order of an agent."""
+        self._starting, self._admitting, self._reserving = threading.Lock(), threading.Lock(), threading.Lock()
+        self._interface = reachable_address(name, network_interfaces(), site.peer, site.interface, site.several)
+        self._folder = self._find_folder(Path(site.folder), site.mark)
+        self._cwd = site.cwd if Path(site.cwd).is_dir() else str(self._folder)
+        self._affairs = self._folder / "cluster" / "nodes" / name
+        self._logs = self._folder / "logs"
+        for each in (self._affairs, self._logs):
+            each.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._agent: ServiceAddress | None = None
+        self._controller: tuple[int, int | None] | None = None
+        self._grace_s, self._wanted_at = 0.0, time.monotonic()
+        self._groups: list[Any] = []
+        self._held: list[dict[str, Any]] = []
+        threading.Thread(target=self._watch, name="keeper", daemon=True).start()
+
+    def facts(self) -> dict[str, Any]:
+        """Of the node, for the controller."""
+        return {
+            "host": socket.gethostname(), "address": self._interface.address, "interface": self._interface.name,
+            "place": processes.pid_namespace(), "shared": str(run_shm_dir(self._run)), "affairs": str(self._affairs),
+            "logs": str(self._logs), "python": sys.executable, "cwd": self._cwd,
+            "versions": node_versions.installed_versions(), "environment": original_environment(), "beacons": str(shm_root()),
+        }  # fmt: skip
+
+    def start_agent(self, order: int, leader: dict[str, Any], orphan_grace_s: float) -> dict[str, Any]:
+        """Another agent, whose workers find `leader`; one that was before is killed, and its workers with it. What is
+        in the run's shared memory stays: weights are, and other workers come back to them.
+
+        Args:
+            order: number among those of its generation. An order that arrives late, behind a later one, is void.
+
+        Raises:
+            Superseded: a later generation has the run.
+            AgentError: it does not come up, or the order is void.
+        """
+        chosen = Leader(**leader)
+        self._admit(chosen.generation)
+        mine = chosen.generation, order
+        with self._admitting:
+            self._order = max(self._order, mine)
+        with self._starting:
+            if mine < self._order:
+                raise AgentError("start", f"another agent was asked for meanwhile on {self._name}")
+            self.watch_controller(chosen.generation, chosen.pid, chosen.start_ticks, orphan_grace_s)
+            chosen.publish(self._run)
+            if self._agent_lives:
+                assert self._agent is not None
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._agent.pid, signal.SIGKILL)  # the kernel kills its workers
+            self._agent = start_agent(
+                self._run, self._token, self._affairs, generation=chosen.generation, orphan_grace_s=orphan_grace_s,
+                host=self._interface.address, node=self._name, controller=chosen.pid, ports=self._ports,
+            )  # fmt: skip
+            return asdict(self._agent)
+
+    def dial(self, places: list[tuple[str, int]]) -> list[str | None]:
+        """Why nobody is reached from here at these addresses and ports; None where somebody is."""
+        return [connect_problem(*place) for place in places]
+
+    @property
+    def _agent_lives(self) -> bool:
+        return self._agent is not None and processes.is_alive(self._agent.pid, self._agent.start_ticks)
+
+    def _admit(self, generation: int) -> None:
+        with self._admitting:
+            if generation < self._generation:
+                raise Superseded(self._run, generation, self._generation)
+            self._generation, self._wanted_at = generation, time.monotonic()
+
+    def heritage(self, generation: int, files: list[tuple[str, str]]) -> dict[str, Any]:
+        """What a later controller needs to go on with what is here; from here on the grace is its own. With one of its
+        `incident_files` (see `freshness.imported`) that has changed since this actor was started. Raises Superseded."""
+        self._admit(generation)
+        with self._starting:
+            if not self._agent_lives:  # and no worker: what they have left explains nothing any more
+                shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)
+            return {
+                "token": self._token, "held": self._held,
+                "agent": asdict(self._agent) if self._agent is not None and self._agent_lives else None,
+                "changed": changed_since(self._began, locate_files(files)),
+            }  # fmt: skip
+
+    def watch_controller(self, generation: int, pid: int | None, start_ticks: int | None, grace_s: float) -> None:
+        """Whose end is to be this actor's, so long after; a pid of this host. Raises Superseded."""
+        self._admit(generation)
+        self._controller = None if pid is None else (pid, start_ticks)
+        self._grace_s = grace_s
+
+    def reserve(self, generation: int, bundle: dict[str, float], counting: list[str]) -> str:
+        """Makes a placement group of this actor's, on the node that its resources name; its id. Its groups that are not
+        among those `counting` are given back first: the answer that told of them has not arrived, or Ray was silent
+        when they were to be given back. Raises Superseded."""
+        self._admit(generation)
+        with self._reserving:
+            for left in [each for each in self._groups if each.id.hex() not in counting]:
+                ray.util.remove_placement_group(left)
+                self._groups.remove(left)
+            group = ray.util.placement_group([bundle], strategy="PACK")
+            self._groups.append(group)
+        return str(group.id.hex())
+
+    def keep(self, generation: int, held: list[dict[str, Any]]) -> None:
+        """For a later controller: who has what of it (see `cluster.places.Held`). Raises Superseded."""
+        self._admit(generation)
+        self._held = held
+
+    def leave(self, generation: int) -> None:
+        """Ends the agent with its workers, gives back what is reserved, and goes. Raises Superseded."""
+        self._admit(generation)
+        with self._starting:
+            try:
+                self._end()
+                with contextlib.suppress(WaitTimeout):  # they go with this actor in any case
+                    waits.future(
+                        run_in_thread(self._give_back, "gives back"), whom="Ray", why="what is reserved is given back",
+                        timeout_s=RELEASE_S,
+                    )  # fmt: skip
+            finally:
+                threading.Timer(REPLY_SENT_S, os._exit, [0]).start()
+
+    def _give_back(self) -> None:
+        for group in self._groups:
+            ray.util.remove_placement_group(group)
+
+    def _end(self) -> None:
+        if self._agent is not None:
+            kill_agent(self._agent)
+
+    def _find_folder(self, folder: Path, mark: str) -> Path:
+        with contextlib.suppress(OSError):
+            if (folder / "cluster" / SHARED_FOLDER_MARK).read_text() == mark:
+                return folder
+        own = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"  # a name that anybody could take first
+        return make_private_dir(own, "remove it, or set TMPDIR where Ray is started") / self._run
+
+    def _watch(self) -> None:
+        """Ends the actor when nobody can want it any more."""
+        while self._is_wanted():
+            waits.sleep(CHECK_S, "the next look at who wants this actor")
+        self._end()
+        os._exit(0)
+
+    def _is_wanted(self) -> bool:
+        now, watched = time.monotonic(), self._controller
+        if self._agent_lives if watched is None else processes.is_alive(*watched):
+            self._wanted_at = now
+        if watched is None:
+            patience_s = max(LINGER_S, self._grace_s)
+        else:
+            patience_s = self._grace_s if self._agent is not None else 0.0  # without one nobody can go on here
+        return now - self._wanted_at <= patience_s
+
+
+def original_environment() -> dict[str, str]:
+    """Of whoever started Ray on this node, before Ray changed it for its workers."""
+    try:
+        own = psutil.Process(int(os.environ["RAY_RAYLET_PID"])).environ()
+    except (KeyError, ValueError, psutil.Error):
+        own = dict(os.environ)
+    kept = {name: value for name, value in own.items() if not name.startswith("RAY_")}
+    preload = [each for each in re.split("[ :]", kept.pop("LD_PRELOAD", "")) if each and "/ray/core/" not in each]
+    return kept | ({"LD_PRELOAD": ":".join(preload)} if preload else {})

@@ -1,0 +1,367 @@
+"""The orderly end of agents: side by side, within a bound."""
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.folders import run_shm_dir
+from lockstep.base.text import first_line
+from lockstep.base.transport.frames import WireError
+from lockstep.cluster.agent_cluster import CLOSE_GRACE_S
+from lockstep.cluster.cluster_node import ClusterNode, NodeRefused
+from lockstep.cluster.node_network import UnreachableAddress, check_node_addresses
+from lockstep.cluster.node_versions import InstalledVersions, VersionError
+from lockstep.cluster.placed_cluster import PlacedCluster
+from lockstep.cluster.placement.assignment import Assignment
+from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest, total_gpus
+from lockstep.cluster.placement.reservations import Reservation
+from lockstep.cluster.ray import actors, ray_session
+from lockstep.cluster.ray.actors import (
+    ListeningPort,
+    StartedActor,
+    check_reachable_from_here,
+    check_reachable_from_nodes,
+)
+from lockstep.cluster.ray.node_actor import RunSite
+from lockstep.cluster.ray.placement_groups import remove_group, reserve_groups
+from lockstep.cluster.ray.ray_nodes import (
+    RayNode,
+    alive_nodes,
+    controller_address,
+    is_node_alive,
+    private_ray_environment,
+)
+from lockstep.cluster.ray.ray_reattach import InheritedRayNodes, PlacedResources, RayRunState
+from lockstep.cluster.ray.ray_session import RayUnresponsive
+from lockstep.cluster.worker_environment import forward_environment, report_environment
+from lockstep.config.cluster import PlacementConfig
+from lockstep.config.cluster import RayClusterConfig as Config
+from lockstep.watch.agent.agent_client import AgentClient, AgentError, AgentGone
+from lockstep.watch.agent.service_discovery import Leader, ServiceAddress, Superseded
+from lockstep.watch.procfs import processes
+
+log = logging.getLogger(__name__)
+
+
+def stop_agents(agents: Iterable[AgentClient]) -> None:
+    """Returns when they have ended with their workers, or have been waited for long enough."""
+    leaving = [threading.Thread(target=_stop_agent, args=[agent], name="leave", daemon=True) for agent in agents]
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        with contextlib.suppress(WaitTimeout):
+            waits.join(thread, whom="agents", why="they leave", timeout_s=CLOSE_GRACE_S + 30.0)
+
+
+def _stop_agent(agent: AgentClient) -> None:
+    with contextlib.suppress(AgentError, WaitTimeout):
+        remaining = agent.leave(CLOSE_GRACE_S)
+        if remaining:
+            log.error("%s did not end, not even killed", ", ".join(remaining))
+
+
+LOOPBACK = "127.0.0.1"
+REFUSAL_ERRORS = (
+    PlacementError, NodeRefused, VersionError, UnreachableAddress, AgentError, WaitTimeout, WireError,
+    RayUnresponsive, ray.exceptions.RayError,
+)  # fmt: skip
+
+
+class RayCluster(PlacedCluster):
+    """The processes of one run on the nodes of a Ray cluster.
+
+    Ray says which nodes there are, reserves what `resource_requests` says, and starts an actor on each node; that one
+    starts the node's agent, and everything else goes through the agents.
+
+    Args:
+        wanted: the run's processes and what they need; others go where there are fewest, and reserve nothing.
+        token, heritage: as of a LocalCluster.
+
+    Raises:
+        RayUnavailable: there is no Ray to be had.
+        PlacementError, DoesNotFit: the nodes cannot hold the run.
+        WaitTimeout: others did not leave the nodes within `busy_limit_s`.
+        NodeRefused, UnreachableAddress, VersionError: a node cannot take part.
+        AgentError, Superseded: as of a LocalCluster.
+    """
+
+    refusals = REFUSAL_ERRORS
+
+    def __init__(
+        self,
+        config: Config,
+        run: str,
+        folder: Path,
+        generation: int,
+        token: str | None = None,
+        heritage: InheritedRayNodes | None = None,
+        wanted: Sequence[ProcessRequest] = (),
+        placement: PlacementConfig | None = None,
+    ) -> None:
+        self._config, placement = config, placement or PlacementConfig()
+        self._needs, self.ports = PlacedResources.of(wanted, placement), config.ports
+        self._versions: dict[str, InstalledVersions] = {}
+        """By name of the node; of those that the run is on."""
+        self._open = False
+        cpus = max(sum(each.cpus for each in wanted), os.cpu_count() or 1)
+        ray_session.open_session(config, cpus, total_gpus(wanted, placement))
+        self._open = True
+        if heritage is not None:
+            ray_session.close_session()  # its own; this one is the same
+        try:
+            facts = alive_nodes()
+            host = LOOPBACK if ray_session.has_private_ray() else controller_address(facts, config)
+            token = token or (secrets.token_hex(32) if heritage is None else heritage.token)
+            held = [] if heritage is None else heritage.held
+            super().__init__(config, run, folder, generation, token, host, wanted, placement, held)
+        except BaseException:
+            ray_session.close_session()
+            raise
+        try:
+            self._given = private_ray_environment(config.env) if ray_session.has_private_ray() else forward_environment(
+                os.environ, config.forward_env, config.env, config.interface
+            )  # fmt: skip
+            peer = None if ray_session.has_private_ray() else facts[0].address
+            where = str(self._folder), self._affairs, peer, config.interface
+            self._site = RunSite.of(run, token, *where, peer is not None and len(facts) > 1, config.ports)
+            if heritage is None:
+                self._begin()
+            else:
+                self._inherit(heritage, facts)
+            if not ray_session.has_private_ray():
+                report_environment(config, self._given, self._nodes, self._affairs / "environment.json")
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
+        """With nothing left of an earlier generation."""
+        self._lead()
+        self._record()
+        self._settle_down()
+
+    def _inherit(self, heritage: InheritedRayNodes, facts: Sequence[NodeResources]) -> None:
+        self._record()
+        known = {each.id: each for each in facts}
+        for left in heritage.left:  # the controller's own comes first
+            if left.agent is not None:
+                left.agent.on_exit = self._exited
+            if left.node in known:  # not lost since
+                heir = self._node(known[left.node], StartedActor(left.keeper, left.found))
+                heir.agent = left.agent
+                self._nodes.append(heir)
+        self._versions = {node.info.name: node.found["versions"] for node in self._kept}
+        self._lead()
+        for node in self._kept:
+            if node.agent is None:
+                self._revive(node)
+                continue
+            with contextlib.suppress(AgentGone):
+                self._heirs.meet(node, node.agent.list())
+                node.agent.lead(self._leader(node.here))
+        self._keep()
+
+    # --- nodes
+
+    @property
+    def _kept(self) -> list[RayNode]:
+        """All nodes."""
+        return [node for node in self._nodes if isinstance(node, RayNode)]
+
+    def _look(self) -> list[NodeResources]:
+        self._must_be_open()
+        return alive_nodes()
+
+    def _employ(self, facts: Sequence[NodeResources], every: Sequence[NodeResources]) -> list[RayNode]:
+        """Actors on these nodes of all, which have no agent yet; nothing is left of them where one is refused."""
+        check_node_addresses(*([(each.name, each.address) for each in nodes] for nodes in (facts, every)))
+        have = {node.info.name for node in self._kept if node.has_gpus}
+        found, versions = actors.start_compatible_actors(facts, self._site, self._versions, have)
+        nodes = [self._node(each, of) for each, of in zip(facts, found, strict=True)]
+        try:
+            check_reachable_from_nodes(
+                [(node.info.name, node.keeper) for node in nodes if not node.here], self._listens, self.ports
+            )
+        except BaseException:
+            actors.kill_actors(node.keeper for node in nodes)
+            raise
+        self._versions = versions
+        return nodes
+
+    def _node(self, facts: NodeResources, employed: StartedActor) -> RayNode:
+        here = facts.id == ray.get_runtime_context().get_node_id()
+        return RayNode(facts, employed.keeper, employed.found, self._given, self._gpus, here)
+
+    def _start_agents(self, nodes: Sequence[RayNode]) -> None:
+        """Side by side. Raises AgentError, NodeRefused, ray's errors, Superseded, WaitTimeout, WireError."""
+        asked = [actors.request_agent(node.keeper, self._leader(node.here), self._grace_s) for node in nodes]
+        for node, ref in zip(nodes, asked, strict=True):
+            self._attach(node, ref, ray_session.CONNECT_S)
+
+    def _attach(self, node: RayNode, ref: Any, timeout_s: float) -> None:
+        where = ServiceAddress(**ray_session.ray_get(ref, node.info.name, "its agent starts", timeout_s=timeout_s))
+        if not node.here:
+            check_reachable_from_here(
+                ListeningPort("the run's agent", node.info.name, where.host, where.port), self.ports
+            )
+        lost_after_s = None if node.here else self._config.node_lost_after_s
+        node.agent = AgentClient(where, self._token, on_exit=self._exited, lost_after_s=lost_after_s)
+
+    @property
+    def _grace_s(self) -> float:
+        return 0.0 if ray_session.has_private_ray() else self._config.orphan_grace_s
+
+    def _lead(self) -> None:
+        """From here on workers of this host find this controller and no other."""
+        self._leader(True).publish(self._run)
+
+    def _leader(self, here: bool) -> Leader:
+        pid, where = os.getpid(), self._hub.address
+        if here:
+            return Leader(self._generation, *where, pid, processes.start_ticks(pid), self._grace_s)
+        return Leader(self._generation, *where, None, None, self._grace_s, self._config.node_lost_after_s)
+
+    def _keep(self) -> None:
+        """For a later controller."""
+        for node in self._kept:
+            held = [asdict(each) for each in self._places.held if each.node == node.id]
+            node.keeper.keep.remote(self._generation, held)
+
+    def _record(self) -> None:
+        """Where a later controller looks."""
+        if not ray_session.has_private_ray():
+            RayRunState(self._generation, self._run, self._needs).write(self._affairs)
+
+    @property
+    def _superseded(self) -> bool:
+        return super()._superseded or RayRunState.read(self._affairs).generation > self._generation
+
+    def _living(self, node: ClusterNode) -> bool:
+        if node.alive or not isinstance(node, RayNode):
+            return node.alive
+        if time.monotonic() - node.refused_at < self._config.node_lost_after_s:
+            return False
+        try:
+            there = is_node_alive(node.id)
+        except RayUnresponsive:
+            there = True  # its actor may answer, without the head
+        if there and self._revive(node):
+            return True
+        node.refused_at = time.monotonic()
+        return False
+
+    def _revive(self, node: RayNode) -> bool:
+        """Another agent on a node that Ray still has; whether it came. Whoever was there has been given up."""
+        log.warning("%s; another agent is started there", node.why_lost)
+        if node.agent is not None:
+            node.agent.close()
+        bound_s = max(10.0, 2 * self._config.node_lost_after_s)
+        try:
+            ref = actors.request_agent(node.keeper, self._leader(node.here), self._grace_s)
+            self._attach(node, ref, bound_s)
+        except Superseded as error:
+            self._outdated = True
+            raise AgentGone("start", str(error)) from error
+        except ray.exceptions.ActorDiedError:
+            self._give_up(node)
+            return False
+        except (ray.exceptions.RayError, AgentError, NodeRefused, WaitTimeout, WireError) as error:
+            log.warning("%s does not come back: %s", node.info.name, first_line(error))
+            return False
+        assert node.agent is not None
+        with self._lock:
+            if self._closing:
+                node.agent.close()
+            self._must_be_open()
+        with contextlib.suppress(AgentGone):
+            for worker in self._hub.workers:
+                if worker.node is node:  # its beacon is there, and says nothing any more
+                    node.agent.forget(worker.name)
+        if self._supervision is not None:
+            self._supervision.watch(self._agents())
+        return True
+
+    def _give_up(self, node: RayNode) -> None:
+        """Its actor has ended, and with it its agent and what was reserved there: another one may be employed."""
+        log.warning("the run's actor on %s has ended", node.info.name)
+        with self._lock:
+            self._nodes = [each for each in self._nodes if each is not node]
+
+    # --- places
+
+    def _reserve(self, assignment: Assignment) -> list[Reservation]:
+        """The first time also with an actor and an agent on the controller's node, whoever is to be there."""
+        nodes = [share.node for share in assignment.shares]
+        if not self._nodes:
+            nodes = [assignment.nodes[0], *(node for node in nodes if node.id != assignment.nodes[0].id)]
+        unknown = [each for each in nodes if self._node_of(each.id) is None]
+        try:
+            new = self._employ(unknown, assignment.nodes)
+        except (NodeRefused, VersionError, UnreachableAddress):
+            self._unfit |= {each.id for each in unknown}
+            raise
+        held: list[Reservation] = []
+        try:
+            own = [(node.info.name, node.keeper, True) for node in new if node.here]
+            actors.tie_to_controller(own, self._generation, self._grace_s)
+            keepers = {node.id: node.keeper for node in (*self._kept, *new)}
+            held = reserve_groups(keepers, self._generation, assignment, self._places.held, self._config.notice_after_s)
+            self._start_agents(new)
+            with self._lock:
+                self._must_be_open()
+                self._nodes = sorted([*self._nodes, *new], key=lambda node: not node.here)
+        except BaseException as error:
+            self._outdated = self._outdated or isinstance(error, Superseded)
+            self._unfit |= {node.id for node in new} if isinstance(error, NodeRefused) else set()
+            for each in held:
+                self._free(each.group)
+            actors.kill_actors(node.keeper for node in new)  # and their agents go with them
+            raise
+        if new and self._supervision is not None:
+            self._supervision.watch(self._agents())
+        return held
+
+    def _free(self, group: str) -> None:
+        remove_group(group)
+
+    # --- ends
+
+    def _end_nodes(self) -> None:
+        stop_agents([node.agent for node in self._nodes if node.agent is not None and node.alive])
+        self._dissolve()
+
+    def _abandon_nodes(self) -> None:
+        if not self._superseded:
+            self._dissolve()
+
+    def _dissolve(self) -> None:
+        """Actors, with what they have reserved, and an agent that is left."""
+        actors.stop_actors([(node.info.name, node.keeper) for node in self._kept], self._generation)
+        if RayRunState.read(self._affairs).run is not None:
+            RayRunState(self._generation, None).write(self._affairs)
+        shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)
+
+    def _leave_nodes(self) -> None:
+        for node in self._nodes:
+            if node.agent is not None:
+                node.agent.close()
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self._closed and self._open and os.getpid() == self._pid:
+                self._open = False
+                ray_session.close_session()

@@ -1,0 +1,251 @@
+"""Runs as Ray jobs: submitted to a cluster's dashboard over HTTP and followed until they end.
+
+Ray's client has no timeouts; each of its calls is made in a thread and waited for with a bound.
+"""
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout, track_wait
+from lockstep.base.threads import run_in_thread
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+DASHBOARD_REPLY_S = 30.0
+"""For a question to the dashboard, on a machine that is busy."""
+UPLOAD_S = 600.0
+READY_S = 120.0
+"""For a cluster that has just been started, until its agents take jobs."""
+_RETRY_LATER = "try again later"
+STATUS_POLL_S = 2.0
+"""How often a silent job is asked whether it has ended."""
+_LOG_END_S = 10.0
+"""For the end of the log, once the job has ended."""
+_MAX_UNANSWERED = 10
+"""Questions in a row that the dashboard may leave open before the job is left alone."""
+
+
+class SubmissionError(ConnectionError):
+    """The dashboard cannot be reached, or does not take the job: address and remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayJob:
+    """A run that was handed over."""
+
+    address: str
+    id: str
+
+    def follow_again(self) -> str:
+        """The command for it."""
+        return f"ray job logs --follow --address {self.address} {self.id}"
+
+    def stop(self) -> str:
+        """The command for it."""
+        return f"ray job stop --address {self.address} {self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class RayJobResult:
+    """How a job ended."""
+
+    status: str
+    """`SUCCEEDED`, `FAILED` or `STOPPED`."""
+    exit_code: int | None
+    """Of its driver, where Ray knows it."""
+    message: str
+
+
+def dashboard_address(address: str) -> str:
+    """The address as Ray's client wants it.
+
+    Raises:
+        SubmissionError: it is not that of a dashboard.
+    """
+    scheme, sign, rest = address.rpartition("://")
+    if sign and scheme not in ("http", "https"):
+        raise SubmissionError(f"{address} is the address of another service of Ray: {_ADDRESS_HINT}")
+    if not rest.strip("/"):
+        raise SubmissionError(f"{address!r} names no host: {_ADDRESS_HINT}")
+    return f"{scheme or 'http'}://{rest.rstrip('/')}"
+
+
+_ADDRESS_HINT = "name that of the dashboard, such as http://127.0.0.1:8265 (port 8265 of the head)"
+
+
+def submit_job(
+    address: str,
+    name: str,
+    entrypoint: str,
+    folder: Path | None,
+    env: Mapping[str, str],
+    asked: Callable[[RayJob], None] = lambda job: None,
+) -> RayJob:
+    """Hands a run over.
+
+    Args:
+        address: of the dashboard.
+        name: of the run; the job's id begins with it.
+        folder: becomes the job's working directory.
+        env: of the job's driver; shown to everybody who sees the dashboard.
+        asked: hears of the job before the dashboard does, again for each attempt.
+
+    Raises:
+        SubmissionError: nobody answers there, or the job is not taken.
+    """
+    address = dashboard_address(address)
+    client = _client(address)
+    runtime: dict[str, Any] = {"env_vars": dict(env)}
+    if folder is not None:
+        runtime["working_dir"] = str(folder)
+
+    def hand_over() -> RayJob | None:
+        job = RayJob(address, _job_id(name))
+        call = partial(
+            client.submit_job, entrypoint=entrypoint, runtime_env=runtime, submission_id=job.id,
+            metadata={"lockstep_run": name},
+        )  # fmt: skip
+        asked(job)
+        try:
+            _call_dashboard(call, address, "hand the run over", UPLOAD_S)
+            return job
+        except SubmissionError as error:
+            if _RETRY_LATER not in str(error):
+                raise
+            log.info("%s", error)
+            return None
+
+    try:
+        why = "it takes the run: it has said 'try again later'"
+        return waits.poll(hand_over, kind="http", whom=address, why=why, every_s=STATUS_POLL_S, timeout_s=READY_S)
+    except WaitTimeout as error:
+        raise SubmissionError(f"cannot hand the run over: {error}") from error
+
+
+def follow_job(job: RayJob, emit: Callable[[str], None]) -> RayJobResult:
+    """Passes the job's log on until it ends, as long as the dashboard answers. Ctrl-C leaves the job alone.
+
+    Raises:
+        SubmissionError: the dashboard does not answer any more; the job goes on.
+    """
+    client, text = _client(job.address), _LogReader()
+    text.begin(client, job)
+    unanswered = 0
+    while True:
+        chunk = text.next(STATUS_POLL_S)
+        if chunk:
+            emit(chunk)
+            continue
+        try:
+            ended = _job_result(client, job)
+        except SubmissionError:
+            unanswered += 1
+            if unanswered == _MAX_UNANSWERED:
+                raise
+            continue
+        unanswered = 0
+        if ended is not None:
+            while rest := text.next(_LOG_END_S):
+                emit(rest)
+            return ended
+        if text.broken:
+            text.begin(client, job)
+
+
+class _LogReader:
+    """The job's log so far, read by a thread; a connection that breaks is made anew, and nothing is passed on twice."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self._passed_on = 0
+        self._chunks: queue.Queue[str | None] = queue.Queue()
+
+    def begin(self, client: Any, job: RayJob) -> None:
+        self.broken, self._chunks = False, queue.Queue()
+        threading.Thread(target=_read_log, args=(client, job, self._chunks, self._passed_on), daemon=True).start()
+
+    def next(self, seconds: float) -> str:
+        """More of it, empty when nothing came for so long or it is at its end."""
+        if self.broken:
+            waits.sleep(min(seconds, STATUS_POLL_S), "the log's connection was lost")
+            return ""
+        try:
+            chunk = waits.queue_get(self._chunks, whom="the job", why="its log", timeout_s=seconds)
+        except WaitTimeout:
+            return ""
+        if chunk is None:
+            self.broken = True
+            return ""
+        self._passed_on += len(chunk)
+        return chunk
+
+
+def _read_log(client: Any, job: RayJob, chunks: "queue.Queue[str | None]", skip: int) -> None:
+    """In a thread of its own: the log from its beginning, without the first `skip` characters; None at its end."""
+
+    async def read() -> None:
+        left = skip
+        async for text in client.tail_job_logs(job.id):
+            if len(text) > left:
+                chunks.put_nowait(text[left:])
+            left = max(0, left - len(text))
+
+    try:
+        with track_wait("http", job.address, f"the log of {job.id}, as long as the job runs"):
+            asyncio.run(read())
+    except Exception as error:  # noqa: BLE001 - of a foreign client in its own thread: the next look says what it means
+        log.debug("the log of %s ended: %s", job.id, error)
+    finally:
+        chunks.put_nowait(None)
+
+
+def _job_result(client: Any, job: RayJob) -> RayJobResult | None:
+    info = _call_dashboard(lambda: client.get_job_info(job.id), job.address, "ask how the job is", DASHBOARD_REPLY_S)
+    if not info.status.is_terminal():
+        return None
+    return RayJobResult(str(info.status.value), info.driver_exit_code, str(info.message or ""))
+
+
+def _client(address: str) -> Any:
+    try:
+        from ray.job_submission import JobSubmissionClient
+    except ImportError as error:
+        raise SubmissionError(f"--submit needs Ray here as well ({error}): pip install 'lockstep-rl[ray]'") from error
+    return _call_dashboard(lambda: JobSubmissionClient(address), address, "reach the dashboard", DASHBOARD_REPLY_S)
+
+
+def _call_dashboard(call: Callable[[], T], address: str, what: str, limit_s: float) -> T:
+    """The call's answer. Its thread is left behind when the limit is reached."""
+    try:
+        return waits.future(run_in_thread(call, what), whom=address, why=what, timeout_s=limit_s)
+    except WaitTimeout as error:
+        raise SubmissionError(f"cannot {what}: {address} did not answer for {limit_s:g} s; {_ADDRESS_HINT}") from error
+    except (ConnectionError, OSError) as error:
+        raise SubmissionError(f"cannot {what}: nobody listens at {address}; {_ADDRESS_HINT}") from error
+    except (RuntimeError, ValueError) as error:
+        raise SubmissionError(f"cannot {what}: {address} says: {_first_lines(error)}{_remedy(str(error))}") from error
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def _remedy(text: str) -> str:
+    if any(word in text for word in ("401", "403", "nauthorized", "uthentication")):
+        return " - set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the cluster's token"
+    return ""
+
+
+def _job_id(name: str) -> str:
+    """`name-` and some random letters: Ray refuses an id twice."""
+    return f"{name}-{secrets.token_hex(3)}"

@@ -1,0 +1,348 @@
+"""This process's connection to a Ray cluster, or to a private Ray started for the run, and bounded calls to it."""
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray import _raylet
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.network import check_reachable
+from lockstep.base.text import first_line
+from lockstep.base.threads import run_in_thread
+from lockstep.cluster.placement.reservations import AllocatorUnavailable
+from lockstep.config.cluster import RayClusterConfig as Config
+from lockstep.watch.procfs import processes
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+RAY_CALL_S = 10.0
+
+
+class RayUnresponsive(AllocatorUnavailable):
+    """Ray does not answer now, or not with what it was asked for."""
+
+
+class _UnansweredCall:
+    """Since when Ray does not answer, as long as it does not."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: Future[Any] | None = None
+        self._since = 0.0
+
+    def still(self) -> float | None:
+        """For how many seconds; None where Ray answers."""
+        with self._lock:
+            if self._open is not None and self._open.done():
+                self._open = None
+                log.warning("Ray answers again, after %.0f s", time.monotonic() - self._since)
+            return None if self._open is None else time.monotonic() - self._since
+
+    def begins(self, question: "Future[Any]", since: float, why: str) -> None:
+        with self._lock:
+            if self._open is None:
+                self._open, self._since = question, since
+                log.warning(
+                    "Ray has not answered for %.0f s (%s): the run goes on with the nodes that it has, and nothing is "
+                    "reserved until Ray answers", time.monotonic() - since, why,
+                )  # fmt: skip
+
+
+_silence = _UnansweredCall()
+
+
+def ray_call(call: Callable[[], T], why: str, timeout_s: float = RAY_CALL_S) -> T:
+    """What a call of Ray returns, or raises. Where an earlier one has not returned yet, none is made.
+
+    Raises:
+        RaySilent: it did not return in time, or with one of Ray's own errors.
+    """
+    silent_s = _silence.still()
+    if silent_s is not None:
+        raise RayUnresponsive(f"Ray has not answered for {silent_s:.0f} s ({why})")
+    since, question = time.monotonic(), run_in_thread(call, "asks Ray")
+    try:
+        return waits.future(question, whom="Ray", why=why, timeout_s=timeout_s)
+    except ray.exceptions.RayError as error:
+        raise RayUnresponsive(f"Ray does not say ({why}): {first_line(error)}") from error
+    except WaitTimeout as error:
+        _silence.begins(question, since, why)
+        raise RayUnresponsive(f"Ray has not answered for {timeout_s:.0f} s ({why})") from error
+
+
+def reset_unanswered() -> None:
+    """What a session that has ended has not answered."""
+    global _silence
+    _silence = _UnansweredCall()
+
+
+DIAL_S = 5.0
+CONNECT_S = 120.0
+"""Ray itself gives up on a head that does not answer after about a minute."""
+DISCONNECT_S = 10.0
+"""For the end of a connection, also with a head that does not answer any more."""
+OBJECT_STORE_BYTES = 100 << 20
+"""Nothing of a run goes through Ray's object store."""
+
+_lock = threading.Lock()
+_users = 0
+_own: Path | None = None
+"""Where the Ray that this process has started keeps its sockets; None where it has joined one."""
+_unfinished: "Future[None] | None" = None
+"""A beginning or an end of a connection that was given up, and is under way still."""
+
+
+class RayUnavailable(ConnectionError):
+    """There is no Ray to be had: which, why, and what to do."""
+
+
+def has_private_ray() -> bool:
+    """Whether Ray was started by this process, for this host alone."""
+    return _own is not None
+
+
+def open_session(config: Config, cpus: float, gpus: int) -> None:
+    """Joins the Ray cluster that the config names, or starts a Ray of this host with so many CPUs and GPUs. Where this
+    process has one already, that is it. Every call is matched by one of `close_session`.
+
+    Raises:
+        RayUnavailable: with what to do.
+    """
+    global _users
+    with _lock:
+        _await_unfinished()
+        if not ray.is_initialized():
+            _configure_ray()
+            address = config.address or os.environ.get("RAY_ADDRESS")
+            _connect(address) if address else _start_private_ray(config, cpus, gpus)
+        _users += 1
+
+
+def _await_unfinished() -> None:
+    """Waits for what was given up. Raises RayUnavailable."""
+    if _unfinished is None or _unfinished.done():
+        return
+    try:
+        waits.future(
+            _unfinished, whom="Ray", why="an earlier connection of this process ends", timeout_s=CONNECT_S,
+            notice_after_s=10.0,
+        )  # fmt: skip
+    except WaitTimeout as error:
+        raise RayUnavailable(f"{error}: start the run in another process") from error
+    except (RuntimeError, OSError, ray.exceptions.RayError) as error:
+        log.info("an earlier connection ended badly: %s", first_line(error))
+
+
+def close_session() -> None:
+    """Ends the connection when nobody else of this process uses it, and the Ray that was started here with it."""
+    global _users, _own
+    with _lock:
+        _users -= 1
+        if _users > 0 or not ray.is_initialized():
+            return
+        _disconnect()
+        if _own is not None:
+            _reload_auth()
+            shutil.rmtree(_own, ignore_errors=True)
+            _own = None
+
+
+def _disconnect() -> None:
+    global _unfinished
+    _unfinished = run_in_thread(ray.shutdown, "leaves Ray")
+    try:
+        waits.future(_unfinished, whom="Ray", why="this process leaves it", timeout_s=DISCONNECT_S)
+    except WaitTimeout as error:
+        log.warning("%s; it is left as it is", error)
+    except ray.exceptions.RayError as error:
+        log.warning("Ray was not left in order: %s", first_line(error))
+    reset_unanswered()
+
+
+def _configure_ray() -> None:
+    """Ray speaks of itself on the driver's console; what matters of it is told by us."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Ray ends a process that has not heard of the head for a minute; a run goes on without.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+
+
+def _start_private_ray(config: Config, cpus: float, gpus: int) -> None:
+    """A Ray of this host alone; the kernel ends it with this process, whatever happens to that. It listens on all
+    interfaces, so it has a token, which only its own processes know."""
+    global _own
+    folder = Path(tempfile.mkdtemp(prefix="lsr"))  # short: sockets are below it, whose paths may have 107 bytes
+    period_ms = max(100, round(config.node_lost_after_s * 1000 / 6))
+    health = {
+        "health_check_period_ms": period_ms, "health_check_timeout_ms": period_ms,
+        "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0,
+    }  # fmt: skip
+    own_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_AUTH_TOKEN_PATH": None}
+    try:
+        with _auth_environment(own_token):
+            _run_in_thread(
+                lambda: ray.init(
+                    address="local", num_cpus=max(1, round(cpus + 0.499)), num_gpus=gpus, include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
+                    _temp_dir=str(folder), _system_config=health,
+                ),
+                "Ray of this host", "it starts",
+            )  # fmt: skip
+    except (RuntimeError, OSError, ValueError, WaitTimeout, ray.exceptions.RayError) as error:
+        kept = f"its logs are in {folder}"
+        raise RayUnavailable(f"no Ray could be started on this host ({first_line(error)}); {kept}") from error
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # for what is written until it has ended
+        raise
+    _own = folder
+
+
+@contextlib.contextmanager
+def _auth_environment(chosen: Mapping[str, str | None]) -> Iterator[None]:
+    """The variables by which Ray's processes and this one's part of Ray know each other, as long as Ray starts: nothing
+    else that this process starts is to find them."""
+    before = {name: os.environ.get(name) for name in chosen}
+    _set_variables(chosen)
+    _reload_auth()
+    try:
+        yield
+    finally:
+        _set_variables(before)
+
+
+def _set_variables(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _reload_auth() -> None:
+    """Ray reads those variables once."""
+    _raylet.Config.initialize("")
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _connect(address: str) -> None:
+    if "://" in address:
+        raise RayUnavailable(
+            f"cluster.address {address}: Ray's client cannot start a run's processes. Start lockstep on a node of the "
+            "cluster, with HOST:PORT of its head, or hand the run over with --submit"
+        )
+    if address != "auto":
+        _check_listening(address)
+    try:
+        _run_in_thread(
+            lambda: ray.init(address=address, log_to_driver=False, configure_logging=False),
+            f"Ray at {address}", "it takes us in",
+        )  # fmt: skip
+    except (RuntimeError, OSError, ValueError, WaitTimeout, ray.exceptions.RayError) as error:
+        raise RayUnavailable(_connect_error(address, error)) from error
+
+
+def _check_listening(address: str) -> None:
+    """A wrong address is told in seconds; Ray takes a minute."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal():
+        raise RayUnavailable(f"cluster.address {address}: expected HOST:PORT of the head of a Ray cluster, or auto")
+    try:
+        check_reachable(host, int(port), "whether Ray listens there", DIAL_S)
+    except OSError as error:
+        raise RayUnavailable(
+            f"no Ray at {address} ({first_line(error)}). On the head, `ray status` says whether it runs; "
+            f"`ray start --head --port={port}` starts it"
+        ) from error
+
+
+def _connect_error(address: str, error: BaseException) -> str:
+    """For people, with what to do."""
+    chain = [error, *(each for each in (error.__cause__, error.__context__) if each is not None)]
+    text = " ".join(str(each) for each in chain)
+    if isinstance(error, ray.exceptions.AuthenticationError) or "uthentication" in text or "UNAUTHENTICATED" in text:
+        return (
+            f"Ray at {address} refuses this host's token ({first_line(error)}): set RAY_AUTH_MODE to the same on all "
+            "nodes and here (`token`, with the same token in RAY_AUTH_TOKEN or ~/.ray/auth_token, or `disabled`)"
+        )
+    if "ersion mismatch" in text:
+        lines = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        return f"{lines}. Install the same Ray and Python here ({socket.gethostname()}) as on the head of {address}"
+    if "not find any running Ray" in text:
+        return (
+            f"no Ray runs on this host ({socket.gethostname()}): start one (`ray start --head`), name the head of "
+            "another in cluster.address, or leave it out to have one started for the run"
+        )
+    if "node is not in the cluster" in text or "find any available" in text or "raylet" in text.lower():
+        return (
+            f"Ray at {address} answers, but this host ({socket.gethostname()}) is no node of it ({first_line(error)}):"
+            f" run `ray start --address={address}` here first, or use --submit"
+        )
+    return f"Ray at {address} cannot be joined: {first_line(error)}"
+
+
+def _run_in_thread(work: Callable[[], object], whom: str, why: str) -> None:
+    """Ray's calls have no bound, and in the main thread they replace signal handlers. The thread stays: the kernel ends
+    processes that are bound to their parent's life with the thread that has started them. What comes up when nobody
+    waits for it any more is ended again."""
+    global _unfinished
+    done: Future[None] = Future()
+    over: Future[None] = Future()
+    turning = threading.Lock()
+    given_up = False
+
+    def attempt() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            done.set_exception(error)
+            over.set_result(None)
+            return
+        with turning:
+            done.set_result(None)
+            late = given_up
+        if late:
+            ray.shutdown()
+            over.set_result(None)
+            return
+        idle = selectors.DefaultSelector()
+        while True:
+            idle.select(3600.0)
+
+    threading.Thread(target=attempt, name="ray", daemon=True).start()
+    try:
+        waits.future(
+            done, whom=whom, why=why, stall_s=CONNECT_S, progress=lambda: processes.descendants_cpu_s(os.getpid()),
+            notice_after_s=10.0,
+        )  # fmt: skip
+    except BaseException:
+        with turning:
+            given_up, late = True, not done.done()
+        if late:
+            _unfinished = over
+        elif done.exception() is None:
+            _disconnect()
+        raise
+
+
+def ray_get(ref: Any, whom: str, why: str, timeout_s: float = CONNECT_S) -> Any:
+    """What a remote call returns. Raises what Ray says of it, WaitTimeout."""
+    return waits.future(ref.future(), whom=whom, why=why, timeout_s=timeout_s)

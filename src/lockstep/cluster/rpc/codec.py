@@ -1,0 +1,359 @@
+"""Values on the wire: msgpack, typed by the annotations of the called method; arrays travel as raw bytes.
+
+A payload is `body length | data start | body | padding | arrays`. Arrays from `INLINE_BYTES` bytes up lie behind the
+body, aligned, so that encoding copies them once and decoding not at all: a decoded large array is a writable view of
+the received frame (and keeps it alive). Nothing here can execute what it reads: there is no pickle.
+
+Types: None, bool, int (64 bit), float, str, bytes, list, tuple, dict, set, Literal, enums, dataclasses, datetimes,
+`numpy.ndarray`, `Path`, pydantic models, and unions as msgspec knows them (plus unions of pydantic models). Under
+`Any`, tuples come back as lists and paths as strings.
+"""
+
+import inspect
+import math
+import struct
+import threading
+import types
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from lockstep.base.errors import PicklableError
+from lockstep.base.transport.frames import MAX_FRAME
+from lockstep.cluster.protocol import DeferredResult
+
+INLINE_BYTES = 16 << 10
+"""Arrays of fewer bytes travel inside the body and are copied out of it."""
+
+MAX_PAYLOAD_BYTES = MAX_FRAME - (1 << 20)
+"""Bytes of a payload, at most."""
+
+_ALIGN = 64
+_PREFIX = struct.Struct("<QQ")
+_ARRAY = struct.Struct("<BBB")
+_SIZE = struct.Struct("<Q")
+_ARRAY_CODE = 1
+_IMMUTABLE_TYPES = {str, int, bool, float, type(None)}
+"""Types of arguments that cannot change once they are given."""
+
+Payload = bytes | memoryview
+T = TypeVar("T")
+
+
+class CodecError(PicklableError, TypeError):
+    """A value that cannot travel, or is not what the method says: names method, argument and problem."""
+
+    def __init__(self, method: str, argument: str, problem: str) -> None:
+        super().__init__(f"{method}: {argument}: {problem}")
+        self.method, self.argument, self.problem = method, argument, problem
+
+
+class MethodSignature:
+    """What a service method takes and gives, and how both travel."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.name: str = method.__name__
+        self.qualified: str = method.__qualname__
+        self.concurrent = bool(getattr(method, "__lockstep_concurrent__", False))
+        signature = inspect.signature(method)
+        self._parameters = list(signature.parameters.values())[1:]
+        self._signature = signature.replace(parameters=self._parameters)
+        positional = all(parameter.kind is not parameter.KEYWORD_ONLY for parameter in self._parameters)
+        self._names = tuple(parameter.name for parameter in self._parameters) if positional else ()
+        self._needed = sum(parameter.default is parameter.empty for parameter in self._parameters)
+        self._plain: tuple[tuple[Any, ...], tuple[type, ...], Payload] = ((), (object,), b"")
+        """Arguments that were given last, their types (1 and True are equal) and what they came to."""
+        for parameter in self._parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise CodecError(self.qualified, parameter.name, "a remote method names its arguments, no * or **")
+        hints = _type_hints(method)
+        self._takes = {p.name: _WireType(self.qualified, p.name, hints.get(p.name, Any)) for p in self._parameters}
+        self._gives = _WireType(self.qualified, "return value", _result_type(hints.get("return", Any)))
+        self._struct = msgspec.defstruct(
+            "Arguments",
+            [(name, kind.wire, msgspec.UNSET) for name, kind in self._takes.items()],
+            rename={name: name for name in self._takes},
+            kw_only=True,
+            forbid_unknown_fields=True,
+        )
+
+    def encode_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
+        """Plain values that were given last are not encoded again: thousands of ranks get the same.
+
+        Raises TypeError for arguments the method does not take, CodecError for values that cannot travel."""
+        types, known = tuple(map(type, args)), self._plain
+        if types == known[1] and args == known[0] and not kwargs:
+            return known[2]
+        given = self._bind(args, kwargs)
+        try:
+            payload = encode_payload(given)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise CodecError(self.qualified, *_find_unencodable(given, error)) from None
+        if not kwargs and _IMMUTABLE_TYPES.issuperset(types):
+            self._plain = args, types, payload
+        return payload
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name."""
+        if not kwargs and self._needed <= len(args) <= len(self._names):
+            return dict(zip(self._names, args, strict=False))
+        try:
+            return self._signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{self.qualified}: {error}") from None
+
+    def decode_arguments(self, payload: Payload | bytearray) -> dict[str, Any]:
+        """Arguments by name, those that were given."""
+        values = self._decode(payload, self._struct)
+        given = ((name, getattr(values, name)) for name in self._takes)
+        return {name: self._takes[name].finish(value) for name, value in given if value is not msgspec.UNSET}
+
+    def encode_result(self, value: Any) -> Payload:
+        try:
+            return encode_payload(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise CodecError(self.qualified, "return value", str(error)) from None
+
+    def decode_result(self, payload: Payload | bytearray) -> Any:
+        return self._gives.finish(self._decode(payload, self._gives.wire))
+
+    def _decode(self, payload: Payload | bytearray, kind: Any) -> Any:
+        try:
+            return decode_payload(payload, kind)
+        except (msgspec.DecodeError, ValueError, TypeError) as error:
+            problem, _, path = str(error).partition(" - at `$")
+            path = path.rstrip("`").lstrip(".")
+            whole = "arguments" if kind is self._struct else "return value"
+            inside = path if kind is self._struct else f"return value{path}"
+            raise CodecError(self.qualified, inside if path else whole, problem) from None
+
+
+class _WireType:
+    """One annotation: the type msgspec decodes to, and what remains to be done after it."""
+
+    def __init__(self, method: str, argument: str, annotation: Any) -> None:
+        self.wire = annotation
+        self.finish: Callable[[Any], Any] = _identity
+        self._where = method, argument
+        try:
+            msgspec.msgpack.Decoder(annotation, dec_hook=_dec_hook)
+        except TypeError as error:
+            if not _holds_models(annotation):
+                raise CodecError(method, argument, str(error)) from None
+            from pydantic import TypeAdapter
+            from pydantic.errors import PydanticUserError
+
+            self.wire = Any
+            try:
+                self._adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+            except PydanticUserError:
+                raise CodecError(method, argument, str(error)) from None
+            self.finish = self._validate
+
+    def _validate(self, value: Any) -> Any:
+        try:
+            return self._adapter.validate_python(value)
+        except ValueError as error:
+            raise CodecError(*self._where, str(error)) from None
+
+
+def encode_payload(value: Any) -> Payload:
+    """A payload with the value as it is now: later changes to its arrays do not reach it.
+
+    Raises:
+        TypeError, ValueError, OverflowError: what in the value cannot travel.
+    """
+    arrays = _ArrayCollector()
+    body = msgspec.msgpack.Encoder(enc_hook=arrays.hook).encode(value)
+    start = _align(_PREFIX.size + len(body))
+    if start + arrays.size > MAX_PAYLOAD_BYTES:
+        raise ValueError(
+            f"{start + arrays.size} bytes are too many for one call ({MAX_PAYLOAD_BYTES} at most): send it in parts"
+        )
+    prefix = _PREFIX.pack(len(body), start)
+    if not arrays.kept:
+        return prefix + body
+    whole = np.empty(start + arrays.size, np.uint8)
+    view = whole.data
+    view[: _PREFIX.size + len(body)] = prefix + body
+    for offset, array in arrays.kept:
+        target = np.frombuffer(view, array.dtype, array.size, start + offset)
+        np.copyto(target.reshape(array.shape), array)
+    return view
+
+
+def decode_payload(payload: Payload | bytearray, kind: Any) -> Any:
+    """The value, as `archive_kind`. Large arrays are views of `payload`.
+
+    Raises:
+        msgspec.ValidationError: the value is not a `archive_kind`; says where.
+        ValueError: the payload is cut or inconsistent.
+    """
+    view = memoryview(payload).cast("B")
+    if view.nbytes < _PREFIX.size:
+        raise ValueError("the payload is cut")
+    length, start = _PREFIX.unpack_from(view)
+    if _PREFIX.size + length > view.nbytes:
+        raise ValueError("the payload is cut")
+
+    _decode_context.payload, _decode_context.start = view, start
+    try:
+        return _decoder(kind).decode(view[_PREFIX.size : _PREFIX.size + length])
+    finally:
+        _decode_context.payload = None
+
+
+_decode_context = threading.local()
+"""The payload that a thread decodes, and where its arrays begin."""
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook, ext_hook=_read_extension)
+
+
+def _read_extension(code: int, data: memoryview) -> Any:
+    if code != _ARRAY_CODE:
+        raise ValueError(f"unknown extension {code}")
+    return _read_array(data, _decode_context.payload, _decode_context.start)
+
+
+class _EncodedValue:
+    """A value as it travels."""
+
+    def __init__(self, value: Any) -> None:
+        self.raw = msgspec.Raw(msgspec.msgpack.encode(value))
+
+
+def encode_once(value: T) -> T:
+    """Stands for the value among the arguments of many calls, and is encoded once for all of them. Plain values only,
+    such as what JSON has; TypeError for others."""
+    return typing.cast(T, _EncodedValue(value))
+
+
+class _ArrayCollector:
+    """Collects what lies behind the body while it is encoded."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[int, np.ndarray]] = []
+        self.size = 0
+
+    def hook(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return self._array(value)
+        if isinstance(value, _EncodedValue):
+            return value.raw
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, PurePath):
+            return str(value)
+        if hasattr(type(value), "model_validate"):
+            return value.model_dump()
+        if isinstance(value, types.MappingProxyType):
+            return dict(value)
+        raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} cannot travel between processes")
+
+    def _array(self, array: np.ndarray) -> msgspec.msgpack.Ext:
+        size = array.nbytes
+        head = _array_header(array.dtype, array.ndim, size < INLINE_BYTES)
+        shape = _SIZE.pack(array.size) if array.ndim == 1 else struct.pack(f"<{array.ndim}Q", *array.shape)
+        if size < INLINE_BYTES:
+            return msgspec.msgpack.Ext(_ARRAY_CODE, b"".join((head, shape, array.tobytes())))
+        offset, self.size = self.size, _align(self.size + size)
+        self.kept.append((offset, array))
+        return msgspec.msgpack.Ext(_ARRAY_CODE, b"".join((head, shape, _SIZE.pack(offset))))
+
+
+@cache
+def _array_header(dtype: np.dtype[Any], ndim: int, inline: bool) -> bytes:
+    if dtype.hasobject or dtype.names is not None:
+        raise TypeError(f"an array of {dtype} cannot travel: only plain numbers, strings and dates")
+    kind = dtype.str.encode()
+    return _ARRAY.pack(inline, len(kind), ndim) + kind
+
+
+@cache
+def _dtype_of(kind: bytes) -> np.dtype[Any]:
+    return np.dtype(kind.decode("ascii"))
+
+
+def _read_array(data: memoryview, payload: memoryview, start: int) -> np.ndarray:
+    try:
+        inline, name, ndim = _ARRAY.unpack_from(data)
+        dtype = _dtype_of(bytes(data[_ARRAY.size : _ARRAY.size + name]))
+        at = _ARRAY.size + name
+        shape = _SIZE.unpack_from(data, at) if ndim == 1 else struct.unpack_from(f"<{ndim}Q", data, at)
+        at += 8 * ndim
+        count = math.prod(shape)
+        if count * dtype.itemsize == 0:
+            return np.empty(shape, dtype)
+        if inline:
+            flat = np.frombuffer(data, dtype, count, at).copy()
+        else:
+            (offset,) = _SIZE.unpack_from(data, at)
+            flat = np.frombuffer(payload, dtype, count, start + offset)
+        return flat if ndim == 1 else flat.reshape(shape)
+    except (OverflowError, struct.error, TypeError) as error:
+        raise ValueError(f"an array cannot be read: {error}") from None
+
+
+def _dec_hook(kind: Any, value: Any) -> Any:
+    if kind is np.ndarray:
+        return value
+    origin = typing.get_origin(kind) or kind
+    if origin is np.ndarray:
+        return value
+    if isinstance(origin, type) and issubclass(origin, PurePath):
+        return Path(value) if issubclass(origin, Path) else origin(value)
+    if hasattr(origin, "model_validate"):
+        return origin.model_validate(value)
+    raise TypeError(f"{kind} cannot travel between processes")
+
+
+def _find_unencodable(given: Mapping[str, Any], error: Exception) -> tuple[str, str]:
+    """The first argument that cannot be encoded by itself, and why."""
+    for name, value in given.items():
+        try:
+            encode_payload(value)
+        except (TypeError, ValueError, OverflowError, RecursionError) as reason:
+            return name, str(reason)
+    return "arguments", str(error)
+
+
+def _type_hints(method: Callable[..., Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(method, include_extras=True)
+    return {name: type(None) if hint is None else hint for name, hint in hints.items()}
+
+
+def _result_type(annotation: Any) -> Any:
+    """What the caller of a method gets: the value of what comes later."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is DeferredResult else annotation
+
+
+def _holds_models(annotation: Any) -> bool:
+    """Whether the annotation is made of pydantic models and builtins, so that pydantic can judge it."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _holds_models(typing.get_args(annotation)[0])
+    arguments = typing.get_args(annotation)
+    if arguments:
+        return any(_holds_models(argument) for argument in arguments)
+    return isinstance(annotation, type) and hasattr(annotation, "model_validate")
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+@cache
+def signature_of(method: Callable[..., Any]) -> MethodSignature:
+    """The method's signature, read once."""
+    return MethodSignature(method)

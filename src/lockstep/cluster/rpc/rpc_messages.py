@@ -1,0 +1,212 @@
+"""What controller and worker exchange: the manifest that a worker starts with, then small typed messages with
+payloads.
+
+Calls have ids that grow by one per worker and travel in that order over one connection. After a reconnect the
+worker reports the last id it received, and the controller resends the calls after it. The worker keeps every result
+until the controller acknowledges it, with its next call or half a second later, and resends the kept ones. So a
+call runs exactly once and its result arrives, however often the connection breaks. A later controller's ids start
+beyond all ids of earlier ones, so that no result is mistaken for that of another call.
+"""
+
+import hashlib
+import hmac
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.base.transport.frames import Connection, WireError
+from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.rpc.codec import Payload
+
+MANIFEST_VARIABLE = "LOCKSTEP_WORKER"
+"""Variable that names the file."""
+
+_SESSION_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "TERM", "COLUMNS", "LINES", "WINDOWID", "TMUX", "TMUX_PANE", "STY", "WINDOW",
+            "DISPLAY", "XAUTHORITY", "PS1", "LS_COLORS", "HISTFILE")  # fmt: skip
+_SESSION_PREFIXES = ("SSH_", "XDG_", "DBUS_", "TERM_", "VSCODE_", "VTE_", "GPG_")
+"""Variables of the terminal that a run was started from: it may be resumed from another one."""
+
+
+class WorkerManifest(msgspec.Struct, frozen=True):
+    """A worker's name, service and run."""
+
+    name: str
+    role: str
+    rank: int
+    service: str
+    arguments: dict[str, Any]
+    run: str
+    generation: int
+    """That started it."""
+    fitness: str = ""
+    """Of its spec, see `worker_fingerprint`; empty where no other controller may have it."""
+
+    def text(self) -> str:
+        """What the worker finds in its file. Raises TypeError for arguments that are not JSON-like."""
+        try:
+            return json.dumps(msgspec.to_builtins(self), allow_nan=True)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"arguments of worker {self.name!r} are not JSON-like: {error}") from None
+
+    @staticmethod
+    def read(path: Path) -> "WorkerManifest":
+        """Raises OSError, ValueError (msgspec's included)."""
+        return msgspec.json.decode(path.read_bytes(), type=WorkerManifest)
+
+    @staticmethod
+    def of(text: str | None) -> "WorkerManifest | None":
+        """What a worker was started as; None where nothing readable says so."""
+        try:
+            return None if text is None else msgspec.json.decode(text, type=WorkerManifest)
+        except ValueError:
+            return None
+
+    @property
+    def spec(self) -> WorkerSpec:
+        """What was asked for, but for its environment and preload, which are in `worker_fingerprint` only."""
+        return WorkerSpec(self.name, self.role, self.rank, self.service, self.arguments, adoptable=bool(self.fitness))
+
+
+def worker_fingerprint(spec: WorkerSpec, environment: Mapping[str, str], token: str, python: str, folder: Path) -> str:
+    """The same for two specs that the same process would do for: equal place, service and arguments, the same
+    interpreter, folder and environment, whatever the name. Keyed, as an environment has secrets."""
+    own = {
+        name: value
+        for name, value in environment.items()
+        if name not in _SESSION_VARIABLES and not name.startswith(_SESSION_PREFIXES)
+    }
+    parts = spec.role, spec.rank, spec.service, spec.arguments, spec.preload, own, python, str(folder)
+    return hmac.new(token.encode(), json.dumps(parts, sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+
+START_CALL_ID = 0
+"""The id of the service's construction (and renewal), which is answered like a call."""
+
+_LENGTH = struct.Struct("<I")
+_ALIGN = 64
+
+
+class CallMessage(msgspec.Struct, tag=1, array_like=True):
+    """Controller to worker; payload: the arguments."""
+
+    id: int
+    method: str
+    concurrent: bool
+    arrived: list[int] = []
+    """These answers need not be kept, as in `AckMessage`."""
+
+
+class AckMessage(msgspec.Struct, tag=2, array_like=True):
+    """Controller to worker: these answers have arrived and need not be kept."""
+
+    ids: list[int]
+
+
+class LeaveMessage(msgspec.Struct, tag=3, array_like=True):
+    """Controller to worker: finish the running call, close the service, end."""
+
+    why: str
+
+
+class ResumeMessage(msgspec.Struct, tag=4, array_like=True):
+    """Worker to controller, first on every connection: the last id received."""
+
+    received: int
+    pid: int
+
+
+class ResultMessage(msgspec.Struct, tag=5, array_like=True):
+    """Worker to controller; payload: what the method returned."""
+
+    id: int
+
+
+class FailureMessage(msgspec.Struct, tag=6, array_like=True):
+    """Worker to controller: the exception that the method raised."""
+
+    id: int
+    kind: str
+    message: str
+    traceback: str
+    code: str = ""
+    """`lockstep.base.errors.error_code` of the exception."""
+
+
+class HeartbeatMessage(msgspec.Struct, tag=7, array_like=True):
+    """Worker to controller, about once a second while it has work: how far it is."""
+
+    moves: int
+    """`Beacon.moves`: changes with every progress counter and stage."""
+    stage: str
+    wait: str
+    """The wait the worker's main thread is in, empty when it is in none."""
+
+
+ToWorker = CallMessage | AckMessage | LeaveMessage
+ToController = ResumeMessage | ResultMessage | FailureMessage | HeartbeatMessage
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_controller = msgspec.msgpack.Decoder(ToController)
+
+
+def call_id_base(generation: int) -> int:
+    """The id before that of a controller's first call."""
+    return generation << 32
+
+
+def pack_message(
+    message: ToWorker | ToController, payload: Payload | bytearray = b""
+) -> tuple[bytes, Payload | bytearray]:
+    """The parts of a frame; the payload begins at a multiple of 64 bytes, so that its arrays are aligned."""
+    body = _encoder.encode(message)
+    end = _LENGTH.size + len(body)
+    return _LENGTH.pack(len(body)) + body + bytes(-end % _ALIGN), payload
+
+
+def queue_message(
+    connection: Connection | None,
+    parts: Sequence[bytes | bytearray | memoryview],
+    lost: Callable[[Connection, str], None],
+    wake: Callable[[], None],
+) -> None:
+    """Queues a frame, if there is a connection, and writes what goes at once.
+
+    Args:
+        lost: is told of a connection that broke, and why.
+        wake: rouses the thread that writes the rest, or dials again.
+    """
+    if connection is None:
+        return
+    try:
+        connection.queue(*parts)
+        if connection.flush():
+            return
+    except WireError as error:
+        lost(connection, str(error))
+    wake()
+
+
+def unpack_to_worker(frame: bytearray) -> tuple[ToWorker, memoryview]:
+    """Raises ValueError (msgspec's included) for a frame that is none of ours."""
+    body, payload = _split_frame(frame)
+    return _to_worker.decode(body), payload
+
+
+def unpack_to_controller(frame: bytearray) -> tuple[ToController, memoryview]:
+    """Raises ValueError (msgspec's included) for a frame that is none of ours."""
+    body, payload = _split_frame(frame)
+    return _to_controller.decode(body), payload
+
+
+def _split_frame(frame: bytearray) -> tuple[memoryview, memoryview]:
+    view = memoryview(frame)
+    if len(view) < _LENGTH.size:
+        raise ValueError("the frame is cut")
+    (length,) = _LENGTH.unpack_from(view)
+    end = _LENGTH.size + length
+    return view[_LENGTH.size : end], view[end + -end % _ALIGN :]

@@ -1,0 +1,207 @@
+"""The controller's I/O thread: accepts connections from workers and reads their messages."""
+
+import contextlib
+import logging
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from lockstep.base import waits
+from lockstep.base.network import PortRange
+from lockstep.base.transport import auth_handshake
+from lockstep.base.transport.frames import Connection, WireError
+from lockstep.cluster.rpc.remote_worker import RemoteWorker
+from lockstep.cluster.rpc.rpc_messages import LeaveMessage, ResumeMessage, pack_message, unpack_to_controller
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+
+
+class RpcServer:
+    """One listener, one thread, all workers of a run. `tick` is called in it twice a second."""
+
+    def __init__(
+        self,
+        token: str,
+        run: str,
+        generation: int,
+        tick: Callable[[], None],
+        host: str = "127.0.0.1",
+        ports: PortRange | None = None,
+    ) -> None:
+        self._listener = auth_handshake.Listener(token, run, generation, name="controller", host=host, ports=ports)
+        self._tick = tick
+        self._workers: dict[str, RemoteWorker] = {}
+        self._given_up: set[str] = set()
+        """Those that may live on where nothing is heard of them."""
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_in, self._wake_out = socket.socketpair()
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._connections: set[Connection] = set()
+        self._writing: set[Connection] = set()
+        """Those that the selector watches for room to write."""
+        self._restless: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        """Those with something left to write, or closed: there may be thousands, and few are either at a time."""
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lockstep-hub", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._listener.host, self._listener.port
+
+    @property
+    def workers(self) -> list[RemoteWorker]:
+        return list(self._workers.values())
+
+    def add(self, worker: RemoteWorker) -> None:
+        self._workers[worker.name] = worker
+
+    def remove(self, worker: RemoteWorker) -> None:
+        if self._workers.get(worker.name) is worker:
+            del self._workers[worker.name]
+
+    def give_up(self, worker: RemoteWorker) -> None:
+        """Nothing is heard of its node: its calls fail, and should it come again, it is sent away. In the hub's
+        thread."""
+        self._given_up.add(worker.name)
+        worker.die(None)
+
+    def ended(self, name: str, pid: int, exit_code: int | None, said: str = "") -> None:
+        """A worker has ended, and its log with `await_ranks_answer_reader`: what it answered last is heard, then its
+        calls fail. From any thread."""
+
+        def bury() -> None:
+            worker = self._workers.get(name)
+            if worker is not None and worker.pid == pid:
+                if worker.connection is not None:
+                    self._exchange(worker.connection)
+                worker.die(exit_code, said)
+
+        self._jobs.put(bury)
+        self.wake()
+
+    def restless(self, worker: RemoteWorker, connection: Connection | None) -> None:
+        """Has the thread look at a connection with something left to write, or closed. From any thread."""
+        if connection is not None:
+            self._restless.put(connection)
+        self.wake()
+
+    def wake(self) -> None:
+        """Has the thread look at its jobs."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_out.send(b"\0")
+
+    def close(self) -> None:
+        """Ends the thread, the listener and all connections. Idempotent."""
+        self._closed = True
+        self.wake()
+        if threading.current_thread() is not self._thread:
+            waits.join(self._thread, whom="hub", why="its thread ends", timeout_s=10.0)
+
+    def _run(self) -> None:
+        try:
+            due = 0.0
+            while not self._closed:
+                self._watch_writes()
+                for key, _ in self._selector.select(TICK_S):
+                    self._serve(key.fileobj)
+                while not self._jobs.empty():
+                    self._jobs.get_nowait()()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + TICK_S
+                    self._tick()
+                    for worker in self.workers:
+                        worker.acknowledge()
+        finally:
+            if not self._closed:
+                log.critical("the thread that hears the workers ended; every call fails")
+            for worker in self.workers:
+                worker.die(None)
+            for connection in list(self._connections):
+                connection.close()
+            self._listener.close()
+            self._selector.close()
+
+    def _serve(self, source: object) -> None:
+        if source is self._listener:
+            while (connection := self._listener.accept(0)) is not None:
+                self._welcome(connection)
+        elif source is self._wake_in:
+            with contextlib.suppress(BlockingIOError):
+                self._wake_in.recv(4096)
+        elif isinstance(source, Connection):
+            self._exchange(source)
+
+    def _welcome(self, connection: Connection) -> None:
+        self._watch_writes()  # its descriptor may have been that of a closed one
+        worker = self._workers.get(connection.peer.name)
+        if worker is None or worker.dead:
+            self._dismiss(connection)
+            return
+        self._connections.add(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _dismiss(self, connection: Connection) -> None:
+        """Who was given up while nothing was heard of it has been replaced, and is to leave."""
+        name = connection.peer.name
+        log.warning("%s said hello but is no worker of this run%s", name, " any more" if name in self._given_up else "")
+        if name in self._given_up:
+            with contextlib.suppress(WireError):
+                connection.send(*pack_message(LeaveMessage("it was given up: nothing was heard of it")), timeout_s=0.5)
+        connection.close()
+
+    def _watch_writes(self) -> None:
+        """Asks to be told when a connection with something left to write takes more; forgets closed ones."""
+        while not self._restless.empty():
+            connection = self._restless.get_nowait()
+            if connection.closed:
+                self._forget(connection)
+            elif connection in self._connections:
+                self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Has the selector watch what matters now."""
+        if connection.pending == (connection in self._writing):
+            return
+        (self._writing.add if connection.pending else self._writing.discard)(connection)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection in self._writing else 0)
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._selector.modify(connection, events)
+
+    def _forget(self, connection: Connection) -> None:
+        if connection not in self._connections:
+            return
+        self._connections.discard(connection)
+        self._writing.discard(connection)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+        worker = self._workers.get(connection.peer.name)
+        if worker is not None:
+            worker.lost(connection)
+
+    def _exchange(self, connection: Connection) -> None:
+        """Hears everything that is there, and writes what goes."""
+        worker = self._workers.get(connection.peer.name)
+        try:
+            for frame in connection.frames():
+                if worker is None:
+                    break
+                message, payload = unpack_to_controller(frame)
+                if worker.connection is not connection and not isinstance(message, ResumeMessage):
+                    raise ValueError(f"said {type(message).__name__} on a connection that is not its own")
+                worker.hear(connection, message, payload)
+            connection.flush()
+            self._watch(connection)
+        except (WireError, ValueError) as error:
+            log.debug("%s: %s", connection.peer.name, error)
+            self._forget(connection)
+            connection.close()

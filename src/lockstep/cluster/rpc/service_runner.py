@@ -1,0 +1,295 @@
+"""The worker's main thread: constructs the service and runs its calls in the order of their submission.
+
+Between calls it runs the service's `background()`, again and again while that returns True, so that an engine can
+decode between two messages. A call that arrives waits for one turn of it at most. A service that another controller
+may take over has a `renew()`, which forgets all that the first one asked for.
+"""
+
+import importlib
+import logging
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.errors import CollectiveStalled, error_code
+from lockstep.cluster.node_versions import changed_since
+from lockstep.cluster.protocol import DeferredResult
+from lockstep.cluster.rpc.codec import CodecError, MethodSignature, Payload, signature_of
+from lockstep.cluster.rpc.rpc_messages import START_CALL_ID, CallMessage, FailureMessage, ResultMessage
+from lockstep.watch.recorder import recorder
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.5
+"""How long an idle service waits before `background()` is asked again whether it has work."""
+
+
+class ServiceInterrupted(BaseException):
+    """Raised in the main thread by SIGTERM: the process ends in order, whatever it is in."""
+
+
+class NotRenewable(RuntimeError):
+    """A worker that its run's next controller cannot use."""
+
+
+class ResultSink(Protocol):
+    """Where answers go."""
+
+    def answer(self, message: ResultMessage | FailureMessage, payload: Payload = b"") -> None: ...
+
+
+class ServiceRunner:
+    """A service, its queue of calls, and the loop that serves them."""
+
+    def __init__(self, construct: Callable[[], object], answers: ResultSink) -> None:
+        self._construct, self._answers = construct, answers
+        self._object: object | None = None
+        self._built = 0.0
+        """When it was, in seconds since the epoch."""
+        self._calls: deque[tuple[CallMessage, memoryview]] = deque()
+        self._changed = threading.Condition()
+        self._broken: FailureMessage | None = None
+        self._owed: set[DeferredResult[Any]] = set()
+        """Answers that come later."""
+        self._leaving = ""
+        self._renewing = False
+        self._interruptible = False
+        self.running = ""
+        """The method under way, or `run_training`, or `background`; empty while idle."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work whose progress somebody may wait for."""
+        return bool(self.running or self._calls or self._renewing)
+
+    @property
+    def leaving(self) -> bool:
+        return bool(self._leaving)
+
+    def deliver(self, call: CallMessage, arguments: memoryview) -> None:
+        """Takes a call, from the I/O thread: queued, or answered here and now when it is concurrent."""
+        if self._object is not None and self._is_concurrent(call):
+            self._answer(call, arguments, beside=True)
+            return
+        with self._changed:
+            self._calls.append((call, arguments))
+            self._changed.notify()
+
+    def renew(self) -> None:
+        """Another controller has come: calls of the one before that have not begun are dropped, and before anything
+        else is done the service is renewed, which is answered as its start was. From the I/O thread."""
+        with self._changed:
+            self._calls.clear()
+            self._renewing = True
+            self._changed.notify()
+
+    def leave(self, why: str) -> None:
+        """Ends the loop after the running call. From any thread."""
+        with self._changed:
+            self._leaving = self._leaving or why
+            self._changed.notify()
+
+    def interrupt(self, why: str) -> None:
+        """Ends the loop, and the running call at its next Python instruction. From a signal handler only."""
+        self._leaving = self._leaving or why
+        if self._interruptible:
+            self._interruptible = False
+            raise ServiceInterrupted
+
+    def run(self) -> None:
+        """The life of the service. Returns when it is to leave; the service is closed then."""
+        try:
+            self._interruptible = True
+            if not self._leaving:
+                self._start()
+            while not self._leaving:
+                self._turn()
+        except ServiceInterrupted:
+            log.info("interrupted in %s", self.running or "the idle loop")
+        finally:
+            self._interruptible = False
+            self._close()
+
+    def _start(self) -> None:
+        self.running = "start"
+        try:
+            self._object = self._construct()
+            self._built = time.time()
+        except Exception as error:  # noqa: BLE001 - whatever a constructor raises travels to the controller
+            self._broken = failure_message(START_CALL_ID, error)
+            self._answers.answer(self._broken)
+        else:
+            if not self._renewing:  # which is answered as well
+                self._answers.answer(ResultMessage(START_CALL_ID))
+        self.running = ""
+
+    def _turn(self) -> None:
+        """One call, or one turn of the background work, or a wait for either."""
+        if self._renewing:
+            self._renew()
+            return
+        if self._calls:
+            self._answer(*self._calls.popleft())
+            return
+        background = getattr(self._object, "background", None)
+        if background is None or self._broken is not None:
+            self._idle(60.0)
+        elif not self._advance(background):
+            self.running = ""
+            self._idle(IDLE_POLL_S)
+
+    def _renew(self) -> None:
+        self.running, self._renewing = "renew", False
+        self._owed.clear()
+        try:
+            if self._broken is None:
+                _renew_method(self._object, self._built)()
+        except Exception as error:  # noqa: BLE001 - whatever it raises travels to the controller
+            self._broken = failure_message(START_CALL_ID, error)
+        self._answers.answer(self._broken or ResultMessage(START_CALL_ID))
+        self.running = ""
+
+    def _advance(self, background: Callable[[], bool]) -> bool:
+        self.running = self.running or "background"
+        try:
+            return background()
+        except Exception as error:
+            log.exception("background work failed, the service is broken")
+            self._broken = failure_message(START_CALL_ID, error)
+            for later in list(self._owed):
+                later.fail(error)
+            return False
+
+    def _idle(self, seconds: float) -> None:
+        with self._changed:
+            if self._called:
+                return
+            try:
+                waits.condition(
+                    self._changed, lambda: self._called, whom="controller", why="the next call", timeout_s=seconds,
+                    notice_after_s=None,
+                )  # fmt: skip
+            except WaitTimeout:
+                return
+
+    @property
+    def _called(self) -> bool:
+        return bool(self._calls or self._leaving or self._renewing)
+
+    def _answer(self, call: CallMessage, arguments: memoryview, beside: bool = False) -> None:
+        if not beside:
+            self.running = call.method
+        try:
+            answer = self._execute(call, arguments, None if beside else self._broken)
+        except Exception as raised:  # noqa: BLE001 - whatever a call raises travels to the controller
+            error = recorder.translate_error(raised)
+            if isinstance(error, CollectiveStalled):
+                log.warning("%s was ended: %s", call.method, error)
+            answer = failure_message(call.id, error), b""
+        if not beside:
+            self.running = ""
+        if answer is not None:
+            self._answers.answer(*answer)
+
+    def _execute(
+        self, call: CallMessage, arguments: memoryview, broken: FailureMessage | None
+    ) -> tuple[ResultMessage | FailureMessage, Payload] | None:
+        """The answer, None where it comes later."""
+        if broken is not None:
+            return FailureMessage(call.id, broken.kind, broken.message, broken.traceback, broken.code), b""
+        method = self._method(call)
+        signature = signature_of(method)
+        value = method(self._object, **signature.decode_arguments(arguments))
+        if isinstance(value, DeferredResult):
+            later = value
+            self._owed.add(later)
+            later.when_over(lambda value, error: self._late(call, signature, later, value, error))
+            return None
+        return ResultMessage(call.id), signature.encode_result(value)
+
+    def _late(
+        self,
+        call: CallMessage,
+        signature: MethodSignature,
+        later: DeferredResult[Any],
+        value: Any,
+        error: Exception | None,
+    ) -> None:
+        if later not in self._owed:  # whom it was for has gone
+            return
+        self._owed.discard(later)
+        if error is None:
+            try:
+                self._answers.answer(ResultMessage(call.id), signature.encode_result(value))
+                return
+            except CodecError as refused:
+                error = refused
+        self._answers.answer(failure_message(call.id, error), b"")
+
+    def _method(self, call: CallMessage) -> Callable[..., Any]:
+        method = None if call.method.startswith("_") else getattr(type(self._object), call.method, None)
+        if not callable(method):
+            raise AttributeError(f"{type(self._object).__qualname__} has no method {call.method!r}")
+        return method  # type: ignore[no-any-return]
+
+    def _is_concurrent(self, call: CallMessage) -> bool:
+        method = getattr(type(self._object), call.method, None)
+        return call.concurrent or bool(getattr(method, "__lockstep_concurrent__", False))
+
+    def _close(self) -> None:
+        close = getattr(self._object, "close", None)
+        if close is None:
+            return
+        self.running = "close"
+        try:
+            close()
+        except Exception:
+            log.exception("the service's close() failed")
+
+
+def _renew_method(service: object, since: float) -> Callable[[], None]:
+    """What renews a service. Raises NotRenewable where nothing does, or its code is not what is on disk any more."""
+    renew = getattr(service, "renew", None)
+    if renew is None:
+        raise NotRenewable(f"{type(service).__qualname__} has no renew()")
+    changed = changed_since(since)
+    if changed is not None:
+        raise NotRenewable(f"{changed} has changed since it was loaded")
+    return renew  # type: ignore[no-any-return]
+
+
+def failure_message(call: int, error: BaseException) -> FailureMessage:
+    """An exception as it travels: its type's name, message, traceback (without this room's own frames) and code."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
+        trace = trace.tb_next
+    text = "".join(traceback.TracebackException(kind, error, trace).format())
+    message = "".join(traceback.format_exception_only(error)).strip()
+    message = message.removeprefix(f"{name}: ") if message != name else ""
+    return FailureMessage(call, name, _escape_surrogates(message), _escape_surrogates(text), error_code(kind))
+
+
+def _escape_surrogates(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def load_service(name: str, arguments: dict[str, Any]) -> object:
+    """Constructs `package.module:Class` with the arguments as keywords.
+
+    Raises:
+        ValueError: the name is no `package.module:Class`.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"service {name!r}: expected package.module:Class")
+    service = importlib.import_module(module)
+    for part in attribute.split("."):
+        service = getattr(service, part)
+    return service(**arguments)  # type: ignore[operator]

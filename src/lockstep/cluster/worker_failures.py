@@ -1,0 +1,87 @@
+"""How a worker failed, derived from the errors that calls to workers raise."""
+
+import re
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.base.errors import CollectiveStalled
+from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.cluster.rpc.futures import CallError
+from lockstep.watch.diagnosis import error_classes
+
+FailureMode = Literal["died", "stalled", "raised"]
+_FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+)', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailure:
+    """A worker that failed."""
+
+    role: str
+    worker: str
+    rank: int
+    how: FailureMode
+    what: str
+    """After the worker's name: `died (SIGKILL)`, `raised RuntimeError: ...`."""
+    kind: str = ""
+    """Type of the exception, where one was raised."""
+    place: str = ""
+    """File and line that raised it."""
+    step: int = -1
+    """That was under way; -1 before the first."""
+    starting: bool = False
+    """Whether it was a replacement that did not come up."""
+    code: str = ""
+    """Of the exception, where it is one of this package."""
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def signature(self) -> tuple[str, str, str, int]:
+        """The same for the same error of the same data or code."""
+        return self.role, self.kind, self.place, self.step
+
+
+def describe_failure(
+    error: CallError, role: str, worker: str, rank: int, step: int, starting: bool = False
+) -> WorkerFailure:
+    """What an error of a call says about the worker that was called."""
+    match error:
+        case WorkerDied():
+            return WorkerFailure(role, worker, rank, "died", describe_death(error), step=step, starting=starting)
+        case RemoteError():
+            brief = f"{error.kind.rpartition('.')[2]}: {error.message.partition(chr(10))[0]}"
+            place = innermost_frame(error.traceback)
+            how: FailureMode = "stalled" if is_effect(error) else "raised"
+            return WorkerFailure(
+                role, worker, rank, how, f"raised {brief}", error.kind, place, step, starting, error.code
+            )
+    what = f"made no progress for {error.stall_s:g} s"
+    return WorkerFailure(role, worker, rank, "stalled", what, step=step, starting=starting)
+
+
+def is_effect(error: CallError) -> bool:
+    """Whether it only says that somebody else is gone or late: who raised it was freed from a collective, or lost the
+    connection to a peer."""
+    if not isinstance(error, RemoteError):
+        return False
+    return error.code == CollectiveStalled.error_code or error_classes.is_secondary_error(
+        f"{error.kind}: {error.message.partition(chr(10))[0]}"
+    )
+
+
+def describe_death(error: WorkerDied) -> str:
+    """How a worker ended: `died (SIGKILL)`, `died (exit code 3)`, `vanished`."""
+    if error.exit_code is None:
+        return error.how
+    if error.exit_code >= 0:
+        return f"died (exit code {error.exit_code})"
+    known = -error.exit_code in set(signal.Signals)
+    return f"died ({signal.Signals(-error.exit_code).name if known else f'signal {-error.exit_code}'})"
+
+
+def innermost_frame(traceback: str) -> str:
+    """`file:line` of the last frame of a printed traceback; empty where there is none."""
+    frames = list(_FRAME.finditer(traceback))
+    return f"{frames[-1]['file']}:{frames[-1]['line']}" if frames else ""

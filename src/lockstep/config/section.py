@@ -1,0 +1,35 @@
+"""The base class of all config sections."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+FALSE_AS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
+"""For choices of which one is `off`: YAML 1.1 reads that as false."""
+
+
+def default_kind(usual: str) -> BeforeValidator:
+    """For sections of several kinds: `cluster: ray` is `cluster: {kind: ray}`, and one without a kind is the usual."""
+
+    def named(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"kind": value}
+        return {"kind": usual, **value} if isinstance(value, Mapping) and "kind" not in value else value
+
+    return BeforeValidator(named)
+
+
+class Section(BaseModel):
+    """One section of a run's file: unknown keys are refused, values are immutable once checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+ROLE_OF_PROCESSES: Mapping[str, str] = {
+    "rollout engines": "rollout",
+    "the scorers": "reward",
+    "trainer ranks": "policy",
+    "the environments": "environment",
+}
+"""What waits call all processes of a role, and the role."""

@@ -1,0 +1,380 @@
+"""From samples to tokens: chat templates, plain text, which tokens are learned, and the tokens between two turns.
+
+The mask of a conversation comes from the template's own `{% generation %}` blocks, or else from rendering it turn
+by turn, which is refused where a template rewrites earlier turns. In conversations with an environment, what was
+sampled is never tokenized again: the answer's tokens are appended, as the template writes them between two turns.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lockstep.config.data import DatasetConfig
+from lockstep.data.dataset_format import Content, DatasetSample, Message
+from lockstep.data.dataset_rows import BadRow
+from lockstep.data.samples import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+CharSpan = tuple[int, int]
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class TokenizerError(ValueError):
+    """The tokenizer lacks what the data needs."""
+
+    def __init__(self, tokenizer: "Tokenizer", missing: str, remedy: str) -> None:
+        self.tokenizer, self.missing, self.remedy = str(tokenizer.name_or_path), missing, remedy
+        super().__init__(f"the tokenizer {self.tokenizer!r} has no {missing}. {remedy}")
+
+
+class TemplateRenderer:
+    """Renders samples of one data set for one tokenizer.
+
+    Args:
+        tools: schemas of the functions that a model may call, for samples that bring none of their own.
+        open_turn: whether a prompt ends where the model begins to write; otherwise before that, since an environment
+            may have something to say first (`Turns.opening`).
+
+    Raises:
+        TokenizerError: no chat template where conversations are rendered.
+        ValueError: a `data.template` that cannot be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        cfg: DatasetConfig,
+        tools: Sequence[dict[str, Any]] = (),
+        open_turn: bool = True,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._cfg, self._tools, self._open_turn = cfg, list(tools) or None, open_turn
+        if cfg.template is not None:
+            _check_template(cfg.template)
+        if cfg.chat:
+            self._need_chat_template()
+
+    def _need_chat_template(self) -> None:
+        if not self.tokenizer.chat_template:
+            remedy = "Set model.chat_template to a Jinja file, or use data without messages (data.chat: false)."
+            raise TokenizerError(self.tokenizer, "chat template", remedy)
+
+    def need_eos(self) -> None:
+        if self.tokenizer.eos_token_id is None:
+            remedy = "Without it no answer can learn to end: set eos_token in tokenizer_config.json."
+            raise TokenizerError(self.tokenizer, "end-of-sequence token", remedy)
+
+    def is_chat(self, content: Content) -> bool:
+        """Whether this goes through the chat template."""
+        if isinstance(content, str):
+            return bool(self._cfg.chat)
+        if self._cfg.chat is False:
+            raise BadRow(None, "the prompt is a conversation, but data.chat is false", "Remove data.chat.")
+        if self._cfg.template is not None:
+            raise BadRow(None, "the prompt is a conversation, but data.template is for text", "Remove data.template.")
+        self._need_chat_template()
+        return True
+
+    def prompt(self, sample: DatasetSample) -> str:
+        """The prompt as the model sees it, up to where it begins to write."""
+        if self.is_chat(sample.prompt):
+            messages = self.conversation(sample.prompt)
+            return self._render(messages, sample, open_turn=self._open_turn or messages[-1]["role"] == "assistant")
+        assert isinstance(sample.prompt, str)
+        return self._wrap(sample.prompt)
+
+    def document(self, sample: DatasetSample) -> str:
+        """The whole sample as text, without the end-of-sequence token that `tokens_of_document` adds."""
+        if self.is_chat(sample.prompt):
+            messages = [*self.conversation(sample.prompt), *_completion_messages(sample.completion)]
+            return self._render(messages, sample, open_turn=False)
+        assert isinstance(sample.prompt, str) and isinstance(sample.completion, str)
+        return (self._wrap(sample.prompt) if sample.prompt else "") + sample.completion
+
+    def encode(self, text: str, chat: bool) -> np.ndarray:
+        """int32 `[tokens]`. Templates write their own special tokens; plain text gets the tokenizer's
+        beginning-of-sequence token, but never an end."""
+        if self.tokenizer.is_fast:
+            # Straight to the Rust tokenizer: what transformers puts around it costs five times as much as the work.
+            tokens = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=not chat).ids
+        else:
+            tokens = self.tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
+        if not chat and len(tokens) and tokens[-1] == self.tokenizer.eos_token_id:
+            tokens = tokens[:-1]
+        return np.asarray(tokens, np.int32)
+
+    def count(self, texts: Sequence[str], chat: Sequence[bool]) -> list[int]:
+        """Tokens of each text, as `encode` makes them."""
+        counts = np.zeros(len(texts), np.int64)
+        for kind in (False, True):
+            chosen = [i for i, is_chat in enumerate(chat) if is_chat == kind]
+            if chosen:
+                encoded = self.tokenizer([texts[i] for i in chosen], add_special_tokens=not kind, verbose=False)
+                for i, tokens in zip(chosen, encoded["input_ids"], strict=True):
+                    ends = not kind and len(tokens) and tokens[-1] == self.tokenizer.eos_token_id
+                    counts[i] = len(tokens) - int(bool(ends))
+        return [int(count) for count in counts]
+
+    def tokens_of_document(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32, learned bool), both `[tokens]`: completions, answers or assistant turns are learned.
+
+        Raises:
+            BadRow: nothing can be learned, or the template does not tell which turns are the assistant's.
+        """
+        if self.is_chat(sample.prompt):
+            tokens, mask = self._conversation_tokens(sample)
+        else:
+            tokens, mask = self._text_tokens(sample)
+        if mask.size:
+            mask[0] = False
+        if not mask.any():
+            raise BadRow(None, "there is nothing to learn: no completion and no assistant turn", "Leave the row out.")
+        return tokens, mask
+
+    def _wrap(self, prompt: str) -> str:
+        return prompt if self._cfg.template is None else self._cfg.template.format(prompt=prompt)
+
+    def conversation(self, prompt: Content) -> list[Message]:
+        """The prompt as messages, with the configured system message where it has none."""
+        messages = [{"role": "user", "content": self._wrap(prompt)}] if isinstance(prompt, str) else list(prompt)
+        if self._cfg.system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._cfg.system})
+        return messages
+
+    def _render(self, messages: list[Message], sample: DatasetSample, *, open_turn: bool) -> str:
+        from jinja2 import TemplateError
+
+        # A prompt that ends within the assistant's turn is continued, not answered.
+        begun = open_turn and messages[-1]["role"] == "assistant"
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=sample.tools or self._tools,
+                tokenize=False,
+                add_generation_prompt=open_turn and not begun,
+                continue_final_message=begun,
+                **sample.template_arguments,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            remedy = "Change the messages or set model.chat_template."
+            raise BadRow(None, f"the chat template refuses the conversation: {error}", remedy) from error
+        return str(text)
+
+    def _text_tokens(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray]:
+        assert isinstance(sample.prompt, str) and isinstance(sample.completion, str)
+        self.need_eos()
+        tokens = self.encode(self.document(sample), chat=False)
+        known = 0
+        if sample.prompt:
+            # The prompt's tokens are those that generation starts from, even where a merge would cross its end.
+            prompt = self.encode(self._wrap(sample.prompt), chat=False)
+            known = prompt.size
+            if not np.array_equal(tokens[:known], prompt):
+                tokens = np.concatenate([prompt, self.encode(sample.completion, chat=True)])
+        tokens = np.append(tokens, np.int32(self.tokenizer.eos_token_id))
+        return tokens, np.arange(tokens.size) >= known
+
+    def _conversation_tokens(self, sample: DatasetSample) -> tuple[np.ndarray, np.ndarray]:
+        history = self.conversation(sample.prompt)
+        messages = [*history, *_completion_messages(sample.completion)]
+        first = 0 if sample.learn_history else len(history)
+        wanted = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
+        text = self.document(sample)
+        spans: list[CharSpan] = []
+        if wanted and _GENERATION_BLOCK.search(self._template(sample)):
+            spans = self._generation_spans(messages, sample)
+            roles = [message["role"] for message in messages]
+            if len(spans) == roles.count("assistant"):
+                spans = spans[len(spans) - len(wanted) :]
+            elif not sample.learn_history:
+                begin = len(self._render(history, sample, open_turn=False))
+                spans = [span for span in spans if span[0] >= begin]
+            return self._mask(text, spans)
+        for n in wanted:
+            spans.append(self._turn_span(messages, n, sample, text))
+        return self._mask(text, spans, trim=True)
+
+    def _template(self, sample: DatasetSample) -> str:
+        return str(self.tokenizer.get_chat_template(tools=sample.tools))
+
+    def _generation_spans(self, messages: list[Message], sample: DatasetSample) -> list[CharSpan]:
+        """Where the template's generation blocks lie in the rendered text.
+
+        The same renderer as `return_assistant_tokens_mask`, which loses all further turns when a block begins
+        with a character that no token holds.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        arguments = {**self.tokenizer.special_tokens_map, **sample.template_arguments}
+        _, spans = render_jinja_template(
+            conversations=[messages],
+            tools=sample.tools,
+            chat_template=self._template(sample),
+            return_assistant_tokens_mask=True,
+            **arguments,
+        )
+        return [(int(start), int(stop)) for start, stop in spans[0]]
+
+    def _turn_span(self, messages: list[Message], turn: int, sample: DatasetSample, text: str) -> CharSpan:
+        """Where an assistant turn lies in the text, from what the template makes of the turns before it."""
+        before = self._render(messages[:turn], sample, open_turn=True) if turn else ""
+        after = self._render(messages[: turn + 1], sample, open_turn=False)
+        if not (text.startswith(before) and text.startswith(after) and len(before) < len(after)):
+            raise BadRow(
+                None,
+                f"the chat template renders message {turn} differently within the whole conversation, so the "
+                "assistant's tokens cannot be told",
+                "Set model.chat_template to a template with {% generation %} blocks.",
+            )
+        return len(before), len(after)
+
+    def _mask(self, text: str, spans: Sequence[CharSpan], trim: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the text, and which lie within the spans; `trim` ends a span with its last eos token, as what a
+        template writes after it is never generated."""
+        if not self.tokenizer.is_fast:
+            raise TokenizerError(self.tokenizer, "offsets of its tokens", "Use its fast version for conversations.")
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        tokens = np.asarray(encoded["input_ids"], np.int32)
+        begins, ends = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+        mask = np.zeros(tokens.size, np.bool_)
+        for start, stop in spans:
+            inside = np.flatnonzero((begins < stop) & (np.maximum(ends, begins + 1) > start))
+            last = inside[tokens[inside] == self.tokenizer.eos_token_id] if trim else inside[:0]
+            mask[inside if not last.size else inside[inside <= last[-1]]] = True
+        return tokens, mask
+
+
+def _completion_messages(completion: Content | None) -> list[Message]:
+    if isinstance(completion, str):
+        return [{"role": "assistant", "content": completion}]
+    return list(completion or [])
+
+
+def _check_template(template: str) -> None:
+    try:
+        first, second = template.format(prompt="\x00"), template.format(prompt="\x01")
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"data.template {template!r} cannot be filled in ({type(error).__name__}: {error}): it knows {{prompt}} "
+            "only, and other braces must be doubled"
+        ) from error
+    if first == second:
+        raise ValueError(f"data.template {template!r} does not contain {{prompt}}")
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+_USER_MARKER, _ASSISTANT_MARKER = "zzaskedzz", "zzsaidzz"
+"""Words that no template writes by itself."""
+
+
+class TurnError(ValueError):
+    """A chat template that cannot continue a conversation."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; set model.chat_template to one that can")
+        self.problem = problem
+
+
+class TurnTokenizer:
+    """Tokens between the turns of conversations.
+
+    Args:
+        tools: as in the prompts' rendering.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", cfg: DatasetConfig, tools: Sequence[dict[str, Any]] = ()) -> None:
+        self.tokenizer, self._cfg, self._tools = tokenizer, cfg, list(tools) or None
+        self._bare_opening = lru_cache(maxsize=16)(self._opening)
+
+    def is_chat(self, prompt: Prompt) -> bool:
+        """Whether the prompt went through the chat template."""
+        return prompt.messages is not None or bool(self._cfg.chat)
+
+    def opening(self, prompt: Prompt, messages: Sequence[Message] = ()) -> np.ndarray:
+        """int32 `[tokens]`: from a prompt that was rendered without an open turn to where the model begins to write,
+        with what the environment says first in between.
+
+        Raises:
+            TurnError: the template does not take these messages there.
+        """
+        if not self.is_chat(prompt):
+            return self._encode(_joined_contents(messages))
+        if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
+            if messages:
+                raise TurnError("the prompt ends within the assistant's turn, where an environment cannot speak")
+            return self._encode("")
+        arguments = _template_arguments_key(prompt)
+        return self._opening(arguments, messages) if messages else self._bare_opening(arguments)
+
+    def _opening(self, arguments: str, messages: Sequence[Message] = ()) -> np.ndarray:
+        asked = [{"role": "user", "content": _USER_MARKER}]
+        before = self._render(asked, arguments, open_turn=False)
+        after = self._render([*asked, *messages], arguments, open_turn=True)
+        if not after.startswith(before):
+            raise TurnError("the chat template writes a user's turn differently when another one follows")
+        return self._encode(after[len(before) :])
+
+    def reply(self, prompt: Prompt, messages: Sequence[Message], last: int) -> np.ndarray:
+        """int32 `[tokens]`: from the end of a turn of the model, whose last token is `last`, over the answer to where
+        the model begins to write again.
+
+        Raises:
+            TurnError: the template does not take these messages there.
+        """
+        if not self.is_chat(prompt):
+            return self._encode(_joined_contents(messages))
+        arguments = _template_arguments_key(prompt)
+        said = [{"role": "user", "content": _USER_MARKER}, {"role": "assistant", "content": _ASSISTANT_MARKER}]
+        text = self._render([*said, *messages], arguments, open_turn=True)
+        _, found, tail = text.partition(_ASSISTANT_MARKER)
+        if not found:
+            raise TurnError("the chat template does not write what the assistant said")
+        written = str(self.tokenizer.convert_ids_to_tokens(int(last)))
+        if tail.startswith(written):
+            tail = tail[len(written) :]  # the model has ended its turn itself
+        return self._encode(tail)
+
+    def check(self, prompt: Prompt, role: str) -> None:
+        """Whether an answer of this role can stand between two turns. Raises TurnError."""
+        if self.is_chat(prompt):
+            self.opening(prompt)
+            self.reply(prompt, [{"role": role, "name": "probe", "content": "answer"}], self.tokenizer.eos_token_id or 0)
+
+    def _render(self, messages: Sequence[Message], arguments: str, *, open_turn: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=self._tools,
+                    tokenize=False,
+                    add_generation_prompt=open_turn,
+                    **json.loads(arguments),
+                )
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise TurnError(f"the chat template refuses {[each['role'] for each in messages]}: {error}") from error
+
+    def _encode(self, text: str) -> np.ndarray:
+        tokens = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+        return np.asarray(tokens, np.int32)
+
+
+def _template_arguments_key(prompt: Prompt) -> str:
+    """What a row adds to the template's arguments, as JSON, which can be a key."""
+    found = prompt.columns.get("chat_template_kwargs")
+    given = {name: value for name, value in found.items() if value is not None} if isinstance(found, dict) else {}
+    return json.dumps(given, sort_keys=True)
+
+
+def _joined_contents(messages: Sequence[Message]) -> str:
+    return "".join(str(message["content"]) for message in messages)

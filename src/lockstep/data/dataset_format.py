@@ -1,0 +1,221 @@
+"""What the columns of a data set mean: prompt, completion, answer, and everything else."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lockstep.config.data import DatasetConfig
+from lockstep.data.dataset_rows import BadRow, DataError, DatasetRow, DatasetRows, nearest_name
+
+FormatName = Literal["prompt_answer", "prompt_completion", "messages", "verl", "text"]
+Message = dict[str, Any]
+Content = str | list[Message]
+
+PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "label")
+VERL_COLUMNS = ("data_source", "prompt", "reward_model")
+
+
+@dataclass(slots=True)
+class DatasetSample:
+    """A row, read."""
+
+    prompt: Content
+    """What is given: text, or a conversation up to the turn that is wanted. Empty for plain text."""
+    completion: Content | None
+    """What supervised fine-tuning learns: text, or the turns that follow; None where the data has none."""
+    answer: Any
+    """Ground truth for the verifiers."""
+    columns: dict[str, Any]
+    """Every column but the prompt's, as it is."""
+    learn_history: bool = False
+    """Whether the assistant turns of the prompt are learned as well (a whole conversation)."""
+    tools: list[Any] | None = None
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """TRL's column `chat_template_kwargs`."""
+
+
+class DatasetFormat:
+    """Reads rows of one data set.
+
+    Args:
+        rows: the data; only its column names are looked at here.
+        cfg: names the format and columns, or leaves them to be found.
+
+    Raises:
+        DataError: columns that are missing, or that have the same role.
+    """
+
+    def __init__(self, rows: DatasetRows, cfg: DatasetConfig) -> None:
+        self._rows = rows
+        self.name: FormatName = cfg.format if cfg.format != "auto" else self._detect(cfg)
+        self._answer = cfg.answer_column
+        if cfg.answer_column:
+            self._need(cfg.answer_column, "answer_column")
+        self._prompt = self._prompt_column(cfg)
+        if self.name == "prompt_completion":
+            self._need("completion", "format")
+        elif self.name == "verl":
+            for column in VERL_COLUMNS:
+                self._need(column, "format")
+        elif self.name == "prompt_answer" and not self._answer:
+            self._answer = self._one_of(ANSWER_COLUMNS, "answer_column")
+
+    def _detect(self, cfg: DatasetConfig) -> FormatName:
+        have = set(self._rows.columns)
+        if have.issuperset(VERL_COLUMNS):
+            return "verl"
+        if "messages" in have and not cfg.prompt_column:
+            return "messages"
+        if cfg.prompt_column or have.intersection(PROMPT_COLUMNS):
+            return "prompt_completion" if "completion" in have and not cfg.answer_column else "prompt_answer"
+        if "text" in have:
+            return "text"
+        raise DataError(
+            self._rows.path,
+            f"no column is known to be a prompt, among {', '.join(self._rows.columns)}",
+            "Expected `prompt`, `messages`, `text` or verl's columns; or name yours in data.prompt_column.",
+        )
+
+    def _prompt_column(self, cfg: DatasetConfig) -> str:
+        if cfg.prompt_column:
+            return self._need(cfg.prompt_column, "prompt_column")
+        if self.name in ("messages", "text", "verl"):
+            return self._need("prompt" if self.name == "verl" else self.name, "prompt_column")
+        found = self._one_of(PROMPT_COLUMNS, "prompt_column")
+        return found or self._need("prompt", "prompt_column")
+
+    def _need(self, column: str, setting: str) -> str:
+        if column not in self._rows.columns:
+            remedy = f"{nearest_name(column, self._rows.columns)} Set data.{setting}."
+            raise DataError(self._rows.path, "there is no such column", remedy, column=column)
+        return column
+
+    def _one_of(self, known: Sequence[str], setting: str) -> str | None:
+        found = [name for name in known if name in self._rows.columns]
+        if len(found) > 1:
+            role = setting.removesuffix("_column")
+            what = f"the columns {' and '.join(map(repr, found))} could both be the {role}"
+            raise DataError(self._rows.path, what, f"Set data.{setting} to one of them.")
+        return found[0] if found else None
+
+    def read(self, row: int) -> DatasetSample:
+        """Row number `row`.
+
+        Raises:
+            DataError: it lacks a column or holds something of another kind, with its line or row.
+        """
+        try:
+            return self._read(self._rows[row])
+        except BadRow as bad:
+            raise self._rows.refuse(row, bad) from bad
+
+    def _read(self, row: DatasetRow) -> DatasetSample:
+        prompt = _content(row, self._prompt)
+        answer = _value(row, self._answer) if self._answer else None
+        columns = {name: value for name, value in row.items() if name != self._prompt}
+        sample = DatasetSample(
+            prompt, None, answer, columns, tools=_tools(row), template_arguments=_template_arguments(row)
+        )
+        if self.name == "prompt_completion":
+            sample.completion = _content(row, "completion")
+            if isinstance(prompt, str) != isinstance(sample.completion, str):
+                raise BadRow(
+                    "completion", "is a conversation where the prompt is text or the reverse", "Make them alike."
+                )
+            del columns["completion"]
+            sample.answer = answer if self._answer else _text_of(sample.completion)
+        elif self.name == "messages":
+            _split_conversation(sample, self._prompt, bool(self._answer))
+        elif self.name == "text":
+            sample.prompt, sample.completion = "", _text(prompt, self._prompt)
+        else:
+            if self.name == "verl" and not self._answer:
+                sample.answer = _ground_truth(row)
+            sample.completion = str(sample.answer) if isinstance(sample.answer, str | int | float) else None
+        return sample
+
+
+def _value(row: DatasetRow, column: str) -> Any:
+    if column not in row:
+        raise BadRow(column, "the row has no such column", f"{nearest_name(column, list(row))}")
+    return row[column]
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise BadRow(column, f"expected text, found {type(value).__name__}", "Write a string.")
+    return value
+
+
+def _content(row: DatasetRow, column: str) -> Content:
+    """Text or a conversation, not empty."""
+    value = _value(row, column)
+    if isinstance(value, str) and value:
+        return value
+    if value is None or (isinstance(value, str | list) and not value):
+        raise BadRow(column, "is empty", "Fill it in, or leave the row out.")
+    if not isinstance(value, list):
+        raise BadRow(column, f"expected text or messages, found {type(value).__name__}", "Write a string or a list.")
+    return [_message(message, column, number) for number, message in enumerate(value)]
+
+
+def _message(message: Any, column: str, number: int) -> Message:
+    remedy = 'A message is {"role": "user", "content": "..."}.'
+    if not isinstance(message, dict):
+        raise BadRow(column, f"message {number} is {type(message).__name__}", remedy)
+    # Arrow fills fields that other messages have with nulls, which templates would print.
+    found = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(found.get("role"), str):
+        extra = ' ShareGPT\'s "from" and "value" must be renamed.' if "from" in found else ""
+        raise BadRow(column, f"message {number} has no role", remedy + extra)
+    if not isinstance(found.get("content"), str | list) and "tool_calls" not in found:
+        raise BadRow(column, f"message {number} ({found['role']}) has no content", remedy)
+    return found
+
+
+def _tools(row: DatasetRow) -> list[Any] | None:
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.lstrip().startswith("["):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise BadRow("tools", f"not JSON: {error}", "Write a list of tools as JSON schemas.") from error
+    return tools if isinstance(tools, list) and tools else None
+
+
+def _template_arguments(row: DatasetRow) -> dict[str, Any]:
+    found = row.get("chat_template_kwargs")
+    return {name: value for name, value in found.items() if value is not None} if isinstance(found, dict) else {}
+
+
+def _text_of(completion: Content) -> str:
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content", "")
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+
+
+def _split_conversation(sample: DatasetSample, column: str, has_answer: bool) -> None:
+    """Cuts a conversation before a final assistant turn; one that ends otherwise is a prompt as a whole."""
+    messages = sample.prompt
+    if isinstance(messages, str):
+        raise BadRow(column, "expected a list of messages, found text", "Use format prompt_answer or text.")
+    sample.learn_history = True
+    if messages[-1]["role"] != "assistant":
+        return
+    if len(messages) == 1:
+        raise BadRow(column, "nothing comes before the assistant's turn", "Begin with a user or system message.")
+    sample.prompt, sample.completion = messages[:-1], messages[-1:]
+    if not has_answer:
+        sample.answer = _text_of(sample.completion)
+
+
+def _ground_truth(row: DatasetRow) -> Any:
+    model = _value(row, "reward_model")
+    if not isinstance(model, dict) or "ground_truth" not in model:
+        raise BadRow("reward_model", "has no ground_truth", 'verl\'s form is {"style": "rule", "ground_truth": ...}.')
+    return model["ground_truth"]

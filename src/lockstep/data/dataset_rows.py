@@ -1,0 +1,214 @@
+"""Rows of a data set, wherever they are kept: JSONL, JSON, Arrow tables, several files, and what can be wrong with
+one.
+
+Files stay on disk or in Arrow memory; a row becomes Python objects when it is read.
+"""
+
+import difflib
+import os
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+DatasetRow = dict[str, Any]
+
+
+class BadRow(ValueError):
+    """A row cannot be used; who knows where it stands makes a DataError of it."""
+
+    def __init__(self, column: str | None, message: str, remedy: str) -> None:
+        self.column, self.message, self.remedy = column, message, remedy
+        super().__init__(message)
+
+
+class DataError(ValueError):
+    """Data that cannot be used.
+
+    Attributes:
+        path: file, folder or hub name.
+        place: `line 12` or `row 12` (rows count from 0), None where it is about the whole.
+        column: the column it is about, if any.
+        remedy: what to do.
+    """
+
+    def __init__(
+        self, path: str, message: str, remedy: str, *, place: str | None = None, column: str | None = None
+    ) -> None:
+        self.path, self.place, self.column, self.message, self.remedy = path, place, column, message, remedy
+        where = [path, *([place] if place else []), *([f"column {column!r}"] if column else [])]
+        super().__init__(f"{', '.join(where)}: {message}. {remedy}")
+
+
+class HubDataUnreachable(DataError):
+    """A hub dataset that is not on this machine, and cannot be asked for now."""
+
+
+class DatasetRows(ABC):
+    """A sequence of rows with named columns."""
+
+    path: str
+    columns: tuple[str, ...]
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, row: int) -> DatasetRow: ...
+
+    def place(self, row: int) -> tuple[str, str]:
+        """(path, place) of a row, for messages."""
+        return self.path, f"row {row}"
+
+    def refuse(self, row: int, bad: BadRow) -> DataError:
+        """What to raise about a row."""
+        path, place = self.place(row)
+        return DataError(path, bad.message, bad.remedy, place=place, column=bad.column)
+
+
+def nearest_name(name: str, names: Sequence[str]) -> str:
+    """A hint that ends a message: the closest of the names, or all of them."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"Did you mean {close[0]!r}?" if close else f"There is: {', '.join(sorted(names)) or 'nothing'}."
+
+
+class JsonLines(DatasetRows):
+    """One JSON object per line; the file stays on disk, only the lines' places are kept.
+
+    Every line is parsed once when it is opened. Blank lines are skipped.
+    """
+
+    def __init__(self, path: Path, limit: int | None = None) -> None:
+        self.path = str(path)
+        self._decode = msgspec.json.Decoder().decode
+        self._file = path.open("rb")
+        starts, stops, lines, columns = [], [], [], dict[str, None]()
+        at = 0
+        for number, line in enumerate(self._file, start=1):
+            begin, at = at, at + len(line)
+            if number == 1 and line.startswith(b"\xef\xbb\xbf"):
+                begin, line = 3, line[3:]
+            if not line.strip():
+                continue
+            columns.update(dict.fromkeys(self._parse(line, number)))
+            starts.append(begin)
+            stops.append(at)
+            lines.append(number)
+            if len(starts) == limit:
+                break
+        if not starts:
+            raise DataError(self.path, "the file has no rows", "Write one JSON object per line.")
+        self._starts, self._stops, self._lines = np.array(starts), np.array(stops), np.array(lines)
+        self.columns = tuple(columns)
+
+    def _parse(self, line: bytes, number: int) -> DatasetRow:
+        try:
+            row = self._decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            remedy = "Each line must be one JSON object."
+            if number == 1 and line.lstrip().startswith(b"["):
+                remedy = "A JSON array over several lines is read from a file that ends in .json."
+            raise DataError(self.path, f"not JSON: {error}", remedy, place=f"line {number}") from error
+        if not isinstance(row, dict):
+            what = f"expected an object with named columns, found {type(row).__name__}"
+            raise DataError(self.path, what, "Each line must be one JSON object.", place=f"line {number}")
+        return row
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, row: int) -> DatasetRow:
+        start, stop = int(self._starts[row]), int(self._stops[row])
+        # pread and not a memory map: a file that shrinks under a map ends the process with SIGBUS.
+        return self._parse(os.pread(self._file.fileno(), stop - start, start), int(self._lines[row]))
+
+    def place(self, row: int) -> tuple[str, str]:
+        return self.path, f"line {self._lines[row]}"
+
+
+class JsonArray(DatasetRows):
+    """A JSON file that holds an array of objects; it is parsed into memory."""
+
+    def __init__(self, path: Path, limit: int | None = None) -> None:
+        self.path = str(path)
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+        try:
+            rows = msgspec.json.decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            remedy = "The file must hold an array of objects, or one object per line."
+            raise DataError(self.path, f"not JSON: {error}", remedy, place=_line_of_error(error, content)) from error
+        self._rows: list[DatasetRow] = rows[:limit]
+        for number, row in enumerate(self._rows):
+            if not isinstance(row, dict):
+                what = f"expected an object with named columns, found {type(row).__name__}"
+                raise DataError(self.path, what, "The file must hold an array of objects.", place=f"row {number}")
+        if not self._rows:
+            raise DataError(self.path, "the array is empty", "Write at least one object.")
+        self.columns = tuple(dict.fromkeys(name for row in self._rows for name in row))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> DatasetRow:
+        return dict(self._rows[row])
+
+
+def _line_of_error(error: Exception, content: bytes) -> str | None:
+    digits = str(error).rpartition("byte ")[2].rstrip(")")
+    if not digits.isdecimal():
+        return None
+    newlines = content[: int(digits)].count(b"\n")
+    return f"line {newlines + 1}"
+
+
+class TableRows(DatasetRows):
+    """An Arrow table or a Hugging Face dataset: columns outside of Python, rows on demand."""
+
+    def __init__(self, path: str, columns: Sequence[str], source: Any, limit: int | None = None) -> None:
+        self.path, self.columns, self._source = path, tuple(columns), source
+        self._count = min(len(source), limit or len(source))
+        if self._count == 0:
+            raise DataError(path, "the data set has no rows", "Choose another split or file.")
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> DatasetRow:
+        if not 0 <= row < self._count:
+            raise IndexError(f"row {row} of {self._count}")
+        if hasattr(self._source, "slice"):
+            found: DatasetRow = self._source.slice(row, 1).to_pylist()[0]
+            return found
+        return dict(self._source[row])
+
+
+class ConcatenatedRows(DatasetRows):
+    """Several files, one after the other."""
+
+    def __init__(self, path: str, parts: Sequence[DatasetRows], limit: int | None = None) -> None:
+        self.path, self._parts = path, list(parts)
+        self._ends = list(accumulate(len(part) for part in parts))
+        self._count = min(self._ends[-1], limit or self._ends[-1])
+        self.columns = tuple(dict.fromkeys(name for part in parts for name in part.columns))
+
+    def _find(self, row: int) -> tuple[DatasetRows, int]:
+        if not 0 <= row < self._count:
+            raise IndexError(f"row {row} of {self._count}")
+        part = bisect_right(self._ends, row)
+        return self._parts[part], row - (self._ends[part - 1] if part else 0)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> DatasetRow:
+        part, inner = self._find(row)
+        return part[inner]
+
+    def place(self, row: int) -> tuple[str, str]:
+        part, inner = self._find(row)
+        return part.place(inner)

@@ -1,0 +1,395 @@
+"""Which parts of which trees share a row, and which rank computes the row.
+
+A tree that fits a row stays whole. A larger one is cut: each leaf goes where it needs the fewest new tokens,
+longest path first, and ancestors are repeated in every piece that needs them. All losses of a sequence belong to
+the first piece that has its last segment: a sequence is never cut. Segments without any target below them are left
+out.
+
+Everything is a pure function of sizes, so that the controller knows each rank's micro-batches before any rank does:
+the same number for all of them, about equal in cost.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from lockstep.data.forest import Forest, concatenated_ranges, cumulative_bounds
+
+PAIRS_PER_TOKEN = 4096
+"""Attention pairs that cost as much as the dense layers do for one token: about six times the hidden size
+(24 h² against 4 h floating point operations a layer), here of a hidden size of about 700."""
+
+
+PieceColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""int64: of segments the piece each is in, and the segments; likewise of terms."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreePieces:
+    """Segments of one tree each, that go into one row together."""
+
+    tree: np.ndarray
+    """int64 `[pieces]`, ascending."""
+    tokens: np.ndarray
+    """int64 `[pieces]`."""
+    cost: np.ndarray
+    """float64 `[pieces]`, in tokens. Multiples of 1 / `PAIRS_PER_TOKEN`, a power of two: any sum is exact."""
+    terms_of: np.ndarray
+    """int64 `[pieces]`: how many terms each owns."""
+    first: np.ndarray
+    """int64 `[pieces + 1]`: of each piece in `segment`."""
+    segment: np.ndarray
+    """int64: those of the pieces one after the other, ancestors first; closed under ancestors."""
+    first_term: np.ndarray
+    """int64 `[pieces + 1]`: of each piece in `term`."""
+    term: np.ndarray
+    """int64: the loss terms that the pieces own."""
+    path: bool
+    """Whether each piece is one path, that its row holds as a single segment."""
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def among_equals(self) -> np.ndarray:
+        """int64 `[pieces]`: the order of the pieces by tree and segments."""
+        segments, first = self.segment.tolist(), self.first.tolist()
+        keys = [segments[begin:end] for begin, end in pairwise(first)]
+        trees = self.tree.tolist()
+        order = sorted(range(len(self)), key=lambda piece: (trees[piece], keys[piece]))
+        found = np.empty(len(self), np.int64)
+        found[order] = np.arange(len(self))
+        return found
+
+
+def split_into_paths(forest: Forest, trees: np.ndarray) -> TreePieces:
+    """One piece per sequence: its own copy of everything from the root on."""
+    term = _terms_with_targets(forest, trees)
+    _, begins, piece = np.unique(forest.term_sequence[term], return_index=True, return_inverse=True)
+    number = np.empty(len(begins), np.int64)
+    number[np.argsort(begins)] = np.arange(len(begins))
+    piece = number[piece]
+    at = np.zeros(len(begins), np.int64)
+    at[piece] = forest.term_segment[term]  # of several the last, as later values stay
+    owner, pieces, segments = np.arange(len(begins)), [], []
+    while at.size:
+        pieces.append(owner)
+        segments.append(at)
+        up = forest.parent[at]
+        owner, at = owner[up >= 0], up[up >= 0]
+    none = [np.empty(0, np.int64)]
+    return _make_pieces(forest, np.concatenate(pieces or none), np.concatenate(segments or none), piece, term, True)
+
+
+class TreeSplitter:
+    """Cuts the trees of a mini-batch at one limit after the other."""
+
+    def __init__(self, forest: Forest, trees: np.ndarray) -> None:
+        self.forest = forest
+        inside = np.zeros(len(forest), np.bool_)
+        inside[trees] = True
+        inside = inside[forest.tree]
+        wanted = (forest.wanted_count > 0) & inside
+        self._needed = np.flatnonzero(wanted | (forest.ancestor & inside))
+        self._leaf = np.flatnonzero(wanted & ~forest.ancestor)
+        self._term = _terms_with_targets(forest, trees)
+        self._tree = forest.tree[self._needed]
+        self._tokens = np.bincount(self._tree, forest.length[self._needed], len(forest))
+        self._is_star = self._stars(wanted)
+        self._forks = np.bincount(forest.tree[self._leaf], minlength=len(forest)) > 1
+
+    def _stars(self, wanted: np.ndarray) -> np.ndarray:
+        """bool `[trees]`: a root from which nothing is learned, and its children with a sequence each."""
+        forest = self.forest
+        star = np.ones(len(forest), np.bool_)
+        star[forest.tree[wanted & (forest.ancestor | (forest.parent < 0))]] = False
+        deep = self._leaf[forest.parent[forest.parent[self._leaf]] >= 0]
+        star[forest.tree[deep]] = False
+        terms = np.bincount(forest.term_segment[self._term], minlength=len(forest.tree))
+        star[forest.tree[terms > 1]] = False
+        return star
+
+    def cut(self, limit: int) -> TreePieces:
+        """Pieces of at most `limit` tokens, or of one path where that is longer."""
+        forest = self.forest
+        large = (self._tokens > limit) & self._forks
+        # Every segment and term that stays with its whole tree has the tree's first number.
+        width = len(forest.tree) + 1
+        of_segment, of_term = self._tree * width, forest.tree[forest.term_segment[self._term]] * width
+        segment, term = self._needed, self._term
+        if large.any():
+            stays, owned = ~large[self._tree], ~large[forest.tree[forest.term_segment[term]]]
+            parts = [(of_segment[stays], segment[stays], of_term[owned], term[owned])]
+            parts.append(self._cut_stars(large & self._is_star, limit, width))
+            for tree in np.flatnonzero(large & ~self._is_star).tolist():
+                parts.append(self._cut_tree(tree, limit, width))
+            of_segment, segment, of_term, term = (np.concatenate(column) for column in zip(*parts, strict=True))
+        numbers, piece = np.unique(of_segment, return_inverse=True)
+        return _make_pieces(forest, piece, segment, np.searchsorted(numbers, of_term), term, False)
+
+    def _cut_stars(self, which: np.ndarray, limit: int, width: int) -> PieceColumns:
+        """All such trees at a time, their longest leaves first. An ancestor is never new, so each leaf goes to the
+        fullest piece that has room for it."""
+        forest = self.forest
+        leaf = self._leaf[which[forest.tree[self._leaf]]]
+        leaf = leaf[np.lexsort((leaf, -forest.length[leaf], forest.tree[leaf]))]
+        trees, row = np.unique(forest.tree[leaf], return_inverse=True)
+        count = np.bincount(row, minlength=len(trees))
+        nth = concatenated_ranges(np.zeros(len(trees), np.int64), count)
+        sizes = np.zeros((len(trees), int(count.max(initial=0))), np.int64)
+        group = np.zeros(len(leaf), np.int64)
+        used = np.zeros(len(trees), np.int64)
+        root = forest.length[forest.parent[leaf]]
+        for turn in range(sizes.shape[1]):
+            now = np.flatnonzero(nth == turn)
+            tree, size = row[now], forest.length[leaf[now]]
+            held = sizes[tree, : int(used.max()) + 1]
+            room = np.where((held > 0) & (held + size[:, None] <= limit), held, 0)
+            best = room.argmax(axis=1)
+            fresh = room.max(axis=1) == 0
+            best[fresh] = used[tree[fresh]]
+            sizes[tree, best] += size + np.where(fresh, root[now], 0)
+            used[tree[fresh]] += 1
+            group[now] = best
+        number = trees[row] * width + group
+        heads, one = np.unique(number, return_index=True)
+        of_leaf = np.empty(len(forest.tree), np.int64)
+        of_leaf[leaf] = number
+        term = self._term[which[forest.tree[forest.term_segment[self._term]]]]
+        return (
+            np.concatenate([heads, number]), np.concatenate([forest.parent[leaf[one]], leaf]),
+            of_leaf[forest.term_segment[term]], term,
+        )  # fmt: skip
+
+    def _cut_tree(self, tree: int, limit: int, width: int) -> PieceColumns:
+        """One of any shape."""
+        forest = self.forest
+        length = dict(zip(*(each.tolist() for each in (self._needed, forest.length[self._needed])), strict=True))
+        leaves = [forest.path(leaf) for leaf in self._leaf[forest.tree[self._leaf] == tree].tolist()]
+        leaves.sort(key=lambda path: (-sum(length[each] for each in path), path[-1]))
+        groups: list[set[int]] = []
+        sizes: list[int] = []
+        for path in leaves:
+            added = [sum(length[each] for each in path if each not in group) for group in groups]
+            fitting = [g for g in range(len(groups)) if sizes[g] + added[g] <= limit]
+            if fitting:
+                best = min(fitting, key=lambda g: (added[g], -sizes[g], g))
+                groups[best].update(path)
+                sizes[best] += added[best]
+            else:
+                groups.append(set(path))
+                sizes.append(sum(length[each] for each in path))
+        term = self._term[forest.tree[forest.term_segment[self._term]] == tree]
+        return _columns_of_groups(forest, groups, term, tree * width)
+
+
+def _columns_of_groups(forest: Forest, groups: Sequence[set[int]], term: np.ndarray, first: int) -> PieceColumns:
+    """The columns of pieces with these segments, the first of which has the number `first`."""
+    segments = forest.term_segment[term].tolist()
+    sequences = forest.term_sequence[term].tolist()
+    last = dict(zip(sequences, segments, strict=True))
+    owner = {
+        sequence: next(number for number, group in enumerate(groups) if segment in group)
+        for sequence, segment in last.items()
+    }
+    held = [(first + number, each) for number, group in enumerate(groups) for each in sorted(group)]
+    return (
+        np.asarray([number for number, _ in held], np.int64), np.asarray([each for _, each in held], np.int64),
+        np.asarray([first + owner[sequence] for sequence in sequences], np.int64), term,
+    )  # fmt: skip
+
+
+def _terms_with_targets(forest: Forest, trees: np.ndarray) -> np.ndarray:
+    """int64: the terms of these trees in which something is to be predicted."""
+    inside = np.zeros(len(forest), np.bool_)
+    inside[trees] = True
+    return np.flatnonzero(inside[forest.tree[forest.term_segment]] & (forest.wanted_count[forest.term_segment] > 0))
+
+
+def _make_pieces(
+    forest: Forest, of_segment: np.ndarray, segment: np.ndarray, of_term: np.ndarray, term: np.ndarray, path: bool
+) -> TreePieces:
+    """From which piece has which segment and term. Every piece has a segment."""
+    count = int(of_segment.max(initial=-1)) + 1
+    order = np.lexsort((segment, of_segment))
+    of_segment, segment = of_segment[order], segment[order]
+    order = np.lexsort((term, of_term))
+    of_term, term = of_term[order], term[order]
+    size, before = forest.length[segment], forest.before[segment]
+    # Sums of integers below 2^53 are exact in floating point.
+    tokens = np.bincount(of_segment, size, count)
+    pairs = np.bincount(of_segment, size * before + size * (size + 1) // 2, count)
+    first = cumulative_bounds(np.bincount(of_segment, minlength=count))
+    terms_of = np.bincount(of_term, minlength=count)
+    return TreePieces(
+        tree=forest.tree[segment[first[:-1]]],
+        tokens=tokens.astype(np.int64),
+        cost=tokens + pairs / PAIRS_PER_TOKEN,
+        terms_of=terms_of,
+        first=first,
+        segment=segment,
+        first_term=cumulative_bounds(terms_of),
+        term=term,
+        path=path,
+    )
+
+
+PackingMode = Literal["forest", "block", "single"]
+
+
+class TokenBudgetExceeded(ValueError):
+    """One sequence is longer than a row may be."""
+
+    def __init__(self, sample: str, tokens: int, budget: int) -> None:
+        self.sample, self.tokens, self.budget = sample, tokens, budget
+        super().__init__(
+            f"sample {sample!r} is a sequence of {tokens} tokens, but token_budget is {budget}: set token_budget to "
+            f"at least {tokens}, or make sequences shorter (model.max_length, rollout.sampling.max_tokens)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackingPlan:
+    """What every rank computes: rows of pieces, the same number for all; a row without pieces is an empty
+    micro-batch."""
+
+    pieces: TreePieces
+    ranks: int
+    microbatches: int
+    row: np.ndarray
+    """int64 `[pieces]`: micro-batch m of rank r is row `r * microbatches + m`."""
+    duration: float
+    """Cost of the step, in tokens: in every round all ranks wait for the slowest."""
+
+    def order(self) -> np.ndarray:
+        """int64 `[pieces]`: the pieces by row, and in a row by tree and segments."""
+        if len(np.unique(self.row)) == len(self.row):
+            return np.asarray(np.argsort(self.row))
+        return np.asarray(np.lexsort((self.pieces.among_equals(), self.row)))
+
+
+def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: PackingMode) -> PackingPlan:
+    """The rows of every rank.
+
+    Args:
+        trees: int `[trees to place]`, ascending.
+        budget: tokens of a row, enough for the longest sequence (`check_token_budget`).
+    """
+    if mode != "forest":
+        pieces = split_into_paths(forest, trees)
+        return assign_rows_to_ranks(
+            pieces, np.arange(len(pieces)) if mode == "single" else fill_rows(pieces, ranks, budget), ranks
+        )
+    saw = TreeSplitter(forest, trees)
+    whole = saw.cut(budget)
+    best = assign_rows_to_ranks(whole, fill_rows(whole, ranks, budget), ranks)
+    before = whole
+    # Few large trees leave ranks idle: smaller pieces repeat some prompts, but may end sooner.
+    for limit in _smaller_limits(whole, ranks, budget):
+        if before.terms_of.max() == 1:
+            break  # a sequence is never cut
+        pieces = saw.cut(limit)
+        if np.array_equal(pieces.first, before.first) and np.array_equal(pieces.segment, before.segment):
+            continue
+        before = pieces
+        candidate = assign_rows_to_ranks(pieces, fill_rows(pieces, ranks, budget), ranks)
+        if candidate.duration < best.duration:
+            best = candidate
+    return best
+
+
+def check_token_budget(forest: Forest, budget: int) -> None:
+    """Raises OverBudget for the longest sequence that no row can hold."""
+    ends = np.where(forest.wanted_count > 0, forest.before + forest.length, 0)
+    if ends.size and (longest := int(ends.max())) > budget:
+        raise TokenBudgetExceeded(forest.names[forest.tree[int(ends.argmax())]], longest, budget)
+
+
+def _smaller_limits(pieces: TreePieces, ranks: int, budget: int) -> list[int]:
+    largest = int(pieces.tokens[pieces.terms_of > 1].max(initial=0))
+    total = int(pieces.tokens.sum())
+    rounds = max(1, math.ceil(total / (ranks * budget)))
+    shares = [total / (ranks * n) * slack for n in (rounds, rounds + 1) for slack in (1.5, 1.25, 1.0)]
+    return sorted({math.ceil(share) for share in shares if share < largest}, reverse=True)
+
+
+def fill_rows(pieces: TreePieces, ranks: int, budget: int) -> np.ndarray:
+    """Rows of at most `pair_test_budget` tokens, few and of about equal cost: int64 `[pieces]`, the row of each."""
+    order = np.argsort(-pieces.cost, kind="stable")
+    tokens, cost = pieces.tokens[order], pieces.cost[order]
+    rounds = max(1, math.ceil(int(tokens.sum()) / (ranks * budget)))
+    level = _least_loaded(tokens, cost, ranks * rounds, budget)
+    if level is None:
+        dense = _first_fit(tokens, budget)
+        most = math.ceil((int(dense.max(initial=-1)) + 1) / ranks)
+        while level is None and rounds < most:
+            rounds += 1
+            level = _least_loaded(tokens, cost, ranks * rounds, budget)
+        level = dense if level is None else level
+    found = np.empty(len(pieces), np.int64)
+    found[order] = level
+    return found
+
+
+def _least_loaded(tokens: np.ndarray, cost: np.ndarray, count: int, budget: int) -> np.ndarray | None:
+    """The row of each piece: of those with room, the one with the least work. None where one fits nowhere."""
+    found = np.empty(len(tokens), np.int64)
+    alone = min(count, len(tokens))
+    found[:alone] = np.arange(alone)  # an empty row has the least
+    if alone == len(tokens):
+        return found
+    room = (budget - tokens[:alone]).tolist()
+    smallest = int(tokens.min())
+    loads = list(zip(cost[:alone].tolist(), range(alone), strict=True))
+    heapq.heapify(loads)  # thousands of ranks have thousands of rows
+    rows = []
+    for size, work in zip(tokens[alone:].tolist(), cost[alone:].tolist(), strict=True):
+        full = []
+        while loads and room[loads[0][1]] < size:
+            load = heapq.heappop(loads)
+            if room[load[1]] >= smallest:
+                full.append(load)
+        if not loads:
+            return None
+        had, row = loads[0]
+        heapq.heapreplace(loads, (had + work, row))
+        for load in full:
+            heapq.heappush(loads, load)
+        rows.append(row)
+        room[row] -= size
+    found[alone:] = rows
+    return found
+
+
+def _first_fit(tokens: np.ndarray, budget: int) -> np.ndarray:
+    """The row of each piece: the first with room."""
+    room = np.full(len(tokens), budget, np.int64)
+    rows = np.empty(len(tokens), np.int64)
+    used = 0
+    for number, size in enumerate(tokens.tolist()):
+        row = int((room[: used + 1] >= size).argmax())  # the one after the last is empty
+        used = max(used, row + 1)
+        rows[number] = row
+        room[row] -= size
+    return rows
+
+
+def assign_rows_to_ranks(pieces: TreePieces, rows: np.ndarray, ranks: int) -> PackingPlan:
+    """Hands rows to ranks, the same number to each: rows of like cost are computed at the same time."""
+    cost = np.bincount(rows, pieces.cost)
+    some = np.flatnonzero(cost)
+    dearest = some[np.argsort(-cost[some], kind="stable")]
+    rounds = max(1, math.ceil(len(dearest) / ranks))
+    place = np.empty(len(cost), np.int64)
+    load = np.zeros(ranks)
+    for turn in range(rounds):
+        now = dearest[turn * ranks : (turn + 1) * ranks]
+        lightest = np.argsort(load, kind="stable")[: len(now)]
+        place[now] = lightest * rounds + turn
+        load[lightest] += cost[now]
+    slowest = cost[dearest[::ranks]]
+    return PackingPlan(pieces, ranks, rounds, place[rows], float(slowest.sum()))

@@ -1,0 +1,152 @@
+"""The layout of a packed row: a forest of segments.
+
+A segment attends to itself (causally) and to its ancestors (wholly). A document is a root; a completion's parent is
+its prompt; a turn's parent is the turn before. One row holds many trees.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Cached = TypeVar("Cached")
+
+
+class RowLayout:
+    """Where each segment of a packed row lies and who its parent is.
+
+    An opaque class on purpose: FSDP2's mixed precision copies dataclasses layer by layer and would cast their
+    tensors. All indices are Python ints or int64 tensors.
+
+    Args:
+        lengths: tokens of each segment, in row order; the row is their concatenation.
+        parents: index of each segment's parent, smaller than its own, or -1.
+
+    Raises:
+        ValueError: empty row, a length below 1, or a parent that does not precede its child.
+    """
+
+    __slots__ = ("_kept", "lengths", "parents", "starts", "tokens")
+
+    def __init__(self, lengths: list[int], parents: list[int]) -> None:
+        if not lengths or len(lengths) != len(parents):
+            raise ValueError(f"a layout needs as many parents as lengths, got {len(parents)} and {len(lengths)}")
+        self.lengths = lengths
+        self.parents = parents
+        self.starts: list[int] = []
+        position = 0
+        for index, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+            if length < 1:
+                raise ValueError(f"segment {index} has length {length}, expected at least 1")
+            if not -1 <= parent < index:
+                raise ValueError(f"segment {index} has parent {parent}, expected -1 or an earlier segment")
+            self.starts.append(position)
+            position += length
+        self.tokens = position
+        self._kept: dict[Hashable, Any] = {}
+
+    def kept(self, name: Hashable, make: Callable[["RowLayout"], Cached]) -> Cached:
+        """What `make` makes of this layout, made at the first call of that name only: once per row, not per layer."""
+        if name not in self._kept:
+            self._kept[name] = make(self)
+        made: Cached = self._kept[name]
+        return made
+
+    def ancestors(self, segment: int) -> list[int]:
+        """The segment's ancestors, nearest first."""
+        found = []
+        while (segment := self.parents[segment]) >= 0:
+            found.append(segment)
+        return found
+
+    def segments(self) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, parent) of each segment."""
+        for start, length, parent in zip(self.starts, self.lengths, self.parents, strict=True):
+            yield start, start + length, parent
+
+    def positions(self) -> Tensor:
+        """int64 `[tokens]`: distance of each token from the beginning of its sequence (root to token)."""
+        offsets: list[int] = []
+        parts = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            offset = 0 if parent < 0 else offsets[parent] + self.lengths[parent]
+            offsets.append(offset)
+            parts.append(torch.arange(offset, offset + length))
+        return torch.cat(parts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path from a root."""
+        ends: list[int] = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            ends.append(length + (0 if parent < 0 else ends[parent]))
+        return max(ends)
+
+    def pairs(self) -> int:
+        """Number of (query, key) pairs, the cost of attention."""
+        total = 0
+        depth: list[int] = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            above = 0 if parent < 0 else depth[parent] + self.lengths[parent]
+            depth.append(above)
+            total += length * above + length * (length + 1) // 2
+        return total
+
+    def mask(self, device: torch.device | str = "cpu", window: int | None = None) -> Tensor:
+        """bool `[tokens, tokens]`: True where the query (row) may see the key (column). Kept after the first call.
+
+        Args:
+            window: sliding window: also hide keys `window` or more tokens before the query on its path.
+        """
+        return self.kept(("mask", torch.device(device), window), lambda layout: layout._mask(window).to(device))
+
+    def _mask(self, window: int | None) -> Tensor:
+        mask = torch.zeros(self.tokens, self.tokens, dtype=torch.bool)
+        for segment, (start, stop, _) in enumerate(self.segments()):
+            mask[start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+            for above in self.ancestors(segment):
+                mask[start:stop, self.starts[above] : self.starts[above] + self.lengths[above]] = True
+        if window is not None:
+            positions = self.positions()
+            mask &= positions[:, None] - positions[None, :] < window
+        return mask
+
+    def parts(self, tokens: int = 256) -> list[tuple[int, int, "RowLayout"]]:
+        """(start, stop, layout) of pieces of the row that see nothing of each other: attention runs on each alone.
+
+        Neighbouring trees are kept together up to `tokens`, because a small piece costs more in calls than in
+        pairs; a larger tree is a piece of its own. Kept after the first call.
+        """
+        bounds = self._piece_bounds
+        return self.kept(("parts", tokens), lambda layout: [layout._slice(*piece) for piece in bounds(tokens)])
+
+    def _piece_bounds(self, tokens: int) -> list[tuple[int, int]]:
+        """Segment ranges of the pieces: a range can begin where no later segment has an earlier parent."""
+        count = len(self.lengths)
+        lowest = count
+        begins = []
+        for segment in range(count - 1, -1, -1):
+            lowest = min(lowest, self.parents[segment] if self.parents[segment] >= 0 else segment)
+            if lowest >= segment:
+                begins.append(segment)
+        begins.reverse()
+        bounds: list[tuple[int, int]] = []
+        size = 0
+        for first, last in zip(begins, [*begins[1:], count], strict=True):
+            length = sum(self.lengths[first:last])
+            if bounds and size + length <= tokens:
+                bounds[-1] = (bounds[-1][0], last)
+                size += length
+            else:
+                bounds.append((first, last))
+                size = length
+        return bounds
+
+    def _slice(self, first: int, last: int) -> tuple[int, int, "RowLayout"]:
+        if (first, last) == (0, len(self.lengths)):
+            return 0, self.tokens, self
+        parents = [parent if parent < 0 else parent - first for parent in self.parents[first:last]]
+        start = self.starts[first]
+        piece = RowLayout(self.lengths[first:last], parents)
+        return start, start + piece.tokens, piece

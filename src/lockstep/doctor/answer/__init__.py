@@ -1,1 +1,0 @@
-"""How an answer looks: on the terminal, as a page."""

@@ -1,0 +1,350 @@
+"""The collective self-test as run from the head: the communicators that a config will create, the test on all hosts at
+once, and what its results mean.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from lockstep.base.text import summarize_list
+from lockstep.config.run_config import RunConfig
+from lockstep.doctor.check.cluster.probe_rendezvous import CheckHead
+from lockstep.doctor.check.probe import probe_protocol
+from lockstep.doctor.check.probe.probe_protocol import AwaitRanksAnswer, ProbeInfo, StartRanksAnswer
+from lockstep.doctor.output.findings import Finding
+
+CollectiveBackend = Literal["nccl", "gloo"]
+CollectiveOperation = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+OPERATIONS: tuple[CollectiveOperation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCommunicator:
+    """Disjoint groups of processes that all have the same one of the same name."""
+
+    name: str
+    backend: CollectiveBackend
+    members: tuple[str, ...]
+    """Names of processes, in the order of their ranks."""
+    operations: tuple[CollectiveOperation, ...]
+    does: str
+    """What it is for, in a few words."""
+
+    def json(self, ranks: Sequence[str]) -> dict[str, Any]:
+        """For the ranks of the self-test: members as numbers."""
+        return {**asdict(self), "members": [ranks.index(each) for each in self.members]}
+
+
+def planned_communicators(config: RunConfig, device: Literal["cpu", "cuda"]) -> list[PlannedCommunicator]:
+    """Those of a run with this config, as the trainer and the weight sync make them.
+
+    The trainer's default one carries FSDP2's gathers and scatters; with copies (HSDP) these are on one per copy, and
+    gradients are summed on one per shard. Checkpoints have theirs on gloo. Weights go to engines on a communicator of
+    trainer and engines (NCCL), or by pairs (gloo), where they do not go through memory that both see.
+    """
+    trainer = config.trainer
+    policy = tuple(f"policy-{rank}" for rank in range(trainer.ranks))
+    fast: CollectiveBackend = "nccl" if device == "cuda" else "gloo"
+    found = []
+    if trainer.ranks > 1:
+        found.append(PlannedCommunicator("trainer", fast, policy, OPERATIONS, "FSDP2's weights and gradients, metrics"))
+        found.append(PlannedCommunicator("checkpoint", "gloo", policy, ("all_gather", "broadcast"), "checkpoints"))
+    if trainer.replicas > 1:
+        shards = trainer.shards
+        for copy in range(trainer.replicas):
+            members = policy[copy * shards : (copy + 1) * shards]
+            operations: tuple[CollectiveOperation, ...] = ("all_gather", "reduce_scatter")
+            found.append(
+                PlannedCommunicator(f"copy {copy}", fast, members, operations, "weights and gradients of one copy")
+            )
+        for shard in range(shards):
+            members = policy[shard::shards]
+            found.append(
+                PlannedCommunicator(f"across copies {shard}", fast, members, ("all_reduce",), "gradients across copies")
+            )
+    return found + _weight_sync_communicators(config, policy, device)
+
+
+def _weight_sync_communicators(config: RunConfig, policy: Sequence[str], device: str) -> list[PlannedCommunicator]:
+    generates = getattr(config, "recipe", "") == "grpo" or config.evaluation is not None
+    if not generates:
+        return []
+    transport = config.weights.transport
+    engines = tuple(f"engine-{number}" for number in range(config.rollout.engine.count))
+    if transport in ("nccl", "auto") and device == "cuda" and not config.placement.shared:
+        return [PlannedCommunicator("weights", "nccl", (policy[0], *engines), ("broadcast",), "weights to all engines")]
+    if transport == "gloo" or (transport == "auto" and config.cluster.kind == "ray"):
+        return [
+            PlannedCommunicator(
+                f"weights {engine}", "gloo", (policy[0], engine), ("broadcast",), f"weights to {engine}"
+            )
+            for engine in engines
+        ]
+    return []
+
+
+def communicator_processes(found: Iterable[PlannedCommunicator]) -> list[str]:
+    """All that are in one, trainer ranks first, each once."""
+    return list(dict.fromkeys(name for each in found for name in each.members))
+
+
+def on_gloo(found: Iterable[PlannedCommunicator]) -> list[PlannedCommunicator]:
+    """The same on the other backend."""
+    return [replace(each, backend="gloo") for each in found]
+
+
+SELF_TEST_TIMEOUT_S = 30.0
+SELF_TEST_START_S = 8.0
+"""Of the bound, for importing torch and telling the port of the store."""
+TEST_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+"""Of one collective: large enough to be limited by bandwidth."""
+_SLOW = 0.5
+_BUS_BANDWIDTH_SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
+
+
+@dataclass(slots=True)
+class SelfTestResult:
+    """What the ranks of one self-test said."""
+
+    communicators: tuple[PlannedCommunicator, ...]
+    ranks: tuple[str, ...]
+    """Names of processes; a rank is a place in here."""
+    hosts: Mapping[str, str]
+    """Of processes."""
+    device: Literal["cpu", "cuda"]
+    at: dict[str, str] = field(default_factory=dict)
+    """By process, what it was last about to do; `done` where it has finished."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """By process, what it failed with."""
+    rates: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """By communicator and operation, the bus bandwidth in MB/s on each rank."""
+    latency_ms: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    pairs: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    """By communicator and two processes, MB/s each way while both send."""
+    lost: dict[str, str] = field(default_factory=dict)
+    """Hosts whose probe did not answer, or whose ranks could not be started, and why."""
+    took_s: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        done = all(self.at.get(each) == "done" for each in self.ranks)
+        return done and not self.failed and not self.lost and not self.untold
+
+    @property
+    def untold(self) -> list[str]:
+        """Operations of which no rank said anything, though all ended."""
+        return [
+            f"{operation} on {each.name}"
+            for each in self.communicators
+            for operation in each.operations
+            if (each.name, operation) not in self.rates
+        ]
+
+    @property
+    def why_not(self) -> str:
+        """The first reasons, each once; empty where it passed."""
+        if self.passed:
+            return ""
+        reasons = [*self.failed.values(), *self.lost.values()]
+        reasons.sort(key=lambda why: why.startswith(("WaitTimeout", "did not end", "DistNetworkError")))
+        stuck = [f"{name} did not finish (at: {at})" for name, at in self.at.items() if at != "done"]
+        untold = [f"no rank told the result of {each}" for each in self.untold]
+        return "; ".join(list(dict.fromkeys([*reasons, *stuck, *untold]))[:2]) or "no rank said anything"
+
+
+def run_self_test(
+    head: CheckHead,
+    cards: Mapping[str, ProbeInfo],
+    communicators: Sequence[PlannedCommunicator],
+    hosts: Mapping[str, str],
+    device: Literal["cpu", "cuda"],
+    bound_s: float = SELF_TEST_TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
+) -> SelfTestResult:
+    """Has the hosts of the processes run all communicators' collectives.
+
+    Args:
+        hosts: of every process that is in a communicator.
+        environment: variables of the ranks beside those of the probes, those of `orders.VARIABLES`.
+    """
+    began = time.monotonic()
+    ranks = tuple(communicator_processes(communicators))
+    found = SelfTestResult(tuple(communicators), ranks, hosts, device)
+    absent = sorted({hosts[name] for name in ranks} - head.members.keys())
+    if absent or not ranks:
+        found.lost = dict.fromkeys(absent, "it has not joined")
+        return found
+    first = hosts[ranks[0]]
+    on_host: dict[str, list[int]] = {}
+    for rank, name in enumerate(ranks):
+        on_host.setdefault(hosts[name], []).append(rank)
+    spec: dict[str, Any] = {
+        "world": len(ranks), "device": device, "bound_s": max(5.0, bound_s - SELF_TEST_START_S), "bytes": TEST_BYTES[device],
+        "communicators": [each.json(ranks) for each in communicators], "host": cards[first].address, "port": 0,
+    }  # fmt: skip
+
+    def order(host: str, **more: Any) -> dict[str, Any]:
+        own = {**_interface_variables(cards[host], len(cards) > 1), **(environment or {})}
+        task = {**spec, "ranks": on_host[host], "address": cards[host].address, **more}
+        return {"do": "ranks", "what": "start", "environment": own, "spec": task}
+
+    ask_first = {first: order(first, serve=True)}
+    begun, lost = head.ask(ask_first, bound_s, "the store of the self-test", probe_protocol.read_start_ranks_answer)
+    port = begun.get(first, StartRanksAnswer(-1)).port
+    if port <= 0:
+        results, gone = head.ask(
+            _await_order(head, [first], 1.0), 5.0, "why", probe_protocol.await_ranks_answer_reader(on_host, len(ranks))
+        )
+        last = results.get(first, AwaitRanksAnswer()).last
+        found.lost = {first: (lost | gone).get(first) or f"its ranks could not be started: {last}"}
+        return found
+    spec["port"] = port
+    others = {host: order(host) for host in on_host if host != first}
+    _, lost = head.ask(others, 10.0, "ranks of the self-test start", probe_protocol.read_start_ranks_answer)
+    found.lost |= lost
+    left = max(2.0, bound_s - (time.monotonic() - began))
+    said = probe_protocol.await_ranks_answer_reader(on_host, len(ranks))
+    told, lost = head.ask(_await_order(head, on_host, left), left + 5.0, "the self-test", said)
+    found.lost |= lost
+    for host, answer in sorted(told.items()):
+        _record_answer(found, host, answer)
+    found.took_s = time.monotonic() - began
+    return found
+
+
+def _await_order(head: CheckHead, hosts: Iterable[str], bound_s: float) -> dict[str, dict[str, object]]:
+    order: dict[str, object] = {"do": "ranks", "what": "results", "bound_s": bound_s}
+    return {host: order for host in hosts if host in head.members}
+
+
+def _interface_variables(card: ProbeInfo, several: bool) -> dict[str, str]:
+    """Of gloo and NCCL, as Lockstep sets it for its workers: the one that has the host's address."""
+    if not card.interface:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": card.interface}
+
+
+def _record_answer(found: SelfTestResult, host: str, answer: AwaitRanksAnswer) -> None:
+    for line in answer.lines:
+        name, key = found.ranks[line.rank], (line.communicator, line.operation)
+        if line.at is not None:
+            found.at[name] = line.at
+        elif line.failed is not None:
+            found.failed[name] = line.failed
+        elif line.pair is not None:
+            one, other = (found.ranks[rank] for rank in line.pair)
+            found.pairs[line.communicator, one, other] = line.mb_per_s
+        elif line.ok:
+            found.rates.setdefault(key, []).append(line.mb_per_s)
+            found.latency_ms.setdefault(key, []).append(line.ms)
+    if not answer.lines:
+        code = answer.ended
+        how = "in time: the host may be too busy to import torch" if code is None else f"and ended with {code}"
+        found.lost[host] = f"its ranks said nothing {how}{': ' if answer.last else ''}{answer.last}"
+
+
+def judge_collectives(tested: SelfTestResult) -> list[Finding]:
+    """One finding per communicator that is right, the failure where one is not, and the slowest pair."""
+    if not tested.communicators:
+        what = "the config makes no communicator of two processes (one rank, weights through memory that both see)"
+        return [Finding("collectives", "ok", "", what)]
+    if not tested.passed:
+        return [_failure(tested)]
+    found = []
+    for each in tested.communicators:
+        rows = [
+            f"{operation} {statistics.median(tested.latency_ms[each.name, operation]):.2f} ms, "
+            f"{min(tested.rates[each.name, operation]):,.0f} MB/s"
+            for operation in each.operations
+        ]
+        found.append(
+            Finding(
+                "collectives", "ok", "",
+                f"{each.name} ({len(each.members)} ranks on {each.backend}: {each.does}): all sums right; "
+                + "; ".join(rows), source=_BUS_BANDWIDTH_SOURCE,
+            )
+        )  # fmt: skip
+    return found + _slowest(tested)
+
+
+def _slowest(tested: SelfTestResult) -> list[Finding]:
+    found = []
+    for communicator in tested.communicators:
+        pairs = {key[1:]: rate for key, rate in tested.pairs.items() if key[0] == communicator.name}
+        if len(pairs) < 3:
+            continue
+        (one, other), rate = min(pairs.items(), key=lambda item: item[1])
+        middle = statistics.median(pairs.values())
+        a, b = tested.hosts[one], tested.hosts[other]
+        where = f"both on {a}" if a == b else f"{a} and {b}"
+        slow = rate < _SLOW * middle and a != b
+        found.append(
+            Finding(
+                "slowest-pair", "warning" if slow else "note", "" if a == b else f"{a}, {b}",
+                f"slowest pair of {communicator.name}: {one} and {other} ({where}) with {rate:,.0f} MB/s each way, the "
+                f"median is {middle:,.0f}",
+                "a collective is as fast as its slowest link" if slow else "",
+                "compare the link's speed and errors on both hosts (`ethtool`, `ip -s link`, `ibstat`)" if slow else "",
+            )
+        )  # fmt: skip
+    return found
+
+
+def _failure(tested: SelfTestResult) -> Finding:
+    """Who is to blame: who says what is wrong, else who is behind the others."""
+    lost = "; ".join(f"{host}: {why}" for host, why in tested.lost.items())
+    said = {
+        name: why for name, why in tested.failed.items() if not why.startswith(("WaitTimeout", "did not end"))
+    } or tested.failed
+    causes: dict[str, list[str]] = {}
+    for name, why in said.items():
+        causes.setdefault(why, []).append(name)
+    rows = [f"{_names_with_hosts(names, tested)}: {why}" for why, names in list(causes.items())[:3]]
+    never = [name for name in tested.ranks if name not in tested.at]
+    behind = [name for name in tested.ranks if tested.at.get(name) in ("rendezvous",)]
+    if never:
+        rows.append(f"{_names_with_hosts(never, tested)} never started")
+    if behind and len(behind) < len(tested.ranks):
+        rows.append(f"{_names_with_hosts(behind, tested)} did not reach the store")
+    if not rows and not lost:
+        rows = [f"no rank told the result of {each}" for each in tested.untold[:3]]
+    stages = {tested.at.get(name, "") for name in said} - {"done", ""}
+    where = f" (at: {', '.join(sorted(stages))})" if stages else ""
+    backends = " and ".join(sorted({each.backend for each in tested.communicators}))
+    told = "; ".join([lost, *rows] if lost else rows)
+    seen = f"the self-test of {len(tested.ranks)} ranks on {backends} failed{where}: {told}"
+    hosts = ", ".join(dict.fromkeys(tested.hosts[name] for name in [*behind, *never] or said)) or ", ".join(tested.lost)
+    return Finding(
+        "collectives", "error", hosts, seen, "the run's first collective would fail or hang in the same way",
+        _advice(seen, tested),
+    )  # fmt: skip
+
+
+_ADVICE = (
+    ("checksum", "data is corrupted between these ranks: on GPUs try NCCL_P2P_DISABLE=1 (see the isolation below) and "
+     "read the kernel log for Xid and PCIe errors"),
+    ("Duplicate GPU", "two ranks share a GPU, which NCCL refuses: use as many GPUs as ranks"),
+    ("no socket interface", "the interface in NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME is not on every host: unset it "
+     "or name one that is"),
+    ("nable to find address for", "the interface in GLOO_SOCKET_IFNAME is not there, or has no address: name one that "
+     "has"),
+    ("nable to resolve", "gloo looks for this host's own name: set GLOO_SOCKET_IFNAME, or put the name into the hosts "
+     "file"),
+    ("CUDA", "see the checks of the GPUs and versions on the hosts named"),
+    ("did not reach the store", "the port of the store is closed from there: see the pairs above"),
+)  # fmt: skip
+
+
+def _advice(seen: str, tested: SelfTestResult) -> str:
+    for sign, advice in _ADVICE:
+        if sign in seen:
+            return advice
+    nccl = any(each.backend == "nccl" for each in tested.communicators)
+    more = "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,NET" if nccl else "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    return f"look at the pairs and interfaces above for the hosts named; {more} says more"
+
+
+def _names_with_hosts(names: Sequence[str], tested: SelfTestResult) -> str:
+    return summarize_list(names, 4, lambda name: f"{name} ({tested.hosts[name]})")

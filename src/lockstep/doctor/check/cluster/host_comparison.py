@@ -1,0 +1,305 @@
+"""Gathers facts from every host through its probe, judges each host, and compares them with each other."""
+
+import ipaddress
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from lockstep.base.text import summarize_list
+from lockstep.doctor.check.cluster.probe_rendezvous import CheckHead
+from lockstep.doctor.check.facts.host_facts import MAX_TEXT, HostFacts, HostNetwork, host_facts_from_json, parser_of
+from lockstep.doctor.check.facts.host_requirements import HostRequirements
+from lockstep.doctor.check.facts.host_system import HostSystem
+from lockstep.doctor.check.host_check import GATHER_TIMEOUT_S, gather_host, judge_host
+from lockstep.doctor.check.probe.probe_protocol import ProbeMessage
+from lockstep.doctor.check.rules.gpu_rules import gpu_summary
+from lockstep.doctor.check.rules.interface_selection import InterfaceChoice, interface_choices, judge_address
+from lockstep.doctor.check.rules.version_rules import compare_versions
+from lockstep.doctor.environment.environment_lint import JobTraits, ProcessEnvironment, lint_environments
+from lockstep.doctor.environment.environment_sources import shareable_variables
+from lockstep.doctor.output.findings import Finding
+
+
+def compare_hosts(facts: Sequence[HostFacts]) -> list[Finding]:
+    """All of it; one finding for a thing, with who has which. Nothing where there is one host."""
+    if len(facts) < 2:
+        return []
+    return [
+        *compare_versions({each.host: each.versions for each in facts if each.versions is not None}),
+        *_same_name(facts),
+        *_compare_hardware(facts),
+        *_compare_clocks(facts),
+        *_compare_networks(facts),
+    ]
+
+
+def _same_name(facts: Sequence[HostFacts]) -> Iterator[Finding]:
+    names = [each.host for each in facts]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        said = f"{names.count(name)} hosts call themselves {name}"
+        why = "NCCL takes hosts of one name and boot id for one, and what is keyed by name is overwritten"
+        yield Finding("same-name", "warning", name, said, why, "hostnamectl set-hostname (or export NCCL_HOSTID)")
+
+
+def _by_value(values: Mapping[str, str]) -> tuple[str, str, str]:
+    """What is said, the odd hosts, and what most have."""
+    hosts: dict[str, list[str]] = {}
+    for host, value in values.items():
+        hosts.setdefault(value, []).append(host)
+    most = max(hosts, key=lambda value: len(hosts[value]))
+    odd = ",".join(host for value, which in hosts.items() if value != most for host in which)
+    return "; ".join(f"{value} on {summarize_list(which, 4)}" for value, which in hosts.items()), odd, most
+
+
+def _differing(
+    id: str, what: str, values: Mapping[str, str], why: str, fix: str = "", note: bool = False
+) -> Iterator[Finding]:
+    if len(set(values.values())) > 1:
+        said, odd, _ = _by_value(values)
+        yield Finding(id, "note" if note else "warning", odd, f"{what}: {said}", why, fix)
+
+
+def _compare_hardware(facts: Sequence[HostFacts]) -> Iterator[Finding]:
+    gpus = {each.host: gpu_summary(each.gpus) or "no GPU" for each in facts if each.gpus is not None}
+    yield from _differing("differs-gpus", "hosts have different GPUs", gpus, "ranks wait for the slowest")
+    rates = {
+        each.host: ", ".join(
+            sorted(f"{port.rate_gbps or 0:g} Gb/s" for port in each.rdma.ports if port.state == "ACTIVE")
+        )
+        or "no active port"
+        for each in facts
+        if each.rdma is not None
+    }
+    why = "collectives go at the pace of the slowest host; a host without a rail hangs where others use it"
+    yield from _differing("differs-rdma", "InfiniBand and RoCE differ", rates, why, "ibstat on those hosts")
+    shm = {each.host: "none" for each in facts if each.limits is not None and each.limits.shm is None}
+    if shm and len(shm) < len(facts):
+        yield Finding(
+            "differs-shm",
+            "warning",
+            ",".join(shm),
+            f"/dev/shm is missing on {summarize_list(list(shm), 4)}",
+            "ranks fail there",
+        )
+
+
+def _compare_clocks(facts: Sequence[HostFacts]) -> Iterator[Finding]:
+    known = {each.host: each.clock.offset_s for each in facts if each.clock and each.clock.offset_s is not None}
+    if len(known) < 2:
+        return
+    first, last = min(known, key=lambda host: known[host]), max(known, key=lambda host: known[host])
+    apart = known[last] - known[first]
+    if apart > 0.5:
+        said = f"clocks of {first} and {last} are {apart:.2f} s apart"
+        why = "logs cannot be put in order, and tokens and leases expire early or late"
+        yield Finding("clock-skew", "warning", f"{first},{last}", said, why, "chronyc makestep on both")
+
+
+def _compare_networks(facts: Sequence[HostFacts]) -> Iterator[Finding]:
+    known = {each.host: each for each in facts if each.network is not None}
+    picked = {
+        host: {choice.who: choice for choice in interface_choices(each.network, each.names)}
+        for host, each in known.items()
+        if each.network is not None
+    }
+    for who in ("NCCL", "Gloo", "Ray", "vLLM"):
+        chosen = {host: choice[who] for host, choice in picked.items() if choice[who].picks}
+        networks = {host: each.network for host, each in known.items() if host in chosen and each.network is not None}
+        yield from _same_address(who, chosen)
+        yield from _compare_subnets(who, chosen, networks)
+        yield from _compare_mtu(who, chosen, networks)
+
+
+def _same_address(who: str, chosen: Mapping[str, InterfaceChoice]) -> Iterator[Finding]:
+    owners: dict[str, list[str]] = {}
+    for host, choice in chosen.items():
+        owners.setdefault(choice.picks[0][1], []).append(host)
+    for address, hosts in owners.items():
+        if len(hosts) > 1:
+            said = f"{who} of {summarize_list(hosts, 4)} would use the same address, {address}"
+            why = "a peer that is told it reaches one of them, or itself"
+            fix = "set the interface or address for each host (see the findings of each)"
+            yield Finding(f"same-address-{who.lower()}", "error", ",".join(hosts), said, why, fix)
+
+
+def _subnet_of(network: HostNetwork, address: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    for each in network.interfaces:
+        for own in each.addresses:
+            if own.partition("/")[0] == address:
+                return ipaddress.ip_interface(own).network
+    return None
+
+
+def _compare_subnets(
+    who: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
+) -> Iterator[Finding]:
+    """Different subnets may be routed; that they hide a common one is worth a word."""
+    subnets: dict[str, str] = {}
+    for host, choice in chosen.items():
+        address = choice.picks[0][1]
+        network = _subnet_of(networks[host], address)
+        if network is not None and judge_address(address, networks[host].interfaces).reach in ("fine", "public"):
+            subnets[host] = str(network)
+    if len(set(subnets.values())) < 2:
+        return
+    common = _common_subnet(networks)
+    said, odd, _ = _by_value(subnets)
+    why = "peers reach each other only where a router between these subnets lets every port through"
+    fix = f"all of them are in {common}: set {who}'s interface to the one of it" if common else ""
+    yield Finding(
+        f"subnets-{who.lower()}",
+        "warning" if common else "note",
+        odd,
+        f"{who} is on different subnets: {said}",
+        why,
+        fix,
+    )
+
+
+def _common_subnet(networks: Mapping[str, HostNetwork]) -> str | None:
+    """A subnet that every host is in, with an address by which peers reach it."""
+    sets = []
+    for network in networks.values():
+        sets.append({
+            str(ipaddress.ip_interface(own).network)
+            for each in network.interfaces
+            for own in each.addresses
+            if each.running and judge_address(own.partition("/")[0], network.interfaces, each.name).reach in ("fine", "public")
+        })  # fmt: skip
+    shared = set.intersection(*sets) if sets else set()
+    return min(shared, key=lambda subnet: (":" in subnet, subnet), default=None)
+
+
+def _compare_mtu(
+    who: str, chosen: Mapping[str, InterfaceChoice], networks: Mapping[str, HostNetwork]
+) -> Iterator[Finding]:
+    """Packets of the larger size vanish where a path does not take them: connections open and then hang."""
+    if who != "NCCL":
+        return
+    sizes = {}
+    for host, choice in chosen.items():
+        for each in networks[host].interfaces:
+            if each.name == choice.picks[0][0] and each.mtu:
+                sizes[host] = each.mtu
+    for first, second in combinations(sorted(set(sizes.values())), 2):
+        hosts = [host for host, mtu in sizes.items() if mtu == first]
+        said = f"interfaces of NCCL have MTU {first} on {summarize_list(hosts, 4)} and {second} on others"
+        why = "small messages pass, large ones vanish where the network does not divide them: a collective hangs"
+        yield Finding("mtu", "warning", ",".join(hosts), said, why, "ip link set DEVICE mtu N, the same on all")
+        return
+
+
+ENVIRONMENT_S = 5.0
+_SERIOUS = ("error", "warning")
+_JUDGE_ERRORS = ValueError, LookupError, TypeError, ArithmeticError, OSError
+"""What judging may raise where facts are of the right types and their values are not what any host has."""
+
+
+@dataclass(frozen=True, slots=True)
+class LookOrder:
+    """Look at the host, for a run with these needs."""
+
+    needs: HostRequirements
+    bound_s: Annotated[float, Field(gt=0, le=60)]
+
+
+@dataclass(frozen=True, slots=True)
+class VariablesAnswer:
+    """Of a host, those that may be shown."""
+
+    variables: dict[str, str]
+
+
+_parse_look_order, _parse_variables = parser_of(LookOrder), parser_of(VariablesAnswer)
+
+
+def answer_look(order: Mapping[str, Any]) -> ProbeMessage:
+    """The probe's side: what is known about its host, or its variables."""
+    if order.get("what") == "environment":
+        return {"variables": shareable_variables(os.environ)}
+    asked = _parse_look_order(dict(order))
+    return gather_host(HostSystem(), asked.needs, asked.bound_s).json()
+
+
+def gather_from_hosts(
+    head: CheckHead, names: Sequence[str], needs: HostRequirements
+) -> tuple[dict[str, HostFacts], dict[str, str]]:
+    """By host, what is known about it, all asked at once; and of those that did not say, why."""
+    folders = {str(Path(path).absolute()): purpose for path, purpose in needs.folders.items()}
+    order = {"do": "look", "needs": asdict(replace(needs, folders=folders)), "bound_s": GATHER_TIMEOUT_S}
+    facts, lost = head.ask(
+        dict.fromkeys(names, order), GATHER_TIMEOUT_S + 3.0, "what they find on their hosts", _read_facts
+    )
+    return dict(sorted(facts.items())), lost
+
+
+def _read_facts(name: str, answer: ProbeMessage) -> HostFacts:
+    return replace(host_facts_from_json(answer), host=name)
+
+
+def compare_environments(head: CheckHead, names: Sequence[str]) -> list[Finding]:
+    """What is wrong with the variables that probes have on their hosts, and what differs between them. A warning at
+    most where they differ: how a job is started there is not known."""
+    order = {"do": "look", "what": "environment"}
+    why = "which variables their hosts have"
+    told, lost = head.ask(
+        dict.fromkeys(names, order), ENVIRONMENT_S, why, lambda name, answer: _parse_variables(answer)
+    )
+    places = [ProcessEnvironment(name, each.variables) for name, each in sorted(told.items())]
+    found = [
+        replace(each, severity="warning") if (each.id, each.severity) == ("env-differs", "error") else each
+        for each in lint_environments(places, job=JobTraits(several=True))
+    ]
+    return [
+        *found, *(Finding("env-fine", "unchecked", name, f"{name} did not say its variables: {why}")
+                  for name, why in lost.items()),
+    ]  # fmt: skip
+
+
+def judge_other_hosts(
+    facts: Mapping[str, HostFacts], lost: Mapping[str, str], needs: HostRequirements, here: Callable[[str], bool]
+) -> list[Finding]:
+    """What is wrong on hosts other than this one, the same on several said once, and what differs between all of them.
+
+    Args:
+        here: whether a name is of this host, which has been told about already.
+    """
+    others = {name: known for name, known in facts.items() if not here(name)}
+    said: list[Finding] = []
+    odd: dict[str, str] = {}
+    for name, known in others.items():
+        try:
+            said += [finding for rung in judge_host(known, needs).values() for finding in rung]
+        except _JUDGE_ERRORS as error:
+            odd[name] = f"what it says cannot be judged: {type(error).__name__}: {error}"[:MAX_TEXT]
+    wrong = merge_findings([finding for finding in said if finding.severity != "ok"])
+    unknown = [
+        Finding("host", "unchecked", name, f"{name} did not say what it finds: {why}")
+        for name, why in {**lost, **odd}.items()
+    ]
+    differing = _compare_guarded([known for name, known in facts.items() if name not in odd])
+    named = {name for each in [*said, *differing] if each.severity in _SERIOUS for name in each.host.split(",")}
+    clean = sorted(set(others) - named - set(odd))
+    fine = [Finding("hosts", "ok", ",".join(clean), f"nothing is wrong on {summarize_list(clean, 8)}")] if clean else []
+    return [*differing, *wrong, *unknown, *fine]
+
+
+def _compare_guarded(facts: Sequence[HostFacts]) -> list[Finding]:
+    try:
+        return compare_hosts(facts)
+    except _JUDGE_ERRORS as error:
+        said = f"what differs between hosts cannot be told: {type(error).__name__}: {error}"[:MAX_TEXT]
+        return [Finding("hosts", "unchecked", "", said)]
+
+
+def merge_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding where several hosts say the same."""
+    hosts: dict[Finding, list[str]] = {}
+    for finding in findings:
+        hosts.setdefault(replace(finding, host=""), []).append(finding.host)
+    return [replace(finding, host=",".join(dict.fromkeys(names))) for finding, names in hosts.items()]

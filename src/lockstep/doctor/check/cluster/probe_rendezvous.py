@@ -1,0 +1,345 @@
+"""Starts probes and collects them: the head listens on one address, probes join it, and hosts that did not join are
+named within seconds.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self, TypeVar
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.transport.auth_handshake import Listener
+from lockstep.base.transport.frames import Connection, WireError
+from lockstep.doctor.check.facts.host_facts import parser_of
+from lockstep.doctor.check.probe import peer_connections, probe_protocol
+from lockstep.doctor.check.probe.host_probe import connection_addresses, resolve_host
+from lockstep.doctor.check.probe.probe_protocol import (
+    CHECK_RUN,
+    MAX_MESSAGE_BYTES,
+    TOKEN_VARIABLE,
+    ProbeInfo,
+    ProbeLauncher,
+    ProbeMessage,
+    ProtocolVersion,
+    own_protocol_version,
+    receive_message,
+    request_all,
+)
+from lockstep.doctor.check.probe.probe_protocol import send_message as tell_probe
+
+
+def join_command(head: str, port: int, name: str) -> str:
+    """What starts a probe on a host; the token comes from the environment, or is asked for."""
+    where = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
+    return f"lockstep check --join {where} --name {name}"
+
+
+class PrintedLauncher:
+    """Has people start the probes.
+
+    Args:
+        say: shows a line to whoever started the check.
+        show_token: whether the token is said as well (not where it came from the environment).
+    """
+
+    def __init__(self, hosts: Sequence[str], say: Callable[[str], None], show_token: bool) -> None:
+        self._hosts, self._say, self._show_token = tuple(hosts), say, show_token
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self._hosts
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        return {}
+
+    def start(self, head: str, port: int, token: str) -> None:
+        for name in self._hosts:
+            self._say(f"on {name} run: {join_command(head, port, name)}")
+        if self._hosts and self._show_token:
+            self._say(f"it asks for this token (or finds it in {TOKEN_VARIABLE}): {token}")
+
+    def failed(self) -> Mapping[str, str]:
+        return {}
+
+    def stop(self) -> None:
+        return None
+
+
+class CombinedLauncher:
+    """Launchers of different kinds as one."""
+
+    def __init__(self, launchers: Sequence[ProbeLauncher]) -> None:
+        self.parts = tuple(launchers)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(host for each in self.parts for host in each.hosts)
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        return {host: address for each in self.parts for host, address in each.addresses.items()}
+
+    def start(self, head: str, port: int, token: str) -> None:
+        for each in self.parts:
+            each.start(head, port, token)
+
+    def failed(self) -> Mapping[str, str]:
+        return {host: why for each in self.parts for host, why in each.failed().items()}
+
+    def stop(self) -> None:
+        for each in self.parts:
+            each.stop()
+
+
+T = TypeVar("T")
+
+NAMED_HOSTS_S = 5.0
+"""Who has not joined is named after so long, with all that can be found out about them by then."""
+HOST_LOOKUP_S = 1.5
+"""Who has not joined by then is looked for, which takes up to 3.4 s: 2 s for the name, 0.7 s for each of two ports."""
+GREETING_S = 3.0
+PROBE_INFO_S = 6.0
+DIAL_BACK_S = 2.0
+_parse_protocol_version = parser_of(ProtocolVersion)
+
+
+@dataclass(frozen=True, slots=True)
+class MissingHost:
+    """A host whose probe did not join."""
+
+    name: str
+    given: str
+    """The head's address that it was given."""
+    failed: str = ""
+    """What the launcher knows of its probe."""
+    resolves_to: tuple[str, ...] = ()
+    there: str = ""
+    """Whether a host answers at its address: `probe_protocol`, `silent`, or an error; empty where it has no address."""
+    sought: bool = True
+    """Whether these two are known by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRendezvous:
+    """Who came, who did not, and how they reach each other's first address."""
+
+    head: str
+    """Its address, as it was given to all."""
+    port: int
+    joined: dict[str, ProbeInfo]
+    missing: tuple[MissingHost, ...]
+    back: dict[str, str]
+    """By host, why the head could not dial the address that its probe has; empty where it could."""
+    lost: dict[str, str]
+    """Hosts that joined and then did not answer, and why."""
+    twice: tuple[str, ...]
+    """Names under which more than one probe came; the first counts."""
+    strangers: tuple[str, ...]
+    """Names under which probes came that nobody expects."""
+    took_s: float
+    other: Mapping[str, str] = field(default_factory=dict)
+    """By host, why its probe was not taken: it speaks another protocol than this head."""
+
+
+class CheckHead:
+    """Listens for probes, on `address` alone.
+
+    The port is bound when this is made and given to the probes afterwards, so that nobody else can take it in between.
+
+    Raises:
+        OSError: this host does not have `address`, or the port is taken.
+    """
+
+    def __init__(self, token: str, address: str, port: int = 0) -> None:
+        self._listener = Listener(
+            token, CHECK_RUN, 0, "head", address, (port, port), max_frame=MAX_MESSAGE_BYTES, handshake_s=5.0
+        )
+        self.address, self.port, self.token = self._listener.host, self._listener.port, token
+        self.members: dict[str, Connection] = {}
+        self._came_from: dict[str, str] = {}
+        self._entering: list[tuple[Connection, float]] = []
+        self._other: dict[str, str] = {}
+        self._twice: list[str] = []
+        self._strangers: list[str] = []
+
+    def gather(
+        self,
+        launcher: ProbeLauncher,
+        bound_s: float = NAMED_HOSTS_S,
+        ports: Sequence[int] = (),
+        kernels: int = 3,
+        tell: Callable[[Sequence[MissingHost]], None] | None = None,
+        given: str | None = None,
+    ) -> ProbeRendezvous:
+        """Starts the probes, and waits until all have joined or the bound.
+
+        Args:
+            bound_s: how long to wait for all; more than the usual where people start the probes.
+            ports: that the run will use, which every probe binds.
+            kernels: how many ports of the kernel's own range every probe binds as well.
+            tell: is given those that are missing, after `NAMED_HOSTS_S` and every `NAMED_HOSTS_S` from then on.
+            given: the address that probes are given for the head, where it is another than the one it listens on.
+        """
+        began = time.monotonic()
+        given = given or self.address
+        launcher.start(given, self.port, self.token)
+        expected = list(dict.fromkeys(launcher.hosts))
+        search: MissingHostSearch | None = None
+        told = began
+        while (now := time.monotonic()) - began < bound_s:
+            absent = self._absent(expected)
+            if set(absent) <= set(launcher.failed()):
+                break
+            self._take(0.1, expected)
+            if search is None and now - began >= HOST_LOOKUP_S:
+                search = MissingHostSearch(absent, f"{given}:{self.port}", launcher.addresses)
+            if tell is not None and search is not None and now - told >= NAMED_HOSTS_S:
+                told = now
+                tell(search.found(self._absent(expected), launcher.failed()))
+        named_s = time.monotonic() - began
+        absent = self._absent(expected)
+        search = search or MissingHostSearch(absent, f"{given}:{self.port}", launcher.addresses)
+        search.await_all()
+        missing = search.found(absent, launcher.failed())
+        joined, lost = self._cards(ports, kernels)
+        return ProbeRendezvous(
+            given, self.port, joined, missing, self._back(joined), lost, tuple(self._twice), tuple(self._strangers),
+            named_s, dict(self._other),
+        )  # fmt: skip
+
+    def ask(
+        self,
+        orders: Mapping[str, Mapping[str, object]],
+        bound_s: float,
+        why: str,
+        read: Callable[[str, ProbeMessage], T],
+    ) -> tuple[dict[str, T], dict[str, str]]:
+        """What those probes answer, and why others did not; they are members no longer."""
+        answered, lost = request_all(self.members, orders, bound_s, why, read)
+        for name in lost:
+            _dismiss(self.members.pop(name), lost[name])
+        return answered, lost
+
+    def close(self) -> None:
+        """Has the probes leave."""
+        for connection in [*self.members.values(), *(connection for connection, _ in self._entering)]:
+            _dismiss(connection)
+        self.members.clear()
+        self._entering.clear()
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _absent(self, expected: Sequence[str]) -> list[str]:
+        return [name for name in expected if name not in self.members and name not in self._other]
+
+    def _take(self, seconds: float, expected: Sequence[str]) -> None:
+        """Whoever has proved to know the token says which protocol it speaks, and then is a member."""
+        connection = self._listener.accept(seconds)
+        if connection is not None:
+            self._entering.append((connection, time.monotonic() + GREETING_S))
+        entering, self._entering = self._entering, []
+        for connection, until in entering:
+            try:
+                greeting = receive_message(connection, 0.0)
+                if greeting is None and time.monotonic() < until:
+                    self._entering.append((connection, until))
+                    continue
+                theirs = _parse_protocol_version(greeting or {})
+            except WireError:
+                continue  # it has gone; who expects it finds it missing
+            except ValueError:
+                theirs = ProtocolVersion(0, "unknown")
+            self._enter(connection, theirs, expected)
+
+    def _enter(self, connection: Connection, theirs: ProtocolVersion, expected: Sequence[str]) -> None:
+        name, why = connection.peer.name, ""
+        if name not in expected:
+            self._strangers.append(name)
+            why = f"this check expects no host {name}"
+        elif name in self.members:
+            self._twice.append(name)
+            why = f"a probe of {name} has joined before"
+        elif theirs.protocol != own_protocol_version().protocol:
+            self._other[name] = f"its probe is of {theirs}, and the head of {own_protocol_version()}"
+            why = f"the head is of {own_protocol_version()}, and this one of {theirs}"
+        if why:
+            _dismiss(connection, why)
+            return
+        self._other.pop(name, None)
+        self.members[name] = connection
+        self._came_from[name] = connection_addresses(connection)[1]
+
+    def _cards(self, ports: Sequence[int], kernels: int) -> tuple[dict[str, ProbeInfo], dict[str, str]]:
+        order = {"do": "card", "ports": list(ports), "kernels": kernels}
+        cards, lost = self.ask(
+            dict.fromkeys(self.members, order), PROBE_INFO_S, "what they see", probe_protocol.read_probe_info
+        )
+        return {name: replace(cards[name], came_from=self._came_from[name]) for name in sorted(cards)}, lost
+
+    def _back(self, joined: Mapping[str, ProbeInfo]) -> dict[str, str]:
+        """Whether the address that each probe has can be dialled from here."""
+        targets = []
+        for name, card in joined.items():
+            label, port = next(iter(card.ports.items()), ("", 0))
+            if port:
+                targets.append(peer_connections.PeerPort(name, card.address, port, label))
+        found = (
+            peer_connections.dial_all(targets, self.token, "head", DIAL_BACK_S, 2 * DIAL_BACK_S, 64) if targets else []
+        )
+        return {one.peer: one.why for one in found}
+
+
+class MissingHostSearch:
+    """Looks for hosts that have not come, all at once and beside whatever else is done.
+
+    Args:
+        given: the head's address that they were given.
+        known: addresses of hosts whose names may lead nowhere.
+    """
+
+    def __init__(self, absent: Sequence[str], given: str, known: Mapping[str, str]) -> None:
+        self._given, self._known = given, known
+        self._found: dict[str, MissingHost] = {}
+        self._threads = [threading.Thread(target=self._look, args=(name,), daemon=True) for name in absent]
+        for thread in self._threads:
+            thread.start()
+
+    def await_all(self) -> None:
+        """Until everything is known, within its bound."""
+        for thread in self._threads:
+            with contextlib.suppress(WaitTimeout, WireError):
+                waits.join(thread, whom="a missing host", why="is it there", timeout_s=4.0, notice_after_s=None)
+
+    def found(self, absent: Sequence[str], failed: Mapping[str, str]) -> tuple[MissingHost, ...]:
+        """What is known by now.
+
+        Args:
+            failed: what the launcher knows of their probes.
+        """
+        known = dict(self._found)
+        return tuple(
+            replace(known.get(name, MissingHost(name, self._given, sought=False)), failed=failed.get(name, ""))
+            for name in absent
+        )
+
+    def _look(self, name: str) -> None:
+        addresses = (self._known[name],) if name in self._known else resolve_host(name, 2.0)
+        there = peer_connections.host_responds(addresses[0], bound_s=0.7) if addresses else ""
+        self._found[name] = MissingHost(name, self._given, "", addresses, there)
+
+
+def _dismiss(connection: Connection, why: str = "") -> None:
+    with connection, contextlib.suppress(WireError):
+        tell_probe(connection, {"do": "leave", "why": why}, timeout_s=0.5)

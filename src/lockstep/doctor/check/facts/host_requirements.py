@@ -1,0 +1,92 @@
+"""What a run requires of each of its hosts, derived from its config."""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from lockstep.config.cluster import RayClusterConfig
+from lockstep.config.run_config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class HostRequirements:
+    """Without a config: the host by itself."""
+
+    several: bool = False
+    """Whether the run has other hosts: then addresses that only this host reaches are wrong."""
+    gpus: bool = False
+    """Whether it cannot do without a GPU."""
+    shared: bool = False
+    """Whether processes of one host exchange data in shared memory: ranks, an engine, workers."""
+    packages: tuple[str, ...] = ("python", "torch", "transformers")
+    """Those without which it does not start."""
+    interface: str | None = None
+    """`cluster.interface`: the beginning of the name of the one to use."""
+    names: tuple[str, ...] = ()
+    """Names of other hosts that it is given."""
+    folders: Mapping[str, str] = field(default_factory=dict)
+    """Purpose by folder."""
+    ports: Mapping[int, str] = field(default_factory=dict)
+    """Purpose by port that something of it listens on here."""
+
+
+def requirements_of(config: RunConfig | None, several: bool = False) -> HostRequirements:
+    """Of the host alone where there is no config: its working folder, and what training needs.
+
+    Args:
+        several: the run has other hosts, whatever its config says.
+    """
+    ports = _master_port(os.environ)
+    if config is None:
+        return HostRequirements(
+            several=several, shared=several, folders={str(Path.cwd()): "the working folder"}, ports=ports
+        )
+    packages = ["python", "torch", "transformers"]
+    cluster = config.cluster
+    ray = isinstance(cluster, RayClusterConfig)
+    if ray:
+        packages.append("ray")
+    if config.rollout.engine.kind == "vllm":
+        packages.append("vllm")
+    folders = {str(Path(config.folder) / config.name): "the run's folder"}
+    names = _host_names(cluster.address) if isinstance(cluster, RayClusterConfig) else ()
+    if ray:
+        folders["/tmp"] = "Ray's folder"
+    return HostRequirements(
+        several=several
+        or (isinstance(cluster, RayClusterConfig) and bool(cluster.address or os.environ.get("RAY_ADDRESS"))),
+        gpus=cluster.device == "cuda",
+        shared=several or config.trainer.ranks > 1 or config.reward is not None or config.evaluation is not None,
+        packages=tuple(packages),
+        interface=cluster.interface if isinstance(cluster, RayClusterConfig) else None,
+        names=names,
+        folders=folders,
+        ports=ports,
+    )
+
+
+def _master_port(environ: Mapping[str, str]) -> dict[int, str]:
+    """MASTER_PORT, where MASTER_ADDR is this host or none is given: there rank 0 listens."""
+    port, address = environ.get("MASTER_PORT", ""), environ.get("MASTER_ADDR", "localhost")
+    if not port.isdigit() or not 0 < int(port) < 1 << 16:
+        return {}
+    here = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
+    here |= {each.address for found in psutil.net_if_addrs().values() for each in found}
+    return {int(port): "MASTER_PORT"} if address in here else {}
+
+
+def _host_names(address: str | None) -> tuple[str, ...]:
+    """The host of `HOST:PORT` where it is a name."""
+    if address is None or address == "auto":
+        return ()
+    host = address.rpartition(":")[0].strip("[]") or address
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return (host,)
+    return ()

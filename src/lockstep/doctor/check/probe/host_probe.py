@@ -1,0 +1,354 @@
+"""The process that a check starts on every host: joins the head, reports facts, tests its peers and runs the ranks of
+the self-test.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.transport import auth_handshake
+from lockstep.base.transport.frames import Connection, ConnectionClosed, HandshakeRefused, WireError
+from lockstep.doctor.check.facts.host_facts import MAX_TEXT, HostInterface
+from lockstep.doctor.check.facts.network_facts import gather_interfaces, local_address_towards
+from lockstep.doctor.check.probe import peer_connections, probe_protocol
+from lockstep.doctor.check.probe.probe_protocol import (
+    CHECK_RUN,
+    MAX_MESSAGE_BYTES,
+    AwaitRanksOrder,
+    ProbeInfo,
+    ProbeMessage,
+    StartRanksOrder,
+    own_protocol_version,
+    receive_message,
+    send_message,
+)
+
+_STORE_PORT_S = 60.0
+_MAX_ERROR_TEXT = 2000
+_MAX_OUTPUT = 64 << 20
+"""Bytes of it that are read."""
+
+
+class SelfTestProcess:
+    """At most one process at a time. What it prints goes to files without a name, so that nothing of it is left however
+    this process ends; and it ends when its standard input does, which this process holds open."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: IO[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+
+    def start(self, order: StartRanksOrder) -> dict[str, Any]:
+        """Starts them: `port` of the store where this host serves it, -1 where it could not."""
+        self.end()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        environment = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
+        given = {str(name): value for name, value in order.environment.items()}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.doctor.check.probe.selftest"],
+            env={"OMP_NUM_THREADS": "1", **environment, **given, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            stdin=subprocess.PIPE, stdout=self._output, stderr=self._errors, start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(json.dumps(order.spec.json()).encode() + b"\n")
+            self._process.stdin.flush()
+        return {"port": self._port() if order.spec.serve else 0}
+
+    def results(self, order: AwaitRanksOrder) -> dict[str, Any]:
+        """What they said, when all have, or at the bound: `format_event`, one object each; `describe_end`, the exit
+        code; `errors`, the end of what was printed besides. They are ended then."""
+        code: int | None = None
+        if self._process is not None:
+            with contextlib.suppress(WaitTimeout):
+                code = waits.process(
+                    self._process, whom="self-test", why="its results", timeout_s=order.bound_s, notice_after_s=None
+                )
+        answer = {"lines": self._lines(), "ended": code, "errors": _read_tail(self._errors)}
+        self.end()
+        return answer
+
+    def end(self) -> None:
+        """Kills what is left of them. Idempotent."""
+        process, self._process = self._process, None
+        files, self._output, self._errors = (self._output, self._errors), None, None
+        if process is not None:
+            self._kill(process)
+        for file in files:
+            if file is not None:
+                file.close()
+
+    def _kill(self, process: "subprocess.Popen[bytes]") -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        with contextlib.suppress(WaitTimeout):
+            waits.process(process, whom="self-test", why="it is killed", timeout_s=5.0, notice_after_s=None)
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+
+    def _port(self) -> int:
+        def told() -> int | None:
+            for line in self._lines():
+                if "port" in line:
+                    return int(line["port"])
+            return -1 if self._process is None or self._process.poll() is not None else None
+
+        try:
+            return waits.poll(
+                told, kind="rendezvous", whom="self-test", why="the port of its store", timeout_s=_STORE_PORT_S,
+                notice_after_s=None,
+            )  # fmt: skip
+        except WaitTimeout:
+            return -1
+
+    def _lines(self) -> list[dict[str, Any]]:
+        found = []
+        for raw in _read_all(self._output).splitlines():
+            with contextlib.suppress(ValueError):
+                line = json.loads(raw)
+                if isinstance(line, dict):
+                    found.append(line)
+        return found
+
+
+def _read_all(file: IO[bytes] | None) -> bytes:
+    """Without moving the place at which the process writes, which is shared."""
+    return b"" if file is None else os.pread(file.fileno(), _MAX_OUTPUT, 0)
+
+
+def _read_tail(file: IO[bytes] | None) -> str:
+    return _read_all(file)[-_MAX_ERROR_TEXT:].decode(errors="replace")
+
+
+JOIN_TIMEOUT_S = 30.0
+"""A head that does not answer for so long is not reached."""
+TRY_S = 3.0
+"""Of one try: a lost SYN is repeated after 1 s and 3 s (RFC 6298)."""
+IDLE_S = 3600.0
+"""A probe that hears nothing for so long leaves. (A head whose host is gone is noticed in seconds.)"""
+
+LookHandler = Callable[[Mapping[str, Any]], ProbeMessage]
+"""What is looked at on the host itself when the head asks, as JSON."""
+ShowText = Callable[[str], None]
+_ORDER_ERRORS = OSError, ValueError, LookupError, TypeError, ArithmeticError, AssertionError, RuntimeError
+"""What an order may fail with; the head is told, and the probe goes on."""
+
+
+def _show_nothing(text: str) -> None:
+    """For a probe that nobody looks at."""
+
+
+class ProbeNotJoined(ConnectionError):
+    """The head could not be reached from this host, or did not take the probe."""
+
+
+class ProbeDismissed(ConnectionError):
+    """The head has no use for this probe."""
+
+
+def join_head(
+    host: str, port: int, token: str, name: str, bound_s: float = JOIN_TIMEOUT_S, say: ShowText = _show_nothing
+) -> Connection:
+    """The connection with the head; one that does not listen yet is tried again.
+
+    Raises:
+        NotJoined: with the address that was given, the one of this host that was used, and what to look at.
+    """
+    until = time.monotonic() + bound_s
+    told = ""
+    while True:
+        try:
+            left = max(0.2, until - time.monotonic())
+            return auth_handshake.connect(
+                host, port, token=token, run=CHECK_RUN, generation=0, name=name, timeout_s=min(TRY_S, left),
+                max_frame=MAX_MESSAGE_BYTES,
+            )  # fmt: skip
+        except HandshakeRefused as error:
+            raise ProbeNotJoined(f"{host}:{port} refuses this probe: {error.why[:MAX_TEXT]}") from error
+        except ConnectionClosed as error:
+            if time.monotonic() >= until:
+                raise ProbeNotJoined(
+                    f"{host}:{port}, the address that was given for the head, cannot be reached from {name} "
+                    f"({local_address_towards(host) or 'no route'}): {error.why}. Check that the address is one that "
+                    "this host can route to, and that no firewall is in between"
+                ) from error
+            if error.why != told:
+                told = error.why
+                left = max(0.0, until - time.monotonic())
+                say(f"{host}:{port} cannot be reached ({told}); it is tried for {left:.0f} s more")
+        waits.sleep(0.2, "the head does not listen yet")
+
+
+def host_interfaces() -> list[HostInterface]:
+    """Of this host."""
+    return gather_interfaces(Path("/sys"))
+
+
+def resolve_host(name: str, bound_s: float = 2.0) -> tuple[str, ...]:
+    """The addresses of a name, none where it is not known in time."""
+    found: list[str] = []
+
+    def look() -> None:
+        with contextlib.suppress(OSError, UnicodeError):
+            found.extend(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(name, None)))
+
+    looking = threading.Thread(target=look, name="resolve", daemon=True)
+    looking.start()
+    with contextlib.suppress(WaitTimeout):
+        waits.join(looking, whom=name, why="its addresses", timeout_s=bound_s, notice_after_s=None)
+    return tuple(found)
+
+
+def serve_probe(
+    host: str, port: int, token: str, name: str, address: str | None = None, look: LookHandler | None = None,
+    bound_s: float = JOIN_TIMEOUT_S, say: ShowText = _show_nothing,
+) -> None:  # fmt: skip
+    """Joins the head and does what it says, until it says to leave or is gone.
+
+    Args:
+        host, port: of the head, as they were given.
+        address: by which others are to reach this host; the one of the route to the head when absent.
+        bound_s: how long the head is tried.
+        say: is given a line whenever there is something to know for whoever started this.
+
+    Raises:
+        NotJoined: the head could not be reached.
+        LetGo: it has no use for this probe.
+        OSError: this host does not have `address`.
+    """
+    if address is not None:
+        address = _require_own_address(address)
+    with join_head(host, port, token, name, bound_s, say) as head:
+        HostProbe(head, host, token, name, address, look, say).serve()
+
+
+class HostProbe:
+    """One connection with the head."""
+
+    def __init__(
+        self, head: Connection, dialled: str, token: str, name: str, address: str | None, look: LookHandler | None,
+        say: ShowText = _show_nothing,
+    ) -> None:  # fmt: skip
+        self._head, self._dialled, self._token, self._name = head, dialled, token, name
+        self._address = address or local_address_towards(head_address(head) or dialled)
+        self._look, self._say = look, say
+        self._answering: peer_connections.PeerListener | None = None
+        self._ranks = SelfTestProcess()
+
+    def serve(self) -> None:
+        """Returns when the head is done, or gone. Raises LetGo."""
+        doing: dict[str, Callable[[ProbeMessage], ProbeMessage]] = {
+            "card": self._card, "reach": self._reach, "rate": self._rate, "ranks": self._of_ranks,
+            "look": self._looked,
+        }  # fmt: skip
+        try:
+            send_message(self._head, asdict(own_protocol_version()))
+            self._say(
+                f"joined the check of {self._dialled} as {self._name}; this waits for the others, and ends with it"
+            )
+            while (order := receive_message(self._head, IDLE_S)) is not None:
+                act = doing.get(str(order.get("do")))
+                if act is None:
+                    self._leave(order)
+                    return
+                send_message(self._head, _carry_out(act, order))
+            self._say(f"the head has said nothing for {IDLE_S:.0f} s: this probe leaves")
+        except WireError as error:
+            self._say(f"the check has gone, and this probe with it: {error.why[:MAX_TEXT]}")
+        finally:
+            self._ranks.end()
+            if self._answering is not None:
+                self._answering.close()
+
+    def _leave(self, order: ProbeMessage) -> None:
+        why = str(order.get("why") or "")[:MAX_TEXT]
+        if why:
+            raise ProbeDismissed(f"the head does not take this probe: {why}")
+        self._say("the check has what it needs of this host; its report is on the head")
+
+    def _card(self, order: ProbeMessage) -> ProbeMessage:
+        asked = probe_protocol.parse_card_order(order)
+        if self._answering is None:
+            self._answering = peer_connections.PeerListener(
+                self._token, self._name, self._address, asked.ports, asked.kernels
+            )
+        hostname = socket.gethostname()
+        return asdict(
+            ProbeInfo(
+                self._name, hostname, self._address, dialled=self._dialled, interfaces=tuple(host_interfaces()),
+                resolves_to=resolve_host(hostname), ports=self._answering.ports, taken=self._answering.taken,
+            )
+        )  # fmt: skip
+
+    def _reach(self, order: ProbeMessage) -> ProbeMessage:
+        asked = probe_protocol.parse_reach_order(order)
+        names = [name for name, _, _ in asked.hosts]
+        targets = peer_connections.ports_to_dial_on(asked.hosts, names.index(self._name))
+        found = peer_connections.dial_all(targets, self._token, self._name, asked.dial_s, asked.bound_s, asked.lanes)
+        return dict(peer_connections.dial_results_json(found, names))
+
+    def _rate(self, order: ProbeMessage) -> ProbeMessage:
+        asked = probe_protocol.parse_rate_order(order)
+        return dict(
+            peer_connections.measure_rate(
+                peer_connections.PeerPort(*asked.target), self._token, self._name, asked.seconds, asked.dial_s
+            )
+        )
+
+    def _of_ranks(self, order: ProbeMessage) -> ProbeMessage:
+        what = order.get("what")
+        if what == "start":
+            return self._ranks.start(probe_protocol.parse_start_ranks(order))
+        if what == "results":
+            return self._ranks.results(probe_protocol.parse_await_ranks(order))
+        self._ranks.end()
+        return {}
+
+    def _looked(self, order: ProbeMessage) -> ProbeMessage:
+        return {} if self._look is None else self._look(order)
+
+
+def _carry_out(act: Callable[[ProbeMessage], ProbeMessage], order: ProbeMessage) -> ProbeMessage:
+    """What comes of an order, or why nothing does."""
+    try:
+        return act(order)
+    except _ORDER_ERRORS as error:
+        return {"error": f"{type(error).__name__}: {error}"[:MAX_TEXT]}
+
+
+def head_address(head: Connection) -> str:
+    """Its numeric address, as this end is connected with it."""
+    return connection_addresses(head)[1]
+
+
+def connection_addresses(connection: Connection) -> tuple[str, str]:
+    """Numeric addresses of this end and of the other; empty where the connection is gone."""
+    with contextlib.suppress(OSError), contextlib.closing(socket.socket(fileno=os.dup(connection.fileno()))) as view:
+        return str(view.getsockname()[0]), str(view.getpeername()[0])
+    return "", ""
+
+
+def _require_own_address(address: str) -> str:
+    """The same as a number. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
+        try:
+            trial.bind((address, 0))
+            return str(trial.getsockname()[0])
+        except OSError as error:
+            has = ", ".join(f"{own} ({each.name})" for each in host_interfaces() for own in each.plain)
+            raise OSError(error.errno, f"this host has no address {address}: it has {has}") from error

@@ -1,0 +1,273 @@
+"""Connections between probes: a probe listens on its ports, dials its peers' ports, and measures round trip and
+bandwidth.
+"""
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.transport import auth_handshake
+from lockstep.base.transport.auth_handshake import Listener
+from lockstep.base.transport.frames import Connection, HandshakeRefused, WireError
+from lockstep.doctor.check.facts.host_facts import MAX_TEXT
+from lockstep.doctor.check.probe.probe_protocol import CHECK_RUN, DialResult
+from lockstep.doctor.check.probe.round_robin import peers_in_order, ports_of_pair
+
+PINGS = 3
+KERNEL_PORT_PREFIX = "kernel-"
+"""Beginning of the labels of ports that are of the kernel's range."""
+CHUNK_BYTES = 1 << 20
+"""Bytes of a frame while bandwidth is measured."""
+_ANSWER_S = 30.0
+_PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DEFAULT_PORT_RANGE = 32768, 60999
+_ATTEMPTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPort:
+    """One port of a peer."""
+
+    peer: str
+    address: str
+    port: int
+    label: str
+
+
+class PeerListener:
+    """Listens on ports of one address for peers of the same check, and answers them in threads.
+
+    The sockets are bound here and stay bound: a port that was seen free and is bound later can be lost in between.
+
+    Args:
+        named: ports that a run will use.
+        kernels: how many more, spread over the range from which the kernel gives ports to whoever asks for any.
+    """
+
+    def __init__(self, token: str, name: str, address: str, named: Sequence[int], kernels: int) -> None:
+        self.ports: dict[str, int] = {}
+        self.taken: dict[str, str] = {}
+        self._token, self._name, self._address = token, name, address
+        self._listeners: list[Listener] = []
+        self._stop = threading.Event()
+        for port in named:
+            try:
+                self._listen(str(port), port)
+            except OSError as error:
+                self.taken[str(port)] = error.strerror or str(error)
+        for number in range(kernels):
+            self._listen_in_range(number, kernels)
+
+    def close(self) -> None:
+        """Frees the ports. Idempotent."""
+        self._stop.set()
+        for listener in self._listeners:
+            listener.close()
+
+    def _listen(self, label: str, port: int) -> None:
+        ports = (port, port)
+        listener = Listener(
+            self._token, CHECK_RUN, 0, self._name, self._address, ports, max_frame=4 * CHUNK_BYTES, handshake_s=5.0
+        )
+        self._listeners.append(listener)
+        self.ports[label] = listener.port
+        threading.Thread(target=self._accept, args=(listener,), name=f"port {listener.port}", daemon=True).start()
+
+    def _listen_in_range(self, number: int, of: int) -> None:
+        low, high = port_range()
+        step = (high - low) // of
+        first = low + number * step + zlib.crc32(self._name.encode()) % max(step, 1)
+        for attempt in range(_ATTEMPTS):
+            with contextlib.suppress(OSError):
+                self._listen(f"{KERNEL_PORT_PREFIX}{number}", low + (first - low + attempt) % (high - low + 1))
+                return
+        self._listen(f"{KERNEL_PORT_PREFIX}{number}", 0)
+
+    def _accept(self, listener: Listener) -> None:
+        while not self._stop.is_set():
+            try:
+                connection = listener.accept(0.5)
+            except (OSError, ValueError):
+                return  # closed by `close`
+            if connection is not None:
+                threading.Thread(target=_answer_peer, args=(connection,), name="peer", daemon=True).start()
+
+
+def port_range() -> tuple[int, int]:
+    """From which this host's kernel takes ports for those that ask for any."""
+    try:
+        low, high = (int(word) for word in _PORT_RANGE_FILE.read_text().split())
+    except (OSError, ValueError):
+        return _DEFAULT_PORT_RANGE
+    return low, high
+
+
+def _answer_peer(connection: Connection) -> None:
+    """Small frames go back as they are, large ones are counted; `end` is answered by the count."""
+    received = 0
+    with connection, contextlib.suppress(WireError):
+        while (frame := connection.recv(_ANSWER_S)) is not None:
+            if frame == b"end":
+                connection.send(str(received).encode(), timeout_s=5.0)
+            elif len(frame) < 1024:
+                connection.send(frame, timeout_s=5.0)
+            else:
+                received += len(frame)
+
+
+def dial(target: PeerPort, token: str, name: str, dial_s: float) -> DialResult:
+    """Connects, proves both sides, and sends some small frames there and back."""
+    try:
+        with _connect(target, token, name, dial_s) as connection:
+            best = min(_ping(connection, dial_s) for _ in range(PINGS))
+    except (WireError, WaitTimeout, OSError) as error:
+        kind, why = _dial_failure(error)
+        return DialResult(target.peer, target.label, target.port, why=why, kind=kind)
+    return DialResult(target.peer, target.label, target.port, rtt_ms=round(1e3 * best, 4))
+
+
+def _connect(target: PeerPort, token: str, name: str, dial_s: float) -> Connection:
+    return auth_handshake.connect(
+        target.address, target.port, token=token, run=CHECK_RUN, generation=0, name=name, timeout_s=dial_s,
+        max_frame=4 * CHUNK_BYTES,
+    )  # fmt: skip
+
+
+def _ping(connection: Connection, bound_s: float) -> float:
+    began = time.monotonic()
+    connection.send(b"ping", timeout_s=bound_s)
+    if connection.recv(bound_s) is None:
+        raise TimeoutError(f"no answer within {bound_s:g} s")
+    return time.monotonic() - began
+
+
+def _dial_failure(error: OSError) -> tuple[str, str]:
+    why = (error.why if isinstance(error, WireError) else str(error))[:MAX_TEXT]
+    if isinstance(error, HandshakeRefused):
+        return "stranger", why
+    lower = why.lower()
+    if "refused" in lower:
+        return "refused", why
+    if "timed out" in lower or "no answer" in lower:
+        return "silent", why
+    if "no route" in lower or "unreachable" in lower:
+        return "no_route", why
+    return "broke", why
+
+
+def dial_all(
+    targets: Sequence[PeerPort], token: str, name: str, dial_s: float, bound_s: float, lanes: int
+) -> list[DialResult]:
+    """Dials all, in their order, `lanes` of them at once, so that one that hangs delays no other. Those that hung are
+    tried once more in the time that is left. What is not known at the bound is said to be so."""
+    until = time.monotonic() + bound_s
+    pool = ThreadPoolExecutor(lanes, thread_name_prefix="dial")
+    try:
+        found = _finished_dials([(t, pool.submit(dial, t, token, name, dial_s)) for t in targets], until)
+        hung = [target for target, one in zip(targets, found, strict=True) if one.kind in ("silent", "broke")]
+        left = until - time.monotonic()
+        if hung and left > 0.2:
+            again_s = min(dial_s, 0.8 * left / -(-len(hung) // lanes))
+            second = _finished_dials([(t, pool.submit(dial, t, token, name, again_s)) for t in hung], until)
+            better = {(one.peer, one.label): one for one in second if not one.why}
+            found = [better.get((one.peer, one.label), one) for one in found]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return found
+
+
+def _finished_dials(pending: Sequence[tuple[PeerPort, "Future[DialResult]"]], until: float) -> list[DialResult]:
+    found = []
+    for target, future in pending:
+        left = max(0.0, until - time.monotonic())
+        try:
+            found.append(waits.future(future, whom=target.peer, why="dial", timeout_s=left, notice_after_s=None))
+        except WaitTimeout:
+            found.append(DialResult(target.peer, target.label, target.port, why="no answer in time", kind="silent"))
+    return found
+
+
+def measure_rate(target: PeerPort, token: str, name: str, seconds: float, dial_s: float) -> dict[str, object]:
+    """Megabytes per second (1e6 bytes) that the peer received on one connection; `why` where it could not be told."""
+    payload = bytes(CHUNK_BYTES)
+    try:
+        with _connect(target, token, name, dial_s) as connection:
+            _ping(connection, dial_s)
+            began = time.monotonic()
+            while time.monotonic() - began < seconds:
+                connection.send(payload, timeout_s=max(dial_s, seconds))
+            connection.send(b"end", timeout_s=dial_s)
+            bound_s = dial_s + seconds
+            counted = connection.recv(bound_s)
+            took = time.monotonic() - began
+            received = int(bytes(counted or b"-1")[:20])
+    except (WireError, OSError) as error:
+        return {"why": _dial_failure(error)[1]}
+    except ValueError:
+        received = -1
+    if received < 0:
+        return {"why": "the peer did not say what it received"}
+    return {"mb_per_s": round(received / took / 1e6, 1)}
+
+
+def dial_results_json(found: Sequence[DialResult], names: Sequence[str]) -> dict[str, object]:
+    """For the head, short: `ms`, the round trip to each host in the order of `names` (0: not reached), and `failed`."""
+    best: dict[str, float] = {}
+    for one in found:
+        if not one.why:
+            best[one.peer] = min(one.rtt_ms, best.get(one.peer, one.rtt_ms))
+    return {"ms": [best.get(name, 0) for name in names], "failed": [asdict(one) for one in found if one.why]}
+
+
+def ports_to_dial_on(hosts: Sequence[tuple[str, str, Mapping[str, int]]], number: int) -> list[PeerPort]:
+    """What a host dials, in the order of the tournament.
+
+    Args:
+        hosts: name, address and ports by label of all.
+        number: of the one that dials.
+    """
+    found = []
+    for other in peers_in_order(len(hosts), number):
+        peer, address, ports = hosts[other]
+        labels = sorted(ports, key=lambda label: (label.startswith(KERNEL_PORT_PREFIX), label))
+        named = sum(not label.startswith(KERNEL_PORT_PREFIX) for label in labels)
+        for k in ports_of_pair(number, other, len(hosts), named, len(labels) - named):
+            found.append(PeerPort(peer, address, ports[labels[k]], labels[k]))
+    return found
+
+
+def host_responds(address: str, ports: Sequence[int] = (22, 1), bound_s: float = 1.0) -> str:
+    """Whether a host without a probe is there at all: `answers` (it accepts or refuses), `silent`, or the error."""
+    said = "silent"
+    for port in ports:
+        try:
+            code = _connect_errno(address, port, bound_s)
+        except (OSError, WaitTimeout) as error:
+            said = "silent" if isinstance(error, TimeoutError) else error.strerror or str(error)
+            continue
+        if code in (0, errno.ECONNREFUSED):
+            return "answers"
+        if code in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            said = "no route to it"
+    return said
+
+
+def _connect_errno(address: str, port: int, bound_s: float) -> int:
+    """The error code of a connect, 0 where something listens there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as trial:
+        trial.setblocking(False)
+        code = trial.connect_ex((address, port))
+        if code != errno.EINPROGRESS:
+            return code
+        waits.writable(trial, whom=address, why="is there a host", timeout_s=bound_s, notice_after_s=None)
+        return trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -1,0 +1,412 @@
+"""Protocol between the head of a check and the probes on the hosts: JSON objects, one per frame of an authenticated
+connection.
+
+A probe first sends its protocol version (`ProtocolVersion`, the same in every version) and then answers orders.
+Data from the other side is validated before use; a peer that sends an invalid message is dropped by name, the
+others continue.
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from pydantic import Field
+
+from lockstep import __version__
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.transport.frames import Connection, WireError
+from lockstep.doctor.check.facts.host_facts import (
+    MAX_TEXT,
+    HostInterface,
+    NonNegative,
+    NumericAddress,
+    PortNumber,
+    PortText,
+    ShortText,
+    interface_with_address,
+    parser_of,
+)
+
+TOKEN_VARIABLE = "LOCKSTEP_CHECK_TOKEN"
+"""Where a probe finds the token: never in its arguments, which every user of its host can read."""
+CHECK_RUN = "check"
+PROTOCOL_VERSION = 1
+"""One more with every change of what is said after the greeting."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""Bytes of a message: a table of a thousand hosts has some hundred kilobytes."""
+
+ProbeMessage = dict[str, Any]
+T = TypeVar("T")
+
+
+class ProbeLauncher(Protocol):
+    """Starts one probe per host, where the check itself is not."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names of all hosts that are to have one."""
+
+    @property
+    def addresses(self) -> Mapping[str, str]:
+        """Of hosts, where the launcher knows them and their names may lead nowhere."""
+
+    def start(self, head: str, port: int, token: str) -> None:
+        """Has every host start `lockstep check --join HEAD:PORT --name HOST`, with the token in its environment.
+        Returns at once."""
+
+    def failed(self) -> Mapping[str, str]:
+        """By host, why its probe could not be started or has ended, in the probe's own last words where it has any."""
+
+    def stop(self) -> None:
+        """Ends what is left of them. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeInfo:
+    """What a probe says of its host when it joins."""
+
+    name: ShortText
+    """As the launcher or the person who started it calls the host."""
+    hostname: ShortText
+    address: NumericAddress
+    """Of its end of the connection with the head, or the one it was told to use: by this, others are to reach it."""
+    came_from: ShortText = ""
+    """Of the same end as the head sees it; another one where something between translates addresses."""
+    dialled: ShortText = ""
+    """The head's address as it was given to the probe."""
+    interfaces: tuple[HostInterface, ...] = ()
+    resolves_to: tuple[ShortText, ...] = ()
+    """What its own name resolves to there."""
+    ports: Mapping[ShortText, PortNumber] = field(default_factory=dict)
+    """On which it listens for its peers, by what was asked for: `29500`, or `kernel-0`, .. of the kernel's range."""
+    taken: Mapping[PortText, str] = field(default_factory=dict)
+    """Of the named ports, those that it could not have, and why."""
+
+    @property
+    def interface(self) -> str:
+        """Name of the interface that has its address, empty where none has."""
+        return interface_with_address(self.interfaces, self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolVersion:
+    """What a probe says of itself before anything else."""
+
+    protocol: int
+    lockstep: str
+    """The version of the package."""
+
+    def __str__(self) -> str:
+        return f"lockstep {self.lockstep[:40]} (protocol {str(self.protocol)[:20]})"
+
+
+def own_protocol_version() -> ProtocolVersion:
+    """Of this process."""
+    return ProtocolVersion(PROTOCOL_VERSION, __version__)
+
+
+def new_token() -> str:
+    """Some words' worth of randomness, short enough to be typed."""
+    return secrets.token_hex(16)
+
+
+def send_message(connection: Connection, message: Mapping[str, Any], timeout_s: float = 5.0) -> None:
+    """Raises WireError."""
+    connection.send(json.dumps(message).encode(), timeout_s=timeout_s)
+
+
+def receive_message(connection: Connection, timeout_s: float) -> ProbeMessage | None:
+    """The next message, None where there is none in time.
+
+    Raises:
+        WireError: the connection is gone, or what came is no message.
+    """
+    frame = connection.recv(timeout_s)
+    if frame is None:
+        return None
+    try:
+        message = json.loads(bytes(frame))
+    except (ValueError, RecursionError):
+        message = None
+    if isinstance(message, dict):
+        return message
+    connection.close()
+    raise WireError(connection.peer.name, "it sent what is no message")
+
+
+def request_all(
+    connections: Mapping[str, Connection],
+    orders: Mapping[str, Mapping[str, Any]],
+    bound_s: float,
+    why: str,
+    read: Callable[[str, ProbeMessage], T],
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Sends each its order and waits for all answers at once: those that came, and why others did not.
+
+    Args:
+        read: what an answer of that name is, or ValueError. An answer with `error` says why there is none.
+    """
+    answers: dict[str, T] = {}
+    lost: dict[str, str] = {}
+    written: dict[int, bytes] = {}
+    for name, order in orders.items():
+        try:
+            data = written.setdefault(id(order), b"") or json.dumps(order).encode()
+            written[id(order)] = data
+            connections[name].send(data, timeout_s=5.0)
+        except WireError as error:
+            lost[name] = error.why
+
+    def all_there() -> bool | None:
+        for name in [name for name in orders if name not in answers and name not in lost]:
+            try:
+                answer = receive_message(connections[name], 0.0)
+                if answer is not None:
+                    answers[name] = _parse_answer(name, answer, read)
+            except WireError as error:
+                lost[name] = error.why
+            except ValueError as error:
+                lost[name] = str(error)
+        return True if len(answers) + len(lost) == len(orders) else None
+
+    try:
+        waits.poll(
+            all_there, kind="probe", whom=f"{len(orders)} probes", why=why, every_s=0.005, timeout_s=bound_s,
+            notice_after_s=None,
+        )  # fmt: skip
+    except WaitTimeout:
+        lost |= {name: f"no answer within {bound_s:g} s" for name in orders if name not in answers | lost}
+    return answers, lost
+
+
+def _parse_answer(name: str, answer: ProbeMessage, read: Callable[[str, ProbeMessage], T]) -> T:
+    unable = answer.get("error")
+    if isinstance(unable, str):
+        raise ValueError(f"it could not: {unable[:MAX_TEXT]}")
+    try:
+        return read(name, answer)
+    except ValueError as error:
+        raise ValueError(f"what it says is not understood: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class DialResult:
+    """What became of one dial."""
+
+    peer: str
+    label: str
+    port: int
+    rtt_ms: float = 0.0
+    """The shortest of some small frames there and back; 0 where it was not reached."""
+    why: str = ""
+    """Empty where it was reached."""
+    kind: str = ""
+    """`refused`, `silent`, `no_route`, `stranger` (something else listens there) or `broke`; empty where reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReachAnswer:
+    """Whom a host reaches."""
+
+    ms: list[NonNegative]
+    """The round trip to each host of the table; 0 where it is not reached."""
+    failed: list[DialResult]
+
+
+@dataclass(frozen=True, slots=True)
+class RateAnswer:
+    """How much goes to one peer."""
+
+    mb_per_s: NonNegative | None = None
+    why: str = ""
+    """Where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartRanksAnswer:
+    """Ranks of the self-test."""
+
+    port: Annotated[int, Field(ge=-1, lt=1 << 16)] = 0
+    """Of the store, where the host serves it; -1 where it could not."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestLine:
+    """Something that a rank of the self-test says: where it is, why it failed, or a measurement."""
+
+    rank: int = -1
+    at: str | None = None
+    failed: str | None = None
+    communicator: str = ""
+    operation: str = ""
+    ok: bool = False
+    ms: NonNegative = 0.0
+    mb_per_s: NonNegative = 0.0
+    pair: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitRanksAnswer:
+    """What the ranks of a host said."""
+
+    lines: list[SelfTestLine] = field(default_factory=list)
+    ended: int | None = None
+    errors: str = ""
+
+    @property
+    def last(self) -> str:
+        """The last line of what was printed besides."""
+        return next(reversed(self.errors.strip().splitlines()), "")[:MAX_TEXT]
+
+
+_parse_probe_info, _parse_reach_answer, _parse_rate_answer, _parse_start_ranks_answer, _parse_await_ranks_answer = (
+    parser_of(ProbeInfo), parser_of(ReachAnswer), parser_of(RateAnswer), parser_of(StartRanksAnswer), parser_of(AwaitRanksAnswer),
+)  # fmt: skip
+
+
+def read_probe_info(name: str, answer: ProbeMessage) -> ProbeInfo:
+    """Of `read_probe_info`."""
+    return replace(_parse_probe_info(answer), name=name)
+
+
+def reach_answer_reader(hosts: Sequence[str]) -> Callable[[str, ProbeMessage], ReachAnswer]:
+    """Of `dial_all`, for a table of these hosts."""
+    known = set(hosts)
+
+    def read(name: str, answer: ProbeMessage) -> ReachAnswer:
+        found = _parse_reach_answer(answer)
+        if len(found.ms) != len(hosts):
+            raise ValueError(f"ms: {len(found.ms)} round trips for {len(hosts)} hosts")
+        if strange := next((one.peer for one in found.failed if one.peer not in known), None):
+            raise ValueError(f"failed: there is no host {strange[:80]}")
+        return replace(found, failed=[replace(one, why=one.why[:MAX_TEXT]) for one in found.failed])
+
+    return read
+
+
+def read_rate_answer(name: str, answer: ProbeMessage) -> RateAnswer:
+    """Of `measure_rate`."""
+    return _parse_rate_answer(answer)
+
+
+def read_start_ranks_answer(name: str, answer: ProbeMessage) -> StartRanksAnswer:
+    """Of `ranks`, when they start."""
+    return _parse_start_ranks_answer(answer)
+
+
+def await_ranks_answer_reader(
+    ranks: Mapping[str, Collection[int]], world: int
+) -> Callable[[str, ProbeMessage], AwaitRanksAnswer]:
+    """Of `ranks`, for their results.
+
+    Args:
+        ranks: by host, those that are there, of so many altogether.
+    """
+
+    def read(name: str, answer: ProbeMessage) -> AwaitRanksAnswer:
+        found = _parse_await_ranks_answer(answer)
+        lines = [line for line in found.lines if line.rank >= 0]
+        for line in lines:
+            if line.rank not in ranks[name] or any(not 0 <= rank < world for rank in line.pair or ()):
+                raise ValueError(f"lines: rank {line.rank} (with {line.pair}) is none of this host's")
+        return replace(found, lines=lines)
+
+    return read
+
+
+RankVariable = Literal[
+    "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME",
+]  # fmt: skip
+"""All that a head may set for ranks: what `collectives` and `isolation` do. Others of NCCL name libraries that it loads
+and files that it writes."""
+MAX_TEST_BYTES = 256 << 20
+"""Of one collective."""
+MAX_TEST_RANKS = 256
+"""On one host."""
+MAX_ORDER_SECONDS = 600.0
+
+OrderSeconds = Annotated[float, Field(ge=0, le=MAX_ORDER_SECONDS)]
+ShortSeconds = Annotated[float, Field(ge=0, le=60)]
+
+
+@dataclass(frozen=True, slots=True)
+class CardOrder:
+    """What it sees of itself, with ports that it is to bind."""
+
+    ports: Annotated[list[PortNumber], Field(max_length=4096)]
+    kernels: Annotated[int, Field(ge=0, le=64)] = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ReachOrder:
+    """Whom it reaches: peers are dialled, shown that it knows the token, and sent some small frames."""
+
+    hosts: list[tuple[ShortText, NumericAddress, Mapping[ShortText, PortNumber]]]
+    dial_s: ShortSeconds
+    bound_s: ShortSeconds
+    lanes: Annotated[int, Field(gt=0, le=256)]
+
+
+@dataclass(frozen=True, slots=True)
+class RateOrder:
+    """How much goes to one peer on one connection."""
+
+    target: tuple[ShortText, NumericAddress, PortNumber, ShortText]
+    seconds: Annotated[float, Field(gt=0, le=10)]
+    dial_s: ShortSeconds
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCommunicator:
+    """A communicator of the self-test, its members as ranks."""
+
+    name: ShortText
+    backend: Literal["nccl", "gloo"]
+    members: list[Annotated[int, Field(ge=0)]]
+    operations: list[Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]]
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestTask:
+    """What the ranks of a host do in a self-test; see `selftest`."""
+
+    world: Annotated[int, Field(gt=0)]
+    ranks: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TEST_RANKS)]
+    host: NumericAddress
+    port: Annotated[int, Field(ge=0, lt=1 << 16)]
+    address: NumericAddress
+    device: Literal["cpu", "cuda"]
+    bytes: Annotated[int, Field(gt=0, le=MAX_TEST_BYTES)]
+    bound_s: OrderSeconds
+    communicators: list[TaskCommunicator]
+    serve: bool = False
+
+    def json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StartRanksOrder:
+    """Start the ranks of the self-test."""
+
+    spec: SelfTestTask
+    environment: Mapping[RankVariable, ShortText]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitRanksOrder:
+    """Their results."""
+
+    bound_s: OrderSeconds
+
+
+parse_card_order, parse_reach_order, parse_rate_order = (
+    parser_of(CardOrder),
+    parser_of(ReachOrder),
+    parser_of(RateOrder),
+)
+parse_start_ranks, parse_await_ranks = parser_of(StartRanksOrder), parser_of(AwaitRanksOrder)

@@ -1,0 +1,328 @@
+"""The ranks of a collective self-test on one host: `python -m lockstep.doctor.check.probe.selftest`, its task on
+standard input (its first line; when that ends, so do they), what each rank does and finds on standard output, one
+JSON object a line.
+
+This one module of the room uses torch, and runs in a process of its own. Torch is imported once and the ranks are
+forked, since on a few cores importing it takes longer than all the collectives.
+
+Task: `{"world", "ranks": [this host's], "host": of the store, "port": of it, "serve": true on one host, "address",
+"device", "communicators": [...], "bound_s", "bytes", "names": [of all ranks]}`. A line is `{"rank", "at"}` when a rank
+begins with something, `{"rank", "communicator", "operation", "ok", ...}`, `{"rank", "pair", "mb_per_s"}` or
+`{"rank", "failed"}`.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout, track_wait
+from lockstep.base.network import listen
+from lockstep.doctor.check.probe.round_robin import round_robin_rounds
+
+SMALL = 1024
+"""Elements of the first, checked call."""
+REPEATS = 3
+PAIR_BYTES = 1 << 20
+_PERIOD = 1021
+"""A prime: a chunk that is out of place or torn does not look right."""
+
+TaskDict = dict[str, Any]
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Newer torch warns of the older names."""
+
+
+def main() -> int:
+    """0 where all ranks of this host have said all they had to say."""
+    task: TaskDict = json.loads(sys.stdin.buffer.readline())
+    listening: socket.socket | None = None
+    if task.get("serve"):
+        # Bound before its port is told, and handed on as it is: nobody can take the port in between.
+        listening = listen(task["address"], backlog=4096)
+        task["host"], task["port"] = task["address"], listening.getsockname()[1]
+        _write_line({"port": task["port"]})
+    fork = multiprocessing.get_context("fork")
+    children = {rank: fork.Process(target=_run_rank_and_exit, args=(task, rank)) for rank in task["ranks"]}
+    for child in children.values():
+        child.start()
+    threading.Thread(target=_end_with_probe, name="leash", daemon=True).start()
+    bound = timedelta(seconds=task["bound_s"])
+    store = None
+    if listening is not None:
+        store = TCPStore(
+            task["host"], task["port"], None, True, bound, wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+    good = _await_ranks(children, task["bound_s"] + 5.0)
+    del store
+    return 0 if good else 1
+
+
+def _end_with_probe() -> None:
+    """Kills this process and its ranks, which are one group, when whoever started them is gone, however it ended."""
+    while os.read(0, 1):  # not through sys.stdin, whose lock the end of the interpreter wants
+        continue
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+
+
+def _await_ranks(children: "dict[int, ForkProcess]", bound_s: float) -> bool:
+    """Whether all ended well; says of each how it ended where it did not."""
+    left = dict(children)
+
+    def ended() -> bool | None:
+        for rank, child in list(left.items()):
+            if child.exitcode is not None:
+                del left[rank]
+                if child.exitcode < 0:
+                    _write_line({"rank": rank, "failed": f"ended by signal {-child.exitcode}"})
+        return None if left else True
+
+    try:
+        waits.poll(
+            ended, kind="process", whom="ranks of the self-test", why="they end", timeout_s=bound_s,
+            notice_after_s=None,
+        )  # fmt: skip
+    except WaitTimeout:
+        for rank, child in left.items():
+            _write_line({"rank": rank, "failed": f"did not end within {bound_s:g} s"})
+            child.kill()
+    return all(child.exitcode == 0 for child in children.values())
+
+
+def _run_rank_and_exit(task: TaskDict, rank: int) -> None:
+    code = 1
+    try:
+        SelfTestRank(task, rank).run()
+        code = 0
+    except Exception as error:  # noqa: BLE001 - whatever it is, the head is to know it
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        _write_line({"rank": rank, "failed": f"{type(error).__name__}: {first[:400]}"})
+    finally:
+        sys.stdout.flush()
+        # Not through the interpreter's end: torch's threads of a communicator that failed may hold it up.
+        os._exit(code)
+
+
+def _write_line(line: dict[str, Any]) -> None:
+    """One write, so that lines of several ranks do not mix."""
+    os.write(1, (json.dumps(line) + "\n").encode())
+
+
+class SelfTestRank:
+    """One rank: joins, then goes through all communicators in the one order that all have."""
+
+    def __init__(self, task: TaskDict, rank: int) -> None:
+        self._task, self._rank = task, rank
+        self._bound_s = float(task["bound_s"])
+        cuda = task["device"] == "cuda"
+        local = task["ranks"].index(rank)
+        self._waiter = ThreadPoolExecutor(1)
+        self._device = torch.device("cuda", local % max(torch.cuda.device_count(), 1)) if cuda else torch.device("cpu")
+
+    def run(self) -> None:
+        """Raises what torch, NCCL or gloo raise."""
+        self._at("rendezvous")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        task = self._task
+        bound = timedelta(seconds=self._bound_s)
+        with track_wait("rendezvous", f"{task['world']} ranks", "self-test", self._bound_s):
+            store = TCPStore(task["host"], task["port"], is_master=False, timeout=bound)
+            store.set(f"joined/{self._rank}", "1")
+            backend = "cpu:gloo,cuda:nccl" if any(c["backend"] == "nccl" for c in task["communicators"]) else "gloo"
+            self._at("joined")
+            self._meet(store)
+            dist.init_process_group(backend, store=store, rank=self._rank, world_size=task["world"], timeout=bound)
+        groups = []
+        for each in task["communicators"]:
+            self._at(f"making {each['name']}")
+            groups.append(dist.new_group(each["members"], timeout=bound, backend=each["backend"]))
+        for each, group in zip(task["communicators"], groups, strict=True):
+            if self._rank in each["members"]:
+                self._try(each, group)
+        self._at("done")
+
+    def _meet(self, store: TCPStore) -> None:
+        keys = [f"joined/{rank}" for rank in range(self._task["world"])]
+        waits.poll(
+            lambda: True if store.check(keys) else None, kind="rendezvous", whom=f"{len(keys)} ranks",
+            why="all are there", timeout_s=self._bound_s, notice_after_s=None,
+        )  # fmt: skip
+
+    def _at(self, what: str) -> None:
+        _write_line({"rank": self._rank, "at": what})
+
+    def _try(self, communicator: dict[str, Any], group: dist.ProcessGroup) -> None:
+        name, members = communicator["name"], communicator["members"]
+        on_gpu = communicator["backend"] == "nccl" or self._device.type == "cpu"
+        device = self._device if on_gpu else torch.device("cpu")
+        for operation in communicator["operations"]:
+            self._at(f"{operation} on {name}")
+            small = self._call(operation, name, group, members, SMALL, device)
+            large = max(SMALL, int(self._task["bytes"]) // 8)
+            self._call(operation, name, group, members, large, device)
+            seconds = min(
+                self._call(operation, name, group, members, large, device, check=False) for _ in range(REPEATS)
+            )
+            _write_line(
+                {
+                    "rank": self._rank, "communicator": name, "operation": operation, "ok": True,
+                    "ms": round(1e3 * small, 3), "mb_per_s": round(bus_rate(operation, 8 * large, seconds, members), 1),
+                }
+            )  # fmt: skip
+        self._pairs(name, group, members, device)
+
+    def _call(
+        self, operation: str, name: str, group: dist.ProcessGroup, members: Sequence[int], size: int,
+        device: torch.device, check: bool = True,
+    ) -> float:  # fmt: skip
+        """One collective of about so many int64; its seconds. Raises ValueError where the result is not right."""
+        case = _CASES[operation](list(members), self._rank, size, device)
+        self._synchronise(device)
+        began = time.monotonic()
+        self._finish(case.issue(group), name, operation)
+        self._synchronise(device)
+        seconds = time.monotonic() - began
+        if check:
+            wrong = (case.result != case.expected).nonzero()
+            if len(wrong):
+                first = wrong[0].tolist()
+                got, due = case.result[tuple(first)].item(), case.expected[tuple(first)].item()
+                raise ValueError(
+                    f"checksum: {operation} on {name} is wrong in {len(wrong)} of {case.result.numel()} values, "
+                    f"the first at {first}: {got} instead of {due}"
+                )
+        return seconds
+
+    def _finish(self, work: Any, name: str, operation: str) -> None:
+        if operation in ("all_reduce", "all_gather", "broadcast"):
+            waits.work(
+                work, communicator=name, operation=operation, why="self-test", timeout_s=self._bound_s,
+                notice_after_s=None,
+            )  # fmt: skip
+            return
+        # gloo completes the others only within `wait`, so a thread is in it; where that hangs, the process leaves it.
+        done = self._waiter.submit(work.wait)
+        waits.future(done, whom=name, why=f"{operation}: self-test", timeout_s=self._bound_s, notice_after_s=None)
+
+    def _synchronise(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def _pairs(self, name: str, group: dist.ProcessGroup, members: Sequence[int], device: torch.device) -> None:
+        """Every pair of the communicator, in rounds, both ways at once."""
+        if len(members) < 2:
+            return
+        self._at(f"pairs of {name}")
+        mine = torch.ones(PAIR_BYTES, dtype=torch.uint8, device=device)
+        theirs = torch.empty_like(mine)
+        for pairs in round_robin_rounds(len(members)):
+            both = next((pair for pair in pairs if self._rank in (members[pair[0]], members[pair[1]])), None)
+            if both is None:
+                continue
+            peer = members[both[0]] if members[both[1]] == self._rank else members[both[1]]
+            seconds = min(self._exchange(name, group, peer, mine, theirs) for _ in range(2))
+            if self._rank < peer:
+                rate = round(PAIR_BYTES / seconds / 1e6, 1)
+                _write_line({"rank": self._rank, "communicator": name, "pair": [self._rank, peer], "mb_per_s": rate})
+
+    def _exchange(self, name: str, group: dist.ProcessGroup, peer: int, mine: Tensor, theirs: Tensor) -> float:
+        began = time.monotonic()
+        operations = [dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+        for work in dist.batch_isend_irecv(operations):
+            self._finish(work, name, f"exchange with rank {peer}")
+        self._synchronise(mine.device)
+        return time.monotonic() - began
+
+
+def bus_rate(operation: str, size: int, seconds: float, members: Sequence[int]) -> float:
+    """Megabytes per second of the busiest link, comparable between operations and numbers of ranks: the "bus bandwidth"
+    of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+
+    Args:
+        size: bytes of the whole: of the input (all_reduce, broadcast, reduce_scatter), of the output (all_gather).
+    """
+    many = len(members)
+    factor = {"all_reduce": 2 * (many - 1) / many, "broadcast": 1.0}.get(operation, (many - 1) / many)
+    return factor * size / seconds / 1e6
+
+
+class CollectiveCase:
+    """One collective with its input, where its result comes to, and what it must be. All integers, so sums are exact.
+
+    Value i of member m's input is `(m + 1) * (i mod 1021 + 1)`.
+    """
+
+    result: Tensor
+    expected: Tensor
+    issue: Callable[[dist.ProcessGroup], Any]
+
+
+def _pattern(size: int, device: torch.device, first: int = 0) -> Tensor:
+    return torch.arange(first, first + size, device=device, dtype=torch.int64) % _PERIOD + 1
+
+
+class AllReduceCase(CollectiveCase):
+    def __init__(self, members: list[int], rank: int, size: int, device: torch.device) -> None:
+        pattern = _pattern(size, device)
+        self.result = pattern * (rank + 1)
+        self.expected = pattern * sum(each + 1 for each in members)
+        self.issue = lambda group: dist.all_reduce(self.result, group=group, async_op=True)
+
+
+class AllGatherCase(CollectiveCase):
+    def __init__(self, members: list[int], rank: int, size: int, device: torch.device) -> None:
+        each = max(1, size // len(members))
+        pattern = _pattern(each, device)
+        self.result = torch.zeros(len(members) * each, dtype=torch.int64, device=device)
+        self.expected = torch.cat([pattern * (member + 1) for member in members])
+        mine = pattern * (rank + 1)
+        self.issue = lambda group: _ALL_GATHER(self.result, mine, group=group, async_op=True)
+
+
+class ReduceScatterCase(CollectiveCase):
+    def __init__(self, members: list[int], rank: int, size: int, device: torch.device) -> None:
+        each = max(1, size // len(members))
+        place = members.index(rank)
+        whole = _pattern(each * len(members), device) * (rank + 1)
+        self.result = torch.zeros(each, dtype=torch.int64, device=device)
+        self.expected = _pattern(each, device, place * each) * sum(member + 1 for member in members)
+        self.issue = lambda group: _REDUCE_SCATTER(self.result, whole, group=group, async_op=True)
+
+
+class BroadcastCase(CollectiveCase):
+    def __init__(self, members: list[int], rank: int, size: int, device: torch.device) -> None:
+        pattern = _pattern(size, device)
+        root = members[0]
+        self.result = pattern * (root + 1) if rank == root else torch.zeros_like(pattern)
+        self.expected = pattern * (root + 1)
+        self.issue = lambda group: dist.broadcast(self.result, root, group=group, async_op=True)
+
+
+_CASES: dict[str, Callable[[list[int], int, int, torch.device], CollectiveCase]] = {
+    "all_reduce": AllReduceCase,
+    "all_gather": AllGatherCase,
+    "reduce_scatter": ReduceScatterCase,
+    "broadcast": BroadcastCase,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

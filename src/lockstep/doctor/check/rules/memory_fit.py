@@ -1,0 +1,232 @@
+"""Estimates the memory of each role of a config, part by part, and judges whether it fits. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.doctor.check.rules.model_shape import DTYPE_BYTES, ModelShape
+from lockstep.doctor.output.findings import Finding
+
+Config = GRPOConfig | SFTConfig
+
+ZERO = "https://arxiv.org/abs/1910.02054"
+"""Rajbhandari et al. 2020, section 3.1: weights, gradients and Adam's two moments, and how they are sharded."""
+ACTIVATIONS = "https://arxiv.org/abs/2205.05198"
+"""Korthikanti et al. 2022, eq. 2: 34 bytes per token, hidden unit and layer in 16 bit, without attention's scores; and
+one tensor a layer where layers are recomputed."""
+PAGED = "https://arxiv.org/abs/2309.06180"
+"""Kwon et al. 2023: keys and values, and what is left for them beside the weights."""
+RESERVE = 0.08
+"""Of a GPU, for the CUDA context, NCCL's buffers and fragments."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """What a process has."""
+
+    device: Literal["cpu", "cuda"]
+    bytes: int
+    """Of one GPU, or of the host; 0 where it is not known."""
+    name: str = ""
+    """Of the GPU."""
+
+
+def trainer_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Bytes of one trainer rank by part: fp32 weights, gradients and moments of its shard; of what FSDP2 gathers, the
+    root and two layers at once, in compute precision; activations of one packed row; logits of one chunk, three times
+    (value, gradient, softmax)."""
+    trainer = config.trainer
+    width = DTYPE_BYTES[compute_dtype(config, shape)]
+    trained = shape.parameters if config.model.adapter is None else adapter_parameters(config, shape)
+    parts = {
+        "weights": 4 * trained // trainer.shards,
+        "gradients": 4 * trained // trainer.shards,
+        "optimizer": 8 * trained // trainer.shards,
+    }
+    if config.model.adapter is not None:
+        kind = config.model.quantization
+        bits = 8.0 * width if kind is None else {"nf4": 4.5, "int8": 8.0}[kind.kind]
+        parts["frozen weights"] = int(bits * shape.parameters / 8) // trainer.shards
+    if trainer.ranks > 1:
+        root = shape.embedding + shape.head + shape.last_norm
+        parts["gathered"] = width * (root + 2 * max(shape.per_layer, default=0))
+    per_token = (2 if trainer.activation_checkpointing else 34) * shape.hidden * shape.layers * width // 2
+    parts["activations"] = config.token_budget * per_token
+    parts["logits"] = 3 * trainer.head_chunk * shape.vocabulary * 4
+    if config.recipe == "grpo" and config.loss.kl.coefficient > 0 and config.model.adapter is None:
+        parts["reference"] = width * shape.parameters // trainer.shards
+    return parts
+
+
+def engine_memory_parts(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Bytes of one engine (vLLM: of one of its GPUs) by part: weights, and keys and values. vLLM on a GPU takes the
+    rest of its share for these; here is what its sequences need at most."""
+    engine = config.rollout.engine
+    own = shape.dtype if engine.dtype == "auto" else engine.dtype
+    width = DTYPE_BYTES[own if engine.dtype != "auto" else compute_dtype(config, shape)]
+    split = engine.tensor_parallel_size if engine.kind == "vllm" else 1
+    rows = engine.max_num_seqs if engine.kind == "vllm" else engine.max_rows
+    tokens = rows * max_sequence_tokens(config, shape)
+    if engine.kind == "builtin" and engine.cache_tokens:
+        tokens = engine.cache_tokens
+    return {"weights": width * shape.parameters // split, "keys and values": shape.kv_bytes(width) * tokens // split}
+
+
+def max_sequence_tokens(config: Config, shape: ModelShape) -> int:
+    """Tokens of a sequence, at most: prompt and completion."""
+    context = shape.context or config.model.max_length or 2 * config.rollout.sampling.max_tokens
+    limit = min(config.model.max_length or context, context)
+    return min(limit, 2 * config.rollout.sampling.max_tokens)
+
+
+def compute_dtype(config: Config, shape: ModelShape, device: str = "cuda") -> str:
+    """Precision of the trainer's computation."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "float32" if device == "cpu" or config.cluster.device == "cpu" else "bfloat16"
+
+
+def adapter_parameters(config: Config, shape: ModelShape) -> int:
+    """Of LoRA on all linear layers, `r (in + out)` each (Hu et al. 2021, section 4.1). An upper bound where it is on
+    some of them only."""
+    adapter = config.model.adapter
+    assert adapter is not None
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys)
+    linear = max(0, max(shape.per_layer, default=0) - shape.hidden * (2 * queries + 2 * keys)) // max(shape.hidden, 1)
+    # A gated feed-forward part has three matrices hidden x inner; `linear` is 3 inner.
+    return adapter.r * shape.layers * (attention + 3 * shape.hidden + linear)
+
+
+def judge_memory(config: Config, shape: ModelShape, room: ProcessMemory) -> list[Finding]:
+    """What each role needs and whether one GPU (or this host) has it."""
+    device = room.device
+    trainer, engine = trainer_memory_parts(config, shape), engine_memory_parts(config, shape)
+    engines = config.recipe == "grpo" or config.evaluation is not None
+    if room.bytes == 0:
+        where = f"a GPU ({room.name})" if room.name else "a GPU" if device == "cuda" else "this host"
+        text = f"a policy rank needs {_table(trainer)}" + (f"; an engine {_table(engine)}" if engines else "")
+        return [Finding("memory", "unchecked", "", f"{text}; how much {where} has is not known here", source=ZERO)]
+    if device == "cpu":
+        return _on_host(config, trainer, engine if engines else {}, room)
+    return _on_gpu(config, shape, trainer, engine if engines else {}, room)
+
+
+def _on_host(
+    config: Config, trainer: Mapping[str, int], engine: Mapping[str, int], room: ProcessMemory
+) -> list[Finding]:
+    ranks, engines = config.trainer.ranks, config.rollout.engine.count if engine else 0
+    total = ranks * sum(trainer.values()) + engines * sum(engine.values())
+    seen = f"{ranks} policy rank{'s' * (ranks > 1)} of {_table(trainer)}"
+    seen += f"; {engines} engine{'s' * (engines > 1)} of {_table(engine)}" if engine else ""
+    seen += f"; together {_size(total)} of {_size(room.bytes)}"
+    if config.cluster.kind == "ray":
+        return [Finding("memory", "note", "", seen + " on this host; other nodes have their own", source=ZERO)]
+    if total <= room.bytes:
+        return [Finding("memory", "ok", "", seen, source=ZERO)]
+    return [
+        Finding(
+            "memory", "error", "", seen, "the kernel ends a process that gets no memory, and the others wait for it",
+            "lower token_budget or rollout.engine.max_rows, or set trainer.activation_checkpointing=true", ZERO,
+        )
+    ]  # fmt: skip
+
+
+def _on_gpu(
+    config: Config, shape: ModelShape, trainer: Mapping[str, int], engine: Mapping[str, int], room: ProcessMemory
+) -> list[Finding]:  # fmt: skip
+    usable = int(room.bytes * (1 - RESERVE))
+    of = f"{_size(room.bytes)} of a GPU" + (f" ({room.name})" if room.name else "")
+    need = sum(trainer.values())
+    found = []
+    if need <= usable:
+        found.append(Finding("memory-policy", "ok", "", f"a policy rank needs {_table(trainer)}, of {of}", source=ZERO))
+    else:
+        found.append(
+            Finding(
+                "memory-policy", "error", "", f"a policy rank needs {_table(trainer)}, of {of}",
+                f"it runs out of memory in its first steps: {_size(usable)} can be used",
+                settings_that_fit(config, shape, usable),
+                ACTIVATIONS if max(trainer, key=lambda part: trainer[part]) == "activations" else ZERO,
+            )
+        )  # fmt: skip
+    if not engine:
+        return found
+    return [*found, *_engine_on_gpu(config, shape, trainer, engine, room)]
+
+
+def _engine_on_gpu(
+    config: Config, shape: ModelShape, trainer: Mapping[str, int], engine: Mapping[str, int], room: ProcessMemory
+) -> list[Finding]:  # fmt: skip
+    chosen = config.rollout.engine
+    share = chosen.gpu_memory_utilization if chosen.kind == "vllm" else 1 - RESERVE
+    left = int(share * room.bytes) - engine["weights"]
+    each = engine["keys and values"] / max(1, chosen.max_num_seqs if chosen.kind == "vllm" else chosen.max_rows)
+    rows = int(left // each) if each else 0
+    seen = f"an engine's weights take {_size(engine['weights'])} of {share:.0%} of {_size(room.bytes)} on each GPU"
+    if rows < 1:
+        split = next((n for n in (2, 4, 8, 16) if share * room.bytes > 1.1 * shape.parameters * 2 / n), 0)
+        wider = f"set rollout.engine.kind=vllm and rollout.engine.tensor_parallel_size={split}"
+        fix = wider if split else "take a smaller model, or GPUs with more memory"
+        why = "nothing is left for keys and values: the engine does not start"
+        return [Finding("memory-engine", "error", "", seen, why, fix, PAGED)]
+    sequences = f"{seen}, which leaves room for {rows:,} sequences of {max_sequence_tokens(config, shape):,} tokens"
+    found = [Finding("memory-engine", "ok", "", sequences, source=PAGED)]
+    if config.placement.shared:
+        kept = sum(
+            size for part, size in trainer.items()
+            if not (part in ("weights", "gathered") and config.trainer.offload.parameters)
+            and not (part == "optimizer" and config.trainer.offload.optimizer)
+            and part not in ("activations", "logits", "gathered", "gradients")
+        )  # fmt: skip
+        if kept + share * room.bytes > room.bytes:
+            fits = max(0.0, 1 - kept / room.bytes - RESERVE)
+            found.append(
+                Finding(
+                    "memory-shared", "error", "",
+                    f"on shared GPUs the trainer keeps {_size(kept)} while the engine takes {share:.0%} of "
+                    f"{_size(room.bytes)}",
+                    "the second of the two runs out of memory when it wakes",
+                    "set trainer.offload.parameters=true and trainer.offload.optimizer=true"
+                    + (f", or rollout.engine.gpu_memory_utilization={fits:.2f}" if fits > 0.1 else ""), ZERO,
+                )
+            )  # fmt: skip
+    return found
+
+
+def settings_that_fit(config: Config, shape: ModelShape, usable: int) -> str:
+    """Settings with which a policy rank has room, the gentlest first."""
+    found = []
+
+    def fits(**changes: object) -> bool:
+        trainer = config.trainer.model_copy(update=changes)
+        return sum(trainer_memory_parts(config.model_copy(update={"trainer": trainer}), shape).values()) <= usable
+
+    if not config.trainer.activation_checkpointing and fits(activation_checkpointing=True):
+        found.append("trainer.activation_checkpointing=true")
+    ranks = config.trainer.ranks * 2
+    while ranks <= 1024 and not fits(ranks=ranks, replicas=1):
+        ranks *= 2
+    if ranks <= 1024:
+        found.append(f"trainer.ranks={ranks}" + (" with trainer.replicas=1" if config.trainer.replicas > 1 else ""))
+    elif fits(ranks=1024, replicas=1, activation_checkpointing=True):
+        found.append("trainer.activation_checkpointing=true with more trainer.ranks")
+    budget = config.token_budget // 2
+    while budget >= 1024:
+        if sum(trainer_memory_parts(config.model_copy(update={"token_budget": budget}), shape).values()) <= usable:
+            found.append(f"token_budget={budget}")
+            break
+        budget //= 2
+    if config.model.adapter is None:
+        found.append("model.adapter (LoRA)")
+    return "set " + ", or ".join(found) if found else "take a smaller model, or GPUs with more memory"
+
+
+def _table(parts: Mapping[str, int]) -> str:
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return f"{_size(sum(parts.values()))} ({', '.join(f'{name} {_size(size)}' for name, size in ordered if size)})"
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"

@@ -1,0 +1,167 @@
+"""A model's size from its `config.json` alone: parameters by part, keys and values per token. No torch, no download of
+weights. Pure.
+
+The families are those whose layers are written down here; of any other nothing is estimated, rather than something
+wrong. Counted as transformers builds them (`src/transformers/models/<family>/modeling_<family>.py`,
+https://github.com/huggingface/transformers/tree/main/src/transformers/models).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class UnknownModelShape(ValueError):
+    """A model of which the number of parameters is not known from its config; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What memory and time depend on."""
+
+    family: str
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    embedding: int
+    """Parameters of the embedding."""
+    head: int
+    """Of the output layer; 0 where it is tied to the embedding."""
+    per_layer: tuple[int, ...]
+    """Parameters of each decoder layer."""
+    active_per_layer: tuple[int, ...]
+    """Of each, those that one token uses: with experts, the router's choice."""
+    last_norm: int
+    dtype: str
+    """Of the weights on disk."""
+
+    @property
+    def parameters(self) -> int:
+        return self.embedding + self.head + sum(self.per_layer) + self.last_norm
+
+    @property
+    def active(self) -> int:
+        """Parameters that multiply a token's activations: those of the layers it uses, and the head."""
+        return sum(self.active_per_layer) + (self.head or self.embedding)
+
+    @property
+    def largest_unit(self) -> int:
+        """Parameters that FSDP2 gathers at once, at most: a layer, or the root with embedding, head and last norm."""
+        return max([*self.per_layer, self.embedding + self.head + self.last_norm])
+
+    def kv_bytes(self, width: int) -> int:
+        """Of one token's keys and values (Kwon et al. 2023, section 3: 2 x layers x key-value width)."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * width
+
+
+def model_shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Of a `config.json`.
+
+    Raises:
+        UnknownShape: the family is not known here, or a field is missing.
+    """
+    family = str(config.get("model_type", ""))
+    if family not in _FAMILIES:
+        known = ", ".join(sorted(_FAMILIES))
+        raise UnknownModelShape(f"model_type {family or 'is not given'}: sizes are known of {known}")
+    try:
+        return _shape(family, config)
+    except (KeyError, TypeError) as error:
+        raise UnknownModelShape(f"config.json of a {family} model: {error} is missing or no number") from error
+
+
+_GATED = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "phi3", "olmo2"}
+_FAMILIES = _GATED | {"gpt2"}
+_TIED = {"gemma", "gemma2", "gpt2"}
+"""Families that tie head and embedding unless the config says otherwise."""
+_NO_BIAS: frozenset[str] = frozenset()
+
+
+def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
+    if family == "gpt2":
+        return _gpt2(config)
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or _default_head_dim(family, hidden, heads))
+    attention = _attention(family, config, hidden, heads, kv_heads, head_dim)
+    norms = (4 if family == "gemma2" else 2) * hidden
+    whole, active = [], []
+    for layer in range(layers):
+        mlp, used = _mlp(family, config, hidden, layer)
+        whole.append(attention + norms + mlp)
+        active.append(attention + norms + used)
+    vocabulary = int(config["vocab_size"])
+    tied = bool(config.get("tie_word_embeddings", family in _TIED))
+    return ModelShape(
+        family, layers, hidden, vocabulary, heads, kv_heads, head_dim, int(config.get("max_position_embeddings", 0)),
+        vocabulary * hidden, 0 if tied else vocabulary * hidden, tuple(whole), tuple(active), hidden,
+        _dtype(config),
+    )  # fmt: skip
+
+
+def _default_head_dim(family: str, hidden: int, heads: int) -> int:
+    # Where these are not in the file, transformers' own default holds and not the quotient.
+    return {"qwen3": 128, "qwen3_moe": hidden // heads, "gemma": 256, "gemma2": 256}.get(family, hidden // heads)
+
+
+def _attention(
+    family: str, config: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, head_dim: int
+) -> int:  # fmt: skip
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    count = hidden * (queries + 2 * keys) + queries * hidden
+    if family in ("qwen2", "qwen2_moe") and config.get("qkv_bias", True):
+        count += queries + 2 * keys
+    elif config.get("attention_bias", False) and family in ("llama", "qwen3", "qwen3_moe", "gemma", "gemma2", "olmo2"):
+        count += queries + 2 * keys + hidden
+    if family in ("qwen3", "qwen3_moe"):
+        count += 2 * head_dim
+    if family == "olmo2":
+        count += queries + keys
+    return count
+
+
+def _mlp(family: str, config: Mapping[str, Any], hidden: int, layer: int) -> tuple[int, int]:
+    """Parameters of a layer's feed-forward part, and those that a token uses."""
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    dense = layer in (config.get("mlp_only_layers") or ())
+    step = int(config.get("decoder_sparse_step") or 1)
+    if family == "mixtral":
+        dense, step = False, 1
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe") or not experts or dense or (layer + 1) % step:
+        size = int(config["intermediate_size"])
+        count = 3 * hidden * size
+        if family == "llama" and config.get("mlp_bias", False):
+            count += 2 * size + hidden
+        return count, count
+    size = int(config["intermediate_size"] if family == "mixtral" else config["moe_intermediate_size"])
+    one = 3 * hidden * size
+    router = hidden * experts
+    shared = 0
+    if family == "qwen2_moe":
+        shared = 3 * hidden * int(config["shared_expert_intermediate_size"]) + hidden
+    chosen = int(config.get("num_experts_per_tok") or 1)
+    return experts * one + router + shared, chosen * one + router + shared
+
+
+def _gpt2(config: Mapping[str, Any]) -> ModelShape:
+    hidden, layers, heads = int(config["n_embd"]), int(config["n_layer"]), int(config["n_head"])
+    inner = int(config.get("n_inner") or 4 * hidden)
+    per_layer = 4 * hidden * hidden + 4 * hidden + 2 * hidden * inner + inner + hidden + 4 * hidden
+    vocabulary, context = int(config["vocab_size"]), int(config["n_positions"])
+    return ModelShape(
+        "gpt2", layers, hidden, vocabulary, heads, heads, hidden // heads, context, (vocabulary + context) * hidden,
+        0 if config.get("tie_word_embeddings", True) else vocabulary * hidden,
+        (per_layer,) * layers, (per_layer,) * layers, 2 * hidden, _dtype(config),
+    )  # fmt: skip
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    said = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    return said if said in DTYPE_BYTES else "float32"

@@ -1,0 +1,232 @@
+"""Estimates the longest duration of each stage of a step and judges configured timeouts against it. Covers GPUs with
+known rates. Pure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.doctor.check.rules.memory_fit import Config, compute_dtype, max_sequence_tokens
+from lockstep.doctor.check.rules.model_shape import DTYPE_BYTES, ModelShape
+from lockstep.doctor.output.findings import Finding
+
+SCALING_SOURCE = "https://arxiv.org/abs/2001.08361"
+"""Kaplan et al. 2020, section 2.1: 2 operations per parameter and token forward, twice as many backward."""
+PEAKS_SOURCE = (
+    "https://github.com/pytorch/torchtitan/blob/8fb285ca4a6b2945e81e105b5433ea25f613e100/torchtitan/tools/utils.py"
+)
+COMPUTE_EFFICIENCY = 0.35
+"""Of a GPU's peak that training reaches; what is slower than this by far is worth a look."""
+MEMORY_EFFICIENCY = 0.5
+"""Of a GPU's memory bandwidth that decoding reaches."""
+DISK_RATE = 500e6
+"""Bytes per second of a checkpoint or of loading, where nobody has measured."""
+LINK_RATE = 1e9
+"""Bytes per second between hosts, where nobody has measured: 10 Gbit/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSpeed:
+    """Of one GPU."""
+
+    flops: float
+    """Dense bfloat16 operations per second, peak."""
+    bandwidth: float
+    """Bytes per second of its memory."""
+    source: str
+
+
+GPU_SPEEDS: Mapping[str, GpuSpeed] = {
+    "A100-SXM4-80GB": GpuSpeed(312e12, 2.039e12, "https://www.nvidia.com/en-us/data-center/a100/"),
+    "A100-SXM4-40GB": GpuSpeed(312e12, 1.555e12, "https://www.nvidia.com/en-us/data-center/a100/"),
+    "H100 80GB HBM3": GpuSpeed(989e12, 3.35e12, "https://www.nvidia.com/en-us/data-center/h100/"),
+    "H200": GpuSpeed(989e12, 4.8e12, "https://www.nvidia.com/en-us/data-center/h200/"),
+}
+"""By a part of the name that nvidia-smi prints. operations as in PEAKS. Looked up 2026-11."""
+
+
+def gpu_speed(name: str) -> GpuSpeed | None:
+    """Of a GPU by the name that nvidia-smi prints; None where its rates are not written down here."""
+    return next((speed for part, speed in GPU_SPEEDS.items() if part in name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class StepDurations:
+    """Seconds, at most."""
+
+    rollout: float
+    """All completions of a step, each of full length."""
+    train: float
+    """All updates of a step."""
+    update: float
+    """One optimizer step: so long a rank that has less to do waits in a collective for one that has more."""
+    publish: float
+    """Weights to engines of other hosts."""
+    bucket: float
+    """One bucket of them."""
+    checkpoint: float
+    """Weights and optimizer state to disk."""
+    load: float
+    """An engine reads the weights from disk."""
+    prefill: float
+    """One engine step over all prompts that it takes at once."""
+    collective: float
+    """The largest collective, between hosts."""
+
+
+def step_durations(
+    config: Config, shape: ModelShape, speed: GpuSpeed, link: float = LINK_RATE, disk: float = DISK_RATE
+) -> StepDurations:
+    """Of a step with sequences of full length.
+
+    Args:
+        link: measured bytes per second between hosts.
+        disk: of the run's folder.
+    """
+    width = DTYPE_BYTES[compute_dtype(config, shape)]
+    length = max_sequence_tokens(config, shape)
+    sequences = config.completions_per_step if config.recipe == "grpo" else config.batch_size
+    passes = config.epochs if config.recipe == "grpo" else 1
+    per_token = (8 if config.trainer.activation_checkpointing else 6) * shape.active
+    per_token += 12 * shape.layers * shape.heads * shape.head_dim * length // 2  # attention, causal
+    train = passes * sequences * length * per_token / config.trainer.ranks / (COMPUTE_EFFICIENCY * speed.flops)
+    updates = passes * (sequences // (config.minibatch_size or sequences) if config.recipe == "grpo" else 1)
+    weights = shape.parameters * width
+    return StepDurations(
+        rollout=_rollout_seconds(config, shape, speed, width, sequences, length),
+        train=train,
+        update=train / max(1, updates),
+        publish=weights / link,
+        bucket=config.weights.bucket_mb * 2**20 / link,
+        checkpoint=12 * shape.parameters / disk,
+        load=weights / disk,
+        prefill=2 * shape.active * _sequences_per_step(config) * length / (COMPUTE_EFFICIENCY * speed.flops),
+        collective=shape.largest_unit * width / link,
+    )
+
+
+def _sequences_per_step(config: Config) -> int:
+    engine = config.rollout.engine
+    return engine.max_num_seqs if engine.kind == "vllm" else engine.max_rows
+
+
+def _rollout_seconds(
+    config: Config, shape: ModelShape, speed: GpuSpeed, width: int, sequences: int, length: int
+) -> float:
+    """Decoding reads the active weights and the batch's keys and values once per token, or computes, if that takes
+    longer."""
+    engine = config.rollout.engine
+    split = engine.tensor_parallel_size if engine.kind == "vllm" else 1
+    mine = -(-sequences // engine.count)
+    batch = min(mine, _sequences_per_step(config))
+    waves = -(-mine // batch)
+    read = (
+        (shape.active * width + batch * length / 2 * shape.kv_bytes(width))
+        / split
+        / (MEMORY_EFFICIENCY * speed.bandwidth)
+    )
+    compute = 2 * shape.active * batch / split / (COMPUTE_EFFICIENCY * speed.flops)
+    return waves * config.rollout.sampling.max_tokens * max(read, compute)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredTimeout:
+    """A time-out that somebody has set."""
+
+    name: str
+    seconds: float
+    stage: str
+    """Field of `StepDurations` that it must outlast."""
+    what: str
+    source: str = ""
+
+
+TIMEOUT_VARIABLES: Mapping[str, tuple[str, str, str]] = {
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": (
+        "prefill", "one step of an engine, its prompts at once",
+        "https://github.com/vllm-project/vllm/blob/main/vllm/envs.py",
+    ),
+    "VLLM_ENGINE_READY_TIMEOUT_S": (
+        "load", "an engine that loads its weights", "https://github.com/vllm-project/vllm/blob/main/vllm/envs.py",
+    ),
+}  # fmt: skip
+"""Variables that bound a stage of a Lockstep run: which, in seconds."""
+
+
+def configured_timeouts(config: Config, environment: Mapping[str, str]) -> list[ConfiguredTimeout]:
+    """Those that are set explicitly, in the config or the environment; defaults are not somebody's choice."""
+    found = []
+    trainer, cluster, weights = config.trainer, config.cluster, config.weights
+    if "collective_timeout_s" in trainer.model_fields_set:
+        what = "a rank with a short row waits in a collective for one with a long row"
+        found.append(ConfiguredTimeout("trainer.collective_timeout_s", trainer.collective_timeout_s, "update", what))
+        what = "the largest collective between hosts takes its time"
+        found.append(
+            ConfiguredTimeout("trainer.collective_timeout_s", trainer.collective_timeout_s, "collective", what)
+        )
+    if "stall_limit_s" in cluster.model_fields_set:
+        what = "an engine shows no progress while it loads its weights"
+        found.append(ConfiguredTimeout("cluster.stall_limit_s", cluster.stall_limit_s, "load", what))
+    if "receiver_limit_s" in weights.model_fields_set:
+        what = "a receiver shows no progress while a bucket of weights is on its way"
+        found.append(ConfiguredTimeout("weights.receiver_limit_s", weights.receiver_limit_s, "bucket", what))
+    for name, (stage, what, source) in TIMEOUT_VARIABLES.items():
+        try:
+            found.append(ConfiguredTimeout(name, float(environment[name]), stage, what, source))
+        except (KeyError, ValueError):
+            continue
+    return found
+
+
+def judge_durations(
+    config: Config, shape: ModelShape, gpu: str, environment: Mapping[str, str], link: float = LINK_RATE
+) -> list[Finding]:
+    """Durations, and time-outs that are shorter.
+
+    Args:
+        gpu: its name, empty where there is none.
+        link: bytes per second between hosts, the slowest that was measured.
+    """
+    width = DTYPE_BYTES[compute_dtype(config, shape)]
+    largest = Finding(
+        "largest-collective", "ok", "",
+        f"the largest collective gathers {shape.largest_unit * width / 2**20:,.1f} MiB ({_unit_text(shape)}): "
+        f"{shape.largest_unit * width / link:.2f} s at {link / 1e6:,.0f} MB/s",
+    ) if config.trainer.ranks > 1 else None  # fmt: skip
+    found = [largest] if largest else []
+    speed = gpu_speed(gpu)
+    set_bounds = configured_timeouts(config, environment)
+    if speed is None:
+        what = f"how fast {gpu} is is not written down here" if gpu else "there is no GPU, whose speed would be known"
+        named = ", ".join(dict.fromkeys(f"{each.name}={each.seconds:g} s" for each in set_bounds))
+        against = f", so {named} was not held against them" if named else ""
+        return [*found, Finding("durations", "unchecked", "", f"stages were not estimated: {what}{against}")]
+    took = step_durations(config, shape, speed, link)
+    stages = ("rollout", "train", "publish", "checkpoint")
+    row = ", ".join(f"{name} {_seconds(getattr(took, name))}" for name in stages)
+    note = f"a step with completions of full length takes about: {row} (at {COMPUTE_EFFICIENCY:.0%} of the GPU's peak)"
+    found.append(Finding("durations", "note", "", note, source=SCALING_SOURCE))
+    for bound in set_bounds:
+        needed = getattr(took, bound.stage)
+        if bound.seconds >= 2 * needed:
+            continue
+        short = bound.seconds < needed
+        found.append(
+            Finding(
+                "timeout-short", "error" if short else "warning", "",
+                f"{bound.name} is {bound.seconds:g} s, and {bound.what}: about {_seconds(needed)}",
+                "it ends a run that is healthy" if short else "on a busy host it ends a run that is healthy",
+                f"leave {bound.name} out (a stall is told by missing progress, not by time), or set it to "
+                f"{max(60, round(4 * needed)):d} or more",
+                bound.source,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _unit_text(shape: ModelShape) -> str:
+    layer = shape.largest_unit == max(shape.per_layer, default=0)
+    return "a decoder layer" if layer else "embedding, head and last norm"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds >= 120 else f"{seconds:.1f} s"

@@ -1,0 +1,343 @@
+"""`lockstep explain --config`: reads the files that describe a training and reports what will go wrong."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from lockstep.doctor.configs import shared_rules
+from lockstep.doctor.configs.accelerate.rules import judge_accelerate
+from lockstep.doctor.configs.config_files import ConfigDocument, leaves, read_config
+from lockstep.doctor.configs.config_settings import (
+    ConfigFindings,
+    ConfigLocation,
+    ConfigNotReadable,
+    ConfigSetting,
+    ConfigSettings,
+)
+from lockstep.doctor.configs.deepspeed.rules import judge_deepspeed, load_deepspeed
+from lockstep.doctor.configs.openrlhf.rules import judge_openrlhf
+from lockstep.doctor.configs.option_tables import option_table
+from lockstep.doctor.configs.shell_scripts import ShellWord
+from lockstep.doctor.configs.training_commands import (
+    TrainingCommand,
+    add_arguments,
+    add_overrides,
+    find_training_commands,
+)
+from lockstep.doctor.configs.trl.rules import judge_trl
+from lockstep.doctor.configs.trl.settings import TRLConfig, trl_options, trl_program
+from lockstep.doctor.configs.verl.rules import judge_verl
+from lockstep.doctor.configs.verl.settings import (
+    VERL_PROGRAM,
+    judge_verl_environment,
+)
+from lockstep.doctor.output.findings import CheckReport
+
+
+def judge_verl_command(
+    advice: ConfigFindings, job: TrainingCommand, folder: Path, gpu_gib: float | None, installed: str | None
+) -> None:
+    """Overrides of a command line."""
+    raw = ConfigSettings()
+    loose = add_overrides(raw, job.words)
+    config = next((word.text for word in loose if word.text.startswith("--config-name")), "")
+    for index, word in enumerate(loose):
+        ours = (
+            word.text.startswith("-")
+            or not word.known
+            or (
+                index
+                and loose[index - 1].text in ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd")
+            )
+        )
+        if not ours:
+            advice.error(
+                "option-unknown",
+                f"'{word.text}' is no override",
+                "Hydra takes key=value; is a backslash missing before it?",
+                "",
+                at=word.place,
+            )
+    other = "--config-path" in {word.text.partition("=")[0] for word in loose} or (config and "ppo" not in config)
+    judge_verl(
+        advice,
+        raw,
+        job.program,
+        config,
+        job.place,
+        {**job.shell, **job.workers},
+        folder,
+        gpu_gib,
+        installed,
+        bool(other),
+    )
+    judge_verl_environment(advice, job, raw)
+
+
+def judge_verl_file(
+    advice: ConfigFindings, document: ConfigDocument, folder: Path, gpu_gib: float | None, installed: str | None
+) -> None:
+    """A YAML file."""
+    raw = ConfigSettings()
+    for name, value in leaves(document.tree or {}):
+        if name.split(".")[0] in ("defaults", "hydra") or name.endswith("_target_"):
+            continue
+        raw.add(ConfigSetting(name, value, document.places.get(name, ConfigLocation(document.file, 0))))
+    own_defaults = "defaults" in (document.tree or {})
+    judge_verl(
+        advice, raw, VERL_PROGRAM, "", ConfigLocation(document.file, 0), {}, folder, gpu_gib, installed, own_defaults
+    )
+
+
+DocumentKind = Literal["script", "verl", "trl", "accelerate", "deepspeed"]
+PACKAGES = ("openrlhf", "verl", "trl", "transformers")
+
+
+@dataclass(slots=True)
+class GivenConfigs:
+    """The files, by what they are."""
+
+    jobs: list[tuple[TrainingCommand, ConfigDocument]] = field(default_factory=list)
+    verl: list[ConfigDocument] = field(default_factory=list)
+    trl: list[ConfigDocument] = field(default_factory=list)
+    accelerate: list[ConfigDocument] = field(default_factory=list)
+    deepspeed: list[ConfigDocument] = field(default_factory=list)
+
+
+def installed_frameworks() -> dict[str, str]:
+    """Versions of the frameworks in this environment; by these options are judged."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return (
+        found
+        if "trl" in found or "transformers" not in found
+        else {k: v for k, v in found.items() if k != "transformers"}
+    )
+
+
+def advise_configs(
+    paths: Sequence[Path], gpu_gib: float | None = None, versions: Mapping[str, str] | None = None
+) -> CheckReport:
+    """Findings about the config files at `split_into_paths`, taken together.
+
+    Args:
+        gpu_gib: memory of a GPU in GiB; without it, what fits is said for GPUs that are sold.
+        versions: of the frameworks (`config_advisor`, `config_advisor`, `config_advisor`,
+        `judge_transformers_timeout`); else those installed here.
+
+    Raises:
+        NotReadableError: a file is none of the kinds that are known, or broken.
+    """
+    known = dict(versions if versions is not None else installed_frameworks())
+    given = GivenConfigs()
+    for path in paths:
+        _sort(given, read_config(path))
+    report = CheckReport()
+    settings = _judge_accelerate_file(report, given)
+    json = load_deepspeed(given.deepspeed[0]) if given.deepspeed else None
+    world, trainer = _judge_commands(report, given, settings, json, gpu_gib, known)
+    if given.deepspeed:
+        world = world or (_world_size(settings) if settings is not None else None)
+        for document in given.deepspeed:
+            advice = ConfigFindings()
+            judge_deepspeed(advice, document, load_deepspeed(document), world, trainer or bool(given.accelerate))
+            _add_section(report, "deepspeed", document.file, advice)
+    return report
+
+
+def _add_section(report: CheckReport, name: str, title: str, advice: ConfigFindings) -> None:
+    report.add(name, title, dict.fromkeys(advice.findings))
+
+
+def _sort(given: GivenConfigs, document: ConfigDocument) -> None:
+    """What a document is, by what stands in it."""
+    if document.tree is None:
+        found = find_training_commands(document.commands)
+        if not found:
+            raise ConfigNotReadable(
+                document.file,
+                0,
+                "no training is started here: none of OpenRLHF, verl, TRL, accelerate or a DeepSpeed config",
+            )
+        given.jobs.extend((job, document) for job in found)
+        return
+    kind = document_kind(document)
+    {"verl": given.verl, "trl": given.trl, "accelerate": given.accelerate, "deepspeed": given.deepspeed}[kind].append(
+        document
+    )
+
+
+def document_kind(document: ConfigDocument) -> Literal["verl", "trl", "accelerate", "deepspeed"]:
+    """Of a tree; by the keys that one of the frameworks knows, misspelt ones aside."""
+    tree = document.tree or {}
+    keys = set(tree)
+    if "actor_rollout_ref" in keys or len(keys & {"data", "trainer", "algorithm", "critic"}) > 1:
+        return "verl"
+    options = option_table("deepspeed", "config").options
+    scores = {
+        "deepspeed": len({name.partition(".")[0] for name in options} & keys) + 3 * ("zero_optimization" in keys),
+        "accelerate": (
+            len({name.partition(".")[0] for name in option_table("accelerate", "config").options} & keys)
+            + 3 * ("distributed_type" in keys or "compute_environment" in keys)
+        ),
+        "trl": (
+            len(set(trl_options("grpo")) & keys | set(trl_options("sft")) & keys)
+            + 3 * ("model_name_or_path" in keys)
+            + 3 * ("per_device_train_batch_size" in keys)
+        ),
+    }
+    best = max(scores, key=lambda kind: (scores[kind], kind == "trl"))
+    if scores[best] == 0:
+        raise ConfigNotReadable(document.file, 1, "settings of none of OpenRLHF, verl, TRL, accelerate and DeepSpeed")
+    return best  # type: ignore[return-value]
+
+
+def _judge_accelerate_file(report: CheckReport, given: GivenConfigs) -> ConfigSettings | None:
+    settings = None
+    for document in given.accelerate:
+        advice = ConfigFindings()
+        settings = judge_accelerate(advice, document)
+        advice.say(
+            "accelerate-read",
+            "ok",
+            f"options judged by accelerate {option_table('accelerate', 'config').versions[-1]}",
+            at=ConfigLocation(document.file, 0),
+        )
+        _add_section(report, "accelerate", document.file, advice)
+    return settings
+
+
+def _world_size(settings: ConfigSettings) -> int | None:
+    processes = settings.whole("num_processes")
+    return processes if processes and processes > 0 else None
+
+
+def _judge_commands(
+    report: CheckReport,
+    given: GivenConfigs,
+    settings: ConfigSettings | None,
+    json: ConfigSettings | None,
+    gpu_gib: float | None,
+    versions: dict[str, str],
+) -> tuple[int | None, bool]:
+    """Findings of all trainings; the processes of the last one, and whether a Trainer reads the DeepSpeed file."""
+    world, trainer = None, bool(given.trl)
+    taken: set[str] = set()
+    for job, document in given.jobs:
+        advice, folder = ConfigFindings(), Path(document.file).parent
+        if job.framework == "openrlhf":
+            judge_openrlhf(advice, job, folder, gpu_gib, versions.get("openrlhf"))
+        elif job.framework == "verl":
+            judge_verl_command(advice, job, folder, gpu_gib, versions.get("verl"))
+        elif job.framework == "trl":
+            trainer = True
+            world = job.launcher.world or (_world_size(settings) if settings is not None else None)
+            judge_trl(advice, _trl_config(job, given, settings, json, world, taken, advice), folder, gpu_gib, versions)
+        else:
+            continue
+        world = job.launcher.world or world
+        shared_rules.judge_script_variables(advice, {**job.shell, **job.workers})
+        _add_section(report, job.framework, f"{job.place}: {job.program}", advice)
+    for document in given.verl:
+        advice = ConfigFindings()
+        judge_verl_file(advice, document, Path(document.file).parent, gpu_gib, versions.get("verl"))
+        _add_section(report, "verl", document.file, advice)
+    for document in given.trl:
+        if document.file in taken:
+            continue
+        advice = ConfigFindings()
+        own = _document_settings(document)
+        program = trl_program(Path(document.file).name, own)
+        world = world or (_world_size(settings) if settings is not None else None)
+        run = TRLConfig(
+            program,
+            own,
+            ConfigLocation(document.file, 0),
+            world,
+            _document_variables(document),
+            settings,
+            json,
+            own_script=True,
+        )
+        judge_trl(advice, run, Path(document.file).parent, gpu_gib, versions)
+        shared_rules.judge_script_variables(advice, run.variables)
+        _add_section(report, "trl", document.file, advice)
+    return world, trainer
+
+
+def _document_settings(document: ConfigDocument) -> ConfigSettings:
+    """Top-level keys, as TrlParser takes them."""
+    settings = ConfigSettings()
+    for name, value in (document.tree or {}).items():
+        settings.add(ConfigSetting(name, value, document.places.get(name, ConfigLocation(document.file, 0))))
+    return settings
+
+
+def _document_variables(document: ConfigDocument) -> dict[str, ShellWord]:
+    """`env` of TrlParser's YAML."""
+    block = (document.tree or {}).get("env")
+    if not isinstance(block, dict):
+        return {}
+    return {
+        name: ShellWord(str(value), document.places.get(f"env.{name}", ConfigLocation(document.file, 0)))
+        for name, value in block.items()
+    }
+
+
+def _trl_config(
+    job: TrainingCommand,
+    given: GivenConfigs,
+    settings: ConfigSettings | None,
+    json: ConfigSettings | None,
+    world: int | None,
+    taken: set[str],
+    advice: ConfigFindings,
+) -> TRLConfig:
+    """A command's options over those of the YAML that it names with --config."""
+    line = ConfigSettings()
+    program = trl_program(job.program, line)
+    add_arguments(line, job.words, trl_options(program))
+    program = program or trl_program(job.program, line)
+    both, variables = ConfigSettings(), dict(job.shell)
+    config = line.text("config")
+    if config is not None:
+        named = [document for document in given.trl if Path(document.file).name == Path(config).name]
+        for document in named:
+            taken.add(document.file)
+            variables |= _document_variables(document)
+            for setting in _document_settings(document):
+                both.add(setting)
+            program = program or trl_program("", both)
+        if not named:
+            advice.unchecked(
+                "file-missing",
+                f"--config {config} is not among the files",
+                f"give it too: --config {config}",
+                line.place("config"),
+            )
+    for setting in line:
+        both.add(setting)
+    for name, documents in (("deepspeed", given.deepspeed), ("config_file", given.accelerate)):
+        place, said = (
+            (line.place(name), line.text(name))
+            if name == "deepspeed"
+            else (job.launcher.options.place(name), job.launcher.options.text(name))
+        )
+        if said and not documents and re.search(r"\.(json|ya?ml)$", said):
+            advice.unchecked("file-missing", f"{said} is not among the files", f"give it too: --config {said}", place)
+    own = job.program.endswith(".py") and job.program.removesuffix(".py") not in (
+        "grpo",
+        "sft",
+        "dpo",
+        "kto",
+        "reward",
+        "rloo",
+    )
+    return TRLConfig(program, both, job.place, world, variables, settings, json, own)

@@ -1,0 +1,190 @@
+"""Reads config files: the commands of a shell script, or the tree of a YAML or JSON file with the line of each key."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.doctor.configs.config_settings import UNKNOWN_VALUE, ConfigLocation, ConfigNotReadable
+from lockstep.doctor.configs.shell_scripts import ShellCommand, ShellScript
+
+MAX_BYTES = 4 << 20
+MAX_NODES = 100_000
+MAX_DEPTH = 60
+
+
+@dataclass(slots=True)
+class ConfigDocument:
+    """A file that was read: `commands` of a script, else `tree` with the places of its keys by dotted path."""
+
+    file: str
+    text: str
+    commands: tuple[ShellCommand, ...] = ()
+    tree: dict[str, Any] | None = None
+    places: dict[str, ConfigLocation] = field(default_factory=dict)
+    doubled: list[tuple[str, ConfigLocation]] = field(default_factory=list)
+    """Keys that a JSON file has twice in the same place."""
+
+
+def read_config(path: Path) -> ConfigDocument:
+    """The file at `user_frames`; NotReadableError names file and line where it is no config."""
+    file = str(path)
+    try:
+        if not path.is_file():
+            raise ConfigNotReadable(file, 0, "there is no such file" if not path.exists() else "this is no file")
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigNotReadable(file, 0, error.strerror or str(error)) from error
+    if len(data) > MAX_BYTES:
+        raise ConfigNotReadable(file, 0, f"larger than {MAX_BYTES >> 20} MiB; this is no config")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigNotReadable(file, line, "not a text in UTF-8") from error
+    if "\0" in text:
+        raise ConfigNotReadable(file, text[: text.index("\0")].count("\n") + 1, "not a text: it has a NUL byte")
+    if not text.strip():
+        raise ConfigNotReadable(file, 0, "the file is empty")
+    return parse_config(text, file)
+
+
+def parse_config(text: str, file: str) -> ConfigDocument:
+    """`text` as what its name or its look says that it is."""
+    suffix = Path(file).suffix.lower()
+    if suffix == ".json" or (suffix not in (".sh", ".bash", ".yaml", ".yml") and text.lstrip()[:1] == "{"):
+        return _parse_json(text, file)
+    if suffix in (".yaml", ".yml"):
+        return _parse_yaml(text, file)
+    if suffix in (".sh", ".bash", ".sbatch", ".slurm") or _looks_like_a_script(text):
+        return ConfigDocument(file, text, commands=tuple(ShellScript(text, file).commands()))
+    return _parse_yaml(text, file)
+
+
+def _looks_like_a_script(text: str) -> bool:
+    return text.startswith("#!") or bool(re.search(r"(?m)^[^#\n]*(\s-m\s|--\w|\btrl\s|\\$)", text))
+
+
+# ---------------------------------------------------------------- YAML
+
+
+def _parse_yaml(text: str, file: str) -> ConfigDocument:
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigNotReadable(file, mark.line + 1 if mark else 0, f"not YAML: {error.problem or error}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigNotReadable(
+            file, 0, "not YAML: it is nested too deeply or has characters that YAML forbids"
+        ) from error
+    document = ConfigDocument(file, text)
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigNotReadable(file, 1, "neither a shell script nor settings: no `key: value` at its top")
+    builder = _YamlTree(document)
+    document.tree = builder.build(node, "", 0)
+    return document
+
+
+class _YamlTree:
+    """Plain values out of YAML nodes; aliases are followed as far as the bound on nodes goes."""
+
+    def __init__(self, document: ConfigDocument) -> None:
+        self.document, self.nodes = document, 0
+        self.loader = yaml.SafeLoader("")
+
+    def build(self, node: yaml.Node, path: str, depth: int) -> Any:
+        self.nodes += 1
+        line = node.start_mark.line + 1
+        if self.nodes > MAX_NODES or depth > MAX_DEPTH:
+            raise ConfigNotReadable(self.document.file, line, "too many values or too deep for a config")
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path, depth)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(node.value)]
+        if str(node.tag).startswith("!") and not str(node.tag).startswith("!!"):
+            return UNKNOWN_VALUE
+        try:
+            return self.loader.construct_object(node)
+        except (yaml.YAMLError, ValueError, OverflowError) as error:
+            raise ConfigNotReadable(
+                self.document.file, line, f"a value of an unknown kind: {node.value!r:.60}"
+            ) from error
+
+    def _mapping(self, node: yaml.MappingNode, path: str, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigNotReadable(self.document.file, key.start_mark.line + 1, "a key that is not a word")
+            name = f"{path}.{key.value}" if path else str(key.value)
+            place = ConfigLocation(self.document.file, key.start_mark.line + 1)
+            if key.tag == "tag:yaml.org,2002:merge":
+                merged = self.build(value, path, depth + 1)
+                for each in merged if isinstance(merged, list) else [merged]:
+                    result = {**each, **result} if isinstance(each, dict) else result
+                continue
+            if key.value in result:
+                self.document.doubled.append((name, place))
+            self.document.places[name] = place
+            result[str(key.value)] = self.build(value, name, depth + 1)
+        return result
+
+
+# ---------------------------------------------------------------- JSON
+
+_JSON_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+
+
+def _parse_json(text: str, file: str) -> ConfigDocument:
+    try:
+        tree = json.loads(text, parse_constant=lambda name: UNKNOWN_VALUE)
+    except json.JSONDecodeError as error:
+        raise ConfigNotReadable(file, error.lineno, f"not JSON: {error.msg}") from error
+    except (RecursionError, ValueError) as error:
+        raise ConfigNotReadable(file, 0, "not JSON: nested too deeply, or a number that is too long") from error
+    if not isinstance(tree, dict):
+        raise ConfigNotReadable(file, 1, "no `{...}` at its top")
+    document = ConfigDocument(file, text, tree=tree)
+    for name, line in _json_keys(text):
+        place = ConfigLocation(file, line)
+        if name in document.places:
+            document.doubled.append((name, place))
+        document.places[name] = place
+        if len(document.places) > MAX_NODES:
+            raise ConfigNotReadable(file, line, "too many values for a config")
+    return document
+
+
+def _json_keys(text: str) -> Iterator[tuple[str, int]]:
+    """Dotted path and line of every key of a JSON text that is known to be right."""
+    stack: list[str | None] = []
+    line, at, last = 1, 0, ""
+    for match in _JSON_TOKEN.finditer(text):
+        line += text.count("\n", at, match.start())
+        at, token = match.start(), match[0]
+        if token in "{[":
+            if len(stack) > MAX_DEPTH:
+                return
+            stack.append(None if token == "{" else "[]")
+        elif token in "}]":
+            stack.pop()
+        elif token == ":" and stack:
+            stack[-1] = last
+            yield ".".join(each for each in stack if each), line
+        elif token.startswith('"'):
+            last = str(json.loads(token))
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in `tree` that is no mapping, and of empty mappings."""
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, dict) and value:
+            yield from leaves(value, name)
+        else:
+            yield name, value

@@ -1,0 +1,311 @@
+"""Rules for DeepSpeed's JSON, alone or behind a Trainer that fills in its "auto" values."""
+
+from lockstep.doctor.configs import option_tables
+from lockstep.doctor.configs.config_files import ConfigDocument, leaves
+from lockstep.doctor.configs.config_settings import ConfigFindings, ConfigLocation, ConfigSetting, ConfigSettings
+from lockstep.doctor.configs.option_tables import OptionTable, option_table
+
+CONFIG_SOURCE = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/config.py"
+MODELS_SOURCE = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/config.py"
+STRICT_SOURCE = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/config_utils.py"
+FILL_SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/integrations/deepspeed.py"
+SAVE_SOURCE = "https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html"
+ZERO_SECTION = "zero_optimization"
+_SECTIONS = (ZERO_SECTION, "fp16", "bf16")
+_AUTO_FILLED = {
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "gradient_clipping",
+    "fp16.enabled",
+    "bf16.enabled",
+    "optimizer.params.lr",
+    "optimizer.params.betas",
+    "optimizer.params.eps",
+    "optimizer.params.weight_decay",
+    "scheduler.params.warmup_min_lr",
+    "scheduler.params.warmup_max_lr",
+    "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps",
+    f"{ZERO_SECTION}.reduce_bucket_size",
+    f"{ZERO_SECTION}.stage3_prefetch_bucket_size",
+    f"{ZERO_SECTION}.stage3_param_persistence_threshold",
+}
+"""Keys whose "auto" the Trainer replaces."""
+_IGNORED_SECTIONS = (f"{ZERO_SECTION}.", "fp16.", "bf16.")
+"""Where DeepSpeed itself takes "auto" for its default."""
+
+
+def load_deepspeed(document: ConfigDocument) -> ConfigSettings:
+    """Leaves by their dotted names."""
+    settings = ConfigSettings()
+    for name, value in leaves(document.tree or {}):
+        settings.add(ConfigSetting(name, value, document.places.get(name, ConfigLocation(document.file, 0))))
+    return settings
+
+
+def judge_deepspeed(
+    advice: ConfigFindings, document: ConfigDocument, settings: ConfigSettings, world: int | None, trainer: bool
+) -> None:
+    """`trainer`: transformers' Trainer reads it, which fills in "auto"."""
+    for name, place in document.doubled:
+        advice.error(
+            "deepspeed-doubled",
+            f"{name} stands twice in the same section",
+            "DeepSpeed refuses such a file.",
+            "keep one",
+            STRICT_SOURCE,
+            place,
+        )
+    options = option_table("deepspeed", "config")
+    removed = _removed(advice, options, settings)
+    settings = ConfigSettings({name: setting for name, setting in settings.given.items() if name not in removed})
+    fatal = [each for each in settings if each.name.startswith(tuple(f"{section}." for section in _SECTIONS))]
+    option_tables.judge_options(
+        advice,
+        options,
+        fatal,
+        options.versions[-1],
+        option_tables.OptionSyntax("", "DeepSpeed refuses keys that a section does not have."),
+    )
+    others = [each for each in settings if each not in fatal]
+    option_tables.judge_options(
+        advice,
+        options,
+        others,
+        options.versions[-1],
+        option_tables.OptionSyntax(
+            "", "DeepSpeed reads past keys that it does not know: the setting has no effect.", fatal=False
+        ),
+    )
+    _automatic(advice, settings, trainer)
+    _batch(advice, settings, world, trainer)
+    _precision(advice, settings)
+    _zero(advice, settings)
+
+
+def _removed(advice: ConfigFindings, options: OptionTable, settings: ConfigSettings) -> set[str]:
+    """Sections and keys that DeepSpeed refuses by name; returns what stands in them."""
+    taken: set[str] = set()
+    for name, renamed in options.renamed.items():
+        within = [each.name for each in settings if each.name == name or each.name.startswith(f"{name}.")]
+        if not renamed.refused or not within:
+            continue
+        instead = f"; {' and '.join(renamed.to)} in its place" if renamed.to else ""
+        seen = f"{name} was removed from DeepSpeed{instead}"
+        advice.error(
+            "option-gone",
+            seen,
+            "DeepSpeed refuses it by name.",
+            f"remove {name}",
+            CONFIG_SOURCE,
+            settings.place(*within),
+        )
+        taken.update(within)
+    return taken
+
+
+def _automatic(advice: ConfigFindings, settings: ConfigSettings, trainer: bool) -> None:
+    for setting in settings:
+        if setting.value != "auto" or setting.name in ("data_types.grad_accum_dtype",):
+            continue
+        if setting.name in _AUTO_FILLED and not trainer:
+            if not setting.name.startswith(_IGNORED_SECTIONS):
+                advice.warn(
+                    "deepspeed-auto",
+                    f'{setting.name} is "auto"',
+                    'Only transformers\' Trainer and accelerate fill in "auto"; DeepSpeed itself takes the text as the'
+                    " value and fails.",
+                    "a number, unless a Trainer reads this file",
+                    FILL_SOURCE,
+                    setting.place,
+                )
+        elif setting.name not in _AUTO_FILLED and not setting.name.startswith(_IGNORED_SECTIONS):
+            advice.error(
+                "deepspeed-auto",
+                f'{setting.name} is "auto"',
+                "Neither the Trainer nor DeepSpeed replaces this one.",
+                "a value",
+                FILL_SOURCE,
+                setting.place,
+            )
+
+
+def _batch(advice: ConfigFindings, settings: ConfigSettings, world: int | None, trainer: bool) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    train, micro, accumulation = (settings.whole(name) for name in names)
+    at = settings.place(*names)
+    if not any(name in settings for name in names[:2]):
+        if not trainer:
+            advice.error(
+                "deepspeed-batch",
+                "neither train_batch_size nor train_micro_batch_size_per_gpu is set",
+                "DeepSpeed needs one of both.",
+                '"train_micro_batch_size_per_gpu": 1',
+                CONFIG_SOURCE,
+                at,
+            )
+        return
+    if train and world and (micro or accumulation) and train % (world * (micro or 1) * (accumulation or 1)):
+        advice.error(
+            "deepspeed-batch",
+            f"train_batch_size {train} is no multiple of micro-batch {micro or 1} x accumulation {accumulation or 1} x"
+            f" {world} ranks",
+            "DeepSpeed asserts that they are equal.",
+            "drop one of the three; it follows from the others",
+            CONFIG_SOURCE,
+            at,
+        )
+    elif train and micro and accumulation and train % (micro * accumulation):
+        advice.error(
+            "deepspeed-batch",
+            f"train_batch_size {train} is no multiple of micro-batch {micro} x accumulation {accumulation}",
+            "No number of ranks makes them equal.",
+            "drop one of the three; it follows from the others",
+            CONFIG_SOURCE,
+            at,
+        )
+    elif train and micro and accumulation:
+        ranks = train // (micro * accumulation)
+        if world and ranks != world:
+            advice.error(
+                "deepspeed-batch",
+                f"train_batch_size {train} = {micro} x {accumulation} x {ranks} ranks, but there are {world}",
+                "DeepSpeed asserts that they are equal.",
+                "drop train_batch_size",
+                CONFIG_SOURCE,
+                at,
+            )
+        elif not world:
+            advice.note(
+                "deepspeed-batch",
+                f"train_batch_size {train} = {micro} x {accumulation} x {ranks}: this runs on {ranks} ranks only",
+                "",
+                "drop train_batch_size",
+                CONFIG_SOURCE,
+                at,
+            )
+
+
+def _precision(advice: ConfigFindings, settings: ConfigSettings) -> None:
+    half, brain = settings.flag("fp16.enabled"), settings.flag("bf16.enabled")
+    if half and brain:
+        advice.error(
+            "deepspeed-precision",
+            "fp16 and bf16 are both on",
+            "DeepSpeed asserts against it.",
+            '"fp16": {"enabled": false}',
+            CONFIG_SOURCE,
+            settings.place("fp16.enabled"),
+        )
+    if brain and settings.whole("fp16.loss_scale"):
+        advice.note("deepspeed-precision", "a loss scale is not used with bf16", at=settings.place("fp16.loss_scale"))
+    if settings.set("gradient_clipping") is False and settings.number("optimizer.params.max_grad_norm"):
+        advice.warn(
+            "deepspeed-clipping",
+            "optimizer.params.max_grad_norm is read by nothing",
+            "",
+            '"gradient_clipping": 1.0',
+            CONFIG_SOURCE,
+            settings.place("optimizer.params.max_grad_norm"),
+        )
+
+
+def _zero(advice: ConfigFindings, settings: ConfigSettings) -> None:
+    stage = settings.whole(f"{ZERO_SECTION}.stage")
+    if stage is not None and not 0 <= stage <= 3:
+        advice.error(
+            "deepspeed-stage",
+            f"{ZERO_SECTION}.stage {stage}: stages are 0 to 3",
+            "",
+            "",
+            MODELS_SOURCE,
+            settings.place(f"{ZERO_SECTION}.stage"),
+        )
+        return
+    lower = stage or 0
+    param = settings.text(f"{ZERO_SECTION}.offload_param.device")
+    if lower < 3:
+        if param in ("cpu", "nvme"):
+            advice.warn(
+                "deepspeed-offload",
+                f"offload_param with stage {lower} does nothing",
+                "Parameters are offloaded by stage 3 only.",
+                f'"stage": 3, or drop {ZERO_SECTION}.offload_param',
+                MODELS_SOURCE,
+                settings.place(f"{ZERO_SECTION}.offload_param.device"),
+            )
+        idle = [setting.name for setting in settings if setting.name.startswith(f"{ZERO_SECTION}.stage3_")]
+        if idle and stage is not None:
+            advice.note(
+                "deepspeed-stage",
+                f"{', '.join(each.partition('.')[2] for each in idle)}: of stage 3, unused with stage {lower}",
+                source=MODELS_SOURCE,
+                at=settings.place(*idle),
+            )
+        if (settings.number(f"{ZERO_SECTION}.offload_optimizer.ratio") or 1.0) < 1.0:
+            advice.error(
+                "deepspeed-offload",
+                f"offload_optimizer.ratio below 1 with stage {lower}",
+                "DeepSpeed asserts stage 3.",
+                '"ratio": 1.0',
+                MODELS_SOURCE,
+                settings.place(f"{ZERO_SECTION}.offload_optimizer.ratio"),
+            )
+    _offload_devices(advice, settings, lower)
+    if (
+        stage == 3
+        and settings.flag(f"{ZERO_SECTION}.stage3_gather_16bit_weights_on_model_save") is not True
+        and f"{ZERO_SECTION}.stage3_gather_fp16_weights_on_model_save" not in settings
+    ):
+        advice.warn(
+            "zero3-save",
+            "stage 3 without stage3_gather_16bit_weights_on_model_save",
+            "save_model writes no weights that can be loaded, only shards for zero_to_fp32.py.",
+            f'"stage3_gather_16bit_weights_on_model_save": true in {ZERO_SECTION}; saving then gathers, which needs a time-out'
+            " that is long enough",
+            SAVE_SOURCE,
+            settings.place(f"{ZERO_SECTION}.stage"),
+        )
+    if settings.text("gradient_allreduce_op") == "sum" and stage == 3:
+        advice.error(
+            "deepspeed-allreduce",
+            "gradient_allreduce_op sum with stage 3",
+            "DeepSpeed refuses it.",
+            '"mean"',
+            CONFIG_SOURCE,
+            settings.place("gradient_allreduce_op"),
+        )
+
+
+def _offload_devices(advice: ConfigFindings, settings: ConfigSettings, stage: int) -> None:
+    """Where offloaded states go."""
+    param, optimizer = (settings.text(f"{ZERO_SECTION}.offload_{what}.device") for what in ("param", "optimizer"))
+    for what, device in (("param", param), ("optimizer", optimizer)):
+        if device == "nvme" and not settings.set(f"{ZERO_SECTION}.offload_{what}.nvme_path"):
+            advice.error(
+                "deepspeed-offload",
+                f"offload_{what} to nvme without nvme_path",
+                "",
+                f'"nvme_path" in {ZERO_SECTION}.offload_{what}',
+                MODELS_SOURCE,
+                settings.place(f"{ZERO_SECTION}.offload_{what}.device"),
+            )
+        if device is not None and device not in ("cpu", "nvme", "none", "auto"):
+            advice.error(
+                "deepspeed-offload",
+                f"{ZERO_SECTION}.offload_{what}.device {device} is none of none, cpu, nvme",
+                "",
+                "",
+                MODELS_SOURCE,
+                settings.place(f"{ZERO_SECTION}.offload_{what}.device"),
+            )
+    if stage == 0 and optimizer in ("cpu", "nvme"):
+        advice.warn(
+            "deepspeed-offload",
+            "offload_optimizer without ZeRO does nothing",
+            "",
+            '"stage": 1 or more',
+            MODELS_SOURCE,
+            settings.place(f"{ZERO_SECTION}.offload_optimizer.device"),
+        )

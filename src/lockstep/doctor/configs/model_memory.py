@@ -1,0 +1,379 @@
+"""How large a model is: by its config.json, by its name among those that are known, or by the `7B` in its name."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.doctor.configs.config_settings import NO_LOCATION, ConfigFindings, ConfigLocation
+from lockstep.doctor.configs.option_tables import read_option_data
+from lockstep.doctor.output.findings import Severity
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Of a dense decoder; what is not known is 0."""
+
+    name: str
+    parameters: float
+    layers: int = 0
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_size: int = 0
+    vocabulary: int = 0
+    longest: int = 0
+    """Positions that its config allows; 0: not known."""
+    source: str = ""
+
+    @property
+    def size(self) -> str:
+        """Parameters as people write them."""
+        return f"{self.parameters / 1e9:.3g}B"
+
+    def cache_bytes(self, width: int = 2) -> int:
+        """Keys and values of one token, in bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_size * width
+
+
+def decoder_parameters(
+    layers: int, hidden: int, heads: int, kv_heads: int, head_size: int, inner: int, vocabulary: int, tied: bool
+) -> int:
+    """Weights of a gated decoder: attention and MLP matrices of each layer, embeddings and head; norms and biases (a
+    thousandth of it) left out."""
+    attention = hidden * head_size * (2 * heads + 2 * kv_heads)
+    return layers * (attention + 3 * hidden * inner) + vocabulary * hidden * (1 if tied else 2)
+
+
+def find_model(name: str | None, folder: Path) -> ModelSize | None:
+    """The model that `name` says, a hub's name or a folder (relative to `folder`). None: nothing tells its size."""
+    if not name:
+        return None
+    local = Path(name).expanduser()
+    shape = _local_model(local if local.is_absolute() else folder / local, name)
+    return shape or _known_model(name) or _size_from_name(name)
+
+
+def _local_model(path: Path, name: str) -> ModelSize | None:
+    file = path / "config.json"
+    try:
+        with file.open("rb") as stream:
+            raw = json.loads(stream.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict):
+        return None
+    if isinstance(raw.get("text_config"), dict):
+        raw = {**raw, **raw["text_config"]}
+    return model_size_from_config(raw, name, str(file))
+
+
+def model_size_from_config(raw: dict[str, Any], name: str, source: str = "") -> ModelSize | None:
+    """The shape that a config.json tells; None where it lacks what is needed, or is a mixture of experts."""
+
+    def number(key: str, otherwise: int = 0) -> int:
+        value = raw.get(key)
+        return value if type(value) is int and 0 < value < 1 << 32 else otherwise
+
+    layers, hidden, heads = number("num_hidden_layers"), number("hidden_size"), number("num_attention_heads")
+    inner, vocabulary = number("intermediate_size"), number("vocab_size")
+    if not (layers and hidden and heads and inner and vocabulary):
+        return None
+    if any(number(key) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return None
+    kv, size = number("num_key_value_heads", heads), number("head_dim", hidden // heads)
+    count = decoder_parameters(
+        layers, hidden, heads, kv, size, inner, vocabulary, raw.get("tie_word_embeddings") is True
+    )
+    return ModelSize(
+        name, count, layers, hidden, heads, kv, size, vocabulary, number("max_position_embeddings"), source
+    )
+
+
+def _known_model(name: str) -> ModelSize | None:
+    plain = name.rstrip("/").rpartition("/")[2].lower().replace("meta-llama", "llama").removesuffix("-hf")
+    plain = re.sub(r"^(qwen[\d.]+)-(?:math|coder)-", r"\1-", plain)  # of the same shape as the model they are made of
+    content = read_option_data("models")
+    found = [key for key in content["models"] if re.fullmatch(re.escape(key) + r"(?:-(?!\d+(?:\.\d+)?b).*)?", plain)]
+    if not found:
+        found = [key for key in content["models"] if re.search(r"(?:^|[-_])" + re.escape(key) + r"$", plain)]
+    if not found:
+        return None
+    entry = content["models"][max(found, key=len)]
+    layers, hidden, heads, kv, size, inner, vocabulary, tied = entry["shape"]
+    count = decoder_parameters(layers, hidden, heads, kv, size, inner, vocabulary, tied)
+    source = f"{content['source']}/{entry['hub']}/blob/main/config.json"
+    return ModelSize(name, count, layers, hidden, heads, kv, size, vocabulary, 0, source)
+
+
+def _size_from_name(name: str) -> ModelSize | None:
+    plain = name.rstrip("/").rpartition("/")[2]
+    if re.search(r"(?i)\d+x\d|a\d+(?:\.\d+)?b\b", plain):
+        return None
+    match = re.search(r"(?i)(?<![\w.])(\d{1,3}(?:\.\d{1,2})?)b(?![a-z0-9])", plain.replace("_", "-"))
+    return ModelSize(name, float(match[1]) * 1e9) if match and float(match[1]) > 0 else None
+
+
+GIB = 1 << 30
+GPU_SIZES_GIB = (24, 40, 48, 80, 96, 141, 192, 288)
+"""GiB of GPUs that are sold, nearly."""
+ZERO_SOURCE = "https://arxiv.org/abs/1910.02054"
+ACTIVATIONS_SOURCE = "https://arxiv.org/abs/2205.05198"
+UTILIZATION_SOURCE = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStates:
+    """How the states of a trained model are kept."""
+
+    shape: ModelSize
+    ranks: int | None
+    """Over which states are divided."""
+    stage: int = 3
+    optimizer_on_cpu: bool = False
+    parameters_on_cpu: bool = False
+    trainable: float = 1.0
+    """Share of the parameters that is trained: small with an adapter."""
+    weight_bytes: int = 2
+    gradient_bytes: int = 2
+    optimizer_bytes: int = 12
+
+    def state_bytes(self) -> float | None:
+        """On each GPU while training; None where the number of ranks is not known and matters."""
+        ranks = self.ranks
+        if ranks is None and self.stage > 0:
+            return None
+        share = 1 / (ranks or 1)
+        weights = 0.0 if self.parameters_on_cpu else self.weight_bytes * (share if self.stage == 3 else 1.0)
+        gradients = self.gradient_bytes * self.trainable * (share if self.stage >= 2 else 1.0)
+        optimizer = (
+            0.0
+            if self.optimizer_on_cpu
+            else self.optimizer_bytes * self.trainable * (share if self.stage >= 1 else 1.0)
+        )
+        return self.shape.parameters * (weights + gradients + optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShare:
+    """A generation engine's share of its GPUs."""
+
+    shape: ModelSize
+    tensor_parallel: int
+    utilization: float
+    shares_gpus: bool = False
+    """With the trainer."""
+    sleeps: bool = False
+    """Gives its memory back while the trainer works."""
+    longest: int | None = None
+    """Tokens of a prompt with its completion."""
+    place: ConfigLocation = NO_LOCATION
+    option: str = "gpu_memory_utilization"
+
+    def weight_bytes(self) -> float:
+        """On each of its GPUs."""
+        return 2 * self.shape.parameters / self.tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTokens:
+    """What one forward and backward of a GPU goes over."""
+
+    tokens: int | None
+    fused_head: bool = False
+    """Logits are never whole in memory: fused or chunked cross-entropy."""
+
+
+def format_gib(value: float) -> str:
+    """Bytes as people read them."""
+    return f"{value / GIB:.3g} GiB"
+
+
+def activation_bytes(shape: ModelSize, batch: BatchTokens) -> float:
+    """At least, 0 where nothing tells."""
+    if batch.tokens is None:
+        return 0.0
+    return 2 * batch.tokens * shape.hidden * shape.layers
+
+
+def logit_bytes(shape: ModelSize, batch: BatchTokens) -> float:
+    """Logits and their gradient in bfloat16, where they are whole in memory."""
+    return 4 * batch.tokens * shape.vocabulary if batch.tokens is not None and not batch.fused_head else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """Bytes of one GPU while training."""
+
+    state: float
+    kept: float
+    """Activations."""
+    logits: float
+
+    @property
+    def certain(self) -> float:
+        """What cannot be avoided."""
+        return self.state + self.kept
+
+    @property
+    def likely(self) -> float:
+        """With logits."""
+        return self.certain + self.logits
+
+
+def judge_gpu_memory(
+    advice: ConfigFindings,
+    training: TrainingStates | None,
+    engine: EngineShare | None,
+    batch: BatchTokens,
+    gpu_gib: float | None,
+    at: ConfigLocation,
+    offloaded_while_generating: bool = False,
+    what: str = "training",
+) -> None:
+    """Whether states, activations and engine fit a GPU of `gpu_gib`; without it, which GPUs are large enough."""
+    state = training.state_bytes() if training is not None else None
+    need = None
+    if training is not None and state is not None:
+        need = TrainingMemory(state, activation_bytes(training.shape, batch), logit_bytes(training.shape, batch))
+        _judge_training(advice, training, need, batch, gpu_gib, at, what)
+    elif training is not None:
+        advice.unchecked("memory-training", "memory of training: how many ranks share its states is not told here")
+    if engine is not None:
+        _judge_engine(advice, engine, gpu_gib)
+        if engine.shares_gpus and need is not None:
+            _judge_together(advice, engine, need, gpu_gib, offloaded_while_generating)
+
+
+def _memory_text(training: TrainingStates, need: TrainingMemory, batch: BatchTokens, what: str) -> str:
+    shape = training.shape
+    parts = f"{format_gib(need.state)} of weights, gradients and optimizer"
+    if need.kept:
+        parts += f", {format_gib(need.kept)} of activations"
+    if need.logits:
+        parts += f", {format_gib(need.logits)} of logits" + (f" for {batch.tokens:,} tokens" if batch.tokens else "")
+    ways = f"ZeRO stage {training.stage}" if training.stage else "no division of states"
+    ways += f" over {training.ranks} ranks" if training.ranks else ""
+    ways += ", the optimizer on the host" if training.optimizer_on_cpu else ""
+    return (
+        f"{what} of {shape.name} ({shape.size}) needs at least {format_gib(need.likely)} on each GPU: {parts}; {ways}"
+    )
+
+
+def _judge_training(
+    advice: ConfigFindings,
+    training: TrainingStates,
+    need: TrainingMemory,
+    batch: BatchTokens,
+    gpu_gib: float | None,
+    at: ConfigLocation,
+    what: str,
+) -> None:
+    seen, fix = _memory_text(training, need, batch, what), _smaller_settings(training, need)
+    open_end = not training.shape.layers or batch.tokens is None
+    if open_end:
+        unknown = "the model's shape" if not training.shape.layers else "how many tokens a micro-batch has"
+        seen += f", and more for activations and logits ({unknown} is not known here)"
+    room = gpu_gib if gpu_gib is not None else GPU_SIZES_GIB[-1]
+    if need.certain > room * GIB:
+        has = f"a GPU has {gpu_gib:g} GiB" if gpu_gib is not None else "no GPU has that much"
+        advice.error("memory-training", f"{seen}; {has}", "The run ends in CUDA out of memory.", fix, ZERO_SOURCE, at)
+    elif gpu_gib is None:
+        enough = next(size for size in GPU_SIZES_GIB if need.likely <= size * GIB * 0.92 or size == GPU_SIZES_GIB[-1])
+        say = advice.warn if enough > 80 else advice.note
+        room_is = f"GPUs below {enough} GiB have no room" if open_end else f"GPUs from {enough} GiB have room"
+        say("memory-training", f"{seen}; {room_is}", "", fix if enough > 80 else "", ZERO_SOURCE, at)
+    elif need.likely > 0.92 * gpu_gib * GIB:
+        tight = f"{seen}, of {gpu_gib:g} GiB: buffers and fragments do not fit beside it"
+        advice.warn("memory-training", tight, "", fix, ZERO_SOURCE, at)
+    else:
+        severity: Severity = "note" if open_end else "ok"
+        advice.say("memory-training", severity, f"{seen}, of {gpu_gib:g} GiB", source=ZERO_SOURCE, at=at)
+
+
+def _smaller_settings(training: TrainingStates, need: TrainingMemory) -> str:
+    ways = []
+    if training.stage < 3:
+        ways.append("ZeRO stage 3 (or FSDP full shard)")
+    if not training.optimizer_on_cpu:
+        ways.append("the optimizer on the host (adam_offload, offload_optimizer, optimizer_offload)")
+    if need.kept + need.logits > need.state:
+        ways.insert(0, "fewer tokens per micro-batch")
+    ways.append("more GPUs" if training.stage else "dividing states over ranks")
+    return ", or ".join(ways)
+
+
+def _judge_engine(advice: ConfigFindings, engine: EngineShare, gpu_gib: float | None) -> None:
+    shape, weights = engine.shape, engine.weight_bytes()
+    rooms = (gpu_gib,) if gpu_gib is not None else GPU_SIZES_GIB
+    fitting = [room for room in rooms if weights < room * GIB * engine.utilization]
+    seen = (
+        f"the engine's weights ({shape.name}, {shape.size}, tensor parallel {engine.tensor_parallel}) are"
+        f" {format_gib(weights)} on each GPU, {engine.option} {engine.utilization:g} of it is all that the engine may take"
+    )
+    if not fitting:
+        advice.error(
+            "memory-engine",
+            seen + (f": {format_gib(gpu_gib * GIB * engine.utilization)}" if gpu_gib else ""),
+            "vLLM ends at its start: no memory is left for the cache.",
+            f"a larger tensor parallel size, or a larger {engine.option}",
+            UTILIZATION_SOURCE,
+            engine.place,
+        )
+        return
+    if gpu_gib is None and fitting[0] > 80:
+        advice.warn(
+            "memory-engine",
+            f"{seen}: GPUs from {fitting[0]} GiB have room",
+            "",
+            "a larger tensor parallel size",
+            UTILIZATION_SOURCE,
+            engine.place,
+        )
+    if gpu_gib is not None and engine.longest and shape.layers:
+        left = gpu_gib * GIB * engine.utilization - weights
+        one = shape.cache_bytes() / max(1, min(engine.tensor_parallel, shape.kv_heads)) * engine.longest
+        if one > left:
+            advice.error(
+                "memory-cache",
+                f"the cache of one sequence of {engine.longest:,} tokens is {format_gib(one)}, {format_gib(left)} are left beside the"
+                " weights",
+                "vLLM refuses to start when its longest sequence does not fit.",
+                f"a larger {engine.option} or tensor parallel size, or shorter sequences",
+                UTILIZATION_SOURCE,
+                engine.place,
+            )
+
+
+def _judge_together(
+    advice: ConfigFindings, engine: EngineShare, need: TrainingMemory, gpu_gib: float | None, offloaded: bool
+) -> None:
+    if not engine.sleeps:
+        room = gpu_gib if gpu_gib is not None else 80
+        if engine.utilization * room * GIB + need.certain > room * GIB:
+            seen = (
+                f"the engine keeps {engine.utilization:.0%} of each GPU while training needs {format_gib(need.certain)} of the"
+                " same GPU" + ("" if gpu_gib is not None else ": together more than 80 GiB")
+            )
+            say = advice.error if gpu_gib is not None or engine.utilization > 0.85 else advice.warn
+            say(
+                "memory-together",
+                seen,
+                "Engine and trainer share GPUs, and the engine does not sleep.",
+                f"let the engine sleep while training, or a smaller {engine.option}",
+                UTILIZATION_SOURCE,
+                engine.place,
+            )
+    elif not offloaded and gpu_gib is not None and engine.utilization * gpu_gib * GIB + need.state > gpu_gib * GIB:
+        advice.warn(
+            "memory-together",
+            f"the trainer's states ({format_gib(need.state)}) stay on the GPU while the engine wakes to"
+            f" {engine.utilization:.0%} of it",
+            "The engine's share is of the whole GPU; what others hold is not subtracted once it sleeps and wakes.",
+            f"offload the trainer while engines generate, or a smaller {engine.option}",
+            UTILIZATION_SOURCE,
+            engine.place,
+        )

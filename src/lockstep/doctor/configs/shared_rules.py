@@ -1,0 +1,224 @@
+"""Rules shared by all frameworks: timeouts and the communicators they reach, environment variables, model divisibility
+and length limits.
+"""
+
+import re
+from collections.abc import Mapping
+
+from lockstep.doctor.configs.config_settings import NO_LOCATION, ConfigFindings, ConfigLocation, ConfigSettings
+from lockstep.doctor.configs.model_memory import ModelSize
+from lockstep.doctor.configs.shell_scripts import ShellWord
+from lockstep.doctor.environment.environment_lint import ProcessEnvironment, lint_environments
+
+VLLM_CONFIG_SOURCE = "https://github.com/vllm-project/vllm/blob/v0.20.0/vllm/config/model.py"
+
+
+def judge_heads(
+    advice: ConfigFindings,
+    shape: ModelSize,
+    parallel: int,
+    option: str,
+    at: ConfigLocation,
+    source: str = VLLM_CONFIG_SOURCE,
+) -> None:
+    """Heads must divide over tensor-parallel ranks."""
+    if shape.heads and parallel > 1 and shape.heads % parallel:
+        fitting = [size for size in (1, 2, 4, 8, 16) if shape.heads % size == 0]
+        advice.error(
+            "parallel-heads",
+            f"{option} {parallel}: {shape.name} has {shape.heads} attention heads, which do not divide by it",
+            "vLLM refuses to start.",
+            f"one of {', '.join(map(str, fitting))}",
+            source,
+            at,
+        )
+
+
+def judge_positions(
+    advice: ConfigFindings, shape: ModelSize, longest: int | None, what: str, at: ConfigLocation
+) -> None:
+    """Longer than the model's positions."""
+    if shape.longest and longest and longest > shape.longest:
+        advice.error(
+            "length-model",
+            f"{what} of {longest} tokens: {shape.name} has {shape.longest} positions",
+            "vLLM refuses a longest sequence that is beyond the model's.",
+            f"at most {shape.longest}",
+            VLLM_CONFIG_SOURCE,
+            at,
+        )
+
+
+TORCH_SOURCE = "https://github.com/pytorch/pytorch/blob/v2.11.0/torch/distributed/distributed_c10d.py"
+NCCL_ENV_SOURCE = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
+DEEPSPEED_TIMEOUT_SOURCE = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/constants.py"
+OPENRLHF_TIMEOUT_SOURCE = "https://github.com/OpenRLHF/OpenRLHF/blob/v0.11.2/openrlhf/utils/deepspeed/deepspeed.py"
+VERL_TIMEOUT_SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/distributed.py"
+VERL_READS_SOURCE = "https://github.com/verl-project/verl/blob/v0.6.1/verl/workers/fsdp_workers.py"
+TRANSFORMERS_SOURCE = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/training_args.py"
+SUBGROUPS = (
+    "Groups that are made later (device meshes, ZeRO's and tensor-parallel groups) ask PyTorch for a time-out of their"
+    " own and get its default, 10 minutes for NCCL; the channel to vLLM has none of these."
+)
+DEFAULT_TIMEOUT_S = 600
+"""Of PyTorch for NCCL, and of `nccl_timeout`: whoever left it there asked for nothing else."""
+UNREAD_VARIABLES = {
+    "NCCL_TIMEOUT": "neither NCCL nor PyTorch reads it",
+    "TORCH_NCCL_TIMEOUT": "PyTorch reads no such variable",
+    "TORCH_DISTRIBUTED_TIMEOUT": "PyTorch reads no such variable",
+    "DIST_TIMEOUT": "neither NCCL nor PyTorch reads it",
+    "NCCL_COMM_TIMEOUT": "neither NCCL nor PyTorch reads it",
+}
+"""Variables that posts recommend as time-outs."""
+
+
+def judge_timeout_variables(advice: ConfigFindings, variables: dict[str, ShellWord], settable: str) -> None:
+    """`variables`: what the job is started with. `settable`: the setting that reaches a communicator here."""
+    for name, why in UNREAD_VARIABLES.items():
+        if name in variables:
+            advice.warn(
+                "timeout-unread",
+                f"{name}={_word_text(variables[name])}: {why}; no communicator gets this time-out",
+                SUBGROUPS,
+                settable,
+                NCCL_ENV_SOURCE,
+                variables[name].place,
+            )
+    word = variables.get("NCCL_BLOCKING_WAIT") or variables.get("TORCH_NCCL_BLOCKING_WAIT")
+    if word is not None and word.text not in ("0", ""):
+        advice.warn(
+            "timeout-blocking-wait",
+            "blocking wait is on: the CPU waits for each collective",
+            "It slows every collective down, and its time-out is the communicator's own all the same.",
+            "remove it",
+            TORCH_SOURCE,
+            word.place,
+        )
+
+
+def _word_text(word: ShellWord) -> str:
+    return word.text if word.known else "..."
+
+
+def judge_openrlhf_timeout(advice: ConfigFindings, variables: dict[str, ShellWord]) -> None:
+    """Its time-out is written in its source."""
+    judge_timeout_variables(
+        advice,
+        variables,
+        "in OpenRLHF it is the timeout of setup_distributed in utils/deepspeed/deepspeed.py: 60 minutes, no option"
+        " sets it",
+    )
+    if "DEEPSPEED_TIMEOUT" in variables:
+        advice.warn(
+            "timeout-unread",
+            f"DEEPSPEED_TIMEOUT={_word_text(variables['DEEPSPEED_TIMEOUT'])} is overruled: OpenRLHF hands DeepSpeed 60"
+            " minutes",
+            SUBGROUPS,
+            "change setup_distributed in utils/deepspeed/deepspeed.py",
+            OPENRLHF_TIMEOUT_SOURCE,
+            variables["DEEPSPEED_TIMEOUT"].place,
+        )
+
+
+def judge_verl_timeout(
+    advice: ConfigFindings, settings: ConfigSettings, variables: dict[str, ShellWord], version: str, engine: str
+) -> None:
+    """`nccl_timeout` and who reads it."""
+    name = "actor_rollout_ref.nccl_timeout"
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    unread = numbers >= (0, 8)
+    fix = (
+        "no option does: change initialize_global_process_group_ray in verl/utils/distributed.py"
+        if unread
+        else f"{name}=SECONDS"
+    )
+    judge_timeout_variables(advice, variables, fix)
+    if name not in settings or settings.whole(name) == DEFAULT_TIMEOUT_S:
+        return
+    seen, at = f"{name}={settings.get(name)}", settings.place(name)
+    if unread:
+        advice.warn(
+            "timeout-unread",
+            f"{seen} reaches no communicator: the workers of verl {version} start theirs without a time-out, which is"
+            " PyTorch's 10 minutes",
+            SUBGROUPS,
+            fix,
+            VERL_TIMEOUT_SOURCE,
+            at,
+        )
+    elif numbers < (0, 6) and engine != "megatron":
+        advice.warn(
+            "timeout-unread",
+            f"{seen}: in verl {version} only Megatron's workers read it",
+            SUBGROUPS,
+            "a newer verl",
+            VERL_READS_SOURCE,
+            at,
+        )
+    else:
+        advice.note(
+            "timeout-default-group",
+            f"{seen} reaches the default group of the workers only",
+            SUBGROUPS,
+            source=VERL_READS_SOURCE,
+            at=at,
+        )
+
+
+def judge_transformers_timeout(
+    advice: ConfigFindings,
+    settings: ConfigSettings,
+    variables: dict[str, ShellWord],
+    deepspeed: bool,
+    longest_s: float | None = None,
+) -> None:
+    """`ddp_timeout` and `DEEPSPEED_TIMEOUT`."""
+    judge_timeout_variables(advice, variables, "ddp_timeout: SECONDS")
+    seconds = settings.number("ddp_timeout")
+    if "ddp_timeout" in settings and seconds is not None:
+        at = settings.place("ddp_timeout")
+        advice.note(
+            "timeout-default-group",
+            f"ddp_timeout={seconds:g} s reaches the default group only"
+            + (" (through deepspeed.init_distributed)" if deepspeed else ""),
+            SUBGROUPS,
+            source=TRANSFORMERS_SOURCE,
+            at=at,
+        )
+        if 0 < seconds < 60:
+            advice.warn(
+                "timeout-short",
+                f"ddp_timeout={seconds:g} is in seconds: less than a checkpoint or the first batch takes",
+                "The slowest legal stage between two collectives must fit.",
+                "ddp_timeout: 1800 or more",
+                TRANSFORMERS_SOURCE,
+                at,
+            )
+        if settings.flag("use_cpu"):
+            advice.warn("timeout-unread", "ddp_timeout is dropped with use_cpu", "", "", TRANSFORMERS_SOURCE, at)
+    if "DEEPSPEED_TIMEOUT" in variables and "ddp_timeout" in settings:
+        advice.note(
+            "timeout-default-group",
+            "DEEPSPEED_TIMEOUT (in minutes) is overruled by ddp_timeout",
+            "",
+            source=DEEPSPEED_TIMEOUT_SOURCE,
+            at=variables["DEEPSPEED_TIMEOUT"].place,
+        )
+
+
+def setting_location(settings: ConfigSettings, name: str) -> ConfigLocation:
+    """Where it is set, if it is."""
+    return settings.place(name) if name in settings else NO_LOCATION
+
+
+RAY_ENVIRONMENT_SOURCE = "https://docs.ray.io/en/latest/ray-core/handling-dependencies.html"
+
+
+def judge_script_variables(advice: ConfigFindings, variables: Mapping[str, ShellWord]) -> None:
+    """Errors and warnings of the lint, at the lines that set the variables; time-outs are told by `shared_rules`."""
+    given = {name: word.text for name, word in variables.items() if word.known and name not in UNREAD_VARIABLES}
+    for found in lint_environments([ProcessEnvironment("", given)]) if given else []:
+        if found.severity in ("error", "warning"):
+            named = next((name for name in re.findall(r"\w+", found.seen) if name in given), None)
+            at = variables[named].place if named is not None else NO_LOCATION
+            advice.say(found.id, found.severity, found.seen, found.why, found.fix, found.source, at)

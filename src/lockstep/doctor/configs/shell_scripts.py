@@ -1,0 +1,292 @@
+"""Parses shell scripts without running them: simple commands with their line numbers."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lockstep.doctor.configs.config_settings import ConfigLocation
+from lockstep.doctor.configs.shell_words import (
+    CONTINUED,
+    MAX_WORDS,
+    NAME,
+    UNSET,
+    WordPiece,
+    WordReader,
+    join_words,
+    raw_word_text,
+    word_text,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShellWord:
+    """A word of a command after expansion."""
+
+    text: str
+    place: ConfigLocation
+
+    @property
+    def known(self) -> bool:
+        """Whether nothing of it is left open."""
+        return UNSET not in self.text
+
+
+@dataclass(frozen=True, slots=True)
+class ShellCommand:
+    """A simple command: its words, and the variables that it is started with."""
+
+    words: tuple[ShellWord, ...]
+    environment: dict[str, ShellWord] = field(default_factory=dict)
+
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
+_DESCRIPTOR = re.compile(r"\d+(?=[<>])")
+_OPERATORS = (";;", "&&", "||", "<<<", "<<-", "<<", ">>", ">&", "<&", "&>", ">", "<", "|", "&", ";", "(", ")")
+MAX_NESTED = 3
+_OPENING, _CLOSING = ("if", "case", "for", "while", "until", "select"), ("fi", "esac", "done")
+_KEYWORDS = {
+    "if",
+    "then",
+    "else",
+    "elif",
+    "fi",
+    "for",
+    "while",
+    "until",
+    "do",
+    "done",
+    "case",
+    "esac",
+    "{",
+    "}",
+    "!",
+    "time",
+    "function",
+    "select",
+    "in",
+}
+
+
+class ShellScript(WordReader):
+    """A script and what its variables are at the place that is being read."""
+
+    def __init__(self, text: str, file: str) -> None:
+        super().__init__(text, file)
+        self.exported: set[str] = set()
+        self.heredocs: list[tuple[str, bool, bool, int]] = []
+        self.bodies: list[list[WordPiece]] = []
+        self.words_read = 0
+        self.depth = 0
+        """Of `if`, `case` and loops around the command that is read."""
+        self.pending: str | None = None
+        """An operator that was read too early."""
+        self.nested = 0
+        """How many `bash -c` are around it."""
+
+    def commands(self) -> Iterator[ShellCommand]:
+        """All simple commands in their order, whatever conditions and loops stand around them."""
+        words: list[list[list[WordPiece]]] = []
+        chosen = False
+        while True:
+            token = self._next()
+            if isinstance(token, list):
+                words.append(token)
+                self.words_read += 1
+                if self.words_read > MAX_WORDS:
+                    raise self._fail(f"more than {MAX_WORDS} words")
+                continue
+            if token in (">", ">>", "<", ">&", "<&", "&>", "<<<"):
+                target = self._next()
+                self.pending = target if isinstance(target, str) else None
+                continue
+            if token == "(" and words and self._array(words, chosen):
+                continue
+            if token in ("<<", "<<-"):
+                self._heredoc(dash=token == "<<-")
+                continue
+            if words:
+                yield from self._command(words, chosen)
+                words = []
+            chosen = token in ("&&", "||")
+            if token == "":
+                return
+
+    def _next(self) -> str | list[list[WordPiece]]:
+        if self.pending is not None:
+            token, self.pending = self.pending, None
+            return token
+        return self._token()
+
+    def _command(self, words: list[list[list[WordPiece]]], chosen: bool) -> Iterator[ShellCommand]:
+        """`words`: of each word as it is written what it expands to; `chosen`: run or not by what comes before it."""
+        flat = [each for expanded in words for each in expanded]
+        while flat and (keyword := word_text(flat[0])) in _KEYWORDS:
+            self.depth = max(0, self.depth + (keyword in _OPENING) - (keyword in _CLOSING))
+            flat = flat[1:]
+        bodies, self.bodies = self.bodies, []
+        assigned: dict[str, list[WordPiece]] = {}
+        while flat and (match := _ASSIGNMENT.match(word_text(flat[0]))) and not flat[0][0].quoted:
+            value = _skip_characters(flat[0], match.end())
+            if match[2]:
+                value = [*join_words(self.variables.get(match[1], [])), *value]
+            assigned[match[1]] = self._bounded(value)
+            flat = flat[1:]
+        if not flat:
+            for name, value in assigned.items():
+                self._assign(name, [value], chosen)
+            return
+        first = word_text(flat[0])
+        if first in ("export", "declare", "typeset", "readonly", "local"):
+            self._declare(first, flat[1:], chosen)
+        elif (script := _script_within(flat)) is not None:
+            yield from self._inner(script)
+        elif first == "read" and bodies:
+            name = word_text(flat[-1])
+            if NAME.fullmatch(name):
+                self.variables[name] = [bodies[-1]]
+        elif first == "unset":
+            for word in flat[1:]:
+                self.variables.pop(word_text(word), None)
+                self.exported.discard(word_text(word))
+        else:
+            environment = {n: join_words(self.variables[n]) for n in sorted(self.exported) if n in self.variables}
+            environment |= assigned
+            yield ShellCommand(
+                tuple(self._word(word) for word in flat), {name: self._word(v) for name, v in environment.items()}
+            )
+
+    def _assign(self, name: str, value: list[list[WordPiece]], chosen: bool) -> None:
+        """What is set where it may not be reached does not replace what was set before it for sure."""
+        if not (chosen or self.depth) or name not in self.variables:
+            self.variables[name] = value
+
+    def _inner(self, pieces: list[WordPiece]) -> Iterator[ShellCommand]:
+        """The commands of `bash -c '...'`."""
+        if self.nested >= MAX_NESTED:
+            raise self._fail("shells within shells, too deep")
+        inner = ShellScript(raw_word_text(pieces).replace(CONTINUED, "\\\n"), self.file)
+        inner.line, inner.nested = pieces[0].line if pieces else self.line, self.nested + 1
+        inner.variables = {name: self.variables[name] for name in self.exported if name in self.variables}
+        inner.exported = set(self.exported)
+        yield from inner.commands()
+
+    def _declare(self, how: str, words: list[list[WordPiece]], chosen: bool) -> None:
+        exports = how == "export" and not (chosen or self.depth)
+        for word in words:
+            text = word_text(word)
+            if text.startswith("-"):
+                exports = exports or "x" in text
+            elif match := _ASSIGNMENT.match(text):
+                self._assign(match[1], [self._bounded(_skip_characters(word, match.end()))], chosen)
+                if exports:
+                    self.exported.add(match[1])
+            elif exports and NAME.fullmatch(text):
+                self.exported.add(text)
+
+    def _array(self, words: list[list[list[WordPiece]]], chosen: bool) -> bool:
+        """`NAME=(a b c)`: read up to the bracket that closes it."""
+        last = words[-1]
+        match = _ASSIGNMENT.fullmatch(word_text(last[0])) if len(last) == 1 else None
+        if match is None:
+            return False
+        began, elements = self.line, list(self.variables.get(match[1], [])) if match[2] else []
+        while (token := self._token(newlines=False)) != ")":
+            if token == "":
+                raise self._fail(f"the bracket of {match[1]}=( is never closed", began)
+            if isinstance(token, list):
+                elements.extend(token)
+                if len(elements) > MAX_WORDS:
+                    raise self._fail(f"more than {MAX_WORDS} words")
+        self._assign(match[1], elements, chosen)
+        words.pop()
+        return True
+
+    def _heredoc(self, dash: bool) -> None:
+        while self._peek() in (" ", "\t"):
+            self._take()
+        began, delimiter, quoted = self.line, "", False
+        while (char := self._peek()) and not char.isspace() and char not in ";|&<>()":
+            self._take()
+            if char in "'\"\\":
+                quoted = True
+            else:
+                delimiter += char
+        if not delimiter:
+            raise self._fail("a here-document without the word that ends it", began)
+        self.heredocs.append((delimiter, dash, quoted, began))
+
+    def _read_heredocs(self) -> None:
+        """Their bodies, which begin behind the line that names them."""
+        for delimiter, dash, quoted, began in self.heredocs:
+            body: list[WordPiece] = []
+            while True:
+                if self.at >= len(self.text):
+                    raise self._fail(f"the here-document up to {delimiter} does not end", began)
+                end = self.text.find("\n", self.at)
+                end = len(self.text) if end < 0 else end
+                line, number = self.text[self.at : end], self.line
+                self._take(end + 1 - self.at)
+                if dash:
+                    line = line.lstrip("\t")
+                if line == delimiter:
+                    break
+                if not quoted and line.endswith("\\"):
+                    line = line[:-1]
+                else:
+                    line += "\n"
+                body.extend([WordPiece(line, number)] if quoted else self._expanded(line, number))
+            self.bodies.append(self._bounded(body))
+        self.heredocs = []
+
+    def _token(self, newlines: bool = True) -> str | list[list[WordPiece]]:
+        """An operator, "\\n", "" at the end, or a word: what it expands to, several words or none."""
+        while True:
+            char = self._peek()
+            if char == "":
+                if self.heredocs:
+                    raise self._fail(f"the here-document up to {self.heredocs[0][0]} does not end", self.heredocs[0][3])
+                return ""
+            if char == "\\" and self._peek(2) == "\\\n":
+                self._take(2)
+            elif char == "#":
+                while self._peek() not in ("", "\n"):
+                    self._take()
+            elif char == "\n":
+                self._take()
+                if self.heredocs:
+                    self._read_heredocs()
+                if newlines:
+                    return "\n"
+            elif char.isspace():
+                self._take()
+            else:
+                break
+        if descriptor := _DESCRIPTOR.match(self.text, self.at):
+            self._take(len(descriptor[0]))
+        for operator in _OPERATORS:
+            if self._peek(len(operator)) == operator:
+                self._take(len(operator))
+                return operator
+        return self._read_word()
+
+    def _word(self, pieces: list[WordPiece]) -> ShellWord:
+        return ShellWord(word_text(pieces), ConfigLocation(self.file, pieces[0].line if pieces else self.line))
+
+
+def _skip_characters(pieces: list[WordPiece], many: int) -> list[WordPiece]:
+    """Without the first `many` characters."""
+    rest = []
+    for piece in pieces:
+        if many < len(piece.text):
+            rest.append(WordPiece(piece.text[many:], piece.line, piece.quoted))
+        many = max(0, many - len(piece.text))
+    return rest
+
+
+def _script_within(words: list[list[WordPiece]]) -> list[WordPiece] | None:
+    """What `bash -c` is given, whatever starts that shell on whichever host."""
+    for index in range(len(words) - 2):
+        name, option = word_text(words[index]).rpartition("/")[2], word_text(words[index + 1])
+        if name in ("bash", "sh") and option.startswith("-") and not option.startswith("--") and "c" in option:
+            return words[index + 2]
+    return None

@@ -1,0 +1,285 @@
+"""Finds the training that a shell command starts, through any launcher, and parses its arguments (argparse and
+Hydra)."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import yaml
+
+from lockstep.doctor.configs.config_files import leaves
+from lockstep.doctor.configs.config_settings import (
+    UNKNOWN_VALUE,
+    ConfigLocation,
+    ConfigNotReadable,
+    ConfigSetting,
+    ConfigSettings,
+)
+from lockstep.doctor.configs.option_tables import OptionSpec
+from lockstep.doctor.configs.shell_scripts import ShellCommand, ShellWord
+from lockstep.doctor.configs.shell_words import UNSET
+
+
+def add_arguments(
+    settings: ConfigSettings, words: Sequence[ShellWord], options: Mapping[str, OptionSpec], hyphens: bool = True
+) -> list[ShellWord]:
+    """`--name value`, `--name=value`, `--flag` into `settings`; returns what stands there by itself.
+
+    `options` tells flags and options of several values; of a name that it does not have, the next word is the value
+    unless that begins with `--`. `hyphens`: `--a-b` means `a_b`.
+    """
+    loose: list[ShellWord] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.text.startswith("--") or len(word.text) == 2:
+            loose.append(word)
+            continue
+        name, equals, value = word.text[2:].partition("=")
+        if hyphens:
+            name = name.replace("-", "_")
+        name = complete_option(name, options) or name
+        option = options.get(name)
+        many = option is not None and (option.nargs is not None or option.type == "list")
+        said: Any = _argument_value(value, word.known)
+        if not equals:
+            taken: list[ShellWord] = []
+            while (
+                rest and not _is_option(rest[0].text) and (many or not taken) and not (option and option.type == "flag")
+            ):
+                taken.append(rest.pop(0))
+            values = [_argument_value(each.text, each.known) for each in taken]
+            said = values if many else values[0] if values else True
+        settings.add(ConfigSetting(name, said, word.place))
+    return loose
+
+
+def _is_option(text: str) -> bool:
+    return text.startswith("--") or (len(text) > 1 and text[0] == "-" and text[1].isalpha())
+
+
+def complete_option(name: str, options: Mapping[str, OptionSpec]) -> str | None:
+    """What argparse makes of a name: itself, or the only option that begins with it."""
+    if name in options:
+        return name
+    longer = [each for each in options if each.startswith(name)]
+    return longer[0] if len(longer) == 1 and name else None
+
+
+def _argument_value(text: str, known: bool) -> Any:
+    return text if known else UNKNOWN_VALUE
+
+
+# ---------------------------------------------------------------- Hydra
+
+
+def add_overrides(settings: ConfigSettings, words: Sequence[ShellWord]) -> list[ShellWord]:
+    """`a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b` into `settings`; returns the rest."""
+    loose: list[ShellWord] = []
+    for word in words:
+        text = word.text
+        if text.startswith("~"):
+            settings.add(ConfigSetting(text[1:].partition("=")[0], None, word.place, removed=True))
+            continue
+        forced = text.startswith("+")
+        name, equals, value = text.lstrip("+").partition("=")
+        if not equals or text.startswith("-") or not name or UNSET in name:
+            loose.append(word)
+            continue
+        said = parse_hydra_value(value) if word.known else UNKNOWN_VALUE
+        if isinstance(said, dict) and said:
+            for leaf, each in leaves(said, name):
+                settings.add(ConfigSetting(leaf, each, word.place, forced))
+        else:
+            settings.add(ConfigSetting(name, said, word.place, forced))
+    return loose
+
+
+def parse_hydra_value(text: str) -> Any:
+    """A value as Hydra reads it, near enough: null, booleans, numbers, quoted text, lists and mappings."""
+    stripped = text.strip()
+    if stripped.lower() in ("null", "none", ""):
+        return None
+    if stripped.lower() in ("true", "false"):
+        return stripped.lower() == "true"
+    if len(stripped) > 1 and stripped[0] == stripped[-1] and stripped[0] in "'\"":
+        return stripped[1:-1]
+    if stripped[0] in "[{" and len(stripped) < 20_000 and stripped.count("[") + stripped.count("{") < 50:
+        try:
+            return yaml.safe_load(stripped)
+        except (yaml.YAMLError, ValueError, TypeError):
+            return text
+    return text
+
+
+Framework = Literal["openrlhf", "verl", "trl", "accelerate", "deepspeed", "vllm-serve"]
+
+
+@dataclass(slots=True)
+class LaunchCommand:
+    """What stands in front of the program."""
+
+    name: str = ""
+    processes_per_node: int | None = None
+    nodes: int | None = None
+    processes: int | None = None
+    """Of all nodes, where it is told so."""
+    options: ConfigSettings = field(default_factory=ConfigSettings)
+
+    @property
+    def world(self) -> int | None:
+        """How many processes it starts, if that is told."""
+        if self.processes is not None:
+            return self.processes
+        return self.processes_per_node * (self.nodes or 1) if self.processes_per_node is not None else None
+
+
+@dataclass(slots=True)
+class TrainingCommand:
+    """A training program with its arguments as they stand."""
+
+    framework: Framework
+    program: str
+    """Module, subcommand or file."""
+    words: tuple[ShellWord, ...]
+    """Its arguments."""
+    place: ConfigLocation
+    launcher: LaunchCommand = field(default_factory=LaunchCommand)
+    shell: dict[str, ShellWord] = field(default_factory=dict)
+    """Variables that the shell exports to it."""
+    workers: dict[str, ShellWord] = field(default_factory=dict)
+    """Variables of Ray's runtime environment."""
+    through_ray: bool = False
+
+
+_MODULES = (
+    (re.compile(r"openrlhf[./]cli[./](train_\w+)"), "openrlhf"),
+    (re.compile(r"verl[./](?:trainer|experimental)[./].*main\w*|verl\.trainer\.\w*sft\w*|recipe[./].*main\w*"), "verl"),
+    (re.compile(r"trl[./]scripts[./](?:grpo|sft|dpo|kto|reward|rloo)"), "trl"),
+)
+TRL_COMMANDS = ("grpo", "rloo", "sft", "dpo", "kto", "reward")
+_TRAINING_FLAG = re.compile(
+    r"--(per[_-]device[_-]train[_-]batch[_-]size|model[_-]name[_-]or[_-]path|output[_-]dir|deepspeed)\b"
+)
+
+
+def find_training_commands(commands: Sequence[ShellCommand]) -> list[TrainingCommand]:
+    """The trainings that `commands` start."""
+    return [job for command in commands if (job := _training_command(command)) is not None]
+
+
+def _training_command(command: ShellCommand) -> TrainingCommand | None:
+    words = command.words
+    shell = dict(command.environment)
+    texts = [word.text for word in words]
+    for index, text in enumerate(texts):
+        plain = text.removesuffix(".py")
+        for pattern, framework in _MODULES:
+            if pattern.fullmatch(plain) or ("/" in plain and pattern.fullmatch(_package_path(plain, pattern))):
+                program = plain.replace("/", ".")
+                match = pattern.search(program) or pattern.search(plain)
+                name = match[0].replace("/", ".") if match else program
+                return _make_command(framework, name, index, words, shell)
+        if text == "trl" and index + 1 < len(texts):
+            if texts[index + 1] in TRL_COMMANDS:
+                return _make_command("trl", texts[index + 1], index + 1, words, shell)
+            if texts[index + 1] == "vllm-serve":
+                return _make_command("vllm-serve", "vllm-serve", index + 1, words, shell)
+        launched = any(_known_text(each) for each in texts[:index])
+        if text.endswith(".py") and (launched or any(_TRAINING_FLAG.match(each) for each in texts[index + 1 :])):
+            return _make_command("trl", PurePosixPath(text).name, index, words, shell)
+    return None
+
+
+def _package_path(path: str, pattern: re.Pattern[str]) -> str:
+    """The end of a path that begins with the package's name."""
+    match = re.search(r"(?:^|/)((?:openrlhf|verl|recipe|trl)/.*)$", path)
+    return match[1] if match else path
+
+
+def _make_command(
+    framework: str, program: str, index: int, words: tuple[ShellWord, ...], shell: dict[str, ShellWord]
+) -> TrainingCommand:
+    before = words[:index]
+    job = TrainingCommand(framework, program, words[index + 1 :], words[index].place, shell=shell)  # type: ignore[arg-type]
+    texts = [word.text for word in before]
+    job.through_ray = texts[:3] == ["ray", "job", "submit"] or ("submit" in texts and "ray" in texts)
+    for word in before:
+        if match := re.match(r"([A-Z][A-Z0-9_]*)=", word.text):
+            job.shell[match[1]] = ShellWord(word.text[match.end() :], word.place)
+    _runtime_environment(job, before)
+    job.launcher = _launch_command(before)
+    if framework == "trl" and program in TRL_COMMANDS:
+        _accelerate_options(job)
+    return job
+
+
+def _runtime_environment(job: TrainingCommand, before: Sequence[ShellWord]) -> None:
+    """`--runtime-env-json`: the variables that Ray gives the job's driver and its workers."""
+    for index, word in enumerate(before):
+        name, equals, value = word.text.partition("=")
+        if name != "--runtime-env-json":
+            continue
+        text = value if equals else before[index + 1].text if index + 1 < len(before) else ""
+        if not word.known or UNSET in text:
+            continue
+        try:
+            tree = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            said = getattr(error, "msg", "nested too deeply")
+            raise ConfigNotReadable(
+                word.place.file, word.place.line, f"--runtime-env-json is not JSON: {said}"
+            ) from error
+        variables = tree.get("env_vars") if isinstance(tree, dict) else None
+        if isinstance(variables, dict):
+            job.workers |= {str(key): ShellWord(str(value), word.place) for key, value in variables.items()}
+
+
+def _to_int(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() and len(text) < 10 else None
+
+
+def _launch_command(before: Sequence[ShellWord]) -> LaunchCommand:
+    options = ConfigSettings()
+    add_arguments(options, before, {})
+    name = next((_known_text(word.text) for word in before if _known_text(word.text)), "")
+    launcher = LaunchCommand(name, options=options)
+    if name in ("torchrun", "deepspeed"):
+        launcher.processes_per_node = _to_int(options.text("nproc_per_node") or options.text("num_gpus"))
+        launcher.nodes = _to_int(options.text("nnodes") or options.text("num_nodes"))
+        include = options.text("include")
+        if include and name == "deepspeed" and "@" not in include and include.count(":") == 1:
+            launcher.processes_per_node = include.count(",") + 1
+    elif name == "accelerate":
+        launcher.processes = _to_int(options.text("num_processes"))
+        launcher.nodes = _to_int(options.text("num_machines"))
+    return launcher
+
+
+def _known_text(text: str) -> str:
+    name = PurePosixPath(text).name
+    if name in ("torchrun", "torch.distributed.run", "torch.distributed.launch"):
+        return "torchrun"
+    return name if name in ("accelerate", "deepspeed") else ""
+
+
+def _accelerate_options(job: TrainingCommand) -> None:
+    """`trl grpo` hands these to accelerate's launcher."""
+    kept: list[ShellWord] = []
+    rest = list(job.words)
+    job.launcher.name = "accelerate"
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.text.partition("=")
+        if name in ("--num_processes", "--num_machines", "--accelerate_config", "--config_file", "--main_process_port"):
+            said = value if equals else rest.pop(0).text if rest else ""
+            if name == "--num_processes":
+                job.launcher.processes = _to_int(said)
+            elif name == "--num_machines":
+                job.launcher.nodes = _to_int(said)
+            continue
+        kept.append(word)
+    job.words = tuple(kept)

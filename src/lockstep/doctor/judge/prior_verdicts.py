@@ -1,0 +1,148 @@
+"""Verdicts that exist beside the logs: incidents, and flight-recorder dumps."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.doctor.logs.log_sources import CollectedSources
+from lockstep.watch.diagnosis.verdict import Fact, Verdict, VerdictKind, parse_verdict
+
+_NO_FAULT = ("unknown", "benign")
+_CLASSES_OF_KIND = {
+    VerdictKind.MISMATCH: ("uneven_data", "rank_divergent_branch", "zero3_generate_desync"),
+    VerdictKind.CYCLE: ("rank_divergent_branch",),
+    VerdictKind.ABSENT: ("uneven_data", "rank_divergent_branch", "slow_rank_preprocess"),
+}
+"""Classes that a structure of the dumps argues for."""
+
+
+class NothingToRead(ValueError):
+    """The paths hold nothing that can be explained."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = tuple(paths)
+        super().__init__(
+            f"{', '.join(paths)}: no log, no flight-recorder dump (such as nccl_trace_rank_0) and no incident "
+            "(verdict.json)"
+        )
+
+
+STRUCTURE_CONFIDENCE = 0.7
+"""The confidence of a class that only the structure argues for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriorVerdicts:
+    """Verdicts of incidents, the newest first, and of dumps, the one that explains the others first."""
+
+    incidents: tuple[Verdict, ...] = ()
+    dumps: tuple[Verdict, ...] = ()
+
+
+def take_prior_verdicts(
+    found: CollectedSources, paths: Sequence[str], *, ranks: str | None, world_size: int | None
+) -> PriorVerdicts:
+    """Reads incidents and dumps, and takes their files out of what is read as logs.
+
+    Raises:
+        ValueError: A file says that it is an incident and is none, or `ranks` fits no file.
+        NothingToRead: There is neither a log nor a dump nor an incident.
+    """
+    from lockstep.watch.dumps.dump_files import find_dump_files
+
+    stored: list[Verdict] = []
+    dumps: list[Verdict] = []
+    taken: set[Path] = set()
+    for given in paths:
+        top = Path(given)
+        if not top.exists():
+            continue
+        incidents = _incident_files(top)
+        stored += [parse_verdict(_read_object(each)) for each in incidents]
+        taken |= set(incidents)
+        files = [] if incidents else find_dump_files(top, ranks)
+        if files:
+            from lockstep.watch.dumps.explain_dumps import explain_dumps
+
+            dumps += explain_dumps(top, ranks=ranks, world_size=world_size)
+            taken |= {each.path for each in files}
+    if ranks is not None and not dumps:
+        raise ValueError(f"--ranks {ranks!r} fits no file of {', '.join(paths)}")
+    folders = {each.parent for each in taken if each.name == "verdict.json"}
+    found.sources = [each for each in found.sources
+                     if each.path is None or not (each.path in taken or folders & set(each.path.parents))]  # fmt: skip
+    if not (found.sources or stored or dumps):
+        raise NothingToRead(paths)
+    return PriorVerdicts(tuple(stored), tuple(dumps))
+
+
+def _incident_files(top: Path) -> list[Path]:
+    """`verdict.json` of the incident or of the folder of incidents, the newest first."""
+    from lockstep.watch.supervisor.incident import list_incidents
+
+    file = top if top.name == "verdict.json" else top / "verdict.json"
+    if file.is_file():
+        return [file]
+    return [each / "verdict.json" for each in reversed(list_incidents(top))] if top.is_dir() else []
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{file} holds no verdict")
+    return said
+
+
+def standing_verdicts(logs: Verdict, left: PriorVerdicts, *, logs_read: bool) -> Sequence[Verdict]:
+    """What was judged before and says more than the logs: of an incident, which saw the job live, or of dumps that
+    have no logs beside them; empty where the logs are to be heard."""
+    if left.incidents and not (logs_read and left.incidents[0].cause == "unknown" and logs.cause not in _NO_FAULT):
+        return left.incidents
+    if left.dumps and not logs_read:
+        return left.dumps
+    return ()
+
+
+def merge_dumps(logs: Verdict, left: PriorVerdicts) -> Verdict:
+    """The verdict of the logs with the structure that the dumps show."""
+    if not left.dumps:
+        return logs
+    dump = left.dumps[0]
+    if logs.cause in _NO_FAULT and dump.kind is not VerdictKind.UNKNOWN:
+        return _verdict_of_dumps(logs, dump)
+    agree = dump.kind in _CLASSES_OF_KIND and logs.cause in _CLASSES_OF_KIND[dump.kind]
+    return replace(
+        logs,
+        kind=dump.kind if logs.kind is VerdictKind.UNKNOWN or agree else logs.kind,
+        culprits=logs.culprits or dump.culprits,
+        collective=dump.collective if dump.collective and dump.collective.operation else logs.collective,
+        waiting=dump.waiting or logs.waiting,
+        explanation=" ".join(part for part in (logs.explanation, f"The dumps: {dump.explanation}") if part),
+    )
+
+
+def _verdict_of_dumps(logs: Verdict, dump: Verdict) -> Verdict:
+    """The dumps show a fault, the logs show none: a class is what fits the structure best."""
+    classes = [each for each in dump.alternatives if each.what != "unknown"]
+    fits = _CLASSES_OF_KIND.get(dump.kind, ())
+    cause = (
+        dump.cause if dump.cause not in _NO_FAULT else fits[0] if fits else classes[0].what if classes else "unknown"
+    )
+    confidence = dump.confidence if cause == dump.cause else min(dump.confidence, STRUCTURE_CONFIDENCE)
+    others = tuple(each for each in classes if each.what != cause)
+    return replace(dump, cause=cause, confidence=confidence, alternatives=others,
+                   evidence=logs.evidence or _dump_facts(dump))  # fmt: skip
+
+
+def _dump_facts(dump: Verdict) -> tuple[Fact, ...]:
+    """What dumps say has no line that it stands on; the file is named in the text."""
+    return tuple(
+        each if each.line is not None or not each.file
+        else Fact(f"{Path(each.file).name}: {each.text}", each.source or "dumps")
+        for each in dump.evidence[:3]
+    )  # fmt: skip

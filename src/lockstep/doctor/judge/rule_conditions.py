@@ -1,0 +1,88 @@
+"""Evaluates the conditions of rules: whether other matches exist in the required relation."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from lockstep.doctor.judge.job_history import JobHistory, match_order
+from lockstep.doctor.knowledge.knowledge_schema import RuleCondition
+from lockstep.doctor.logs.parsed_log import RuleMatch
+
+
+class MatchIndex:
+    """The sightings of the last attempt, to be asked."""
+
+    def __init__(self, story: JobHistory) -> None:
+        self.story = story
+        self._by_id: dict[str, list[RuleMatch]] = {}
+        self._by_class: dict[str, list[RuleMatch]] = {}
+        for each in story.sightings:
+            self._by_id.setdefault(each.rule.id, []).append(each)
+            if each.rule.cls and each.rule.signature.role in ("cause", "sign"):
+                self._by_class.setdefault(each.rule.cls, []).append(each)
+
+    @property
+    def by_id(self) -> Mapping[str, Sequence[RuleMatch]]:
+        return self._by_id
+
+    def allows(self, seen: RuleMatch) -> bool:
+        """All that its rule needs is there, and nothing that it excludes."""
+        signature = seen.rule.signature
+        return all(self.holds(each, seen) for each in signature.needs) and not any(
+            self.holds(each, seen) for each in signature.unless
+        )
+
+    def holds(self, condition: RuleCondition | str, seen: RuleMatch) -> bool:
+        """Whether a condition of the rule of `seen` is met."""
+        if isinstance(condition, str):
+            return any(each is not seen for each in self._by_id.get(condition, ()))
+        if condition.any:
+            return any(self.holds(each, seen) for each in condition.any)
+        if condition.story is not None:
+            return condition.story in self.story.traits
+        return any(_relation_holds(condition, each, seen) for each in self._others(condition) if each is not seen)
+
+    def _others(self, condition: RuleCondition) -> Iterable[RuleMatch]:
+        if condition.id is not None:
+            return self._by_id.get(condition.id, ())
+        if condition.cls is not None:
+            return self._by_class.get(condition.cls, ())
+        return self.story.facts(condition.fact or "")
+
+
+def _relation_holds(condition: RuleCondition, other: RuleMatch, seen: RuleMatch) -> bool:
+    for name, pattern in condition.matches.items():
+        if re.fullmatch(pattern, other.fields.get(name, "")) is None:
+            return False
+    if condition.who != "any":
+        same = same_origin(other, seen)
+        if same is None or same != (condition.who == "same"):
+            return False
+    if condition.when == "before" and _precedes(seen, other):
+        return False
+    if condition.when == "after" and _precedes(other, seen):
+        return False
+    if condition.within_s is not None and (
+        other.when is None or seen.when is None or abs(other.when - seen.when) > condition.within_s
+    ):
+        return False
+    if condition.within_lines is not None:
+        return other.source == seen.source and abs(other.line - seen.line) <= condition.within_lines
+    return True
+
+
+def _precedes(one: RuleMatch, other: RuleMatch) -> bool:
+    """By time; where one of them has none by the line in one file, and of two files nothing is known."""
+    if one.when is None or other.when is None:
+        return one.source == other.source and one.line < other.line
+    return match_order(one) < match_order(other)
+
+
+def same_origin(one: RuleMatch, other: RuleMatch) -> bool | None:
+    """None where one of them is not known."""
+    if one.who.rank is not None and other.who.rank is not None:
+        return one.who.rank == other.who.rank
+    if one.who.pid is not None and other.who.pid is not None:
+        return one.who.pid == other.who.pid
+    if one.who.host and other.who.host:
+        return one.who.host == other.who.host
+    return None

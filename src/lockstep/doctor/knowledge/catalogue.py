@@ -1,0 +1,86 @@
+"""Renders the catalogue of failures as Markdown: `python -m lockstep.doctor.knowledge.catalogue`."""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import get_args
+
+from lockstep.doctor.knowledge.knowledge_base import FailureRule, KnowledgeBase, load_knowledge
+from lockstep.doctor.knowledge.knowledge_schema import FailureClass, KnowledgeFile
+
+_ROLES = {
+    "cause": "shows it",
+    "sign": "hints at it",
+    "victim": "follows from it or wraps it",
+    "healthy": "is harmless",
+    "context": "tells a fact",
+}
+_MAX_CHARS = 200
+"""Characters of a line that is shown."""
+
+
+def render_catalogue(rules: KnowledgeBase | None = None) -> str:
+    """One section per class: what it is, what helps, what to collect, and which lines show it."""
+    rules = rules or load_knowledge()
+    classes = [name for name in get_args(FailureClass) if name in rules.about]
+    lines = [
+        "# The failures that are known",
+        "",
+        "What `lockstep explain` knows, by class. A class names the cause, not the symptom: a time-out of a watchdog",
+        "is none. The lines are examples in the form in which programs print them; words in *italics* stand for what",
+        "a line says. This page is made from the [knowledge](knowledge.md) (`python -m lockstep.doctor.knowledge.catalogue`).",
+        "",
+        "| class | what it is | rules |",
+        "|---|---|---|",
+    ]
+    of_class = {name: [rule for rule in rules.rules if rule.cls == name] for name in classes}
+    lines += [f"| [`{name}`](#{name}) | {rules.about[name].title} | {len(of_class[name])} |" for name in classes]
+    for name in classes:
+        lines += _section(name, rules.about[name], of_class[name])
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, about: KnowledgeFile, rules: Iterable[FailureRule]) -> Iterator[str]:
+    yield from ["", f"## {name}", "", f"**{about.title}.** {_prose(about.explanation)}"]
+    if about.fix:
+        yield from ["", f"**What helps:** {_prose(about.fix)}"]
+    if about.collect:
+        yield from ["", "**To know more:**", "", *(f"- {_prose(each)}" for each in about.collect)]
+    shown = [rule for rule in rules if rule.signature.examples]
+    if shown:
+        yield from ["", "**What is printed:**", ""]
+        for rule in shown:
+            yield from _entry(rule)
+    if about.docs:
+        yield from ["", "**To read:** " + ", ".join(f"<{each}>" for each in about.docs)]
+
+
+def _entry(rule: FailureRule) -> Iterator[str]:
+    signature = rule.signature
+    yield f"- {_inline_code(signature.examples[0])}<br>"
+    said = [f"{_ROLES[signature.role]} ({signature.strength:g})"]
+    said += [_prose(each) for each in (signature.explanation, signature.fix) if each]
+    where = " ".join(f"<{each}>" for each in signature.sources[:1])
+    yield f"  {'. '.join(each.rstrip('.') for each in said)}. {where}".rstrip()
+
+
+def _inline_code(line: str) -> str:
+    """A line of a log as code, shortened."""
+    text = " ".join(line.split())
+    text = text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+    return f"`` {text} ``"
+
+
+def _prose(text: str) -> str:
+    """Fields in italics; what Markdown would take for more outside of code is escaped."""
+    parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
+    return "".join(part if part.startswith("`") else _escaped(part) for part in parts)
+
+
+def _escaped(text: str) -> str:
+    text = re.sub(r"([*_<>\[\]|])", r"\\\1", text)
+    return re.sub(r"\{(\w+(?:\\_\w+)*)\}", lambda field: f"*{field[1]}*", text)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_catalogue())

@@ -1,0 +1,206 @@
+"""Loads, checks and indexes the knowledge base."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from lockstep.doctor.knowledge.knowledge_schema import CulpritSelector, FailureSignature, KnowledgeFile, RuleCondition
+from lockstep.doctor.knowledge.regex_literals import MIN_LITERAL_CHARS, required_literals
+
+KNOWLEDGE_FOLDER = Path(__file__).parent / "data"
+_YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class InvalidRule(ValueError):
+    """A knowledge file that is not of the schema.
+
+    Attributes:
+        file: Of the rule.
+        rule: Its id, or "" where the file as a whole is meant.
+        key: The key, dotted.
+        why: What is wrong with it.
+    """
+
+    def __init__(self, file: Path, rule: str, key: str, why: str) -> None:
+        self.file, self.rule, self.key, self.why = file, rule, key, why
+        place = ": ".join(part for part in (str(file), rule and f"rule {rule!r}", key) if part)
+        super().__init__(f"{place}: {why}")
+
+
+@dataclass(frozen=True)
+class FailureRule:
+    """A signature with the file that it stands in."""
+
+    signature: FailureSignature
+    about: KnowledgeFile
+
+    @property
+    def id(self) -> str:
+        return self.signature.id
+
+    @property
+    def cls(self) -> str | None:
+        return self.about.cls
+
+    @cached_property
+    def regexes(self) -> tuple[re.Pattern[str], ...]:
+        flags = re.MULTILINE if self.signature.lines > 1 or self.signature.match == "exception" else re.NOFLAG
+        return tuple(re.compile(each, flags) for each in self.signature.all_patterns)
+
+    @cached_property
+    def frames(self) -> re.Pattern[str] | None:
+        return None if self.signature.frames is None else re.compile(self.signature.frames, re.MULTILINE)
+
+    def match(self, text: str) -> re.Match[str] | None:
+        for each in self.regexes:
+            found = each.search(text)
+            if found:
+                return found
+        return None
+
+    def fields(self, found: re.Match[str]) -> dict[str, str]:
+        """Groups that took part in a match; of who is to blame all that the text names, where the rule asks for all."""
+        fields = {name: value for name, value in found.groupdict().items() if value}
+        culprit = self.signature.culprit
+        if isinstance(culprit, CulpritSelector) and culprit.all and not culprit.facts:
+            for name in {culprit.group} if isinstance(culprit.group, str) else culprit.group:
+                values = (each.groupdict().get(name) for each in found.re.finditer(found.string, found.start()))
+                fields |= {name: ", ".join(dict.fromkeys(each for each in values if each))} if name in fields else {}
+        return fields
+
+
+@dataclass(frozen=True)
+class KnowledgeBase:
+    rules: tuple[FailureRule, ...]
+
+    @cached_property
+    def by_id(self) -> Mapping[str, FailureRule]:
+        return {each.id: each for each in self.rules}
+
+    @cached_property
+    def by_literal(self) -> Mapping[str, tuple[FailureRule, ...]]:
+        """Rules for lines, by each text that they need one of."""
+        found: dict[str, list[FailureRule]] = {}
+        for rule in self.rules:
+            if rule.signature.match == "line":
+                for text in _rule_literals(rule):
+                    found.setdefault(text, []).append(rule)
+        return {text: tuple(each) for text, each in found.items()}
+
+    @cached_property
+    def exceptions(self) -> tuple[FailureRule, ...]:
+        return tuple(each for each in self.rules if each.signature.match == "exception")
+
+    @cached_property
+    def about(self) -> Mapping[str, KnowledgeFile]:
+        """By class, the first file of it."""
+        found: dict[str, KnowledgeFile] = {}
+        for rule in self.rules:
+            if rule.cls is not None:
+                found.setdefault(rule.cls, rule.about)
+        return found
+
+
+def load_knowledge(*folders: Path) -> KnowledgeBase:
+    """The knowledge of the package and of further folders; a rule there replaces one of the same id.
+
+    Raises:
+        BadRule: A file is not of the schema.
+        OSError: A folder or file cannot be read.
+    """
+    found: dict[str, FailureRule] = {}
+    for folder in (KNOWLEDGE_FOLDER, *folders):
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is no folder of rules")
+        here: dict[str, Path] = {}
+        for file in sorted((*folder.glob("*.yaml"), *folder.glob("*.yml"))):
+            for rule in _read_rules(file):
+                if rule.id in here:
+                    raise InvalidRule(file, rule.id, "id", f"is used in {here[rule.id]} as well")
+                here[rule.id] = file
+                found[rule.id] = rule
+    rules = KnowledgeBase(tuple(found.values()))
+    _check_references(rules)
+    return rules
+
+
+def _read_rules(file: Path) -> Iterable[FailureRule]:
+    try:
+        said = yaml.load(file.read_text(encoding="utf-8"), Loader=_YAML_LOADER)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidRule(file, "", "", f"is not YAML: {error}") from error
+    if not isinstance(said, dict):
+        raise InvalidRule(file, "", "", "holds no mapping")
+    try:
+        about = KnowledgeFile.model_validate(said)
+    except ValidationError as error:
+        raise _invalid_rule(file, said, error) from error
+    rules = [FailureRule(each, about) for each in about.signatures]
+    for rule in rules:
+        if rule.signature.match == "line":
+            try:
+                _rule_literals(rule)
+            except ValueError as error:
+                raise InvalidRule(file, rule.id, "pattern", str(error)) from error
+    return rules
+
+
+def _rule_literals(rule: FailureRule) -> tuple[str, ...]:
+    if rule.signature.literals:
+        if min(map(len, rule.signature.literals)) < MIN_LITERAL_CHARS:
+            raise ValueError(f"literals of less than {MIN_LITERAL_CHARS} characters")
+        return tuple(each.lower() for each in rule.signature.literals)
+    return tuple(dict.fromkeys(text for each in rule.signature.all_patterns for text in required_literals(each)))
+
+
+def _invalid_rule(file: Path, said: dict[str, Any], error: ValidationError) -> InvalidRule:
+    """The first thing that is wrong, with the id of the rule that it is in."""
+    first = error.errors()[0]
+    place = [str(each) for each in first["loc"]]
+    rule = ""
+    if len(place) > 1 and place[0] == "signatures" and place[1].isdigit():
+        entry = said["signatures"][int(place[1])]
+        rule = str(entry.get("id", f"number {int(place[1]) + 1}")) if isinstance(entry, dict) else ""
+        place = place[2:]
+    why = "is no known key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    return InvalidRule(file, rule, ".".join(place), why)
+
+
+def _check_references(rules: KnowledgeBase) -> None:
+    facts = {each.signature.fact for each in rules.rules if each.signature.fact}
+    classes = set(rules.about)
+    for rule in rules.rules:
+        for key in ("needs", "unless"):
+            for each in _flatten(getattr(rule.signature, key)):
+                name = each if isinstance(each, str) else each.id
+                if name is not None and name not in rules.by_id:
+                    raise InvalidRule(KNOWLEDGE_FOLDER, rule.id, key, f"there is no rule {name!r}")
+                if isinstance(each, RuleCondition) and each.fact is not None and each.fact not in facts:
+                    raise InvalidRule(
+                        KNOWLEDGE_FOLDER, rule.id, key, f"there is no fact {each.fact!r}; known are {sorted(facts)}"
+                    )
+        culprit = rule.signature.culprit
+        for name in culprit.facts if isinstance(culprit, CulpritSelector) else ():
+            if name not in facts:
+                raise InvalidRule(
+                    KNOWLEDGE_FOLDER, rule.id, "culprit", f"there is no fact {name!r}; known are {sorted(facts)}"
+                )
+        for name in rule.signature.explains:
+            if name not in rules.by_id and name not in classes:
+                raise InvalidRule(
+                    KNOWLEDGE_FOLDER, rule.id, "explains", f"{name!r} is neither a rule nor a class with rules"
+                )
+
+
+def _flatten(conditions: Iterable[RuleCondition | str]) -> Iterable[RuleCondition | str]:
+    for each in conditions:
+        if isinstance(each, RuleCondition) and each.any:
+            yield from _flatten(each.any)
+        else:
+            yield each

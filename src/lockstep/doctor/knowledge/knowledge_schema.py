@@ -1,0 +1,193 @@
+"""Schema of a knowledge file; documented for rule authors in `docs/knowledge.md`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from lockstep.doctor.knowledge.regex_literals import parse_pattern
+
+FailureClass = Literal[
+    "rendezvous_incomplete", "master_unreachable", "port_in_use", "wrong_network_interface", "network_blocked",
+    "ib_rdma_fault", "os_limits", "p2p_path_broken", "shm_too_small", "gpu_binding", "gpu_hardware_fault",
+    "cuda_kernel_error", "rank_oom", "host_oom", "rank_exception_masked", "uneven_data", "rank_divergent_branch",
+    "zero3_generate_desync", "slow_rank_preprocess", "checkpoint_timeout", "slow_collective_timeout", "framework_bug",
+    "version_mismatch", "vllm_engine_failure", "vllm_weight_sync", "mp_start_method", "ray_resources_pending",
+    "ray_node_or_gcs", "remote_service_timeout", "nan_or_inf", "watchdog_or_heartbeat", "external_kill",
+    "storage_fault", "config_error", "benign", "unknown",
+]  # fmt: skip
+SignatureRole = Literal["cause", "sign", "victim", "context", "healthy"]
+"""cause: shows the class by itself; sign: supports it; victim: a consequence of something else; context: says a fact;
+healthy: argues that nothing is wrong."""
+LineKind = Literal["log", "kernel", "stack", "process", "gpu", "environment"]
+"""Of what a file is: console and framework logs; dmesg and syslog; py-spy, faulthandler, gdb; ps and top; nvidia-smi
+and its CSV; `env` and `pip list`. A line of a log can be of another kind too (a kernel line in a console)."""
+CULPRIT_GROUPS = ("rank", "host", "address", "interface", "device", "peer", "port", "service", "pid")
+"""Names of groups that `culprit: {group: ...}` may point to and that become culprits."""
+
+SignatureId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)]
+Url = Annotated[str, Field(pattern=r"^https?://")]
+
+
+class _KnowledgeModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RuleCondition(_KnowledgeModel):
+    """Something else that was seen in the same attempt, in a relation to the sighting that asks.
+
+    Exactly one of `id` (a signature), `class` (any cause or sign of it), `fact_text` (see `facts.yaml`),
+    `incident_story` (what the structure of the job says, see `story.TRAITS`) or `any` (one of several conditions).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    id: str | None = None
+    cls: FailureClass | None = Field(None, alias="class")
+    fact: str | None = None
+    story: str | None = None
+    any: "tuple[RuleCondition | str, ...]" = ()
+    who: Literal["same", "other", "any"] = "any"
+    """Said by the same rank or host, or by another one. One who is not known is neither."""
+    when: Literal["before", "after", "any"] = "any"
+    within_s: Annotated[float, Field(gt=0)] | None = None
+    within_lines: Annotated[int, Field(gt=0)] | None = None
+    """So many lines away at most, in the same file."""
+    matches: dict[str, str] = {}
+    """Field of the other sighting -> regular expression that its value matches as a whole."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Self:
+        if sum(bool(each) for each in (self.id, self.cls, self.fact, self.story, self.any)) != 1:
+            raise ValueError("name exactly one of id, class, fact, story, any")
+        return self
+
+
+class CulpritSelector(_KnowledgeModel):
+    """Who is to blame: what the groups of the pattern captured, or all who say such a line."""
+
+    group: str | tuple[str, ...]
+    fact: str | tuple[str, ...] | None = None
+    """The groups are those of this fact's sightings in the same attempt, of several facts those of the first that was
+    seen: an interface that is set on another line."""
+    all: bool = False
+    """All groups that captured something, not the first of them, and all places of the line that the pattern fits."""
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        return (self.fact,) if isinstance(self.fact, str) else self.fact or ()
+
+
+class FailureSignature(_KnowledgeModel):
+    id: SignatureId
+    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
+    """Alternatives of `pattern`. One of both is needed."""
+    literals: tuple[str, ...] = ()
+    """For the prefilter, where no text of 4 characters follows from the pattern: each match contains one of these."""
+    match: Literal["line", "exception"] = "line"
+    """exception: matched against `module.Type: message` of an assembled traceback, messages of several lines whole."""
+    frames: str | None = None
+    """Of `exception`: matched against the frames, one per line: `file:line in function: source text`."""
+    lines: Annotated[int, Field(ge=1, le=40)] = 1
+    """The pattern sees so many lines of the same speaker, joined by newlines, from the one with its literal on."""
+    kinds: tuple[LineKind, ...] = ()
+    """Only in files or lines of these kinds; empty: everywhere."""
+    role: SignatureRole = "cause"
+    strength: Annotated[float, Field(ge=0, le=1)] = 0.8
+    """How sure the class is when nothing else is known."""
+    needs: tuple[RuleCondition | str, ...] = ()
+    unless: tuple[RuleCondition | str, ...] = ()
+    explains: tuple[str, ...] = ()
+    """Classes or ids whose sightings are consequences of this one, whatever comes first in the files."""
+    culprit: Literal["line", "others", "none"] | CulpritSelector = "line"
+    """line: who says it (rank, else host); others: the known ranks or hosts that do not say it."""
+    collective: str | None = None
+    """The operation that it shows, where there is no group `op`."""
+    fact: str | None = None
+    """What it tells the story; see `facts.yaml`."""
+    fatal: bool | None = None
+    """False: jobs go on after it; True: they never do. None: what comes after it decides."""
+    framework: tuple[str, ...] = ()
+    explanation: str | None = None
+    """In place of the file's, for this signature."""
+    fix: str | None = None
+    collect: tuple[str, ...] | None = None
+    examples: tuple[str, ...] = ()
+    non_examples: tuple[str, ...] = Field((), alias="not")
+    sources: tuple[Url, ...] = ()
+
+    @property
+    def all_patterns(self) -> tuple[str, ...]:
+        return (*((self.pattern,) if self.pattern else ()), *self.patterns)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if not self.all_patterns:
+            raise ValueError("pattern: missing")
+        groups = {name for each in self.all_patterns for name in parse_pattern(each).state.groupdict}
+        if isinstance(self.culprit, CulpritSelector):
+            wanted = (self.culprit.group,) if isinstance(self.culprit.group, str) else self.culprit.group
+            for each in wanted if self.culprit.fact is None else ():
+                if each not in groups:
+                    raise ValueError(f"culprit: the pattern has no group {each!r}, only {sorted(groups)}")
+        if self.frames is not None and self.match != "exception":
+            raise ValueError("frames: only with `match: exception`")
+        return self
+
+    @field_validator("pattern", "frames")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_pattern(value)
+        return value
+
+    @field_validator("patterns")
+    @classmethod
+    def _compile_all(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for each in values:
+            parse_pattern(each)
+        return values
+
+
+class KnowledgeFile(_KnowledgeModel):
+    """One file: a class with its signatures, or, without a class, facts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    cls: FailureClass | None = Field(None, alias="class")
+    title: str = ""
+    explanation: str = ""
+    """In plain words; `{field}` is replaced by what signatures captured, a sentence with an unknown field left out."""
+    fix: str = ""
+    collect: tuple[str, ...] = ()
+    docs: tuple[Url, ...] = ()
+    signatures: tuple[FailureSignature, ...]
+
+    @model_validator(mode="after")
+    def _told(self) -> Self:
+        for each in self.signatures:
+            if self.cls is None and each.role not in ("context", "victim", "healthy"):
+                raise ValueError(f"{each.id}: role {each.role} needs a class in the file")
+        if self.cls is not None and not (self.title and self.explanation):
+            raise ValueError("title and explanation: missing")
+        return self
+
+
+JOB_TRAITS = {
+    "ended_well": "the last attempt says that it is done, and nothing fatal came after that",
+    "running": "no end is to be seen: counters moved on after whatever failed",
+    "progressed": "steps were made before the first failure",
+    "collective_timeout": "a rank timed out in a collective",
+    "peer_lost": "a rank lost the connection to a peer",
+    "first_collective": "it was the first collective of the group that timed out",
+    "scalar": "the collective that timed out had one element: a barrier, a flag, a loss",
+    "silent_ranks": "some ranks did not report the time-out that their peers report",
+    "mismatch": "the ranks called different collectives, or with different shapes",
+    "saving": "a checkpoint was begun and not finished when the ranks waited",
+    "crashed": "a process ended with a crash, a signal or an exit code that is not zero",
+    "exception": "a rank raised an exception that no collective raised",
+    "one_rank": "only one rank or process is known",
+    "many_hosts": "more than one host takes part",
+    "foreign_address": "a connection was tried to an address outside of the networks that Ray knows the hosts in",
+}
+"""What `story:` in a condition may ask for."""

@@ -1,0 +1,151 @@
+"""Finds the last attempt of a job: which files and lines belong to it, and when it ran."""
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lockstep.doctor.logs.log_lines import kind_of_line
+from lockstep.doctor.logs.parsed_log import ParsedLog, RuleMatch
+
+_ATTEMPT_NUMBER = re.compile(r"(?:^|[/_.-])(?:run|attempt|try|restart|launch|submission)[_-]?0*(\d+)(?=[/_.-])")
+_OLD_NAME = re.compile(r"(?i)(?:^|[/_.-])(?:old|prev|previous|bak|backup|earlier)(?=[/_.-]|$)")
+_BANNER_CHARS = 60
+_END_FACTS = ("exit", "crash", "cancelled", "done")
+
+
+def earlier_attempts(readings: Sequence[ParsedLog]) -> frozenset[int]:
+    """Sources of earlier attempts: of names such as `run_001/` and `run_002/`, or of files of one kind that do not
+    overlap in time, all but the last."""
+    numbers = {each.source: int(found[1]) for each in readings if (found := _ATTEMPT_NUMBER.search(each.name))}
+    if len(set(numbers.values())) > 1 and not _overlap_in_time(readings, numbers):
+        last = max(numbers.values())
+        return frozenset(source for source, number in numbers.items() if number < last)
+    aside = frozenset(each.source for each in readings if _OLD_NAME.search(each.name))
+    return _ended_before_others(readings) | (aside if len(aside) < len(readings) else frozenset())
+
+
+def _overlap_in_time(readings: Sequence[ParsedLog], numbers: dict[int, int]) -> bool:
+    """They overlap in time, so the numbers count something else."""
+    spans: dict[int, list[float]] = defaultdict(list)
+    for each in readings:
+        if each.source in numbers and each.first is not None and each.last is not None:
+            spans[numbers[each.source]] += [each.first, each.last]
+    ordered = [(min(times), max(times)) for _, times in sorted(spans.items())]
+    return any(later[0] < earlier[1] - 1.0 and earlier[0] < later[1] - 1.0 for earlier, later in pairwise(ordered))
+
+
+def _ended_before_others(readings: Sequence[ParsedLog]) -> frozenset[int]:
+    """Of files that differ only in a number and are nobody's own, those that had ended before another began."""
+    kinds: dict[str, list[ParsedLog]] = defaultdict(list)
+    for each in readings:
+        if not each.who and each.node is None and each.first is not None and each.last is not None:
+            kinds[re.sub(r"\d+", "#", each.name)].append(each)
+    found: set[int] = set()
+    for same in kinds.values():
+        latest = max(same, key=lambda each: each.first or 0.0)
+        found |= {each.source for each in same
+                  if each is not latest and each.last is not None and latest.first is not None
+                  and each.last <= latest.first and _is_attempt(each) and _is_attempt(latest)}  # fmt: skip
+    return frozenset(found)
+
+
+def _is_attempt(reading: ParsedLog) -> bool:
+    facts = {each.rule.signature.fact for each in reading.sightings}
+    return "attempt" in facts or bool(facts & set(_END_FACTS)) or bool(reading.tracebacks)
+
+
+def last_attempt_start(reading: ParsedLog) -> int:
+    """The line on which the last attempt in one file begins: where a start is announced after an end, or where a banner
+    that was there before comes again after one."""
+    ends = sorted({each.line for each in reading.sightings if each.rule.signature.fact in _END_FACTS}
+                  | {traceback.number for _, _, traceback in reading.tracebacks})  # fmt: skip
+    begin = 0
+    banners: dict[str, int] = {}
+    for each in reading.sightings:
+        fact = each.rule.signature.fact
+        if fact == "attempt" and _ended_between(ends, begin, each.line):
+            begin = each.line
+        elif fact == "banner":
+            shape = re.sub(r"[\d.:,-]+", "#", each.text)[:_BANNER_CHARS]
+            if shape in banners and _ended_between(ends, max(begin, banners[shape]), each.line):
+                begin = each.line
+            banners[shape] = each.line
+    return begin
+
+
+def _ended_between(ends: Sequence[int], after: int, before: int) -> bool:
+    at = bisect_right(ends, after)
+    return at < len(ends) and ends[at] < before
+
+
+TIME_ZONES_S = 14 * 3600.0
+"""Seconds that clocks of one job may be apart: a host's kernel speaks local time, a container mostly UTC."""
+_MARGIN_BEFORE_S = 300.0
+_MARGIN_AFTER_S = 3600.0
+"""A job that hangs says nothing any more."""
+_EDGE_LINES = 40
+"""Lines at the beginning and at the end of a log among which one has a time, so that its first and last time count."""
+_MIN_LINES = 3
+"""A log of fewer lines says nothing of when the job ran."""
+_HALF_YEAR_S = 183 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSpan:
+    """Seconds since 1970; infinite where no log tells."""
+
+    first: float = float("-inf")
+    last: float = float("inf")
+
+    def outside(self, at: float) -> float:
+        """Seconds before the first or after the last; 0 within, with some time to spare."""
+        if at < self.first - _MARGIN_BEFORE_S:
+            return self.first - at
+        return at - self.last if at > self.last + _MARGIN_AFTER_S else 0.0
+
+
+def job_time_span(readings: Sequence[ParsedLog], old: Collection[int], starts: Mapping[int, int]) -> TimeSpan:
+    """From the first to the last line of the last attempt, where all its logs have times at both ends."""
+    logs = [each for each in readings if each.kind == "log" and each.source not in old and each.lines >= _MIN_LINES]
+    dated = [each for each in readings if each.kind == "log" and each.source not in old and each.first is not None]
+    if not dated or any(each not in dated for each in logs):
+        return TimeSpan()
+    firsts = [_span_start(each, starts.get(each.source, 0)) for each in dated]
+    lasts = [_span_end(each) for each in dated]
+    return TimeSpan(min(firsts), max(lasts))
+
+
+def _span_start(reading: ParsedLog, start: int) -> float:
+    assert reading.first is not None
+    if start:
+        times = [tick.when for tick in reading.ticks if tick.line >= start and tick.when is not None]
+        times += [each.when for each in reading.sightings if each.line >= start and each.when is not None]
+        return min(times, default=reading.first)
+    early = reading.dated_lines[0] <= _EDGE_LINES and not any(
+        tick.line < reading.dated_lines[0] for tick in reading.ticks[:_EDGE_LINES]
+    )
+    return reading.first if early else float("-inf")
+
+
+def _span_end(reading: ParsedLog) -> float:
+    """Of a log whose counters go on without times, or that ends with older lines, nobody knows when it ended."""
+    assert reading.first is not None and reading.last is not None
+    said = reading.dated_lines[1]
+    late = (
+        reading.lines - said <= _EDGE_LINES
+        and reading.last >= reading.first
+        and not any(tick.line > said for tick in reading.ticks[-_EDGE_LINES:])
+    )
+    return reading.last if late else float("inf")
+
+
+def seconds_outside_job(seen: RuleMatch, reading: ParsedLog, job: TimeSpan) -> float:
+    """Seconds that a line of the kernel, or of another record that is not the job's own, is dated outside of the job;
+    0 where that is not known."""
+    if seen.when is None or (reading.kind == "log" and kind_of_line("log", seen.text) == "log"):
+        return 0.0
+    gap = job.outside(seen.when)
+    return 0.0 if not reading.dated and gap > _HALF_YEAR_S else gap

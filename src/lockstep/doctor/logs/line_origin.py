@@ -1,0 +1,280 @@
+"""Which rank, host, role or process a log line comes from.
+
+Read from the prefixes of launchers and frameworks, from file names, launcher labels and pids.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from lockstep.doctor.logs.timestamps import TimestampParser
+
+_MAX_PREFIXES = 8
+"""Prefixes before one line."""
+_HEAD_CHARS = 400
+"""Characters in which names of a rank without brackets are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineOrigin:
+    """A speaker, as far as known."""
+
+    rank: int | None = None
+    host: str = ""
+    role: str = ""
+    pid: int | None = None
+    local: int | None = None
+    """Its number on its host."""
+    label: int | None = None
+    """What a launcher numbers its processes with: the task of srun, of mpirun, torchrun's number on the host."""
+    guessed: bool = False
+    """Its rank is only that label, as nothing on the line says more."""
+
+    def __bool__(self) -> bool:
+        return self.rank is not None or bool(self.host or self.role) or self.pid is not None
+
+    def over(self, other: "LineOrigin") -> "LineOrigin":
+        """With what the other knows where this one does not."""
+        if not other:
+            return self
+        if not self:
+            return other
+        return replace(
+            self,
+            rank=other.rank if self.rank is None and not (self.role and other.role != self.role) else self.rank,
+            host=self.host or other.host,
+            role=self.role or other.role,
+            pid=self.pid if self.pid is not None else other.pid,
+            local=self.local if self.local is not None else other.local,
+        )
+
+
+UNKNOWN_ORIGIN: LineOrigin = LineOrigin()
+
+_STAMPS = (
+    r"\d{4}[-/]\d\d[-/]\d\d[T _]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?",
+    r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d(?: \d{4})?",
+    r"[A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d",
+    r"\d\d/\d\d/\d{4} \d\d:\d\d:\d\d(?:[.,]\d+)?",
+    r"\d\d:\d\d:\d\d(?:[.,]\d+)?",
+)
+_RANK = r"(?:[Gg]lobal[_ ]?)?(?:rank|Rank|RANK)"
+_PART = r"(?:local|node|group|[A-Z]{2}|tensor|pipeline|data|expert|model)"
+"""What a rank may be counted in that is not the job."""
+_LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
+_HOST = r"(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[\w.-]*\d)(?=[\w.-]*[-.]|[a-z]+\d{2,}|[a-z]{1,5}\d+\b)[A-Za-z][\w.-]{2,62})"
+_PREFIX = re.compile(
+    r"\s*(?:"
+    rf"\[(?:{'|'.join(_STAMPS)})(?: [A-Z]{{2,3}}\d+)*?,? (?:{_RANK}|TP)[ _:=#]?"
+    r"(?P<stamped>\d{1,6})(?: [A-Z]{2,3}\d+)*\]"
+    rf"|\[NeMo [A-Z] (?:{'|'.join(_STAMPS)})[^\]]{{0,80}}\]"
+    rf"|\[?(?:{'|'.join(_STAMPS)})\]?(?=[\s:\[\],|]|$)[,:]?"
+    r"|\[(?:rank|RANK|Rank)[ _]?(?P<rank>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
+    r"|\[(?:default|trainer|worker)[ _]?(?P<role>\d{1,6})\](?::| ?\||(?=\s|\[|:|$))"
+    r"|\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,(?P<mpihost>[\w.-]+))?\]<(?:stdout|stderr|stddiag)>:"
+    r"|(?:stdout|stderr) [FP](?: |$)|(?:> ?)+"
+    rf"|(?P<container>{_HOST})(?: +\|(?: |$)| [a-z][a-z0-9-]* (?=\[rank\d))"
+    r"|\((?P<actor>[A-Za-z_][\w.<>\[\]-]*(?:\([\w.]*\))?)(?: rank=(?P<arank>\d+))?(?: pid=(?P<pid>\d+))"
+    r"(?:, ip=(?P<ip>[\w.:-]+?))?\)"
+    r"|\((?P<daemon>raylet|gcs_server|autoscaler|bundle_reservation_check_func)(?:, ip=(?P<dip>[\w.:-]+))?\)"
+    r"|\((?:head|worker\d+),? rank=(?P<sky>\d+)[^)]*\)"
+    rf"|\[(?!c10d\b|{_RANK}\b|{_RANK}[_-]?\d)(?P<bracket>{_HOST})(?::(?P<blocal>\d+))?\]:?(?=\s|$)"
+    r"|\[pod/(?P<pod>[\w.-]+)/[\w.-]+\]"
+    r"|(?P<slurm>\d{1,5}):(?= |$) ?"
+    rf"|(?!{_RANK}[_-]?\d)(?P<pdsh>{_HOST}):(?= |$) ?"
+    r"|(?P<nhost>[A-Za-z][\w.-]*):(?P<npid>\d+):\d+ \[(?P<dev>-?\d+)\]"
+    r"|(?P<khost>[\w.-]+) kernel:(?: \[ *\d+\.\d+\])?"
+    r"|\[?[IWEFDC](?:20\d\d)?\d{3,4} \d\d:\d\d:\d\d\.\d+(?: +\d+)? [\w./-]+:\d+\]"
+    r"|\[(?P<soft>rank|Rank|RANK|stage|worker|proc|process|worker_rank|global_rank|DP|GPU)[ _:=]*(?P<srank>\d{1,6})\]"
+    rf"|[\[({{<](?!{_PART}\b)"
+    rf"(?:(?:(?P<rhost>{_HOST})|[A-Za-z][\w.-]*(?::\d+)?)[/:,| ] ?)?(?:{_RANK}[ _:=#-]{{0,2}}|[Rr])"
+    r"(?P<wrapped>\d{1,6})(?: ?(?:/|of) ?\d+)?(?:[ ,;|]+pid[ =:]*(?P<wpid>\d+))?[\])}>](?::(?=\s|$)| ?\||(?=[\s\[]|$))"
+    rf"|(?:[-|] ?)?(?:(?P<bhost>{_HOST})[/:])?{_RANK}[ _:=#-]{{0,2}}(?P<bare>\d{{1,6}})(?: ?(?:/|of) ?\d+)?"
+    r"(?: [\[(]pid[ =:]*(?P<bpid>\d+)[\])])?(?::(?=\s|$)|(?=\s*\|)|(?=\s+- ))"
+    r"|(?:trainer|worker|rank|Rank|RANK|proc)\[(?P<index>\d{1,3})\](?::|(?=\s|$))"
+    r"|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./-]+:\d+\]"
+    rf"|(?:[-|] )?{_LEVEL}(?:(?=\s*\||\s+- |\s+\[|\s+\d{{2,4}}[-/:]\d\d)"
+    r"|:[A-Za-z_][\w.]*:|:(?=\s|\d{4}-)|\s[\w.-]+:\d+ --(?=\s))"
+    r"|[DIWECF] (?=\d{4}[-/]\d\d[-/])"
+    r"|[-|] [\w.<>-]{2,60}(?::[\w<>.]+:\d+)?(?=\s*\||\s+- )"
+    r"|r(?P<short>\d{1,5}) (?=\w+ [DIWEC] )|(?:worker|stage|process) (?P<named>\d{1,5}):(?= )"
+    r"|\[(?:INFO|WARNING|WARN|ERROR|DEBUG|CRITICAL|info|error|warn)\]:?"
+    r"|\[[\w./<>-]{2,60}(?::\d+)?(?::[\w<>]+)?\](?=\[|\s-\s|\s\[|\s\d{4}-\d\d-)|- (?=\[)"
+    r")"
+)
+_SEPARATOR = re.compile(r"\s*[-|](?=\s) ?")
+"""Between the last prefix and what is said."""
+_KEY_VALUES = re.compile(rf"\s*(?:[\w.]+=(?:\"[^\"]*\"|\S+)\s+){{0,6}}{_RANK}=(?P<rank>\d{{1,6}})(?=\s|$)")
+"""A line of names and values, `time=... level=info rank=3 msg=...`."""
+_MENTIONED_RANK = re.compile(
+    r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|\[Rank (?P<b>\d+)\]|\"rank\": ?(?P<c>\d+)"
+    r"|\brank[ =:_]{1,2}(?P<d>\d+)\b|\bRank[ =:]{1,2}(?P<e>\d+)\b|\[rank(?P<f>\d+)\]"
+)
+_JSON_RANK = re.compile(r"\"(?:global_)?rank\": ?\"?(?P<rank>\d{1,6})\b")
+_JSON_HOST = re.compile(r"\"(?:host|hostname|node)\": ?\"(?P<host>[A-Za-z][\w.-]*)\"")
+_PROCESS_GROUP_RANK = re.compile(r"\[PG (?:ID )?[^\]]{0,60}?Rank (?P<a>\d+)\]|^\[Rank (?P<b>\d+)\]|\[rank(?P<c>\d+)\]:")
+_VLLM_WORKER = re.compile(r"^(?:VllmWorker|Worker)_?(?:TP|PP|DP)?-?(?P<n>\d+)$")
+
+_FILE_RANK = re.compile(
+    r"(?:^|[/_.-])(?:rank|RANK|local_rank|trainer|learner|worker|w|member|peer|proc|process|task|stage|global_rank|r)[_.-]?"
+    r"(?P<rank>\d{1,6})(?=[/_.-]|$)"
+)
+_FILE_NODE = re.compile(r"(?:^|[/_.-])(?:node|host|n)[_.-]?(?P<node>\d{1,5})(?=[/_.-]|$)")
+_TORCHRUN_FILE = re.compile(r"(?:^|/)attempt_(?P<attempt>\d+)/(?P<rank>\d+)/(?:stdout|stderr|error)")
+_FILE_HOST = re.compile(rf"(?:^|[/_])(?P<host>{_HOST})$")
+_TOOL_NAME = re.compile(
+    r"^(?:(?:py-?spy|nvidia-smi|ibstat|strace)[_.-]|(?:probe|dmesg|gpu|ps|stack|env|top|node|host)_)"
+    r"|[_.-](?:py-?spy|nvidia-smi|ibstat|strace|env|ps|top|stack)$"
+)
+_KERNEL_LOG = r"(?:dmesg|kern(?:el)?|syslog|messages|journal(?:ctl)?)"
+_KERNEL_FILE = re.compile(rf"^{_KERNEL_LOG}(?:\.log|[_-]T)?[_.@-](?P<after>.+)$|^(?P<before>.+?)[_.-]{_KERNEL_LOG}$")
+_KERNEL_HOST = re.compile(r"(?=[^\d]*\d|(?:host|node|gpu|worker|server|head|master|login|compute)[-_.])[A-Za-z][\w.-]*")
+"""What stands beside the kernel's name: the log of a kernel is a host's, with fewer forms than other files have."""
+_NOT_A_HOST = re.compile(r"(?:job|slurm|run|attempt|step|boot|part|after|before)[-_.]?\d*")
+_PROGRAM_NAME = re.compile(
+    r"^(?:raylet|gcs(?:[-_]server)?|dashboard(?:[-_]agent)?|(?:runtime[-_]env[-_])?agent|(?:log[-_])?monitor"
+    r"|(?:python[-_])?core[-_](?:worker|driver)|torchrun|elastic|watchdog)(?:[-_.]\d+)?(?:[-_](?=\D)|$)"
+)
+"""Programs of every host, of which a number tells only one from another; the host may stand behind them."""
+_FILE_ADDRESS = re.compile(
+    r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?=[_.-]|$)(?!\.\d)"
+)
+_JOB_NAMES = re.compile(
+    r"^(?:slurm|job|ray_job|job-driver|train|run|driver|console|launcher|log|stdout|stderr|raysubmit|eval|grpo|sft|ppo"
+    r"|step|checkpoint|output|out)[-_.\d]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPrefix:
+    """A line with its prefixes taken off.
+
+    Attributes:
+        who: Who says it, by its prefixes.
+        at: Where in the line what is said begins.
+        when: Its own time, None where it has none.
+    """
+
+    who: LineOrigin
+    at: int
+    when: float | None
+
+
+def parse_prefixes(line: str, clock: TimestampParser) -> ParsedPrefix:
+    """Takes the prefixes off a line."""
+    who, at = UNKNOWN_ORIGIN, 0
+    if line.startswith("{"):
+        rank, host = _JSON_RANK.search(line, 0, _HEAD_CHARS), _JSON_HOST.search(line, 0, _HEAD_CHARS)
+        if rank or host:
+            return ParsedPrefix(
+                LineOrigin(int(rank["rank"]) if rank else None, host["host"] if host else ""), 0, clock.read(line)
+            )
+    for _ in range(_MAX_PREFIXES):
+        found = _PREFIX.match(line, at)
+        if not found or found.end() == at:
+            break
+        if line[:at].strip() and any(found[name] for name in _OUTERMOST_GROUPS):
+            break
+        who = _with_prefix(who, found)
+        at = found.end()
+    left = _SEPARATOR.match(line, at) if at else None
+    at = left.end() if left else at
+    if (who.rank is None or who.guessed) and "ank" in line[:_HEAD_CHARS]:
+        found = _PROCESS_GROUP_RANK.search(line[at : at + _HEAD_CHARS]) or _KEY_VALUES.match(line, at)
+        if found:
+            who = replace(who, rank=int(next(each for each in found.groups() if each)), guessed=False)
+    return ParsedPrefix(who, at, clock.read(line))
+
+
+_RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named")
+_LABEL_GROUPS = ("role", "mpi", "slurm")
+_PID_GROUPS = ("npid", "wpid", "bpid")
+_HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "rhost", "bhost", "mpihost")
+_OUTERMOST_GROUPS = ("slurm", "pdsh", "container")
+
+
+def _with_prefix(who: LineOrigin, found: re.Match[str]) -> LineOrigin:
+    """What one prefix adds. A rank counts more than a label; of actors the innermost speaks, others pass it on."""
+    if found.lastindex is None:
+        return who
+    rank, guessed = who.rank, who.guessed
+    number, label = _first_group(found, _RANK_GROUPS), _first_group(found, _LABEL_GROUPS)
+    if number and (rank is None or guessed):
+        rank, guessed = int(number), False
+    if label and rank is None:
+        rank, guessed = int(label), True
+    host = found["ip"] or found["dip"] or who.host or _first_group(found, _HOST_GROUPS)
+    role = found["actor"] or found["daemon"] or who.role
+    worker = _VLLM_WORKER.match(role) if found["actor"] and rank is None else None
+    process = found["pid"] or (_first_group(found, _PID_GROUPS) if who.pid is None else "")
+    device = found["dev"] or found["blocal"]
+    return LineOrigin(
+        int(worker["n"]) if worker else rank,
+        host,
+        role,
+        int(process) if process else who.pid,
+        int(device) if device and who.local is None and not device.startswith("-") else who.local,
+        int(label) if label else who.label,
+        guessed,
+    )
+
+
+def _first_group(found: re.Match[str], names: Iterable[str]) -> str:
+    return next((found[name] for name in names if found[name]), "")
+
+
+def mentioned_rank(line: str) -> int | None:
+    """A rank that a line speaks of, where its prefixes name none."""
+    found = _MENTIONED_RANK.search(line[:400])
+    return None if found is None else int(next(each for each in found.groups() if each))
+
+
+def origin_of_file(name: str) -> tuple[LineOrigin, int | None]:
+    """Who a file belongs to by its name, and the number of its node."""
+    attempt = _TORCHRUN_FILE.search(name)
+    if attempt:
+        return LineOrigin(int(attempt["rank"])), None
+    address = _FILE_ADDRESS.search(PurePosixPath(name).name)
+    if address:
+        return LineOrigin(host=address[0]), None
+    stem = re.sub(r"(?:\.(?:log|txt|out|err|jsonl?|csv|stdout|stderr|gz|xz|bz2|zst|\d))+$", "", name)
+    last = PurePosixPath(stem).name
+    rank, node = _FILE_RANK.search(stem), _FILE_NODE.search(last)
+    number = int(node["node"]) if node else None
+    kernel = _KERNEL_FILE.match(last)
+    named = (kernel["after"] or kernel["before"]) if kernel else ""
+    if named and not _NUMBERED_PROCESS.match(named):
+        known = _KERNEL_HOST.fullmatch(named) and not _NOT_A_HOST.fullmatch(named)
+        return LineOrigin(host=named if known else _host_of_folder(stem)), number
+    if rank and not node:
+        return LineOrigin(int(rank["rank"]), host=_host_of_name(stem, last)), None
+    return LineOrigin(host=_host_of_name(stem, last)), number
+
+
+_NUMBERED_PROCESS = re.compile(
+    r"(?:(?:global|local)_?)?(?:rank|proc|process|stage|r|w|trainer|learner|member|peer|task)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$",
+    re.IGNORECASE,
+)
+_RANK_SUFFIX = re.compile(
+    r"[_.-](?:(?:global|local)_?)?(?:rank|proc|process|r|trainer)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$", re.IGNORECASE
+)
+"""Behind the host in a name."""
+_RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
+"""Names that experiment trackers and schedulers make up."""
+
+
+def _host_of_name(stem: str, last: str) -> str:
+    if _JOB_NAMES.match(last) or _RUN_NAME.search(last):
+        return ""
+    last = _PROGRAM_NAME.sub("", _RANK_SUFFIX.sub("", _TOOL_NAME.sub("", _TOOL_NAME.sub("", last))), count=1)
+    found = _FILE_HOST.search(last)
+    if found:
+        return "" if _NUMBERED_PROCESS.match(found["host"]) else found["host"]
+    return _host_of_folder(stem)
+
+
+def _host_of_folder(stem: str) -> str:
+    parent = PurePosixPath(stem).parent.name
+    found = _FILE_HOST.match(parent) if parent and not _NOT_A_HOST.fullmatch(parent) else None
+    return found["host"] if found and not _NUMBERED_PROCESS.match(found["host"]) else ""

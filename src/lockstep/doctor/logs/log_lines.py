@@ -1,0 +1,268 @@
+"""Splits byte streams into pages of whole lines and decodes lines into clean text.
+
+Only a newline ends a line, and lines are numbered from 1. A progress bar rewrites its line with carriage returns:
+that stays one line, whose parts are examined one by one.
+"""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+_FILE_NAMES = (
+    ("kernel", re.compile(r"(?:^|[/_.-])(?:dmesg|kern|syslog|journal|messages)(?:[/_.-]|$)", re.IGNORECASE)),
+    ("stack", re.compile(r"(?:py-?spy|faulthandler|gdb|stack|bt)(?:[/_.-]|$)", re.IGNORECASE)),
+    ("process", re.compile(r"(?:^|[/_.-])(?:ps|top|htop|pstree)(?:[/_.-]|$)", re.IGNORECASE)),
+    ("gpu", re.compile(r"(?:nvidia-?smi|dcgm|gpu_?(?:usage|csv|util|trn|log)?)", re.IGNORECASE)),
+    ("environment", re.compile(r"(?:^|[/_.-])(?:env|printenv|pip|conda|collect_env)(?:[/_.-]|$)", re.IGNORECASE)),
+)
+_DMESG_DATE = r"^\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d [\d:]{8} \d{4}\] "
+"""How `dmesg -T` begins a line."""
+_FILE_HEADS = (
+    (
+        "kernel",
+        re.compile(rf"^\[ *\d+\.\d+\] |{_DMESG_DATE}|^[A-Z][a-z]{{2}} +\d+ [\d:]{{8}} \S+ kernel:", re.MULTILINE),
+    ),
+    ("stack", re.compile(r"^Process \d+: |^Thread (?:0x[0-9a-f]+|\d+) \(", re.MULTILINE)),
+    ("process", re.compile(r"^ *(?:USER +)?PID +.*\b(?:COMMAND|CMD)\b", re.MULTILINE)),
+    ("gpu", re.compile(r"^timestamp, |\| NVIDIA-SMI \d+", re.MULTILINE)),
+)
+_PROCESS_LINE = re.compile(r"^\s*(?:[a-z_][\w-]*\s+)?\d+\s+(?:\d+\s+)?(?:[\d.]+\s+){0,4}\S*\s*[RSDZTI][sl<NL+]*\s+\S+")
+_KERNEL_LINE = re.compile(rf" kernel: |\bNVRM: |^\[ *\d+\.\d{{6}}\] |{_DMESG_DATE}")
+_HEAD_BYTES = 2_000
+"""Bytes of a file that a heading decides for: a job's log may hold a list of processes, but is none."""
+
+
+def kind_of_file(name: str, head: str) -> str:
+    """The kind that its name or, of a short file, its first lines show; `log` otherwise."""
+    for kind, pattern in _FILE_HEADS:
+        found = pattern.search(head[:_HEAD_BYTES])
+        if found and found.start() < _HEAD_BYTES // 8:
+            return kind
+    for kind, pattern in _FILE_NAMES:
+        if kind != "gpu" and pattern.search(name.rsplit("/", 1)[-1].rsplit(".", 1)[0]):
+            return kind
+    return "gpu" if name.endswith(".csv") and _FILE_NAMES[3][1].search(name) else "log"
+
+
+def kind_of_line(kind: str, line: str) -> str:
+    """The kind of a line in a file of a kind."""
+    if _KERNEL_LINE.search(line):
+        return "kernel"
+    return "process" if _PROCESS_LINE.match(line) else kind
+
+
+MAX_LINE_CHARS = 16 << 10
+"""Characters of a line, or of a part of it, that are looked at; the rest of a longer one is cut."""
+EDGE_PARTS = 6
+"""Of a line that `\\r` rewrites many times, the first and the last so many parts are looked at for counters."""
+_NEWLINE = ord("\n")
+LOOKAHEAD_BYTES = 64 << 10
+"""Bytes of the next page that are at hand, for tracebacks that go over the edge."""
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Whole lines of a source.
+
+    Attributes:
+        data: The lines.
+        first: Number of the first line.
+        after: Up to `LOOKAHEAD_BYTES` bytes of what follows.
+        newlines: How many the page has.
+    """
+
+    data: bytes
+    first: int
+    after: bytes = b""
+    newlines: int = 0
+
+    def onwards(self, start: int) -> bytes:
+        """From a byte on, as far as a traceback may reach."""
+        data = self.data[start : start + LOOKAHEAD_BYTES]
+        return data if len(data) == LOOKAHEAD_BYTES else data + self.after
+
+
+def split_pages(blocks: Iterable[bytes]) -> Iterator[Page]:
+    """The lines of a stream, each in exactly one page; UTF-16 and UTF-32 with a byte order mark become UTF-8."""
+    held: list[bytes | memoryview] = []
+    waiting, number = b"", 1
+    for block in _decode_to_utf8(blocks):
+        end = block.rfind(b"\n") + 1
+        if not end and sum(map(len, held)) < MAX_LINE_CHARS * 256:
+            held.append(block)
+            continue
+        end = end or block.rfind(b"\r") + 1 or len(block)
+        page = b"".join((*held, memoryview(block)[:end]))
+        held = [block[end:]]
+        if waiting:
+            newlines = count_newlines(waiting)
+            yield Page(waiting, number, page[:LOOKAHEAD_BYTES], newlines)
+            number += newlines
+        waiting = page
+    rest = b"".join(held)
+    if waiting:
+        newlines = count_newlines(waiting)
+        yield Page(waiting, number, rest[:LOOKAHEAD_BYTES], newlines)
+        number += newlines
+    if rest:
+        yield Page(rest, number, b"", count_newlines(rest))
+
+
+def count_newlines(data: bytes) -> int:
+    """Newlines; several times as fast as `bytes.count` where lines are short."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == _NEWLINE))
+
+
+def _decode_to_utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    stream = iter(blocks)
+    head = next(stream, b"")
+    name = ""
+    for mark, encoding in ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+                           (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")):  # fmt: skip
+        if head.startswith(mark):
+            name = encoding
+            break
+    if not name:
+        yield head
+        yield from stream
+        return
+    decoder = codecs.getincrementaldecoder(name)(errors="replace")
+    yield decoder.decode(head).encode()
+    for block in stream:
+        yield decoder.decode(block).encode()
+    yield decoder.decode(b"", final=True).encode()
+
+
+def clean_text(raw: bytes) -> str:
+    """A line, or a part of one, as characters: escapes and control characters removed."""
+    said = raw[: MAX_LINE_CHARS * 2].decode("utf-8", "replace")[:MAX_LINE_CHARS]
+    if "\x1b" in said:
+        said = _ESCAPES.sub("", said)
+    if not said.isprintable():
+        said = _CONTROLS.sub("", said)
+    return said
+
+
+def rewritten_parts(raw: bytes) -> Sequence[bytes]:
+    """What a line showed one after the other, where `\\r` rewrites it; of many the first and the last `EDGE_PARTS`."""
+    if b"\r" not in raw:
+        return (raw,)
+    found = [each for each in raw.split(b"\r") if each]
+    return (found if len(found) <= 2 * EDGE_PARTS else [*found[:EDGE_PARTS], *found[-EDGE_PARTS:]]) or (b"",)
+
+
+_NARROWEST, _WIDEST, _CUTS = 60, 400, 3
+_DIGITS = re.compile(r"\d+")
+
+
+def wrap_width(head: str) -> int:
+    """The width at which a terminal or a mail has broken the lines of a file; 0 where they are whole.
+
+    No line is longer then, and several that say different things are just as long and end within a word.
+    """
+    lines = head.split("\n")
+    width = max(map(len, lines))
+    if "\r" in head.replace("\r\n", "") or not _NARROWEST <= width <= _WIDEST:
+        return 0
+    cut = [one for one, other in pairwise(lines) if len(one) == width and one[-1].isalnum() and other[:1].isalnum()]
+    return width if len({_DIGITS.sub("#", each)[:_NARROWEST] for each in cut}) >= _CUTS else 0
+
+
+def unwrap_page(page: Page, width: int) -> Page:
+    """Broken lines put together; empty ones follow in place of their parts, so that all others keep their numbers."""
+    whole: list[bytes] = []
+    left, broken = 0, False
+    for line in page.data.split(b"\n"):
+        if broken:
+            whole[-1] += line
+            left += 1
+        else:
+            whole += [*[b""] * left, line]
+            left = 0
+        broken = len(line.decode("utf-8", "replace")) == width
+    return replace(page, data=b"\n".join([*whole, *[b""] * left]))
+
+
+def excerpt(said: str, at: int = 0, most: int = 400) -> str:
+    """Of a line what evidence cites: `most` characters, those around `at` where that is far behind."""
+    if len(said) > most:
+        begin = 0 if at < most * 3 // 4 else at - most // 4
+        said = said[begin : begin + most]
+    return said.strip()
+
+
+def numbered_lines(page: Page, most: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line of a page, or of its first `most` bytes."""
+    at, number = 0, page.first
+    stop = len(page.data) if most is None else min(most, len(page.data))
+    while at < stop:
+        end = page.data.find(b"\n", at)
+        end = len(page.data) if end < 0 else end
+        yield number, page.data[at:end]
+        at, number = end + 1, number + 1
+
+
+_SAMPLE_BEGIN = re.compile(
+    r"\W*(?:(?:sample|example|rollout|step|idx|index|group|generation|trajectory|no)\W*\d*\W+){0,3}"
+    r"(?:(?:model|policy|gold|sampled?|generated|decoded|full)[ _])?"
+    r"(?:(?:completions?|prompts?|generated[ _](?:text|output)|sampled[ _]text|decoded|ground[_ ]?truth)[\"']?\W*[:=]\W"
+    r"|(?<=\[)(?:prompt|response|completion|ground_truth)\])",
+    re.IGNORECASE,
+)
+"""How a printed sample begins."""
+_STRUCTURED_SAMPLE = re.compile(
+    r"[\"'](?:completions?|prompts?|generated_text|question|answer|solution|response_str|input_text)[\"']: ?\[?[\"'{]"
+    r"|[\"']role[\"']: ?[\"'](?:user|assistant|system|tool)[\"']|<\|im_start\|>|<think>|<answer>|\u2502"
+)
+"""Of a structured sample, of a chat template, or of the table that TRL prints with `log_completions`."""
+_SAMPLE_MARK = re.compile(
+    rb"^[^\n]{0,120}?\[(?P<mark>prompt|response|ground_truth|score)\]", re.MULTILINE | re.IGNORECASE
+)
+"""verl prints samples of several lines between such marks."""
+_OPENING_MARKS = (b"prompt", b"response")
+_OPENING_TEXTS = (b"[prompt]", b"[Prompt]", b"[response]", b"[Response]")
+SAMPLE_BYTES = 8 << 10
+"""Bytes before and after a line in which the marks of a sample are looked for."""
+
+
+def is_quoted(line: str, at: int, begin: int = 0) -> bool:
+    """Whether what stands at `at` of a line is part of a sample.
+
+    Args:
+        begin: Where in the line its prefixes end.
+    """
+    return (
+        _SAMPLE_BEGIN.match(line, begin, max(begin, at)) is not None
+        or _STRUCTURED_SAMPLE.search(line, begin, at) is not None
+    )
+
+
+def sample_start(before: bytes, after: bytes) -> bytes | None:
+    """The line that began the sample of several lines that ends in `after`; None where there is none."""
+    if not any(each in before for each in _OPENING_TEXTS):
+        return None
+    last = None
+    for last in _SAMPLE_MARK.finditer(before):  # noqa: B007
+        pass
+    if last is None or last["mark"].lower() not in _OPENING_MARKS:
+        return None
+    ends = _SAMPLE_MARK.search(after)
+    return None if ends is None else last[0]
+
+
+_CAUSE_LIST = re.compile(
+    r"(?:[Pp]ossible|[Pp]otential|[Cc]ommon|[Ll]ikely|[Tt]ypical|[Uu]sual)(?: root)? (?:reasons?|causes?)"
+    r"(?: (?:include|includes|are|is|for [^.:]{1,80}))?[:.] "
+)
+"""How a library begins a list of what may have happened."""
+
+
+def is_supposition(line: str, at: int) -> bool:
+    """Whether what stands at `at` of a line is one of several causes that a library lists without knowing which."""
+    return _CAUSE_LIST.search(line, 0, at) is not None

@@ -1,0 +1,71 @@
+"""Finds the rank that wrote a line from its label or pid."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from lockstep.doctor.logs.line_origin import LineOrigin
+
+
+def ranks_by_label(speakers: Iterable[LineOrigin]) -> Mapping[int, set[int]]:
+    """By label, the ranks that say behind it which rank they are."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for who in speakers:
+        if who.label is not None and who.rank is not None and not who.guessed:
+            found[who.label].add(who.rank)
+    return found
+
+
+def with_exit_rank(who: LineOrigin, fact: str | None, fields: Mapping[str, str]) -> LineOrigin:
+    """Who speaks; where a launcher behind a label reports the end of a rank, that rank, which it had started."""
+    rank = fields.get("rank", "") if fact in ("exit", "first_failure") else ""
+    return replace(who, rank=int(rank), guessed=False) if who.guessed and rank.isdigit() else who
+
+
+def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], LineOrigin]:
+    """Takes labels for ranks unless some rank says otherwise; then for the rank that alone has the label. Whoever has
+    no rank keeps the label.
+
+    What several labels take for their rank is none: each process that knows of no others calls itself rank 0.
+    """
+    claims: Counter[int | None] = Counter(rank for ranks in known.values() for rank in ranks)
+    own = {label: {rank for rank in ranks if claims[rank] == 1} for label, ranks in known.items()}
+    tasks = any(ranks - {label} for label, ranks in own.items())
+
+    def settle(who: LineOrigin) -> LineOrigin:
+        if who.label is None:
+            return who
+        rank = who.rank
+        if who.guessed and tasks:
+            ranks = own.get(who.label, set())
+            rank = min(ranks) if len(ranks) == 1 else None
+        elif not tasks and claims[rank] > 1:
+            rank = who.label
+        return replace(who, rank=rank, label=None if rank is not None else who.label, guessed=False)
+
+    return settle
+
+
+def ranks_by_pid(
+    said: Iterable[Mapping[str, str]], speakers: Iterable[LineOrigin], *, one_host: bool
+) -> dict[int, int]:
+    """Rank by number of process.
+
+    Args:
+        said: Fields of lines that name both, or the process and its number on the host.
+        speakers: Some with both; a number that several ranks have, on different hosts, tells nothing.
+        one_host: The number on the host is the rank.
+    """
+    fields = [each for each in said if each.get("pid")]
+    found = {int(each["pid"]): int(each["rank"]) for each in fields if each.get("rank")}
+    spoken: dict[int, set[int]] = defaultdict(set)
+    for who in speakers:
+        if who.pid is not None and who.rank is not None:
+            spoken[who.pid].add(who.rank)
+    for pid, ranks in spoken.items():
+        if len(ranks) == 1:
+            found.setdefault(pid, min(ranks))
+    for each in fields if one_host else ():
+        if each.get("local"):
+            found.setdefault(int(each["pid"]), int(each["local"]))
+    return found

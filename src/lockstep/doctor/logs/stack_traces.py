@@ -1,0 +1,258 @@
+"""Parses Python tracebacks in logs, and stacks of live processes as py-spy and faulthandler print them."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.doctor.logs.line_origin import UNKNOWN_ORIGIN, LineOrigin
+
+TRACEBACK_START = "Traceback (most recent call last)"
+TRACEBACK_STARTS = (TRACEBACK_START, "error raised in its creation task", "Unhandled error (suppress with")
+"""Ray leaves the first of them out where it tells what a constructor or a task raised."""
+EXCEPTION_MARKS = ("error: ", "exception: ")
+"""Texts of the last line of a traceback, in lower case."""
+_LONE_EXCEPTION = re.compile(
+    r"\s?(?:Uncaught (?P<uncaught>[A-Z]\w*)|(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)))"
+    r": (?P<message>\S.*)$"
+)
+_TRACEBACK_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+?)\s*$')
+_EXCEPTION = re.compile(
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Failure|Dead|Full|Empty"
+    r"|[a-z]\w*)(?:\([\w.]+\))?)(?::\s?(?P<message>.*))?$"
+)
+_CHAIN = re.compile(r"The above exception was the direct cause|During handling of the above exception")
+_RAY_ERROR = re.compile(
+    r"^(?:ray\.exceptions\.)?"
+    r"(?:RayTaskError|\w*Actor\w*Error: The actor died because of an error raised in its creation task)"
+    r".*?\(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?"
+)
+"""The traceback of the remote task follows."""
+_RAY_TASK = re.compile(r"ray::\S+ \(pid=\d+(?:, ip=(?P<ip>[\w.:]+))?")
+LIBRARY_FILE = re.compile(
+    r"site-packages/|dist-packages/|lib/python3|<frozen |/bin/|torch/distributed|<string>|/ray/_private/"
+)
+TIMEOUT_MESSAGE = re.compile(
+    r"Timed out waiting \d+ms|[Ww]atchdog caught collective|collective operation timeout|Application timeout caused"
+    r"|wait timeout after|timed out in (?:send|recv)|monitoredBarrier|[Tt]imeout(?:Error)?.{0,40}(?:barrier|collective)"
+)
+PEER_LOST_MESSAGE = re.compile(
+    r"(?i)connection (?:closed|reset|refused) by|connection reset|remote(?: |_)?(?:peer|process|error)|broken pipe"
+    r"|ncclRemoteError|NCCL communicator was aborted|socket ?timeout|read error \[|socket closed|Connection was likely"
+    r"|connectFullMesh"
+)
+_WRAPPER_EXCEPTIONS = re.compile(
+    r"ChildFailedError|RayTaskError|RayActorError|ActorDiedError|EngineDead|EngineGenerateError|ProcessExitedException"
+    r"|ProcessRaisedException|CalledProcessError|SystemExit|KeyboardInterrupt|SignalException|TaskCancelled"
+    r"|Engine core initialization|[Ee]ngine ?[Cc]ore.{0,40} died|Dist(?:Network|Store|Backend)Error"
+    r"|Rendezvous\w+Error|BrokenProcessPool"
+    r"|CancelledError|GetTimeoutError|RPC call to \w+ timed out"
+    r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
+)
+"""Exceptions that tell of another failure."""
+_MAX_LINES = 200
+_MESSAGE_LINES = 16
+"""Lines of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFrame:
+    file: str
+    line: int
+    function: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}: {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Traceback:
+    """An exception with its way there.
+
+    Attributes:
+        type: As printed, with its module where that is printed.
+        number: The line of the file that names the exception.
+        first: The line that the traceback begins on.
+        chained: Another exception led to this one or followed from it; the first of a chain is the cause.
+    """
+
+    type: str
+    message: str
+    frames: tuple[TraceFrame, ...]
+    number: int
+    first: int
+    text: str
+    chained: bool = False
+    ip: str = ""
+    """Of the node that a remote task raised it on."""
+
+    @property
+    def alone(self) -> bool:
+        """Only its last line is there."""
+        return self.first == self.number
+
+    @property
+    def user(self) -> TraceFrame | None:
+        """The innermost frame that is no library's; else the innermost."""
+        for each in reversed(self.frames):
+            if not LIBRARY_FILE.search(each.file):
+                return each
+        return self.frames[-1] if self.frames else None
+
+    @property
+    def where(self) -> str:
+        frame = self.user
+        return "" if frame is None else f"{frame.function}() at {frame.file.rsplit('/', 1)[-1]}:{frame.line}"
+
+
+def is_primary(found: Traceback) -> bool:
+    """Whether it tells of a failure of its own. An engine's `TimeoutError` without a word says only that a worker did
+    not answer."""
+    if not found.message and found.type == "TimeoutError" and found.frames and "/vllm/" in found.frames[-1].file:
+        return False
+    return not is_secondary(f"{found.type}: {found.message}")
+
+
+def is_secondary(message: str) -> bool:
+    """It tells of a wait that ended, a peer that left, or another failure."""
+    return bool(
+        TIMEOUT_MESSAGE.search(message) or PEER_LOST_MESSAGE.search(message) or _WRAPPER_EXCEPTIONS.search(message)
+    )
+
+
+def parse_lone_exception(number: int, said: str) -> Traceback | None:
+    """The last line of a traceback of which the rest was left out; None where a line is none."""
+    found = _LONE_EXCEPTION.match(said)
+    if found is None:
+        return None
+    kind = found["type"] or found["uncaught"]
+    return Traceback(kind, found["message"].rstrip(), (), number, number, said.strip())
+
+
+def parse_traceback(said: Sequence[tuple[int, str]]) -> Traceback | None:
+    """From the lines of one speaker, the first of them one of `TRACEBACK_STARTS`; None where no exception follows.
+
+    Args:
+        said: Number and what is said, prefixes taken off.
+    """
+    frames: list[TraceFrame] = []
+    held: Traceback | None = None
+    task = _RAY_TASK.search(said[0][1])
+    lines = iter(range(1, min(len(said), _MAX_LINES)))
+    indent = len(said[0][1]) - len(said[0][1].lstrip())
+    for at in lines:
+        number, line = said[at]
+        found = _TRACEBACK_FRAME.match(line)
+        if found:
+            source = (
+                said[at + 1][1].strip() if at + 1 < len(said) and not _TRACEBACK_FRAME.match(said[at + 1][1]) else ""
+            )
+            frames.append(TraceFrame(found["file"], int(found["line"]), found["function"], source))
+            continue
+        body = line[indent:] if not line[:indent].strip() else line
+        if not body.strip() or body.startswith((" ", "\t")) or (not frames and at > 3):
+            continue
+        error = _EXCEPTION.match(body.rstrip())
+        if error is None:
+            if frames:
+                return held
+            continue
+        message = _message(error["message"] or "", said, at + 1, indent)
+        remote = _RAY_ERROR.match(body)
+        if remote:
+            frames.clear()
+            address = (remote["ip"] or "").rstrip(",")
+            held = Traceback(error["type"], error["message"] or "", (), number, said[0][0], line.strip(), ip=address)
+            continue
+        chained = any(_CHAIN.search(each) for _, each in said[at + 1 : at + 4])
+        address = held.ip if held else (task["ip"] or "").rstrip(",") if task else ""
+        return Traceback(error["type"], message, tuple(frames), number, said[0][0], line.strip(), chained, address)
+    return held
+
+
+def _message(first: str, said: Sequence[tuple[int, str]], at: int, indent: int) -> str:
+    """A message goes on until an empty line, another traceback or a prompt of another kind."""
+    lines = [first]
+    for _, line in said[at : at + _MESSAGE_LINES]:
+        if not line.strip() or TRACEBACK_START in line or _CHAIN.search(line) or _TRACEBACK_FRAME.match(line):
+            break
+        lines.append(line[indent:].rstrip())
+    return "\n".join(lines)
+
+
+def of_speaker(
+    following: Iterable[tuple[int, str]], speaker: Callable[[str], tuple[object, int]], first: tuple[int, str]
+) -> list[tuple[int, str]]:
+    """The lines from the first on which the same one says, their prefixes taken off as far as the first's went."""
+    own, at = speaker(first[1])
+    said = [(first[0], first[1][at:])]
+    for number, line in following:
+        other, begin = speaker(line)
+        if other == own:
+            said.append((number, line[begin:]))
+        elif not own and begin:
+            break
+        if len(said) > _MAX_LINES:
+            break
+    return said
+
+
+_PYSPY_PROCESS = re.compile(r"^Process (?P<pid>\d+)(?:: (?P<command>.*))?")
+_THREAD_HEADER = re.compile(
+    r"^(?:Current thread|Thread) (?P<id>0x[0-9a-f]+|\d+)(?: \((?P<state>[\w+]+)\))?(?::? \"(?P<name>[^\"]*)\")?"
+)
+_PYSPY_ERROR = re.compile(r"^Error: (?:Failed to|Permission|.*[Oo]peration not permitted|.*timed out)")
+_PYSPY_FRAME = re.compile(r"^ {2,}(?P<function>\S.*?) \((?P<file>[^():]+):(?P<line>\d+)\)$")
+_FAULTHANDLER_FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)$')
+
+
+UNREADABLE = "unreadable"
+"""The state of a process that could not be stopped to look at: it sits in the kernel, or belongs to somebody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStack:
+    """A thread; its frames, the outermost first.
+
+    Attributes:
+        number: The line of the file that names the thread.
+    """
+
+    who: LineOrigin
+    pid: int | None
+    thread: str
+    state: str
+    frames: tuple[TraceFrame, ...]
+    file: str
+    number: int
+    text: str
+
+    @property
+    def main(self) -> bool:
+        return self.thread in ("MainThread", "")
+
+
+def parse_stacks(lines: Iterator[tuple[int, str]], who: LineOrigin, file: str) -> Iterator[LoggedStack]:
+    """All stacks of a file."""
+    pid: int | None = None
+    stack: LoggedStack | None = None
+    frames: list[TraceFrame] = []
+    for number, line in lines:
+        process, thread = _PYSPY_PROCESS.match(line), _THREAD_HEADER.match(line)
+        if (process or thread) and stack is not None:
+            yield replace(stack, frames=tuple(reversed(frames)))
+            stack, frames = None, []
+        if process:
+            pid = int(process["pid"])
+        elif thread:
+            stack = LoggedStack(
+                who or UNKNOWN_ORIGIN, pid, thread["name"] or "", thread["state"] or "", (), file, number, line
+            )
+        elif pid is not None and stack is None and _PYSPY_ERROR.match(line):
+            yield LoggedStack(who or UNKNOWN_ORIGIN, pid, "", UNREADABLE, (), file, number, line)
+        elif stack is not None:
+            found = _PYSPY_FRAME.match(line) or _FAULTHANDLER_FRAME.match(line)
+            if found:
+                frames.append(TraceFrame(found["file"], int(found["line"]), found["function"]))
+    if stack is not None:
+        yield replace(stack, frames=tuple(reversed(frames)))

@@ -1,0 +1,162 @@
+"""An answer for the terminal."""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, select_autoescape
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.base.text import format_duration
+from lockstep.watch.diagnosis.verdict import (
+    Culprit,
+    Fact,
+    Verdict,
+    VerdictKind,
+    VerdictLevel,
+    advice_rows,
+    labeled_rows,
+)
+
+if TYPE_CHECKING:
+    from lockstep.doctor.judge.log_diagnosis import Explanation
+
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def terminal_safe(text: str) -> str:
+    """Without anything that a terminal obeys: what stands in a log may come from anybody."""
+    return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def render_explanation(explained: "Explanation") -> RenderableType:
+    """What it was, then, each under its name, who, in what, why that is believed, and what helps."""
+    verdict = explained.verdict
+    title = Text.assemble(
+        (terminal_safe(explanation_title(explained)), "bold green" if verdict.cause == "benign" else "bold red"),
+        f"  {verdict.cause}, confidence {verdict.confidence:.2f}",
+    )
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in explanation_rows(verdict):
+        table.add_row(name, Text(terminal_safe(text)))
+    return Group(title, Padding(Text(terminal_safe(verdict.explanation)), (1, 0)), table)
+
+
+def explanation_title(explained: "Explanation") -> str:
+    """The title of the class."""
+    about = explained.rules.about.get(explained.verdict.cause)
+    return about.title if about else "The logs do not tell"
+
+
+def explanation_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
+    """Name and text of each thing that is known; the name stands beside the first of its texts only."""
+    yield from labeled_rows("structure", [str(verdict.kind)] if verdict.kind is not VerdictKind.UNKNOWN else [])
+    yield from labeled_rows("culprit", [culprit_text(each) for each in verdict.culprits])
+    if verdict.collective is not None:
+        number = f" #{verdict.collective.seq}" if verdict.collective.seq >= 0 else ""
+        yield "collective", f"{verdict.collective.operation or 'collective'}{number}"
+    waiting = [f"{each.who} waits for {each.on}: {each.what}" for each in verdict.waiting[:6]]
+    yield from labeled_rows("waiting", waiting)
+    yield from labeled_rows("evidence", [fact_text(each) for each in verdict.evidence])
+    yield from advice_rows(verdict)
+
+
+def culprit_text(who: Culprit) -> str:
+    """`rank 3 (host a) in step() at train.py:7`."""
+    name = who.name or (who.role if who.rank is None else f"rank {who.rank}") or who.host
+    host = f" (host {who.host})" if who.host and who.host != name else ""
+    return f"{name}{host}{f' in {who.where}' if who.where else ''}"
+
+
+def fact_text(said: Fact) -> str:
+    """The line and where it stands."""
+    place = f"{said.file}:{said.line}" if said.line is not None else said.file or said.source
+    return f"{said.text}  [{place}]" if place else said.text
+
+
+if TYPE_CHECKING:
+    from lockstep.doctor.judge.log_diagnosis import Explanation
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; color: {{ colour }}; }
+th { text-align: left; vertical-align: top; color: #666; font-weight: normal; padding-right: 1rem; }
+td { white-space: pre-wrap; overflow-wrap: anywhere; }
+code { color: #666; }
+</style></head><body>
+<h1>{{ title }}</h1>
+<p><code>{{ verdict.cause }}</code>, confidence {{ "%.2f" | format(verdict.confidence) }}</p>
+<p>{{ verdict.explanation }}</p>
+<table>{% for name, text in rows %}<tr><th>{{ name }}</th><td>{{ text }}</td></tr>{% endfor %}</table>
+</body></html>
+"""
+
+
+def explanation_page(explained: "Explanation") -> str:
+    """The whole document; what stands in logs is escaped."""
+    verdict = explained.verdict
+    environment = Environment(autoescape=select_autoescape(default_for_string=True, default=True))
+    return environment.from_string(_PAGE).render(
+        title=terminal_safe(explanation_title(explained)),
+        colour="#186a3b" if verdict.cause == "benign" else "#922b21",
+        verdict=verdict,
+        rows=[(name, terminal_safe(text)) for name, text in explanation_rows(verdict)],
+    )
+
+
+_LEVEL_COLOURS = {VerdictLevel.NOTICE: "yellow", VerdictLevel.CONFIRMED: "bold red", VerdictLevel.ACT: "bold red"}
+_MAX_EVIDENCE = 12
+"""Pieces of evidence that are shown."""
+
+
+def render_verdict(verdict: Verdict) -> RenderableType:
+    """What is wrong, then, each under its name, who, in what, who waits, why that is believed, and what helps."""
+    colour = "green" if verdict.cause == "benign" else _LEVEL_COLOURS[verdict.level]
+    title = Text.assemble((str(verdict.kind), colour), f"  {verdict.level}, confidence {verdict.confidence:.2f}")
+    if verdict.cause not in ("", "unknown"):
+        title.append(f", class {verdict.cause}")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _verdict_rows(verdict):
+        table.add_row(name, Text(text))
+    return Group(title, Padding(Text(verdict.explanation), (1, 0)), table)
+
+
+def _verdict_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
+    yield from labeled_rows("culprit", [_verdict_culprit(each) for each in verdict.culprits])
+    if verdict.collective is not None:
+        each = verdict.collective
+        site = f", called at {each.call_site}" if each.call_site else ""
+        yield "collective", f"{each.operation or 'collective'} #{each.seq} on {each.communicator}{site}"
+    waiting = []
+    for link in verdict.waiting:
+        since = "" if link.since_s is None else f" since {format_duration(link.since_s)}"
+        waiting.append(f"{link.who} waits{f' for {link.on}' if link.on else ''}{since}: {link.what}")
+    yield from labeled_rows("waiting", waiting)
+    shown = [_verdict_fact(fact) for fact in verdict.evidence[:_MAX_EVIDENCE]]
+    if len(verdict.evidence) > _MAX_EVIDENCE:
+        shown.append(f"and {len(verdict.evidence) - _MAX_EVIDENCE} more")
+    yield from labeled_rows("evidence", shown)
+    yield from advice_rows(verdict)
+
+
+def _verdict_culprit(culprit: Culprit) -> str:
+    who = culprit.name or (culprit.role if culprit.rank is None else f"rank {culprit.rank}")
+    about = [culprit.role if culprit.rank is not None else "", f"host {culprit.host}" if culprit.host else "",
+             f"pid {culprit.pid}" if culprit.pid else ""]  # fmt: skip
+    known = ", ".join(part for part in about if part)
+    return f"{who}{f' ({known})' if known else ''}{f' in {culprit.where}' if culprit.where else ''}"
+
+
+def _verdict_fact(fact: Fact) -> str:
+    place = f"{fact.file}:{fact.line}" if fact.line is not None else fact.file or fact.source
+    return f"{fact.text}  [{place}]" if place else fact.text

@@ -1,0 +1,74 @@
+"""Renders a report of findings in the terminal."""
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.base.text import summarize_list
+from lockstep.doctor.output.explanation import terminal_safe
+from lockstep.doctor.output.findings import CheckReport, CheckSection, Finding, Severity
+
+_SEVERITY_STYLES: dict[Severity, tuple[str, str]] = {
+    "error": ("error", "bold red"),
+    "warning": ("warning", "yellow"),
+    "note": ("note", "cyan"),
+    "ok": ("ok", "green"),
+    "unchecked": ("unchecked", "dim"),
+}
+_SEVERITY_ORDER: tuple[Severity, ...] = ("error", "warning", "note", "ok", "unchecked")
+
+
+def render_report(report: CheckReport) -> RenderableType:
+    """Each rung with its findings, worst first, then the answer in one line."""
+    parts = [render_section(rung, covers_several_hosts(report)) for rung in report.rungs if rung.findings]
+    return Group(*parts, report_summary(report))
+
+
+def covers_several_hosts(report: CheckReport) -> bool:
+    """Whether it is about more than one host, so that each finding says about which."""
+    return len({finding.host for finding in report.findings if finding.host}) > 1
+
+
+def report_summary(report: CheckReport) -> Text:
+    """Whether anything is wrong, and what was not looked at."""
+    counts = report.counts()
+    if not report.passed:
+        said = Text(_counted_noun(counts["error"], "error"), "bold red")
+    elif counts["warning"]:
+        said = Text(f"no errors, {_counted_noun(counts['warning'], 'warning')}", "yellow")
+    else:
+        said = Text("nothing is wrong", "bold green")
+    others = [_counted_noun(counts["warning"], "warning")] if counts["warning"] and not report.passed else []
+    others += [f"{counts['ok']} ok"] if counts["ok"] else []
+    if counts["unchecked"]:
+        others.append(f"{counts['unchecked']} could not be checked here")
+    return Text.assemble(said, (f"  ({', '.join(others)})" if others else "", "dim"))
+
+
+def _counted_noun(many: int, noun: str) -> str:
+    return f"{many} {noun}{'s' if many != 1 else ''}"
+
+
+def render_section(rung: CheckSection, several: bool) -> RenderableType:
+    """Its findings, worst first, under its title."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in sorted(rung.findings, key=lambda each: _SEVERITY_ORDER.index(each.severity)):
+        mark, style = _SEVERITY_STYLES[finding.severity]
+        table.add_row(Text(mark, style), Group(*_finding_lines(finding, several)))
+    took = f"  {rung.seconds:.1f} s" if rung.seconds >= 0.05 else ""
+    return Group(Text.assemble((terminal_safe(rung.title), "bold"), (took, "dim")), table, Text(""))
+
+
+def _finding_lines(finding: Finding, several: bool) -> Iterator[Text]:
+    host = f"{summarize_list(finding.host.split(','), 4)}: " if several and finding.host else ""
+    yield Text(terminal_safe(host + finding.seen), "dim" if finding.severity == "unchecked" else "")
+    if finding.why and finding.severity != "ok":
+        yield Text(terminal_safe(finding.why), "dim")
+    if finding.fix:
+        yield Text.assemble(("fix: ", "bold"), terminal_safe(finding.fix))
+    if finding.source and finding.severity in ("error", "warning"):
+        yield Text(terminal_safe(finding.source), "dim")

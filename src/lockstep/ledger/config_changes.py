@@ -1,0 +1,172 @@
+"""What differs between two configs of a run, and whether it would change the run's result."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.config.errors import ConfigError
+from lockstep.config.loader import check_config
+
+ChangeEffect = Literal["none", "bits", "result"]
+
+_NO_EFFECT = (
+    "name",
+    "folder",
+    "checkpoint",
+    "report",
+    "tracking",
+    "cluster",
+    "placement",
+    "weights",
+    "communication",
+    "recovery",
+    "watch",
+    "filter_groups.at_limit",
+    "evaluation.samples_shown",
+    "reward.workers",
+    "reward.timeout_s",
+    "reward.memory_mb",
+    "reward.terms.*.url",
+    "reward.terms.*.base_url",
+    "reward.terms.*.api_key_env",
+    "reward.terms.*.timeout_s",
+    "reward.terms.*.retries",
+    "reward.terms.*.deadline_s",
+    "reward.terms.*.concurrency",
+    "trainer.collective_timeout_s",
+    "trainer.offload",
+    "trainer.malloc",
+    "rollout.engine.malloc",
+    "rollout.environment.workers",
+    "rollout.environment.timeout_s",
+    "rollout.environment.memory_mb",
+)
+"""Fields and sections that say where a run lives, what it shows, whom it asks, how long it waits, when it gives
+up, and not what it computes. `*` stands for one part of a path."""
+_CHANGES_BITS = (
+    "trainer.ranks",
+    "trainer.replicas",
+    "trainer.threads",
+    "trainer.reshard_after_forward",
+    "trainer.activation_checkpointing",
+    "trainer.head_chunk",
+    "trainer.compile",
+    "rollout.reissue",
+    "rollout.engine.count",
+    "rollout.engine.threads",
+    "rollout.engine.max_rows",
+    "rollout.engine.cache_tokens",
+    "rollout.engine.prefix_cache",
+    "rollout.engine.tensor_parallel_size",
+    "rollout.engine.max_num_seqs",
+    "rollout.engine.gpu_memory_utilization",
+    "rollout.engine.cpu_kv_cache_gb",
+    "rollout.engine.enforce_eager",
+    "rollout.engine.enable_prefix_caching",
+)
+"""Fields that say who computes how much at once: they change the order of additions and nothing else."""
+_CHANGES_RESULT = ("cluster.device",)
+"""Exceptions from the two above: a GPU computes in another precision where the model's is `auto`."""
+
+
+class _Absent:
+    """A field that one of the two configs does not have."""
+
+    def __repr__(self) -> str:
+        return "(absent)"
+
+
+ABSENT = _Absent()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChange:
+    path: str
+    """Dotted, as on the command line: `trainer.optimizer.lr`."""
+    old: Any
+    new: Any
+    effect: ChangeEffect
+    """On the run's result: none, its last bits (about 1e-5 of the weights), or the result itself."""
+    reason: str = ""
+    """Why, where it is not plain."""
+
+    @property
+    def changes_result(self) -> bool:
+        """Whether a run may not go on with it."""
+        return self.effect == "result"
+
+    @property
+    def changes_bits(self) -> bool:
+        """Whether a run may go on with it, but will not end with the same bits."""
+        return self.effect == "bits"
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.old!r} -> {self.new!r}{f' ({self.reason})' if self.reason else ''}"
+
+
+def compare_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[ConfigChange]:
+    """Every field that differs between two resolved configs (`model_dump(mode="json")`), in their order. A field that
+    did not exist yet when the old one was written had today's default."""
+    changes, old = [], _with_defaults(old)
+    for path, before, after in _differences("", old, new):
+        if path == "steps":
+            changes.append(_steps_change(before, after, old))
+        elif path == "trainer.ranks" and _uses_dropout(old):
+            why = "which of an adapter's inputs are dropped (model.adapter.lora_dropout) depends on the rank"
+            changes.append(ConfigChange(path, before, after, "result", why))
+        else:
+            changes.append(ConfigChange(path, before, after, _effect_of(path)))
+    return changes
+
+
+def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the defaults of fields it is too old to have; as it is where it cannot be read as a config any more."""
+    try:
+        return check_config(dict(config), "the run's config").model_dump(mode="json")
+    except ConfigError:
+        return config
+
+
+def _effect_of(path: str) -> ChangeEffect:
+    parts = path.split(".")
+
+    def among(fields: tuple[str, ...]) -> bool:
+        return any(_matches_field(parts, field.split(".")) for field in fields)
+
+    if among(_CHANGES_RESULT) or not among(_NO_EFFECT + _CHANGES_BITS):
+        return "result"
+    return "bits" if among(_CHANGES_BITS) else "none"
+
+
+def _matches_field(parts: list[str], field: list[str]) -> bool:
+    return len(parts) >= len(field) and all(known in ("*", part) for part, known in zip(parts, field, strict=False))
+
+
+def _uses_dropout(config: Mapping[str, Any]) -> bool:
+    return bool(((config.get("model") or {}).get("adapter") or {}).get("lora_dropout"))
+
+
+def _steps_change(before: Any, after: Any, config: Mapping[str, Any]) -> ConfigChange:
+    """More steps continue a run, unless the learning rate's schedule is stretched over all of them."""
+    schedule = config.get("trainer", {}).get("schedule", {})
+    if not (isinstance(before, int) and isinstance(after, int) and after > before):
+        return ConfigChange("steps", before, after, "result", "a run can be made longer, not shorter")
+    if schedule.get("kind", "constant") != "constant" and schedule.get("total_steps") is None:
+        why = f"the {schedule['kind']} schedule spans the run: only a run with trainer.schedule.total_steps can grow"
+        return ConfigChange("steps", before, after, "result", why)
+    return ConfigChange("steps", before, after, "none")
+
+
+def _differences(path: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = [*old, *(key for key in new if key not in old)]
+        prefix = f"{path}." if path else ""
+        pairs = ((f"{prefix}{key}", old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys)
+        return [change for inner, before, after in pairs for change in _differences(inner, before, after)]
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
+        triples = (
+            (f"{path}.{index}", before, after) for index, (before, after) in enumerate(zip(old, new, strict=True))
+        )
+        return [change for inner, before, after in triples for change in _differences(inner, before, after)]
+    same = type(old) is type(new) or {type(old), type(new)} == {int, float} or {type(old), type(new)} == {list, tuple}
+    return [] if same and old == new else [(path, old, new)]

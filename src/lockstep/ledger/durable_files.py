@@ -1,0 +1,130 @@
+"""Files that are either complete and on the disk or absent, and the lock that keeps a run to one process."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from lockstep.ledger.errors import LedgerFull, RunIsActive
+
+_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes renames and new names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_full_error(path: Path, needed: int | None, limited: bool = False) -> LedgerFull:
+    """The error for a write at `user_frames` for which there was no room. `limited`: by the process's file size
+    limit."""
+    folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return LedgerFull(path, needed, shutil.disk_usage(folder).free, limit if limited and limit >= 0 else None)
+
+
+@contextlib.contextmanager
+def disk_full_as_ledger_error(path: Path, needed: int | None) -> Iterator[None]:
+    """Turns the operating system's ways of saying "no room" into LedgerFull."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL_ERRNOS:
+            raise
+        raise disk_full_error(path, needed, limited=error.errno == errno.EFBIG) from error
+
+
+def write_hidden(target: Path, needed: int, write: Callable[[IO[bytes]], None], suffix: str = ".tmp") -> Path:
+    """Writes what will become `target` under a hidden name beside it and makes it durable; the caller renames it.
+
+    Room is reserved first, so that a full disk is noticed before a byte is written. LedgerFull, or whatever else
+    `write_incident` raises, leaves nothing behind."""
+    hidden = target.parent / f".{target.name}{suffix}"
+    try:
+        with disk_full_as_ledger_error(target, needed), hidden.open("wb") as file:
+            _preallocate(file.fileno(), needed)
+            write(file)
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+    return hidden
+
+
+def replace_file(target: Path, data: bytes) -> None:
+    """Writes `target` whole: another process sees the old content or the new one, also after a power cut."""
+    hidden = write_hidden(target, len(data), lambda file: _write_all(file, data))
+    hidden.rename(target)
+    fsync_folder(target.parent)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_all(file: IO[bytes], data: bytes) -> None:
+    file.write(data)
+
+
+def _preallocate(descriptor: int, size: int) -> None:
+    if size <= 0:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        # Some file systems cannot reserve; the write itself will then say whether there is room.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV):
+            raise
+
+
+log = logging.getLogger(__name__)
+
+
+class RunLock:
+    """Held from construction to `close` (or the end of the process). RunIsActive names who has it.
+
+    `force` goes on without the lock, for a holder on another host that is known to be gone; the generation in
+    the index then refuses that holder's writes, should it still live."""
+
+    def __init__(self, path: Path, force: bool = False) -> None:
+        self._file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES) and not force:
+                pid, host = self._holder()
+                self._file.close()
+                raise RunIsActive(path.parent, pid, host) from None
+            log.warning("no lock on %s (%s): the generation in the ledger alone keeps other processes out", path, error)
+        self._file.seek(0)
+        self._file.truncate()
+        json.dump({"pid": os.getpid(), "host": socket.gethostname()}, self._file)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Releases the lock. Idempotent."""
+        self._file.close()
+
+    def _holder(self) -> tuple[int | None, str | None]:
+        self._file.seek(0)
+        try:
+            holder = json.loads(self._file.read())
+            return int(holder["pid"]), str(holder["host"])
+        except (ValueError, KeyError, TypeError):
+            return None, None

@@ -1,0 +1,90 @@
+"""The folder of a run: what marks it as one, what its index is given, and how it is repaired after a kill."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.data.samples import Rollouts
+from lockstep.ledger import json_values, step_file
+from lockstep.ledger.durable_files import replace_file, sha256_file
+from lockstep.ledger.errors import NotARun, PromptUsedTwice, StepCorrupt
+from lockstep.ledger.sqlite_index import IndexTransaction, LedgerIndex
+
+INDEX_FILE = "ledger.sqlite"
+
+
+def check_run_folder(folder: Path) -> None:
+    """Raises NotARun, naming the runs beside it."""
+    if (folder / INDEX_FILE).is_file():
+        return
+    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    runs = tuple(sorted(path.name for path in beside if (path / INDEX_FILE).is_file())[:8])
+    raise NotARun(folder, f"it has no {INDEX_FILE}" if folder.is_dir() else "there is no such folder", runs)
+
+
+def add_step(transaction: IndexTransaction, rollouts: Rollouts, digest: str, size: int) -> None:
+    """Enters a step and its prompts. Raises PromptUsedTwice."""
+    for group in rollouts.groups:
+        uid = group.prompt.uid
+        earlier = transaction.execute("SELECT step FROM prompts WHERE uid = ?", uid)
+        if earlier:
+            raise PromptUsedTwice(uid, rollouts.step, earlier[0][0])
+        transaction.execute("INSERT INTO prompts VALUES (?, ?)", uid, rollouts.step)
+    transaction.put(
+        "steps",
+        step=rollouts.step,
+        version=rollouts.version,
+        sha256=digest,
+        bytes=size,
+        groups=len(rollouts.groups),
+        completions=sum(len(group.completions) for group in rollouts.groups),
+    )
+
+
+def last_commit(transaction: IndexTransaction) -> int:
+    """The last committed step, -1 when there is none."""
+    return int(transaction.execute("SELECT coalesce(max(step), -1) FROM commits")[0][0])
+
+
+def config_yaml(config: Mapping[str, Any]) -> bytes:
+    """A config as people read it."""
+    return yaml.safe_dump(json_values.plain_json(dict(config), "config"), sort_keys=False, allow_unicode=True).encode()
+
+
+CONFIG_FILE = "config.yaml"
+
+
+def recover_folder(folder: Path, index: LedgerIndex) -> None:
+    """Brings folder and index into line after a kill: unfinished files go, a step file that reached its name but not
+    the index is taken in (it was complete before it got the name)."""
+    known = {step: bool(removed) for step, removed in index.rows("SELECT step, removed FROM steps")}
+    for path in sorted((folder / "steps").iterdir()):
+        step = int(path.stem) if path.stem.isdigit() else None
+        if path.name.startswith(".") and path.suffix == ".tmp":
+            path.unlink(missing_ok=True)
+        elif step is not None and path.suffix == ".arrow" and step not in known:
+            _take_in_step(index, step, path)
+        elif step is not None and ((path.suffix == ".arrow" and known[step]) or _is_superseded(index, path, step)):
+            path.unlink(missing_ok=True)
+    readable, config = folder / CONFIG_FILE, config_yaml(dict(json_values.loads(index.meta("config"))))
+    if not readable.exists() or readable.read_bytes() != config:
+        replace_file(readable, config)
+
+
+def _is_superseded(index: LedgerIndex, path: Path, step: int) -> bool:
+    return path.suffix == ".partial" and bool(index.rows("SELECT 1 FROM steps WHERE step = ?", step))
+
+
+def _take_in_step(index: LedgerIndex, step: int, path: Path) -> None:
+    try:
+        stored = step_file.read_step_file(path, step)
+    except StepCorrupt:
+        path.rename(path.with_suffix(".rejected"))
+        with index.transaction() as transaction:
+            fields = json_values.dumps({"step": step, "path": str(path)}, "step_rejected")
+            transaction.put("events", kind="step_rejected", fields=fields)
+        return
+    with index.transaction() as transaction:
+        add_step(transaction, stored.rollouts, sha256_file(path), path.stat().st_size)

@@ -1,0 +1,312 @@
+"""Which attention calls compute a packed row: indices only, made once per row.
+
+Every segment attends to itself causally and to each of its ancestors wholly; each of the two is a dense call. The
+descendants of an ancestor are its queries together, so that its keys and values are read once for all of them.
+Segments of equal length in sequence are one call on views; short ones are gathered into a padded call with others
+of about their length, because every call has a fixed cost. The last layer computes only the queries that predict a
+target (`QuerySubset`).
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from lockstep.data.row_layout import RowLayout
+
+Cached = TypeVar("Cached")
+
+
+class QuerySubset:
+    """Of each segment one span of tokens, perhaps empty; `RowLayout` says why this is an opaque class.
+
+    Args:
+        layout: of the whole row.
+        spans: (start, stop) in the row, by segment; start equals stop where nobody asks.
+    """
+
+    __slots__ = ("_kept", "index", "layout", "places", "spans", "tokens")
+
+    def __init__(self, layout: RowLayout, spans: Sequence[tuple[int, int]]) -> None:
+        self.layout, self.spans = layout, spans
+        self.places: list[int] = []
+        """Where each span begins among the asked tokens, which stand one behind the other."""
+        self.tokens = 0
+        """How many are asked for."""
+        for start, stop in spans:
+            self.places.append(self.tokens)
+            self.tokens += stop - start
+        self.index = torch.cat([torch.arange(start, stop) for start, stop in spans])
+        """int64 `[asked]`: their places in the row."""
+        self._kept: dict[Hashable, Any] = {}
+
+    @classmethod
+    def everything(cls, layout: RowLayout) -> Self:
+        """The whole row; made once."""
+        return layout.kept("everything", lambda row: cls(row, [(start, stop) for start, stop, _ in row.segments()]))
+
+    @classmethod
+    def by(cls, layout: RowLayout, sources: Tensor) -> Self:
+        """Of each segment its first to its last source; `sources` are int64 places in the row."""
+        starts = torch.tensor(layout.starts)
+        segments = torch.bucketize(sources.contiguous(), starts, right=True) - 1
+        first = torch.full_like(starts, layout.tokens).scatter_reduce_(0, segments, sources, "amin")
+        last = torch.full_like(starts, -1).scatter_reduce_(0, segments, sources, "amax")
+        spans = zip(layout.starts, first.tolist(), last.tolist(), strict=True)
+        return cls(layout, [(low, high + 1) if high >= 0 else (start, start) for start, low, high in spans])
+
+    def among(self, sources: Tensor) -> Tensor:
+        """int64 places in the row to places among the asked tokens."""
+        places = torch.zeros(self.layout.tokens, dtype=torch.int64)
+        places[self.index] = torch.arange(self.tokens)
+        return places.index_select(0, sources)
+
+    def of(self, segment: int) -> range:
+        """The places of a segment's span among the asked tokens."""
+        start, stop = self.spans[segment]
+        return range(self.places[segment], self.places[segment] + stop - start)
+
+    def kept(self, name: Hashable, make: Callable[[Self], Cached]) -> Cached:
+        """What `make` makes of this, made at the first call of that name only."""
+        if name not in self._kept:
+            self._kept[name] = make(self)
+        made: Cached = self._kept[name]
+        return made
+
+
+MIN_VIEW_QUERIES = 128
+"""Query tokens from which a call on views is cheaper than gathering (CPU, heads of 32 to 64)."""
+MAX_CALL_QUERIES = 1024
+"""Query tokens of a call at most, where it can be smaller: more than this leaves the cache."""
+LONG_SEGMENT, CAUSAL_STEP = 384, 128
+"""Tokens from which a segment over itself goes step by step, and of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBlock:
+    """`[count, length]` tokens of a row at equal distances: a view."""
+
+    start: int
+    count: int
+    length: int
+    stride: int
+
+    def of(self, row: Tensor) -> Tensor:
+        """`[tokens, heads, ...]` to the view `[count, heads, length, ...]`."""
+        token, heads, *rest = row.stride()
+        shape = (self.count, row.shape[1], self.length, *row.shape[2:])
+        return row.as_strided(
+            shape, (self.stride * token, heads, token, *rest), row.storage_offset() + self.start * token
+        )
+
+    def put(self, row: Tensor, values: Tensor) -> None:
+        """Writes `[count, heads, length, ...]`."""
+        self.of(row).copy_(values)
+
+    def add(self, row: Tensor, values: Tensor) -> None:
+        self.of(row).add_(values)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredTokens:
+    """`[count, length]` tokens of a row anywhere in it, some of them padding."""
+
+    index: Tensor
+    """int64 `[count * length]`; padding points to some token."""
+    count: int
+    length: int
+    hidden: Tensor | None
+    """float32 `[count, 1, length]`: infinite at padding; None without padding."""
+    real: Tensor | None
+    """int64: the places in `index_tensor` that are no padding."""
+    tokens: Tensor
+    """int64: the tokens at those places."""
+
+    def of(self, row: Tensor) -> Tensor:
+        """`[tokens, heads, ...]` to `[count, heads, length, ...]`."""
+        picked = row.index_select(0, self.index)
+        return picked.view(self.count, self.length, *row.shape[1:]).transpose(1, 2)
+
+    def put(self, row: Tensor, values: Tensor) -> None:
+        """Writes `[count, heads, length, ...]`, padding left out."""
+        row.index_copy_(0, self.tokens, self._flat(values))
+
+    def add(self, row: Tensor, values: Tensor) -> None:
+        row.index_add_(0, self.tokens, self._flat(values))
+
+    def _flat(self, values: Tensor) -> Tensor:
+        flat = values.transpose(1, 2).flatten(0, 1)
+        return flat if self.real is None else flat.index_select(0, self.real)
+
+
+TokenSelection = TokenBlock | GatheredTokens
+
+
+QueriesAndKeys = tuple[Sequence[int], Sequence[int]]
+"""(queries, keys)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One dense attention: queries of some tokens over keys of some tokens, row by row of the two."""
+
+    queries: TokenSelection
+    """Among the asked tokens."""
+    keys: TokenSelection
+    """In the whole row."""
+    own: bool
+    """Segments over themselves, causally, the queries being the last of the keys; otherwise wholly over what is before
+    them."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is what the kernel calls causal."""
+        return self.own and self.queries.length == self.keys.length
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """`[count or 1, 1, queries or 1, keys]`, added to the scores: hides keys that are padding or come later."""
+        if self.own:
+            return None if self.causal else _causal_mask(self.queries.length, self.keys.length, dtype)
+        if isinstance(self.keys, TokenBlock) or self.keys.hidden is None:
+            return None
+        return -self.keys.hidden[:, :, None, :].to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _causal_mask(queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    return torch.zeros(1, 1, queries, keys, dtype=dtype).masked_fill_(later, float("-inf"))
+
+
+def plan_attention_calls(asked: QuerySubset) -> list[AttentionCall]:
+    """Every (query, key) pair of a row whose query is asked for, in exactly one call; those of segments over
+    themselves come first, and no token is twice among the queries of a call."""
+    return asked.kept("calls", lambda row: [*_self_calls(row), *_ancestor_calls(row)])
+
+
+def _self_calls(asked: QuerySubset) -> Iterator[AttentionCall]:
+    small: list[QueriesAndKeys] = []
+    for run in _equal_runs(asked):
+        (start, stop), place, distance = asked.spans[run[0]], asked.places[run[0]], asked.layout.lengths[run[0]]
+        length = stop - start
+        if len(run) * length < MIN_VIEW_QUERIES:
+            small += [(asked.of(segment), range(*asked.spans[segment])) for segment in run if length]
+            continue
+        share = max(1, MAX_CALL_QUERIES // length)
+        for first in range(0, len(run), share):
+            count = min(share, len(run) - first)
+            queries = TokenBlock(place + first * length, count, length, length)
+            yield from _causal_calls(queries, TokenBlock(start + first * distance, count, length, distance))
+    for bucket in _length_buckets(small):
+        yield AttentionCall(
+            _select_tokens([queries for queries, _ in bucket]), _select_tokens([keys for _, keys in bucket]), True
+        )
+
+
+def _equal_runs(asked: QuerySubset) -> Iterator[range]:
+    """Segments of equal length, asked for alike, one behind the other."""
+    row = asked.layout
+    shapes = [
+        (length, first - start, last - first)
+        for start, length, (first, last) in zip(row.starts, row.lengths, asked.spans, strict=True)
+    ]
+    edges = [i for i in range(1, len(shapes)) if shapes[i] != shapes[i - 1]]
+    for first, last in pairwise([0, *edges, len(shapes)]):
+        yield range(first, last)
+
+
+def _causal_calls(queries: TokenBlock, keys: TokenBlock) -> Iterator[AttentionCall]:
+    """The kernel computes the half that nobody sees too: long segments go step by step, each over the keys up to it."""
+    if queries.length < LONG_SEGMENT:
+        yield AttentionCall(queries, keys, True)
+        return
+    for done in range(0, queries.length, CAUSAL_STEP):
+        upto = min(done + CAUSAL_STEP, queries.length)
+        part = TokenBlock(queries.start + done, queries.count, upto - done, queries.stride)
+        yield AttentionCall(part, TokenBlock(keys.start, keys.count, upto, keys.stride), True)
+
+
+def _ancestor_calls(asked: QuerySubset) -> Iterator[AttentionCall]:
+    for level in ancestor_levels(asked):
+        small: list[QueriesAndKeys] = []
+        for keys, queries in level:
+            if isinstance(queries, range) and len(queries) >= MIN_VIEW_QUERIES:
+                yield AttentionCall(_contiguous_block(queries), _contiguous_block(keys), False)
+            else:
+                small.append((queries, keys))
+        for bucket in _length_buckets(small):
+            yield AttentionCall(
+                _select_tokens([queries for queries, _ in bucket]), _select_tokens([keys for _, keys in bucket]), False
+            )
+
+
+def ancestor_levels(asked: QuerySubset) -> list[list[tuple[range, Sequence[int]]]]:
+    """By depth: each ancestor's tokens, and what is asked for of its descendants; what nobody asks for at the beginning
+    of a segment is an ancestor of the rest. Those of one depth have none in common."""
+    layout = asked.layout
+    depth: list[int] = []
+    below: dict[int, list[int]] = {}
+    for segment, parent in enumerate(layout.parents):
+        depth.append(0 if parent < 0 else depth[parent] + 1)
+        for above in layout.ancestors(segment) if asked.of(segment) else ():
+            below.setdefault(above, []).append(segment)
+    levels: list[list[tuple[range, Sequence[int]]]] = [[] for _ in range(max(depth) + 1)]
+    for segment, start in enumerate(layout.starts):
+        if segment in below:
+            levels[depth[segment]].append(
+                (range(start, start + layout.lengths[segment]), _query_tokens(asked, below[segment]))
+            )
+        if asked.of(segment) and asked.spans[segment][0] > start:
+            levels[depth[segment]].append((range(start, asked.spans[segment][0]), asked.of(segment)))
+    return [level for level in levels if level]
+
+
+def _query_tokens(asked: QuerySubset, segments: Sequence[int]) -> Sequence[int]:
+    """The segments' asked tokens: a range where they lie one behind the other."""
+    spans = [asked.of(segment) for segment in segments]
+    if all(one.stop == next_.start for one, next_ in pairwise(spans)):
+        return range(spans[0].start, spans[-1].stop)
+    return [token for span in spans for token in span]
+
+
+def _length_buckets(pairs: Sequence[QueriesAndKeys]) -> Iterator[list[QueriesAndKeys]]:
+    """(queries, keys) of about equal lengths together."""
+    bucket: list[QueriesAndKeys] = []
+    for queries, keys in sorted(pairs, key=lambda pair: (-len(pair[1]), -len(pair[0]))):
+        if bucket and not (
+            _similar_length(len(keys), len(bucket[0][1]))
+            and _similar_length(len(queries), max(len(held) for held, _ in bucket))
+            and (len(bucket) + 1) * len(bucket[0][0]) <= MAX_CALL_QUERIES
+        ):
+            yield bucket
+            bucket = []
+        bucket.append((queries, keys))
+    if bucket:
+        yield bucket
+
+
+def _similar_length(shorter: int, longer: int) -> bool:
+    """Whether padding the one to the other wastes little."""
+    return abs(longer - shorter) * 4 <= longer + 8
+
+
+def _contiguous_block(tokens: range) -> TokenBlock:
+    return TokenBlock(tokens.start, 1, len(tokens), len(tokens))
+
+
+def _select_tokens(rows: Sequence[Sequence[int]]) -> TokenSelection:
+    if len(rows) == 1 and isinstance(rows[0], range):
+        return _contiguous_block(rows[0])
+    longest = max(len(row) for row in rows)
+    lengths = torch.tensor([len(row) for row in rows])
+    index = torch.cat([torch.tensor([*row, *[row[0]] * (longest - len(row))]) for row in rows])
+    real = torch.arange(longest) < lengths[:, None]
+    if bool(real.all()):
+        return GatheredTokens(index, len(rows), longest, None, None, index)
+    hidden = torch.zeros(real.shape).masked_fill_(~real, float("inf"))[:, None]
+    places = real.flatten().nonzero()[:, 0]
+    return GatheredTokens(index, len(rows), longest, hidden, places, index[places])

@@ -1,0 +1,255 @@
+"""Cascade attention over a forest: dense parts merged by their log-sum-exps, exact in both directions, on CPU and
+CUDA.
+
+Forward: with outputs o_i and log-sum-exps l_i of parts over disjoint keys, l = log sum exp(l_i) and o = sum exp(l_i
+- l) o_i (online softmax, Milakov & Gimelshein 2018, arXiv:1805.02867; cascade attention). Backward: the gradient of
+a part's scores is P (dP - rowsum(do o)) with P = exp(scores - l), so each part's own backward kernel is exact when
+it is given the *merged* o and l; the queries' gradients add up.
+
+On the CPU the parts are the calls of `lockstep.models.attention_plan`. On CUDA they are variable-length flash
+attention without padding: one causal call over all segments, then one call per depth of the forest for the
+descendants of every ancestor of that depth.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lockstep.data.row_layout import RowLayout
+from lockstep.models.attention_plan import (
+    AttentionCall,
+    GatheredTokens,
+    QuerySubset,
+    ancestor_levels,
+    plan_attention_calls,
+)
+
+_cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class AttentionKernels(Protocol):
+    """How a kind of device computes a row. Tensors are `[tokens, heads, head size]`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
+        """(output, log-sum-exps in a form of its own)."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, asked: QuerySubset, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+
+
+def merged_attention(
+    q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float, parts: AttentionKernels
+) -> Tensor:
+    """Each segment over itself and its ancestors.
+
+    Args:
+        q: `[asked tokens, heads, head size]`; k and v `[tokens, key/value heads, head size]`.
+
+    Returns:
+        `[asked tokens, heads, head size]`, contiguous.
+    """
+    out: Tensor = _MergedAttention.apply(q, k, v, asked, scale, parts)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _MergedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float, parts: AttentionKernels
+    ) -> Tensor:
+        out, lse = parts.forward(q, k, v, asked, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = (asked, scale, parts)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        asked, scale, parts = ctx.settings
+        return *parts.backward(grad, *ctx.saved_tensors, asked, scale), None, None, None
+
+
+class CpuKernels:
+    """torch's flash attention for the CPU; grouped-query heads read the keys they share."""
+
+    @staticmethod
+    def fits(q: Tensor, v: Tensor) -> bool:
+        return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        for call in plan_attention_calls(asked):
+            where = call.queries
+            part, part_lse = _cpu_flash_forward(
+                where.of(q),
+                call.keys.of(k),
+                call.keys.of(v),
+                0.0,
+                call.causal,
+                attn_mask=_expanded_mask(call, q),
+                scale=scale,
+            )
+            if not call.own:
+                seen, seen_lse = where.of(out), where.of(lse)
+                part = torch.lerp(seen, part, torch.sigmoid(part_lse - seen_lse)[..., None].to(part.dtype))
+                part_lse = torch.logaddexp(part_lse, seen_lse)
+            where.put(out, part)
+            where.put(lse, part_lse)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, asked: QuerySubset, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        for call in plan_attention_calls(asked):
+            where, keys = call.queries, call.keys
+            part_lse = where.of(lse)
+            if isinstance(where, GatheredTokens) and where.hidden is not None:
+                part_lse = part_lse + where.hidden  # exp(scores - inf): a padded query takes part in nothing
+            part, part_k, part_v = _cpu_flash_backward(
+                where.of(grad),
+                where.of(q),
+                keys.of(k),
+                keys.of(v),
+                where.of(out),
+                part_lse,
+                0.0,
+                call.causal,
+                attn_mask=_expanded_mask(call, q),
+                scale=scale,
+            )
+            if call.own:
+                where.put(dq, part)
+            else:
+                where.add(dq, part)
+            keys.add(dk, part_k)
+            keys.add(dv, part_v)
+        return dq, dk, dv
+
+
+def _expanded_mask(call: AttentionCall, q: Tensor) -> Tensor | None:
+    mask = call.mask(q.dtype)
+    return None if mask is None else mask.expand(call.queries.count, -1, call.queries.length, -1)
+
+
+CPU_KERNELS = CpuKernels()
+
+
+_cuda_flash_forward = torch.ops.aten._flash_attention_forward
+_cuda_flash_backward = torch.ops.aten._flash_attention_backward
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpans:
+    """Tokens of a row, cut into pieces."""
+
+    index: Tensor | None
+    """int64 `[tokens of all pieces]`; None for the whole row as it is."""
+    ends: Tensor
+    """int32 `[pieces + 1]`: cumulative lengths."""
+    longest: int
+
+    def of(self, row: Tensor) -> Tensor:
+        return row.contiguous() if self.index is None else row[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeLevel:
+    queries: TokenSpans
+    keys: TokenSpans
+    causal: bool
+
+
+def cascade_levels(layout: RowLayout, device: torch.device) -> list[CascadeLevel]:
+    """The segments over themselves, then the descendants of each depth's ancestors over these."""
+
+    def make(row: RowLayout) -> list[CascadeLevel]:
+        own = _token_spans([range(start, stop) for start, stop, _ in row.segments()], device, whole=True)
+        made = [CascadeLevel(own, own, True)]
+        for family in ancestor_levels(QuerySubset.everything(row)):
+            queries = [list(below) for _, below in family]
+            made.append(
+                CascadeLevel(
+                    _token_spans(queries, device), _token_spans([list(above) for above, _ in family], device), False
+                )
+            )
+        return made
+
+    return layout.kept(("levels", device), make)
+
+
+def _token_spans(pieces: list[range] | list[list[int]], device: torch.device, whole: bool = False) -> TokenSpans:
+    lengths = [len(piece) for piece in pieces]
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+    index = None if whole else torch.tensor([token for piece in pieces for token in piece]).to(device)
+    return TokenSpans(index, ends, max(lengths))
+
+
+class CudaKernels:
+    """torch's flash attention for CUDA, in half precision, over whole rows; sums over parts are kept in float32."""
+
+    @staticmethod
+    def fits(q: Tensor, v: Tensor) -> bool:
+        half = q.dtype in (torch.float16, torch.bfloat16)
+        return q.device.type == "cuda" and half and q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: QuerySubset, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = q, q  # replaced by the first level, which is the causal one
+        for level in cascade_levels(asked.layout, q.device):
+            a, b = level.queries, level.keys
+            part, part_lse, *_ = _cuda_flash_forward(
+                a.of(q), b.of(k), b.of(v), a.ends, b.ends, a.longest, b.longest, 0.0, level.causal, False, scale=scale
+            )
+            if level.causal:
+                out, lse = part, part_lse  # [tokens, heads, size] and [heads, tokens]
+                continue
+            seen, seen_lse = a.of(out), lse[:, a.index]
+            share = torch.sigmoid(part_lse - seen_lse).t()[..., None]
+            out[a.index] = torch.lerp(seen.float(), part.float(), share).to(out.dtype)
+            lse[:, a.index] = torch.logaddexp(part_lse, seen_lse)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, asked: QuerySubset, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
+        seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        for level in cascade_levels(asked.layout, q.device):
+            a, b = level.queries, level.keys
+            part_lse = lse if a.index is None else lse[:, a.index].contiguous()
+            parts = _cuda_flash_backward(
+                a.of(grad),
+                a.of(q),
+                b.of(k),
+                b.of(v),
+                a.of(out),
+                part_lse,
+                a.ends,
+                b.ends,
+                a.longest,
+                b.longest,
+                0.0,
+                level.causal,
+                seed,
+                unused,
+                scale=scale,
+            )
+            for total, part, where in zip(sums, parts, (a, b, b), strict=True):
+                # No token is twice in a level, so that indexing adds each once, and deterministically.
+                if where.index is None:
+                    total += part
+                else:
+                    total[where.index] += part
+        dq, dk, dv = (total.to(q.dtype) for total in sums)
+        return dq, dk, dv
+
+
+CUDA_KERNELS = CudaKernels()

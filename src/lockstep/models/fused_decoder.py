@@ -1,0 +1,267 @@
+"""A fused forward for known decoder layers on the CPU: fewer passes over memory than autograd of the plain formulas,
+and the last layer computes only the tokens that predict a target.
+
+A layer's `forward` is replaced, not the layer, so that names, sharding and recomputation stay as they are. All
+other models keep transformers' own layers. Compilers fuse the plain formulas themselves, so these are what they
+see.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lockstep.data.row_layout import RowLayout
+from lockstep.models import forest_attention
+from lockstep.models.attention_plan import QuerySubset
+
+_silu_backward = torch.ops.aten.silu_backward
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467) over the last of `[..., size]`."""
+    if torch.compiler.is_compiling():
+        return torch.mul(weight, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w x r with r = 1 / sqrt(mean(x^2) + eps), so dx = w g r - x r^3 mean(w g x) and dw = sum(g x r)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        size = x.shape[-1]
+        products = (grad * x).reshape(-1, size)
+        grad_weight = products.t().mv(inverse.view(-1)) if ctx.needs_input_grad[1] else None
+        pull = products.mv(weight).view_as(inverse).mul_(inverse.pow(3))
+        grad_x = torch.mul(grad, weight, out=products.view(x.shape)).mul_(inverse).addcmul_(x, pull, value=-1 / size)
+        return grad_x, grad_weight, None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202)."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_silu = grad * up
+        grad_gate = _silu_backward.grad_input(grad_silu, gate, grad_input=grad_silu)
+        return grad_gate, F.silu(gate).mul_(grad)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of `[tokens, heads, size]`, halves paired; cos and
+    sin are `[tokens, 1, size]`."""
+    if torch.compiler.is_compiling():
+        half = x.shape[-1] // 2
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+    out: Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        out = x * cos
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        half = grad.shape[-1] // 2
+        out = grad * cos
+        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        return out, None, None
+
+
+def linear_projections(modules: Sequence[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+    """What several linear layers make of the same `[tokens, size]`; of any other modules, what they make one by one."""
+    if torch.compiler.is_compiling() or any(type(module) is not nn.Linear for module in modules):
+        return tuple(module(x) for module in modules)
+    parts = [part for module in modules for part in (module.weight, module.bias)]
+    made: tuple[Tensor, ...] = _Projections.apply(x, *parts)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parts: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases = parts[::2], parts[1::2]
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wants_x, *wants = ctx.needs_input_grad
+        grad_x: Tensor | None = None
+        if wants_x:
+            grad_x = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                grad_x.addmm_(grad, weight)
+        found: list[Tensor | None] = []
+        for grad, wants_weight, wants_bias in zip(grads, wants[::2], wants[1::2], strict=True):
+            found += [grad.t() @ x if wants_weight else None, grad.sum(0) if wants_bias else None]
+        return grad_x, *found
+
+
+def add_linear(total: Tensor, module: nn.Module, x: Tensor) -> Tensor:
+    """`total + module(x)`, in one product where the module is a plain linear layer."""
+    if type(module) is nn.Linear and getattr(module, "bias", None) is None:
+        return torch.addmm(total, x, module.weight.t())
+    found: Tensor = total + module(x)
+    return found
+
+
+FUSED_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+
+
+class FusedDecoder:
+    """Gives the layers of a backbone the forward of this module, and its last norm a faster one.
+
+    Raises:
+        UnknownLayers: they are not those of `FUSED_FAMILIES`, to the letter.
+    """
+
+    def __init__(self, layers: list[nn.Module], norm: Any) -> None:
+        for layer in layers:
+            _check_supported(layer, norm)
+        self.on = True
+        """Otherwise transformers' own forward is used."""
+        for layer in layers:
+            layer.forward = self._replaced(layer, layer.forward, layer is layers[-1])
+        plain = norm.forward
+        norm.forward = lambda x: rms_norm(x, norm.weight, norm.variance_epsilon) if self.on else plain(x)
+
+    def _replaced(self, layer: Any, plain: Callable[..., Tensor], last: bool) -> Callable[..., Tensor]:
+        def forward(
+            hidden_states: Tensor,
+            *args: Any,
+            layout: RowLayout | None = None,
+            asked: QuerySubset | None = None,
+            **kwargs: Any,
+        ) -> Tensor:
+            # A compiler makes of the model's own what it makes of ours, and once for all layers.
+            compiled = torch.compiler.is_compiling() and (asked is None or not last)
+            if layout is None or not self.on or compiled:
+                return plain(hidden_states, *args, layout=layout, **kwargs)
+            return _layer_forward(layer, hidden_states[0], layout, asked if last else None, **kwargs)[None]
+
+        return forward
+
+
+class UnsupportedLayers(ValueError):
+    """Layers that keep their own forward, and why."""
+
+
+def _check_supported(layer: Any, norm: nn.Module) -> None:
+    family = type(layer).__name__.removesuffix("DecoderLayer")
+    if family not in FUSED_FAMILIES:
+        raise UnsupportedLayers(f"there is no forward of ours for {type(layer).__name__}")
+    parts = {
+        "DecoderLayer": [layer],
+        "Attention": [layer.self_attn],
+        "MLP": [layer.mlp],
+        "RMSNorm": [layer.input_layernorm, layer.post_attention_layernorm, norm],
+    }
+    home = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
+    for suffix, modules in parts.items():
+        for module in modules:
+            if type(module).__name__ != family + suffix or type(module).__module__ != home:
+                raise UnsupportedLayers(f"{type(module).__name__} is not transformers' {family}{suffix}")
+    if layer.self_attn.config.hidden_act != "silu":
+        raise UnsupportedLayers(f"its activation is {layer.self_attn.config.hidden_act}, not silu")
+
+
+def _layer_forward(
+    layer: Any,
+    x: Tensor,
+    layout: RowLayout,
+    asked: QuerySubset | None,
+    attention_mask: Tensor | None,
+    position_embeddings: tuple[Tensor, Tensor],
+    **_: Any,
+) -> Tensor:
+    """`x [tokens, hidden]` to `[asked tokens, hidden]`."""
+    heads, mlp = layer.self_attn, layer.mlp
+    normed = _apply_norm(layer.input_layernorm, x)
+    mixed = _layer_attention(heads, normed, layout, asked, attention_mask, position_embeddings)
+    x = add_linear(x if asked is None else x.index_select(0, asked.index), heads.o_proj, mixed)
+    gate, up = linear_projections([mlp.gate_proj, mlp.up_proj], _apply_norm(layer.post_attention_layernorm, x))
+    return add_linear(x, mlp.down_proj, swiglu(gate, up))
+
+
+def _layer_attention(
+    heads: Any,
+    x: Tensor,
+    layout: RowLayout,
+    asked: QuerySubset | None,
+    mask: Tensor | None,
+    position_embeddings: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Everything before the output's projection: `[tokens, hidden]` to `[asked tokens, heads * size]`."""
+    cos, sin = (table[0].unsqueeze(1) for table in position_embeddings)
+    # Qwen's layers know their window; Mistral's is one for all.
+    own = heads if hasattr(heads, "sliding_window") else heads.config
+    window = getattr(own, "sliding_window", None)
+    hides = forest_attention.effective_window(heads, mask, {"sliding_window": window}, layout) is not None
+    few = None if hides else asked
+    if few is None:
+        q, k, v = linear_projections([heads.q_proj, heads.k_proj, heads.v_proj], x)
+        q_cos, q_sin = cos, sin
+    else:
+        (q,) = linear_projections([heads.q_proj], x.index_select(0, few.index))
+        k, v = linear_projections([heads.k_proj, heads.v_proj], x)
+        q_cos, q_sin = (table.index_select(0, few.index) for table in (cos, sin))
+    q, k, v = (x.view(len(x), -1, heads.head_dim) for x in (q, k, v))
+    if hasattr(heads, "q_norm"):
+        q, k = _apply_norm(heads.q_norm, q), _apply_norm(heads.k_norm, k)
+    q, k = apply_rotary(q, q_cos, q_sin), apply_rotary(k, cos, sin)
+    mixed, _ = ALL_ATTENTION_FUNCTIONS[forest_attention.FOREST_ATTENTION](
+        heads,
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        mask,
+        scaling=heads.scaling,
+        layout=layout,
+        asked=few,
+        sliding_window=window,
+    )
+    every: Tensor = mixed[0].flatten(1)
+    return every if asked is None or few is not None else every.index_select(0, asked.index)
+
+
+def _apply_norm(module: Any, x: Tensor) -> Tensor:
+    return rms_norm(x, module.weight, module.variance_epsilon)

@@ -1,0 +1,253 @@
+"""Loads models and tokenizers from a folder or a hub name, plain or quantized to 4 bits (QLoRA, Dettmers et al. 2023)
+or 8 bits (LLM.int8(), Dettmers et al. 2022) by bitsandbytes.
+"""
+
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from lockstep.base.text import first_line
+from lockstep.config.model import DType, ModelConfig, QuantizationConfig
+from lockstep.models import forest_attention
+from lockstep.models.errors import ModelError
+from lockstep.models.hf_checkpoint import resolve_folder
+from lockstep.models.huggingface import quiet_transformers
+from lockstep.models.policy_model import PolicyModel, supports_forest_attention
+
+_QUANTIZATION_FIELD = "model.quantization.kind"
+_MIN_CAPABILITY = {"nf4": (6, 0), "int8": (7, 5)}
+"""Of a GPU, at least, as bitsandbytes documents it."""
+
+
+def check_quantization(cfg: ModelConfig, device: str) -> None:
+    """Raises ModelError where the quantization that is asked for cannot run on a device (`cpu`, `cuda`)."""
+    if cfg.quantization is None:
+        return
+    kind = cfg.quantization.kind
+    without = "leave model.quantization out"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        remedy = f"install it (pip install bitsandbytes), or {without}"
+        raise ModelError(_QUANTIZATION_FIELD, kind, "bitsandbytes is not installed", remedy)
+    if torch.device(device).type != "cuda":
+        raise ModelError(_QUANTIZATION_FIELD, kind, f"it is made for GPUs here, the trainer is on {device}", without)
+    if not torch.cuda.is_available():  # this host only starts the run, whose GPUs are elsewhere
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < _MIN_CAPABILITY[kind]:
+        least = ".".join(map(str, _MIN_CAPABILITY[kind]))
+        raise ModelError(
+            _QUANTIZATION_FIELD, kind, f"the GPU has compute capability {found[0]}.{found[1]}, not {least}", without
+        )
+
+
+def quantization_config(cfg: QuantizationConfig, compute: torch.dtype) -> BitsAndBytesConfig:
+    """As transformers wants it."""
+    if cfg.kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_use_double_quant=cfg.double_quant,
+    )
+
+
+def dequantized_shape(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
+    """Of a linear layer's weight, also where it is packed."""
+    if isinstance(module, nn.Linear) and parameter is module.weight:
+        return module.out_features, module.in_features
+    return tuple(parameter.shape)
+
+
+def dequantized_weight(module: Any) -> Tensor:
+    """A layer's weight in a floating-point type: what its quantized bits stand for."""
+    weight: Tensor = dequantize_module_weight(module)
+    return weight.detach()
+
+
+log = logging.getLogger(__name__)
+
+_CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
+
+
+def load_tokenizer(cfg: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the configured chat template.
+
+    Raises:
+        ModelError: none there, no end-of-sequence token, or the template file cannot be read.
+    """
+    name = cfg.tokenizer or cfg.path
+    field = "model.tokenizer" if cfg.tokenizer else "model.path"
+    folder = resolve_folder(name, None if cfg.tokenizer else cfg.revision, field=field, weights=False)
+    try:
+        with quiet_transformers():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=cfg.trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"its tokenizer cannot be loaded ({first_line(error)})"
+        raise ModelError(field, name, problem, "name a folder that has one in model.tokenizer") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        # transformers makes an empty tokenizer of the model's type where the folder holds no files of one.
+        raise ModelError(field, name, "it holds no tokenizer", "name a folder that has one in model.tokenizer")
+    if tokenizer.eos_token_id is None:
+        remedy = "set `eos_token` in its tokenizer_config.json"
+        raise ModelError(field, name, "its tokenizer has no end-of-sequence token", remedy)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if cfg.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(cfg.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ModelError("model.chat_template", cfg.chat_template, str(error), "give a Jinja file") from error
+    return tokenizer
+
+
+def load_model_config(cfg: ModelConfig) -> Any:
+    """The model's transformers config.
+
+    Raises:
+        ModelError: no config there, or of an unknown architecture.
+    """
+    folder = resolve_folder(cfg.path, cfg.revision, weights=False)
+    try:
+        with quiet_transformers():
+            return AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        problem = f"its config cannot be loaded ({first_line(error)})"
+        raise ModelError("model.path", cfg.path, problem, "give the folder of a causal language model") from error
+
+
+def load_policy(
+    cfg: ModelConfig, device: torch.device | str, meta: bool = False, dtype: torch.dtype | None = None
+) -> PolicyModel:
+    """The model as a `PolicyModel`, in evaluation mode.
+
+    Args:
+        device: where parameters and buffers go.
+        meta: leave the parameters on the meta device (no memory), with real buffers, to be sharded first and then
+            filled by `lockstep.models.hf_checkpoint.fill_policy`.
+        dtype: of the parameters; the configured compute precision when absent. A trainer that keeps float32
+            master weights under bfloat16 computation asks for float32 here.
+
+    Raises:
+        ModelError: weights missing from the checkpoint, an architecture that cannot be used.
+    """
+    dtype = dtype or resolve_dtype(cfg.dtype, device)
+    config = load_model_config(cfg)
+    lm = _build_on_meta(cfg, config, dtype) if meta else _load_from_checkpoint(cfg, config, dtype)
+    if not meta:
+        lm.to(device)
+    try:
+        policy = PolicyModel(lm)
+    except ModelError as error:
+        raise ModelError("model.path", cfg.path, f"{type(lm).__name__}: {error.problem}", error.remedy) from error
+    policy.eval()
+    return policy
+
+
+def load_quantized_policy(cfg: ModelConfig, device: torch.device, dtype: torch.dtype) -> PolicyModel:
+    """The model as a `PolicyModel` with its linear layers (not the output layer) quantized as the config says.
+
+    Raises:
+        ModelError: as `load_policy`, or where the quantization cannot run.
+    """
+    assert cfg.quantization is not None
+    check_quantization(cfg, str(device))
+    config = load_model_config(cfg)
+    settings = quantization_config(cfg.quantization, dtype)
+    policy = PolicyModel(
+        _load_from_checkpoint(cfg, config, dtype, quantization_config=settings, device_map={"": device})
+    )
+    policy.eval()
+    return policy
+
+
+def resolve_dtype(dtype: DType, device: torch.device | str) -> torch.dtype:
+    """Compute precision: "auto" is float32 on CPU and bfloat16 elsewhere."""
+    if dtype == "auto":
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def context_length(hf_config: Any) -> int:
+    """The longest sequence the model was made for, in tokens.
+
+    Raises:
+        ModelError: the config does not say.
+    """
+    text = hf_config.get_text_config()
+    for name in _CONTEXT_LENGTH_KEYS:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ModelError(
+        "model.max_length",
+        None,
+        f"the config of {hf_config.model_type} names no longest sequence",
+        "set it, in tokens of prompt and completion",
+    )
+
+
+def _load_from_checkpoint(cfg: ModelConfig, config: Any, dtype: torch.dtype, **settings: Any) -> Any:
+    folder = resolve_folder(cfg.path, cfg.revision)
+    with quiet_transformers():
+        lm, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_attention_implementation(cfg, config),
+            trust_remote_code=cfg.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are in the report, with their names
+            **settings,
+        )
+    missing = sorted(report["missing_keys"])
+    if missing or report["mismatched_keys"]:
+        wrong = [*missing, *(str(key) for key in report["mismatched_keys"])]
+        raise ModelError(
+            "model.path",
+            cfg.path,
+            f"{len(wrong)} weights are missing or of another shape: {', '.join(wrong[:3])}",
+            "give a complete causal language model checkpoint",
+        )
+    if report["unexpected_keys"]:
+        log.warning("%s: %d weights of the checkpoint are not used", cfg.path, len(report["unexpected_keys"]))
+    return lm
+
+
+def _build_on_meta(cfg: ModelConfig, config: Any, dtype: torch.dtype) -> Any:
+    # Only parameters go to meta: buffers such as rotary frequencies are in no checkpoint, they must be computed.
+    with quiet_transformers(), no_init_weights(), init_empty_weights(include_buffers=False):
+        lm = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=_attention_implementation(cfg, config),
+            trust_remote_code=cfg.trust_remote_code,
+        )
+    lm.tie_weights()
+    return lm
+
+
+def _attention_implementation(cfg: ModelConfig, config: Any) -> str | None:
+    """The forest attention where the architecture can have it, else the model's own choice."""
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        if cfg.trust_remote_code:
+            return None
+        raise ModelError(
+            "model.path", cfg.path, f"{config.model_type} is not a causal language model", "use one that is"
+        )
+    lm_class = mapping[type(config)]
+    return forest_attention.FOREST_ATTENTION if supports_forest_attention(lm_class) else None

@@ -1,0 +1,193 @@
+"""Tiny models made from a config, with a tokenizer of single characters: for examples, tests and dry runs.
+
+Nothing is downloaded; the folder is an ordinary one that `AutoModelForCausalLM.from_pretrained` loads.
+"""
+
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from lockstep.models.huggingface import quiet_transformers
+
+TinyFamily = Literal["qwen2", "llama"]
+TINY_FAMILIES: tuple[TinyFamily, ...] = ("qwen2", "llama")
+
+DEFAULT_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ +-*/=()<>[]{}.,:;!?'\"#$%&@_|\n"
+PAD, EOS, BOS, UNK = "<pad>", "<eos>", "<bos>", "<unk>"
+ROLES = ("<system>", "<user>", "<assistant>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+_RECIPE_FILE = "lockstep_tiny.json"
+_ARCHITECTURES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """Everything that decides a tiny model, down to the last bit of its weights.
+
+    Raises:
+        ValueError: sizes that do not go together, naming the field, the value and what would.
+    """
+
+    family: TinyFamily = "qwen2"
+    alphabet: str = DEFAULT_ALPHABET
+    """The characters of the tokenizer, one token each. Others are `<unk>` in Llama's tokenizer and
+    vanish in Qwen2's, which knows no unknown token."""
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    ffn: int = 512
+    max_length: int = 256
+    """Longest sequence in tokens (`max_position_embeddings`)."""
+    tie_embeddings: bool = True
+    bos: bool = False
+    """Whether the tokenizer puts `<bos>` before every text."""
+    chat: bool = False
+    """Whether the tokenizer has role tokens and a chat template with assistant masks."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.family not in TINY_FAMILIES:
+            raise ValueError(f"family: {self.family!r} is unknown, expected one of {', '.join(TINY_FAMILIES)}")
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is too small, expected at least 1")
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"hidden: {self.hidden} with {self.heads} heads gives {self.hidden / self.heads:g} per head, expected "
+                f"an even whole number; nearest: {max(1, round(self.hidden / (2 * self.heads))) * 2 * self.heads}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: {self.kv_heads} does not divide heads = {self.heads}")
+        if not self.alphabet:
+            raise ValueError("alphabet: is empty, expected at least one character")
+
+
+def make_tiny(folder: Path | str, model: TinyModel | None = None, **fields: Any) -> Path:
+    """Writes config, random weights and tokenizer into `folder` and returns it.
+
+    The same recipe into the same folder is made once: a second call finds it there and leaves it.
+
+    Args:
+        model: the recipe; or give its fields as keywords: `make_tiny(folder, family="llama", seed=3)`.
+
+    Raises:
+        FileExistsError: the folder holds something else.
+        ValueError: sizes that do not go together.
+    """
+    if model is not None and fields:
+        raise ValueError("give either a TinyModel or its fields, not both")
+    model = model or TinyModel(**fields)
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        if _read_recipe(folder) == asdict(model):
+            return folder
+        raise FileExistsError(f"{folder} exists and holds something else than this tiny model; choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        with quiet_transformers():
+            tokenizer = char_tokenizer(model)
+            tokenizer.save_pretrained(scratch)
+            _build_model(model, tokenizer).save_pretrained(scratch)
+        (scratch / _RECIPE_FILE).write_text(json.dumps(asdict(model), indent=2) + "\n", encoding="utf-8")
+        scratch.chmod(0o755)
+        if folder.exists():
+            folder.rmdir()
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def char_tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character of the alphabet, after the special tokens.
+
+    It is a byte-level BPE that merges nothing but the bytes of one character: transformers builds Qwen2's tokenizer
+    anew from vocabulary and merges, whatever else `tokenizer.json` says.
+    """
+    specials = [PAD, EOS, UNK, *([BOS] if model.bos else []), *(ROLES if model.chat else [])]
+    vocabulary, merges = _characters(specials, model.alphabet)
+    core = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=UNK, fuse_unk=True))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    if model.bos:
+        core.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        bos_token=BOS if model.bos else None,
+        additional_special_tokens=list(ROLES) if model.chat else None,
+        model_max_length=model.max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    if model.chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _characters(specials: list[str], alphabet: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges: special tokens, then characters, then the bytes of characters outside ASCII."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = ["".join(piece for piece, _ in byte_level.pre_tokenize_str(character)) for character in alphabet]
+    merges: dict[tuple[str, str], None] = {}
+    for symbol in symbols:
+        for end in range(1, len(symbol)):
+            merges[symbol[:end], symbol[end]] = None
+    parts = [part for pair in merges for part in pair]
+    tokens = dict.fromkeys([*specials, *symbols, *parts])
+    return {token: index for index, token in enumerate(tokens)}, list(merges)
+
+
+def _build_model(model: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Any:
+    config_class, network_class = _ARCHITECTURES[model.family]
+    config = config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        intermediate_size=model.ffn,
+        max_position_embeddings=model.max_length,
+        tie_word_embeddings=model.tie_embeddings,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        return network_class(config)
+
+
+def _read_recipe(folder: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads((folder / _RECIPE_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return found

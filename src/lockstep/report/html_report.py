@@ -1,0 +1,331 @@
+"""`report.html`: a self-contained page about a run: curves, incidents, samples, configuration."""
+
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from lockstep.base.secrets import redact
+from lockstep.base.text import format_duration
+from lockstep.ledger import CommitRow, EvaluationRow, EvaluationSample, EventRow, Ledger, MetricsRow
+from lockstep.ledger.durable_files import replace_file
+from lockstep.report.charts import Chart, ChartMark, DrawnChart, draw_chart
+from lockstep.report.live_console import format_number
+from lockstep.report.run_incidents import (
+    Incident,
+    IncidentMoment,
+    environment_findings,
+    incidents_of,
+    incidents_summary,
+)
+from lockstep.report.run_summary import EXACT_MATCH, committed_rows, package_versions, stage_seconds, total_tokens
+
+PROGRESS_CHART = Chart("Steps done", ("steps",), "over the time the run was up", wide=True, clock=True)
+
+
+class RunUptime:
+    """Seconds that a run has been up, without the time between its attempts."""
+
+    def __init__(self, events: Sequence[EventRow], commits: Sequence[CommitRow]) -> None:
+        spans: dict[int, tuple[float, float]] = {}
+        seen = [(row.generation, row.at) for row in events] + [(row.generation, row.at) for row in commits]
+        for generation, at in seen:
+            first, last = spans.get(generation, (at, at))
+            spans[generation] = min(first, at), max(last, at)
+        self._spans = [spans[generation] for generation in sorted(spans)]
+
+    def at(self, wall: float) -> float:
+        """Of a moment in seconds since the epoch; between two attempts, the end of the first."""
+        return sum(min(max(wall - first, 0.0), last - first) for first, last in self._spans)
+
+
+class IncidentTimeline:
+    """Places of incidents on charts over time, and on those over steps."""
+
+    def __init__(self, ledger: Ledger, incidents: Sequence[Incident]) -> None:
+        commits = sorted(ledger.commits(), key=lambda row: row.at)
+        self._incidents = incidents
+        self._clock = RunUptime(ledger.events(), commits)
+        self._committed = [row.at for row in commits]
+        self._done = [row.step + 1 for row in commits]
+
+    def curve(self) -> list[tuple[float, float]]:
+        """(seconds up, steps done) at the begin and at every step's end."""
+        return [(0.0, 0.0)] + [
+            (self._clock.at(at), float(done)) for at, done in zip(self._committed, self._done, strict=True)
+        ]
+
+    def over_time(self) -> list[ChartMark]:
+        return [
+            ChartMark(
+                self._clock.at(each.began), self._clock.at(each.ended or each.moments[-1].at), str(number), each.fine
+            )
+            for number, each in enumerate(self._incidents, 1)
+        ]
+
+    def over_steps(self) -> list[ChartMark]:
+        places = [self.step(each.began) - 0.5 for each in self._incidents]
+        return [
+            ChartMark(place, place, str(number), each.fine)
+            for number, (place, each) in enumerate(zip(places, self._incidents, strict=True), 1)
+        ]
+
+    def step(self, wall: float) -> int:
+        """Under way at that time, counted from 1."""
+        before = bisect_right(self._committed, wall)
+        return self._done[before - 1] + 1 if before else 1
+
+
+CHARTS = (
+    Chart("Exact match on held-out prompts", (EXACT_MATCH,), "share", bounded=True),
+    Chart("Reward", ("reward/mean", "reward/std"), "per completion"),
+    Chart("Loss", ("policy/loss",), "policy"),
+    Chart("KL to the reference", ("policy/kl",), "nats per token"),
+    Chart("Entropy", ("policy/entropy",), "nats per token"),
+    Chart("Completion length", ("rollout/length_mean", "rollout/length_max"), "tokens"),
+    Chart("Clipped tokens", ("policy/clip_low", "policy/clip_high"), "share"),
+    Chart("Gradient norm", ("policy/grad_norm",), "before clipping", log=True),
+    Chart("Wasted", ("rollout/truncated", "rollout/groups_without_signal"), "share", bounded=True),
+    Chart("Log-probability gap", ("policy/engine_gap_mean", "policy/engine_gap_max"), "engine, trainer", log=True),
+    Chart("Throughput", ("throughput/tokens_per_s",), "tokens per second"),
+)  # fmt: skip
+_REWARD_TERM = re.compile(r"reward/(.+)/mean")
+_LABELS = {
+    "reward/std": "std",
+    "policy/clip_low": "low",
+    "policy/clip_high": "high",
+    "rollout/length_mean": "mean",
+    "rollout/length_max": "max",
+    "policy/engine_gap_mean": "mean",
+    "policy/engine_gap_max": "max",
+}
+_MAX_OTHER_CHARTS = 24
+"""At most so many further metrics get a curve of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryTile:
+    """A number at the top of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StageShare:
+    name: str
+    seconds: str
+    per_step: str
+    percent: float
+    colour: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListedIncident:
+    """An incident as it is listed, under the number that it has on the charts."""
+
+    number: int
+    incident: Incident
+    clock: str
+    step: int
+    """Under way when it began, counted from 1."""
+    moments: list[tuple[str, IncidentMoment]]
+    """With the time since it began."""
+    environment: list[str]
+    """What was odd about the environment of its processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePair:
+    """The same prompt before and after training."""
+
+    before: EvaluationSample | None
+    after: EvaluationSample | None
+
+    @property
+    def shown(self) -> EvaluationSample:
+        sample = self.after or self.before
+        assert sample is not None
+        return sample
+
+
+def write_report(ledger: Ledger, exit_reason: str = "") -> Path:
+    """Writes `report.html` into the run's folder, whole or not at all; `ledger` may be a reader."""
+    path = ledger.folder / "report.html"
+    replace_file(path, render_html(ledger, exit_reason).encode("utf-8", "replace"))
+    return path
+
+
+def render_html(ledger: Ledger, exit_reason: str = "") -> str:
+    """The page. Whatever comes from data or models is escaped."""
+    config = ledger.config()
+    rows, evaluations = committed_rows(ledger)
+    reason = exit_reason or _exit_reason(ledger)
+    curves = metric_curves(rows, evaluations)
+    incidents = incidents_of(ledger.events())
+    timeline = IncidentTimeline(ledger, incidents)
+    marks = timeline.over_steps()
+    return _jinja_environment().get_template("report.html.j2").render(
+        name=config.get("name", ledger.folder.name),
+        recipe=str(config.get("recipe", "")).upper(),
+        model=config.get("model", {}).get("path", ""),
+        reason=reason,
+        finished=reason == "finished",
+        tiles=_tiles(ledger, rows, evaluations, incidents),
+        charts=[_card(chart, curves, marks) for chart in _charts(curves)],
+        more=[_card(chart, curves, marks) for chart in _other_charts(curves)],
+        stages=_stages(rows),
+        incidents=_listed(incidents, timeline, ledger.folder),
+        progress=_card(PROGRESS_CHART, {"steps": timeline.curve()}, timeline.over_time()) if incidents else None,
+        evaluations=_sampled_steps(evaluations),
+        pairs=_pairs(evaluations),
+        config=yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True),
+        events=[(_local_time(event.at), event.kind, _join_fields(event.fields)) for event in ledger.events()],
+        versions=package_versions(),
+        written=_local_time(time.time()),
+        folder=str(ledger.folder),
+    )  # fmt: skip
+
+
+def metric_curves(rows: list[MetricsRow], evaluations: list[EvaluationRow]) -> dict[str, list[tuple[float, float]]]:
+    """Points by metric; x is the number of steps done (step 0's metrics are at 1, the first evaluation at 0)."""
+    curves: dict[str, dict[float, float]] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            curves.setdefault(name, {})[row.step + 1] = value
+    for evaluation in evaluations:
+        for name, value in evaluation.metrics.items():
+            curves.setdefault(name, {})[evaluation.step + 1] = value
+    return {name: sorted(points.items()) for name, points in curves.items()}
+
+
+def _charts(curves: Mapping[str, Any]) -> list[Chart]:
+    terms = tuple(name for name in curves if _REWARD_TERM.fullmatch(name))
+    reward = [Chart("Reward by term", terms, "before weights")] if terms else []
+    return [*CHARTS[:2], *reward, *CHARTS[2:]]
+
+
+def _other_charts(curves: Mapping[str, Any]) -> list[Chart]:
+    used = {name for chart in _charts(curves) for name in chart.names}
+    names = [name for name in curves if name not in used and name not in ("time/step_s", "tokens/total")]
+    return [Chart(name, (name,)) for name in names[:_MAX_OTHER_CHARTS]]
+
+
+def _card(chart: Chart, curves: Mapping[str, Any], marks: Sequence[ChartMark]) -> tuple[DrawnChart, Markup] | None:
+    terms = {name: found[1] for name in chart.names if (found := _REWARD_TERM.fullmatch(name))}
+    drawn = draw_chart(chart, curves, {**_LABELS, **terms}, marks)
+    # matplotlib escapes text; what it draws here are numbers only.
+    return None if drawn is None else (drawn, Markup(drawn.svg))
+
+
+def _listed(incidents: list[Incident], timeline: IncidentTimeline, run: Path) -> list[ListedIncident]:
+    return [
+        ListedIncident(
+            number,
+            each,
+            _local_time(each.began),
+            timeline.step(each.began),
+            [(f"+{moment.at - each.began:.1f} s", moment) for moment in each.moments],
+            environment_findings(run / each.folder) if each.folder else [],
+        )
+        for number, each in enumerate(incidents, 1)
+    ]
+
+
+def _tiles(
+    ledger: Ledger, rows: list[MetricsRow], evaluations: list[EvaluationRow], incidents: list[Incident]
+) -> list[SummaryTile]:
+    tiles = []
+    exact = [row.metrics[EXACT_MATCH] for row in evaluations if EXACT_MATCH in row.metrics]
+    if exact:
+        note = f"from {format_number(exact[0])}, best {format_number(max(exact))}" if len(exact) > 1 else ""
+        tiles.append(SummaryTile("exact match", format_number(exact[-1]), note))
+    rewards = [row.values["reward/mean"] for row in rows if "reward/mean" in row.values]
+    if rewards:
+        tiles.append(SummaryTile("reward", format_number(rewards[-1]), f"from {format_number(rewards[0])}"))
+    losses = [row.values["policy/loss"] for row in rows if "policy/loss" in row.values]
+    if losses and not rewards:
+        tiles.append(SummaryTile("loss", format_number(losses[-1]), f"from {format_number(losses[0])}"))
+    wanted = ledger.config().get("steps")
+    tiles.append(SummaryTile("steps", f"{ledger.done():,}", f"of {wanted:,}" if wanted else ""))
+    if tokens := total_tokens(rows):
+        tiles.append(SummaryTile("tokens", _short_count(tokens)))
+    if seconds := sum(stage_seconds(rows).values()):
+        tiles.append(
+            SummaryTile(
+                "time in stages", format_duration(seconds), f"{format_duration(seconds / max(len(rows), 1))} per step"
+            )
+        )
+    if incidents:
+        tiles.append(SummaryTile("incidents", f"{len(incidents)}", incidents_summary(incidents).partition(", ")[2]))
+    return tiles
+
+
+def _stages(rows: list[MetricsRow]) -> list[StageShare]:
+    seconds = stage_seconds(rows)
+    total = sum(seconds.values())
+    if total <= 0:
+        return []
+    return [
+        StageShare(name, format_duration(spent), format_duration(spent / len(rows)), 100 * spent / total, index % 6 + 1)
+        for index, (name, spent) in enumerate(seconds.items())
+    ]
+
+
+def _sampled_steps(evaluations: list[EvaluationRow]) -> tuple[int, int] | None:
+    """Steps done at the first and the last evaluation that have samples."""
+    sampled = [row.step + 1 for row in evaluations if row.samples]
+    return (sampled[0], sampled[-1]) if sampled else None
+
+
+def _pairs(evaluations: list[EvaluationRow]) -> list[SamplePair]:
+    """Samples of the first and last evaluation, side by side where the prompt is the same."""
+    sampled = [row for row in evaluations if row.samples]
+    if not sampled:
+        return []
+    if len(sampled) == 1:
+        return [SamplePair(None, sample) for sample in sampled[0].samples]
+    before = {sample.uid or sample.prompt: sample for sample in sampled[0].samples}
+    pairs = [SamplePair(before.pop(sample.uid or sample.prompt, None), sample) for sample in sampled[-1].samples]
+    return [*pairs, *(SamplePair(sample, None) for sample in before.values())]
+
+
+def _exit_reason(ledger: Ledger) -> str:
+    """How the newest attempt ended, if it did: a report may be written while the run goes on."""
+    ends = [event for event in ledger.events() if event.kind == "end" and event.generation == ledger.generation]
+    return str(ends[-1].fields["reason"]) if ends else "still running, or killed"
+
+
+def _jinja_environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("lockstep.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = format_number
+    return environment
+
+
+def _short_count(count: int) -> str:
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**4, "k")):
+        if count >= size:
+            return f"{count / (1000 if letter == 'k' else size):.3g} {letter}"
+    return f"{count:,}"
+
+
+def _join_fields(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in fields.items())
+
+
+def _local_time(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))

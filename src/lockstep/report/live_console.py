@@ -1,0 +1,291 @@
+"""Terminal output of a run: one live block on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.base.text import format_duration
+from lockstep.watch.beacon import beacon_table
+from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow
+
+_BARS = "▁▂▃▄▅▆▇█"
+REPORT_AFTER_S = 2.0
+"""Where lines stay, who is awaited in a stage is told after so long, and then at doubling times."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageActivity:
+    """What goes on within a step; read from beacons, so that it moves while the controller waits."""
+
+    done: int = 0
+    total: int | None = None
+    unit: str = ""
+    waiting: str = ""
+    """Who is waited for, for what and since when; empty where nobody is."""
+
+
+class LiveConsole:
+    """Calls come from the controller's thread; a refresh thread of rich only reads.
+
+    `quiet` prints nothing but warnings and the last line. `activity` is asked at every refresh (4 per second)."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        steps: int,
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        terminal: bool | None = None,
+        activity: Callable[[], StageActivity] | None = None,
+    ) -> None:
+        self._rich = RichConsole(file=stream or sys.stderr, force_terminal=terminal, highlight=False, soft_wrap=False)
+        self._name, self._folder, self._steps, self._quiet = name, folder, steps, quiet
+        self._activity = activity
+        self._live: Live | None = None
+        self._stage, self._stage_began, self._began = "", time.monotonic(), time.monotonic()
+        self._done, self._first = 0, 0
+        self._metrics: dict[str, float] = {}
+        self._rewards: deque[float] = deque(maxlen=40)
+        self._evaluated: list[tuple[int, float]] = []
+        self._told = StageActivity()
+        self._awaited = ""
+        self._tell_after_s = REPORT_AFTER_S
+        self._began_steps = False
+
+    def __enter__(self) -> "LiveConsole":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, first: int = 0) -> None:
+        """The run begins, with `first` steps already done."""
+        self._done = self._first = first
+        self._began = time.monotonic()
+        self._began_steps = True
+        if self._quiet:
+            return
+        where = f", after step {first} of {self._steps}" if first else ""
+        self._print(f"[bold]{escape(self._name)}[/] in {escape(str(self._folder))}{where}")
+        self._open()
+
+    def stage(self, name: str) -> None:
+        """A stage of the step begins; "" between stages."""
+        self._stage, self._stage_began, self._told = name, time.monotonic(), StageActivity()
+        self._awaited, self._tell_after_s = "", REPORT_AFTER_S
+
+    def awaits(self, text: str) -> None:
+        """Who is awaited now, "" where nobody is: one line that is refreshed on a terminal, and told seldom elsewhere.
+        From any thread, also before `run_training`."""
+        self._awaited = text
+        since_s = time.monotonic() - self._stage_began
+        if self._quiet or not text:
+            return
+        if self._rich.is_terminal:
+            self._open()
+        elif since_s >= self._tell_after_s:
+            self._tell_after_s = 2 * since_s
+            self._print(f"[dim]{escape(self._stage)} waits for {escape(text)}[/]")
+
+    def progress(self, done: int, total: int | None = None, unit: str = "", waiting: str = "") -> None:
+        """Progress within the stage, where no `activity` is asked for it."""
+        self._told = StageActivity(done, total, unit, waiting)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step (counted from 0) is over."""
+        self._done = step + 1
+        self._metrics = dict(metrics)
+        if "reward/mean" in metrics:
+            self._rewards.append(metrics["reward/mean"])
+        if not self._quiet and self._live is None:
+            self._print(escape(self._line()))
+
+    def evaluation(self, done: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation of the weights after `done` steps."""
+        if "eval/exact_match" in metrics:
+            self._evaluated.append((done, metrics["eval/exact_match"]))
+        if not self._quiet:
+            # Of the breakdown there is more than fits a line; it is in the metrics.
+            own = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+            shown = "  ".join(f"{name} {format_number(value)}" for name, value in own.items() if "/" not in name)
+            self._print(f"[cyan]evaluation[/] after step {done}: {escape(shown)}")
+
+    def message(self, text: str) -> None:
+        """Something a person should know, once."""
+        if not self._quiet:
+            self._print(escape(text))
+
+    def warning(self, text: str) -> None:
+        """Something a person must know; shown in quiet mode too."""
+        self._print(f"[yellow]{escape(text)}[/]")
+
+    def finish(self, reason: str, report: Path | None = None, incidents: str = "") -> None:
+        """The last line: how the run ended, what went wrong meanwhile, and where everything is."""
+        self.close()
+        exact = ""
+        if self._evaluated:
+            first = f"{format_number(self._evaluated[0][1])} → " if len(self._evaluated) > 1 else ""
+            exact = f", exact match {first}{format_number(self._evaluated[-1][1])}"
+        told = f", {incidents}" if incidents else ""
+        colour = {"finished": "green", "failed": "red"}.get(reason, "yellow")
+        where = f", report: {report}" if report is not None else ""
+        self._print(
+            f"[bold {colour}]{escape(reason)}[/] after {self._done} of {self._steps} steps in "
+            f"{format_duration(time.monotonic() - self._began)}{exact}{told}; run: {escape(str(self._folder))}{escape(where)}"
+        )
+
+    def close(self) -> None:
+        """Takes the live block off the terminal. Idempotent."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _open(self) -> None:
+        if self._live is None and self._rich.is_terminal:
+            self._live = Live(
+                get_renderable=self.render,
+                console=self._rich,
+                refresh_per_second=4,
+                transient=True,
+                redirect_stdout=False,
+            )
+            self._live.start()
+
+    def render(self) -> RenderableType:
+        """The live block."""
+        activity = self._activity() if self._activity is not None else self._told
+        head = Table.grid(padding=(0, 1), expand=False)
+        head.add_row(
+            Text(f"step {self._done}/{self._steps}", style="bold"),
+            ProgressBar(total=max(self._steps, 1), completed=self._done, width=30),
+            Text(self._remaining(), style="dim"),
+        )
+        lines: list[RenderableType] = [head] if self._began_steps else []
+        if self._metrics or self._evaluated:
+            lines.append(self._numbers())
+        if self._stage:
+            lines.append(self._stage_line(activity))
+        waiting = self._awaited or activity.waiting
+        if waiting:
+            lines.append(Text(f"waits: {waiting}", style="yellow", overflow="ellipsis", no_wrap=True))
+        return Group(*lines)
+
+    def _print(self, markup: str) -> None:
+        self._rich.print(markup, soft_wrap=True)
+
+    def _numbers(self) -> Text:
+        text = Text(no_wrap=True, overflow="ellipsis")
+        for label, value in self._shown():
+            text.append(f"{label} ", style="dim")
+            text.append(f"{value}  ", style="bold")
+        if len(self._rewards) > 1:
+            text.append(sparkline(list(self._rewards)), style="green")
+        return text
+
+    def _shown(self) -> list[tuple[str, str]]:
+        found = []
+        for label, name in (
+            ("reward", "reward/mean"), ("loss", "policy/loss"), ("kl", "policy/kl"), ("entropy", "policy/entropy"),
+            ("length", "rollout/length_mean"),
+        ):  # fmt: skip
+            if name in self._metrics:
+                found.append((label, format_number(self._metrics[name])))
+        if self._evaluated:
+            found.insert(1, ("exact match", format_number(self._evaluated[-1][1])))
+        if "throughput/tokens_per_s" in self._metrics:
+            found.append(("tokens/s", f"{self._metrics['throughput/tokens_per_s']:,.0f}"))
+        return found
+
+    def _stage_line(self, activity: StageActivity) -> RenderableType:
+        line = Table.grid(padding=(0, 1), expand=False)
+        known = activity.total is not None and activity.total > 0
+        bar = ProgressBar(total=activity.total if known else None, completed=activity.done, width=30, pulse=not known)
+        progress = f"{activity.done:,}/{activity.total:,} {activity.unit}" if known else f"{activity.done or ''}"
+        since = format_duration(time.monotonic() - self._stage_began)
+        line.add_row(
+            Text(f"{self._stage:<10}", style="cyan"), bar, Text(f"{progress.strip()} {since}".strip(), style="dim")
+        )
+        return line
+
+    def _line(self) -> str:
+        """A step in one plain line, for logs."""
+        shown = "  ".join(f"{label} {value}" for label, value in self._shown())
+        stages = " ".join(
+            f"{name.removeprefix('time/').removesuffix('_s')} {format_duration(value)}"
+            for name, value in self._metrics.items()
+            if name.startswith("time/") and name != "time/step_s" and value > 0
+        )
+        return f"step {self._done}/{self._steps}  {shown}{f'  [{stages}]' if stages else ''}"
+
+    def _remaining(self) -> str:
+        elapsed = time.monotonic() - self._began
+        done = self._done - self._first
+        left = f", about {format_duration(elapsed / done * (self._steps - self._done))} left" if done > 0 else ""
+        return f"{format_duration(elapsed)}{left if self._done < self._steps else ''}"
+
+
+def sparkline(values: list[float]) -> str:
+    """Eight heights between the least and the greatest value; a gap where a value is not a number."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] if value in finite else " " for value in values)
+
+
+def format_number(value: float) -> str:
+    """Three significant figures, as a person writes them: 0.512, 12.3, 1,204, 3.2e-06."""
+    if value != value or abs(value) == float("inf"):
+        return str(value)
+    if value == 0 or 1e-3 <= abs(value) < 1000:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.1e}"
+
+
+_SHOW_WAIT_S = 2.0
+
+
+def beacon_activity(run: str, controller: str = "controller") -> StageActivity:
+    """Progress of whoever moved last, summed over its role, and the controller's longest wait."""
+    return stage_activity(beacon_table.process_rows(beacon_table.take_snapshot(run)), controller)
+
+
+def stage_activity(rows: list[ProcessRow], controller: str = "controller") -> StageActivity:
+    """Pure part of `beacon_activity`. `controller` is the role of the process that waits for all others."""
+    waiting = ""
+    for row in rows:
+        if row.role == controller and row.waits and row.waits[0].stalled_s >= _SHOW_WAIT_S:
+            wait = row.waits[0]
+            waiting = f"{wait.whom} ({wait.kind}) for {format_duration(wait.since_s)}: {wait.why}"
+    moving = [
+        (counter.still_s, row.role, counter)
+        for row in rows
+        if row.alive
+        for counter in row.counters
+        if counter.total is not None and 0 < counter.value < counter.total
+    ]
+    if not moving:
+        return StageActivity(waiting=waiting)
+    _, role, latest = min(moving, key=lambda entry: entry[0])
+    same = [one for row in rows if row.role == role and row.alive for one in row.counters if one.name == latest.name]
+    return StageActivity(sum(one.value for one in same), _sum_totals(same), latest.name, waiting)
+
+
+def _sum_totals(counters: list[CounterRow]) -> int | None:
+    totals = [counter.total for counter in counters if counter.total is not None]
+    return sum(totals) if len(totals) == len(counters) else None

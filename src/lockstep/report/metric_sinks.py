@@ -1,0 +1,248 @@
+"""Metric sinks: JSON lines, TensorBoard, and a wrapper that writes in the background. `trackers` has more sinks.
+
+A resumed run repeats the steps after the newest checkpoint; a sink opened with `resume_after` drops or supersedes
+the rows past that step, so that every reader sees one row per step.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.secrets import redact_text
+from lockstep.ledger.durable_files import disk_full_as_ledger_error, replace_file
+
+
+class MetricSink(Protocol):
+    def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        """One row; visible to readers on return. `at`: seconds since the epoch, now when None."""
+
+    def close(self, reason: str = "") -> None:
+        """Idempotent. `os_error_reason`: how the run ended, as its summary says it."""
+
+
+class JsonlSink:
+    """`metrics.jsonl`: one object per row with `step`, `time` and the values; NaN and infinities are null."""
+
+    def __init__(self, path: Path, resume_after: int | None = None) -> None:
+        """`resume_after`: keep rows up to this step (None: the file's rows all stay; a torn last line goes)."""
+        self._path = path
+        if path.exists():
+            _trim_rows(path, resume_after)
+        with disk_full_as_ledger_error(path, None):
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        row = {"step": step, "time": round(time.time() if at is None else at, 3)}
+        numbers = {name: float(value) for name, value in values.items()}
+        row |= {name: value if math.isfinite(value) else None for name, value in numbers.items()}  # type: ignore[misc]
+        line = json.dumps(row, allow_nan=False) + "\n"
+        with disk_full_as_ledger_error(self._path, len(line)):
+            self._file.write(line)
+            self._file.flush()
+
+    def close(self, reason: str = "") -> None:
+        _close_file(self._file)
+
+
+class TensorBoardSink:
+    """Event files that `tensorboard --logdir` reads. Written in the caller's thread: TensorBoard's own writer hands
+    over to a thread that it joins without a bound."""
+
+    def __init__(self, folder: Path, resume_after: int | None = None) -> None:
+        """`resume_after`: tells TensorBoard to forget what earlier event files say about later steps."""
+        name = (
+            f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns() % 10**9}"
+        )
+        self._path = folder / name
+        with disk_full_as_ledger_error(self._path, None):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("xb")
+        self._records = RecordWriter(self._file)
+        self._event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if resume_after is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._event(event_pb2.Event(wall_time=time.time(), step=resume_after + 1, session_log=start))
+
+    def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        summary = summary_pb2.Summary(
+            value=[summary_pb2.Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        )
+        self._event(event_pb2.Event(wall_time=time.time() if at is None else at, step=step, summary=summary))
+
+    def close(self, reason: str = "") -> None:
+        _close_file(self._file)
+
+    def _event(self, event: event_pb2.Event) -> None:
+        data = event.SerializeToString()
+        with disk_full_as_ledger_error(self._path, len(data)):
+            self._records.write(data)
+            self._file.flush()
+
+
+class MetricSinks:
+    """Several sinks as one."""
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        for sink in self._sinks:
+            sink.write(step, values, at)
+
+    def close(self, reason: str = "") -> None:
+        for sink in self._sinks:
+            sink.close(reason)
+
+
+def open_sinks(
+    folder: Path, *, tensorboard: bool = True, resume_after: int | None = None, others: Sequence[MetricSink] = ()
+) -> MetricSinks:
+    """The sinks of a run's folder, `metrics.jsonl` and where wanted `tensorboard/`, and others besides."""
+    sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl", resume_after)]
+    if tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", resume_after))
+    return MetricSinks([*sinks, *others])
+
+
+def _close_file(file: IO[Any]) -> None:
+    """Every row was flushed as it was written. What is left is one that found no room, which `write_incident` has
+    told; that there still is none must not take the place of that error."""
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def _trim_rows(path: Path, resume_after: int | None) -> None:
+    """Drops rows past `resume_after` and what a killed writer left of its last line; rewrites only if it must."""
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    kept = b"".join(line for line in lines if line.endswith(b"\n") and _belongs(line, resume_after))
+    if kept != data:
+        replace_file(path, kept)
+
+
+def _belongs(line: bytes, resume_after: int | None) -> bool:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return resume_after is None or int(step) <= resume_after
+
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_ROWS = 10_000
+"""Rows that may wait; later ones are dropped, and counted."""
+CLOSE_S = 30.0
+"""At the end of a run its last rows have this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedRow:
+    step: int
+    values: dict[str, float]
+    at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedClose:
+    reason: str
+
+
+class BackgroundSink:
+    """Hands rows to a sink in a thread of its own, which lives while there are rows. What the sink raises is told once,
+    without secrets, and nobody else hears of it: a tracker that is down neither stops nor slows a run."""
+
+    def __init__(self, name: str, opened: Callable[[], MetricSink], known_secrets: tuple[str, ...] = ()) -> None:
+        """`opened` makes the sink; it is called in the thread, at once."""
+        self.name, self._opened, self._known = name, opened, known_secrets
+        self._sink: MetricSink | None = None
+        self._waiting: deque[_QueuedRow | _QueuedClose] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._told = self._ended = self._broken = False
+        self._lost = 0
+        with self._lock:
+            self._wake()
+
+    def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        """Returns at once."""
+        with self._lock:
+            if self._ended or self._broken or len(self._waiting) >= MAX_QUEUED_ROWS:
+                self._lost += not self._ended
+                return
+            self._waiting.append(_QueuedRow(step, dict(values), at))
+            self._wake()
+
+    def close(self, reason: str = "") -> None:
+        """Gives the last rows `CLOSE_S`. Idempotent."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                self._waiting.append(_QueuedClose(reason))
+                self._wake()
+            thread = self._thread
+        if thread is not None:
+            try:
+                waits.join(thread, whom=self.name, why="its last metrics", timeout_s=CLOSE_S)
+            except WaitTimeout:
+                self._lost += sum(isinstance(each, _QueuedRow) for each in tuple(self._waiting))
+                log.warning("%s did not take the last metrics within %g s", self.name, CLOSE_S)
+        lost, self._lost = self._lost, 0
+        if lost:
+            log.warning("%s has not got %d rows of metrics; metrics.jsonl has them all", self.name, lost)
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._drain, name=self.name, daemon=True)
+            self._thread.start()
+
+    def _drain(self) -> None:
+        while True:
+            sink = self._open()
+            with self._lock:
+                if sink is None:
+                    self._lost += sum(isinstance(each, _QueuedRow) for each in self._waiting)
+                    self._waiting.clear()
+                if not self._waiting or sink is None:
+                    self._thread = None
+                    return
+                item = self._waiting.popleft()
+            try:
+                if isinstance(item, _QueuedClose):
+                    sink.close(item.reason)
+                else:
+                    sink.write(item.step, item.values, item.at)
+            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run goes on
+                self._lost += isinstance(item, _QueuedRow)
+                self._tell("failed", error)
+
+    def _open(self) -> MetricSink | None:
+        if self._sink is None and not self._broken:
+            try:
+                self._sink = self._opened()
+            except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the run goes on
+                self._broken = True
+                self._tell("cannot be used", error)
+        return self._sink
+
+    def _tell(self, what: str, error: Exception) -> None:
+        if self._told:
+            return
+        self._told = True
+        why = redact_text(f"{type(error).__name__}: {error}", self._known)
+        log.warning("%s %s (%s); the run goes on, its metrics are in metrics.jsonl", self.name, what, why)

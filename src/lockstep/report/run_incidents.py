@@ -1,0 +1,293 @@
+"""Lists the incidents of a run: what was reported, what recovery did, and how each ended.
+
+The ledger holds these separately: `stall` events for the supervisor's reports, `recovery` events for restarts.
+Events about the same workers at the same time form one incident.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.base.text import format_duration
+from lockstep.ledger import EventRow
+
+STALL_EVENT = "stall"
+"""The ledger's event of everything that the supervisor says."""
+RECOVERY_EVENT = "recovery"
+"""The ledger's event of everything that recovery does."""
+
+Outcome = Literal["healed", "passed", "open", "gave up"]
+
+_LATE_S = 5.0
+"""The supervisor may tell of a failure when it is healed already: an engine is back in less than a second."""
+_STALL_NOTICE_S = 10.0
+"""What stands is told of within this time: an older wait was for somebody who still moved."""
+_SEVERITIES = ("error", "warning", "note")
+_CLOSING_ACTIONS = ("restarted", "gave up")
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentMoment:
+    """Something that was told or done."""
+
+    at: float
+    """Seconds since the epoch."""
+    what: str
+    """notice, confirmed, act, failed, fewer ranks, restarted, gave up, or over."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Somebody failed, or was waited for and blamed."""
+
+    who: str
+    what: str
+    """Kind of the verdict; of a failure without one, how it failed."""
+    began: float
+    """Seconds since the epoch: since when others waited for it, as far as that is known."""
+    ended: float | None
+    outcome: Outcome
+    """healed by recovery, passed by itself, open (nobody knows of an end), or the run gave up."""
+    moments: tuple[IncidentMoment, ...]
+    """The oldest first."""
+    folder: str
+    """Within the run's; empty where none was written."""
+
+    @property
+    def fine(self) -> bool:
+        """Whether the run went on as if nothing had happened."""
+        return self.outcome in ("healed", "passed")
+
+    @property
+    def told(self) -> str:
+        """How it ended, for a person: `healed after 5.2s`."""
+        if self.ended is None:
+            return {"open": "not over", "gave up": "the run gave up"}.get(self.outcome, self.outcome)
+        return f"{self.outcome} after {format_duration(self.ended - self.began)}"
+
+    def json(self) -> dict[str, Any]:
+        """For `summary.json`; times in seconds since the incident began, which is `at` (UTC)."""
+        return {
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.began)),
+            "who": self.who,
+            "what": self.what,
+            "outcome": self.outcome,
+            "seconds": None if self.ended is None else round(self.ended - self.began, 3),
+            "moments": [{"after_s": round(m.at - self.began, 3), "what": m.what, "text": m.text} for m in self.moments],
+            "folder": self.folder or None,
+        }
+
+
+@dataclass(slots=True)
+class _Stall:
+    """What the supervisor said of one stall."""
+
+    generation: int
+    said: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def who(self) -> list[str]:
+        return list(dict.fromkeys(name for each in self.said for name in each["who"]))
+
+    @property
+    def began(self) -> float:
+        first = self.said[0]
+        return float(first["said_at"]) - min(float(first.get("waited_s", 0.0)), _STALL_NOTICE_S)
+
+    @property
+    def told(self) -> float:
+        return float(self.said[0]["said_at"])
+
+    @property
+    def ended(self) -> float | None:
+        last = self.said[-1]
+        return float(last["said_at"]) if last["change"] == "withdrawn" else None
+
+    @property
+    def confirmed(self) -> bool:
+        return any(each["level"] != "notice" for each in self.said)
+
+    def moments(self) -> list[IncidentMoment]:
+        found: list[IncidentMoment] = []
+        for each in self.said:
+            what, text = str(each["level"]), str(each.get("done") or each["text"])
+            if each["change"] != "withdrawn" and (not found or (found[-1].what, found[-1].text) != (what, text)):
+                found.append(IncidentMoment(float(each["said_at"]), what, text))
+        return found
+
+
+@dataclass(slots=True)
+class _Repair:
+    """A failure of the trainer, or of one engine, with what recovery did until it was healed or given up."""
+
+    generation: int
+    key: str
+    done: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def who(self) -> list[str]:
+        return str(self.done[0]["worker"]).split(", ")
+
+    @property
+    def began(self) -> float:
+        first = self.done[0]
+        return float(first["at"]) - (float(first.get("seconds", 0.0)) if first["action"] != "failed" else 0.0)
+
+    @property
+    def closing(self) -> Mapping[str, Any] | None:
+        return self.done[-1] if self.done[-1]["action"] in _CLOSING_ACTIONS else None
+
+    @property
+    def ended(self) -> float | None:
+        return None if self.closing is None else float(self.closing["at"])
+
+    def moments(self) -> list[IncidentMoment]:
+        return [IncidentMoment(float(each["at"]), str(each["action"]), _action_text(each)) for each in self.done]
+
+
+def incidents_of(events: Sequence[EventRow]) -> list[Incident]:
+    """Of all attempts at the run, the oldest first. What was only noticed, and passed, is none."""
+    repairs = _repairs(events)
+    heard: dict[int, list[_Stall]] = {index: [] for index in range(len(repairs))}
+    alone = []
+    for stall in _stalls(events):
+        index = _repair_of(stall, repairs)
+        if index is not None:
+            heard[index].append(stall)
+        elif stall.confirmed:
+            alone.append(stall)
+    found = [_incident_of_repair(repair, heard[index]) for index, repair in enumerate(repairs)]
+    return sorted([*found, *map(_incident_of_stall, alone)], key=lambda each: each.began)
+
+
+def incidents_summary(incidents: Sequence[Incident]) -> str:
+    """`2 incidents, all healed`; empty where there was none."""
+    if not incidents:
+        return ""
+    bad = sum(not each.fine for each in incidents)
+    count = "an incident" if len(incidents) == 1 else f"{len(incidents)} incidents"
+    if bad:
+        return f"{count}, {bad} of them not healed" if len(incidents) > 1 else f"{count}, not healed"
+    how = "healed" if all(each.outcome == "healed" for each in incidents) else "over"
+    return f"{count}, {'all ' if len(incidents) > 1 else ''}{how}"
+
+
+def _stalls(events: Sequence[EventRow]) -> list[_Stall]:
+    found: dict[tuple[int, int], _Stall] = {}
+    for event in events:
+        if event.kind == STALL_EVENT:
+            key = event.generation, int(event.fields["number"])
+            found.setdefault(key, _Stall(event.generation)).said.append(event.fields)
+    return list(found.values())
+
+
+def _repairs(events: Sequence[EventRow]) -> list[_Repair]:
+    found: list[_Repair] = []
+    under_way: dict[tuple[int, str], _Repair] = {}
+    for event in events:
+        if event.kind != RECOVERY_EVENT or event.fields.get("action") not in (
+            "failed",
+            "fewer ranks",
+            *_CLOSING_ACTIONS,
+        ):
+            continue
+        key = event.generation, _restart_unit(str(event.fields["worker"]))
+        if key not in under_way:
+            under_way[key] = _Repair(*key)
+            found.append(under_way[key])
+        under_way[key].done.append(event.fields)
+        if event.fields["action"] in _CLOSING_ACTIONS:
+            del under_way[key]
+    return found
+
+
+def _restart_unit(worker: str) -> str:
+    """Who is restarted with it: the trainer's ranks all together, an engine in all its lives by itself."""
+    return "policy" if worker.startswith("policy-") else worker.partition(",")[0].partition(".")[0]
+
+
+def _repair_of(stall: _Stall, repairs: Sequence[_Repair]) -> int | None:
+    """The repair that was of the same workers while they stood, the one that names them if there is one."""
+    keys, who = {_restart_unit(name) for name in stall.who}, set(stall.who)
+    near = [
+        (bool(who & set(repair.who)), -abs(repair.began - stall.told), index)
+        for index, repair in enumerate(repairs)
+        if repair.generation == stall.generation
+        and repair.key in keys
+        and (repair.ended is None or stall.began <= repair.ended + _LATE_S)
+        and (stall.ended is None or stall.ended >= repair.began)
+    ]
+    return max(near)[2] if near else None
+
+
+def _incident_of_repair(repair: _Repair, stalls: Sequence[_Stall]) -> Incident:
+    said = [moment for stall in stalls for moment in stall.moments()]
+    done = repair.moments()
+    if any(each.what != "notice" and each.at <= done[0].at for each in said):  # then that is what it was ended for
+        done = [each for each in done if each.what != "failed"] or done
+    blamed = [stall for stall in stalls if stall.confirmed] or list(stalls)
+    closing = repair.closing
+    outcome: Outcome = "open" if closing is None else "gave up" if closing["action"] == "gave up" else "healed"
+    return Incident(
+        who=", ".join(dict.fromkeys([*repair.who, *(name for stall in blamed for name in stall.who)])),
+        what=str(blamed[0].said[-1]["verdict"]) if blamed else str(repair.done[0].get("what", "failed")),
+        began=min([repair.began, *(stall.began for stall in stalls)]),
+        ended=repair.ended if outcome == "healed" else None,
+        outcome=outcome,
+        moments=tuple(sorted([*said, *done], key=lambda each: each.at)),
+        folder=_incident_folder(stalls),
+    )
+
+
+def _incident_of_stall(stall: _Stall) -> Incident:
+    moments = stall.moments()
+    if stall.ended is not None:
+        moments.append(IncidentMoment(stall.ended, "over", "nobody waits for it any more"))
+    return Incident(
+        ", ".join(stall.who) or "nobody",
+        str(stall.said[-1]["verdict"]),
+        stall.began,
+        stall.ended,
+        "open" if stall.ended is None else "passed",
+        tuple(moments),
+        _incident_folder([stall]),
+    )
+
+
+def environment_findings(folder: Path) -> list[str]:
+    """What `findings.json` of an incident says of the variables of its processes, the worst first; empty where there is
+    none."""
+    try:
+        said = json.loads((folder / "findings.json").read_text(encoding="utf-8"))["environment"]
+        told = [(_SEVERITIES.index(each["severity"]), f"{each['seen']}. {each['why']}") for each in said]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return [text for _, text in sorted(told, key=lambda entry: entry[0])]
+
+
+def _incident_folder(stalls: Sequence[_Stall]) -> str:
+    """Within the run's folder, which may have been moved since."""
+    written = [each["incident"] for stall in stalls for each in stall.said if each["incident"]]
+    return f"incidents/{Path(written[0]).name}" if written else ""
+
+
+def _action_text(fields: Mapping[str, Any]) -> str:
+    match fields["action"]:
+        case "failed":
+            why = f" ({fields['why']})" if fields.get("why") else ""
+            return f"{fields['worker']} {fields.get('what', 'failed')}{why}"
+        case "gave up":
+            return str(fields.get("reason") or fields.get("what", ""))
+        case "fewer ranks":
+            return f"training goes on with ranks={fields['ranks']}"
+    details = [f"in {float(fields.get('seconds', 0.0)):.1f} s"]
+    if fields.get("requests"):
+        details.append(f"{fields['requests']} requests re-issued")
+    if "restored" in fields:
+        again = fields.get("again", 0)
+        details.append(f"state of {fields['restored']} steps" + (f", {again} trained again" if again else ""))
+    return ", ".join(details)

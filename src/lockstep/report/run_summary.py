@@ -1,0 +1,93 @@
+"""`summary.json`: a run in a few numbers."""
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lockstep.ledger import EvaluationRow, Ledger, MetricsRow
+from lockstep.ledger.durable_files import replace_file
+from lockstep.report.run_incidents import incidents_of
+
+EXACT_MATCH = "eval/exact_match"
+_PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "pyarrow", "ray", "vllm", "deepspeed")
+
+
+def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
+    """What the ledger says about a run that ends now. `exit_reason`: `finalize_run`, `interrupted`, or an error."""
+    config, checkpoint = ledger.config(), ledger.newest_checkpoint()
+    rows, evaluations = committed_rows(ledger)
+    return {
+        "name": config.get("name", ledger.folder.name),
+        "recipe": config.get("recipe"),
+        "exit_reason": exit_reason,
+        "steps": {"done": ledger.done(), "wanted": config.get("steps")},
+        **_evaluation_summary(evaluations),
+        "last": rows[-1].values if rows else {},
+        "tokens": total_tokens(rows),
+        "seconds": stage_seconds(rows),
+        "incidents": [each.json() for each in incidents_of(ledger.events())],
+        "checkpoint": None if checkpoint is None else str(checkpoint.path),
+        "generation": ledger.generation,
+        "versions": package_versions(),
+    }
+
+
+def committed_rows(ledger: Ledger) -> tuple[list[MetricsRow], list[EvaluationRow]]:
+    """Metrics and evaluations of the steps behind the newest attempt's weights, without what an earlier attempt has
+    left of steps that this one has not come to again."""
+    done = ledger.done()
+    rows = [row for row in ledger.metrics_rows() if row.step < done]
+    return rows, [row for row in ledger.evaluations() if row.step < done]
+
+
+def write_summary(ledger: Ledger, exit_reason: str) -> Path:
+    """Writes `summary.json` into the run's folder, whole or not at all."""
+    path = ledger.folder / "summary.json"
+    text = json.dumps(build_summary(ledger, exit_reason), indent=2, ensure_ascii=False)
+    replace_file(path, (text + "\n").encode())
+    return path
+
+
+def stage_seconds(rows: list[MetricsRow]) -> dict[str, float]:
+    """Seconds of each stage over all steps, from `time/<stage>_s` (`time/step_s` is their sum and no stage)."""
+    totals: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.values.items():
+            if name.startswith("time/") and name.endswith("_s") and name != "time/step_s":
+                stage = name.removeprefix("time/").removesuffix("_s")
+                totals[stage] = totals.get(stage, 0.0) + value
+    return {stage: round(seconds, 3) for stage, seconds in totals.items()}
+
+
+def total_tokens(rows: list[MetricsRow]) -> int:
+    """`tokens/total` of the last row that has it, else the sum of what was generated."""
+    totals = [row.values["tokens/total"] for row in rows if "tokens/total" in row.values]
+    if totals:
+        return int(totals[-1])
+    return int(sum(row.values.get("rollout/tokens", 0.0) for row in rows))
+
+
+def package_versions() -> dict[str, str]:
+    """Of Python and of the packages that decide a run's bits; those that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _evaluation_summary(evaluations: list[EvaluationRow]) -> dict[str, Any]:
+    """Exact match under the metric's name (`best_step`: steps done then), and all metrics of the last evaluation."""
+    scored = [row for row in evaluations if EXACT_MATCH in row.metrics]
+    best = max(scored, key=lambda row: row.metrics[EXACT_MATCH], default=None)
+    exact = {
+        "first": scored[0].metrics[EXACT_MATCH] if scored else None,
+        "final": scored[-1].metrics[EXACT_MATCH] if scored else None,
+        "best": best.metrics[EXACT_MATCH] if best else None,
+        "best_step": best.step + 1 if best else None,
+    }
+    return {EXACT_MATCH: exact, "evaluation": evaluations[-1].metrics if evaluations else {}}

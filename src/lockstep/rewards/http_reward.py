@@ -1,0 +1,321 @@
+"""A reward that a server computes: lists of prompts and completions in, a list of numbers out, with bounded retries.
+
+What is sent (`signature`), as JSON, for the completions of one request:
+
+    trl       {"prompts": [...], "completions": [...], "COLUMN": [...], ...}
+    openrlhf  {"query": [...], "prompts": [...], "labels": [...]}      query is prompt and completion in one text
+
+What may come back: `[1.0, ...]`, or `{"rewards": [1.0, ...], "scores": [...], "extra_logs": {"KEY": [...]}}`, one
+number per completion in their order; null where the term does not apply.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from ipaddress import ip_address
+from typing import Any, Generic, TypeVar
+
+import httpx
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import track_wait
+from lockstep.base.secrets import HIDDEN, redact_text
+from lockstep.config.reward import HttpReward
+from lockstep.rewards import reward_values
+from lockstep.rewards.api import ScoringBatch, TermScores, read_api_key
+from lockstep.rewards.reward_functions import ReportScored, conversation_batch, query_batch
+from lockstep.rewards.reward_values import BadReward
+
+T = TypeVar("T")
+
+MAX_RESPONSE_BYTES = 16 << 20
+"""Bytes of a body; scores of a batch take thousands."""
+REQUEST_SLACK_S = 5.0
+"""Beyond `deadline_s`, for what happens around the tries."""
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
+_RETRYABLE_STATUS = frozenset({408, 425, 429})
+_POST_REDIRECTS = frozenset({307, 308})
+"""Redirects that repeat the POST; the others would turn it into a GET."""
+_MAX_REDIRECTS = 3
+
+
+class RetryableRequestError(Exception):
+    """A try failed, and another may not."""
+
+    def __init__(self, problem: str, after_s: float = 0.0) -> None:
+        super().__init__(problem)
+        self.problem, self.after_s = problem, after_s
+
+
+class RequestFailed(Exception):
+    """There is no answer to be had, and why. `last` is what the last try ended with."""
+
+    def __init__(self, problem: str, last: Exception | None = None) -> None:
+        super().__init__(problem)
+        self.problem, self.last = problem, last
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Of one request."""
+
+    timeout_s: float
+    retries: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAnswer(Generic[T]):
+    value: T
+    latency_s: float
+    """Of the try that was answered."""
+    retries: int
+
+
+class HttpEndpoint:
+    """An address, the key for it, and how often and how long to try."""
+
+    def __init__(self, url: str, key: str | None, limits: RequestLimits) -> None:
+        parsed = httpx.URL(url)
+        self.url, self.limits, self._key = parsed, limits, key
+        self.name = str(parsed.copy_with(query=None, fragment=None))
+        """For people: without the query, which may hold what is nobody's business."""
+        self._tls = httpx.create_ssl_context() if parsed.scheme == "https" else False
+        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if key is not None:
+            self._headers["authorization"] = f"Bearer {key}"
+
+    def client(self, connections: int) -> httpx.AsyncClient:
+        """For the event loop it is first used in. Proxies of the environment are for the world outside."""
+        return httpx.AsyncClient(
+            timeout=self.limits.timeout_s,
+            verify=self._tls,
+            trust_env=not _loopback(self.url.host),
+            limits=httpx.Limits(max_connections=connections),
+            follow_redirects=False,
+        )
+
+    async def ask(
+        self, client: httpx.AsyncClient, body: bytes, read: Callable[[bytes], T], what: str
+    ) -> ServerAnswer[T]:
+        """The server's answer to the POST, as `read` takes it from the body; `read` may raise Again.
+
+        Raises Unanswered after the last try, at the deadline, or at once where no try could help."""
+        limits, began = self.limits, time.monotonic()
+        for number in range(limits.retries + 1):
+            left = began + limits.deadline_s - time.monotonic()
+            label = what if number == 0 else f"{what}, try {number + 1} of {limits.retries + 1}"
+            try:
+                return await self._try(client, body, read, label, min(limits.timeout_s, left), number)
+            except RetryableRequestError as error:
+                last = error
+            if number == limits.retries:
+                break
+            pause = max(last.after_s, backoff_s(number))
+            if time.monotonic() + pause >= began + limits.deadline_s:
+                asked = f", and asks to wait {last.after_s:g} s" if last.after_s else ""
+                raise self._unanswered(f"{last.problem}{asked}; deadline_s {limits.deadline_s:g} allows no more", last)
+            with track_wait("http", self.name, f"{what}: {last.problem}; then once more", pause):
+                await asyncio.sleep(pause)
+        tries = f" ({limits.retries + 1} tries)" if limits.retries else ""
+        raise self._unanswered(f"{last.problem}{tries}", last)
+
+    async def _try(
+        self, client: httpx.AsyncClient, body: bytes, read: Callable[[bytes], T], what: str, bound_s: float, number: int
+    ) -> ServerAnswer[T]:
+        began = time.monotonic()
+        with track_wait("http", self.name, what, bound_s):
+            try:
+                async with asyncio.timeout(bound_s):
+                    content = await self._post(client, body)
+            except TimeoutError:
+                raise RetryableRequestError(f"did not answer within {bound_s:.3g} s") from None
+            except httpx.ConnectError as error:
+                raise RetryableRequestError(f"cannot be reached ({error})") from error
+            except httpx.TransportError as error:
+                raise RetryableRequestError(f"broke off ({type(error).__name__}: {error})") from error
+        return ServerAnswer(read(content), time.monotonic() - began, number)
+
+    async def _post(self, client: httpx.AsyncClient, body: bytes) -> bytes:
+        url = self.url
+        for _ in range(_MAX_REDIRECTS + 1):
+            async with client.stream("POST", url, content=body, headers=self._headers) as response:
+                if not response.has_redirect_location:
+                    content = await self._body(response)
+                    self._check_status(response, content)
+                    return content
+                target = url.join(response.headers["location"])
+            if response.status_code not in _POST_REDIRECTS or _origin(target) != _origin(url):
+                shown = target.copy_with(query=None, fragment=None)
+                raise self._unanswered(
+                    f"answered {response.status_code}, a redirect to {shown}, which is not followed; give that address"
+                )
+            url = target
+        raise self._unanswered(f"redirects in a circle (after {_MAX_REDIRECTS} redirects)")
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise self._unanswered("answered with a compressed body, which was not asked for")
+        parts, size = [], 0
+        async for part in response.aiter_raw():
+            parts.append(part)
+            size += len(part)
+            if size > MAX_RESPONSE_BYTES:
+                raise self._unanswered(f"answered with more than {MAX_RESPONSE_BYTES >> 20} MiB")
+        return b"".join(parts)
+
+    def _check_status(self, response: httpx.Response, content: bytes) -> None:
+        status = response.status_code
+        if 200 <= status < 300:
+            return
+        said = self.shown(content)
+        problem = f"answered {status} {response.reason_phrase}".rstrip() + (f": {said}" if said else "")
+        if status in _RETRYABLE_STATUS or status >= 500:
+            raise RetryableRequestError(problem, retry_after_s(response.headers.get("retry-after")))
+        if status in (401, 403):
+            problem += "; is the key in the variable that api_key_env names the right one?"
+        raise self._unanswered(problem)
+
+    def shown(self, content: bytes | str, limit: int = 200) -> str:
+        """The beginning of what a server said, on one line, without the key that it may repeat."""
+        text = content.decode(errors="replace") if isinstance(content, bytes) else content
+        text = " ".join(text[: 10 * limit].split())
+        text = redact_text(text.replace(self._key, HIDDEN) if self._key else text)
+        return text if len(text) <= limit else f"{text[:limit]} ..."
+
+    def _unanswered(self, problem: str, last: Exception | None = None) -> RequestFailed:
+        return RequestFailed(f"{self.name} {problem}", last)
+
+
+def backoff_s(number: int) -> float:
+    """Seconds to wait after the failed try of this number, from 0: doubling, half of it drawn, so that clients that
+    failed together do not come back together."""
+    longest = min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0**number)
+    return longest * random.uniform(0.5, 1.0)
+
+
+def retry_after_s(header: str | None) -> float:
+    """Seconds that a `Retry-After` header asks for (a number or a date, RFC 9110 10.2.3); 0 for none or nonsense."""
+    if header is None:
+        return 0.0
+    try:
+        return max(0.0, float(header)) if header.strip().isdigit() else _seconds_until(header)
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _seconds_until(date: str) -> float:
+    return max(0.0, parsedate_to_datetime(date).timestamp() - time.time())
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class HttpTerm:
+    """A term of kind http."""
+
+    def __init__(self, term: HttpReward, name: str, concurrency: int) -> None:
+        self.term, self.name, self.concurrency = term, name, concurrency
+        limits = RequestLimits(term.timeout_s, term.retries, term.deadline_s)
+        self.endpoint = HttpEndpoint(term.url, read_api_key(term.api_key_env, name), limits)
+
+    def score(self, batch: ScoringBatch, advance: ReportScored) -> TermScores:
+        """One request per `batch_size` samples, `concurrency` at once. The first that fails cancels the others."""
+        scores = TermScores([None] * len(batch))
+        parts = [
+            (start, batch.part(start, self.term.batch_size)) for start in range(0, len(batch), self.term.batch_size)
+        ]
+        done = 0
+
+        def finished(start: int, part: ScoringBatch, found: TermScores) -> None:
+            nonlocal done
+            scores.values[start : start + len(part)] = found.values
+            for key, column in found.extras.items():
+                scores.extras.setdefault(key, [None] * len(batch))[start : start + len(part)] = column
+            advance(len(part))
+            done += 1
+
+        async def everything() -> None:
+            free = asyncio.Semaphore(self.concurrency)
+            async with self.endpoint.client(self.concurrency) as client, asyncio.TaskGroup() as group:
+                for start, part in parts:
+                    group.create_task(one(client, free, start, part))
+
+        async def one(client: Any, free: asyncio.Semaphore, start: int, part: ScoringBatch) -> None:
+            async with free:
+                finished(start, part, await self._request(client, start, part))
+
+        why = f"{self.name}: {len(parts)} requests for {len(batch)} samples of step {batch.step}"
+        run_requests(everything(), self.endpoint, why, lambda: done)
+        return scores
+
+    async def _request(self, client: Any, start: int, part: ScoringBatch) -> TermScores:
+        try:
+            body = json.dumps(self._payload(part), allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise BadReward(f"cannot be sent as JSON: {error}", start, count=len(part)) from error
+        try:
+            answer = await self.endpoint.ask(client, body, bytes, f"{self.name} of {part.label()}")
+            return self._read(answer, len(part))
+        except RequestFailed as error:
+            raise BadReward(error.problem, start, count=len(part)) from error
+        except BadReward as error:
+            error.problem = f"{self.endpoint.name} {error.problem}"
+            error.count = len(part) if error.position is None else 1
+            error.position = start + (error.position or 0)
+            raise
+
+    def _payload(self, part: ScoringBatch) -> dict[str, Any]:
+        return query_batch(part) if self.term.signature == "openrlhf" else conversation_batch(part)
+
+    def _read(self, answer: ServerAnswer[bytes], count: int) -> TermScores:
+        """Raises BadReward, with positions within the request."""
+        try:
+            result = json.loads(answer.value)
+        except (ValueError, RecursionError):
+            shown = self.endpoint.shown(answer.value) or "an empty body"
+            raise BadReward(f"answered with something that is no JSON: {shown}") from None
+        extras: dict[str, Any] = {}
+        if isinstance(result, Mapping):
+            if "rewards" not in result:
+                raise BadReward("answered with an object without 'rewards'", None, result)
+            logs = result.get("extra_logs")
+            extras = {"scores": result.get("scores"), **(logs if isinstance(logs, Mapping) else {})}
+            result = result["rewards"]
+        found = TermScores(reward_values.check_rewards(result, count, none_allowed=True))
+        for key, value in extras.items():
+            column = reward_values.check_extra_column(value, count)
+            if column is not None:
+                found.extras[str(key)] = column
+        found.extras["latency_s"] = [answer.latency_s] * count
+        found.extras["retries"] = [float(answer.retries)] * count
+        return found
+
+
+def run_requests(body: Any, endpoint: HttpEndpoint, why: str, progress: Any) -> None:
+    """Runs a group of requests; what the first failed one raised comes out by itself."""
+    bound = endpoint.limits.deadline_s + REQUEST_SLACK_S
+    try:
+        waits.coroutine(body, kind="http", whom=endpoint.name, why=why, stall_s=bound, progress=progress)
+    except BaseExceptionGroup as group:
+        raise next(_leaf_errors(group)) from None
+
+
+def _leaf_errors(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaf_errors(error)
+        else:
+            yield error

@@ -1,0 +1,202 @@
+"""A language model as judge: one question per completion, one score read from the answer."""
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lockstep.config.reward import JudgeReward
+from lockstep.data.samples import Prompt
+from lockstep.rewards.api import RewardSample, ScoringBatch, TermScores, read_api_key
+from lockstep.rewards.http_reward import HttpEndpoint, RequestFailed, RequestLimits, RetryableRequestError, run_requests
+from lockstep.rewards.reward_functions import ReportScored
+from lockstep.rewards.reward_values import BadReward
+from lockstep.rewards.verifiers import last_match
+
+_CODE_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+class UnreadableScore(RetryableRequestError):
+    """The judge answered, and there is no score in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeScore:
+    score: float
+    """Scaled to 0..1, or the configured value where the answers were unreadable."""
+    readable: bool
+    latency_s: float
+    retries: int
+
+
+class JudgeTerm:
+    """A term of kind judge."""
+
+    def __init__(self, term: JudgeReward, name: str, concurrency: int) -> None:
+        self.term, self.name, self.concurrency = term, name, concurrency
+        limits = RequestLimits(term.timeout_s, term.retries, term.deadline_s)
+        url = f"{term.base_url.rstrip('/')}/chat/completions"
+        self.endpoint = HttpEndpoint(url, read_api_key(term.api_key_env, name), limits)
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False)
+        self._template = environment.from_string(term.template)
+        self._cache: dict[str, JudgeScore] = {}
+        self._step: int | None = None
+
+    def score(self, batch: ScoringBatch, advance: ReportScored) -> TermScores:
+        """One request per question, `concurrency` at once; equal questions of a step share one. The first failure
+        cancels the others."""
+        if batch.step != self._step or not self.term.cache:
+            self._step, self._cache = batch.step, {}
+        questions = [self._question(position, *pair) for position, pair in enumerate(batch.pairs())]
+        askers: dict[str, list[int]] = {}
+        for position, question in enumerate(questions):
+            askers.setdefault(question if self.term.cache else f"{position} {question}", []).append(position)
+        before = {question for question in askers if question in self._cache}
+        advance(sum(len(askers[question]) for question in before))
+        verdicts = {question: self._cache[question] for question in before}
+        missing = [question for question in askers if question not in before]
+        if missing:
+            self._ask_all(batch, {question: askers[question] for question in missing}, questions, verdicts, advance)
+        if self.term.cache:
+            self._cache |= verdicts
+        scores = TermScores(
+            [None] * len(batch), {key: [None] * len(batch) for key in ("latency_s", "retries", "cached", "unreadable")}
+        )
+        for question, positions in askers.items():
+            for number, position in enumerate(positions):
+                _add_score(scores, position, verdicts[question], cached=question in before or number > 0)
+        return scores
+
+    def _ask_all(
+        self,
+        batch: ScoringBatch,
+        askers: dict[str, list[int]],
+        questions: list[str],
+        verdicts: dict[str, JudgeScore],
+        advance: ReportScored,
+    ) -> None:
+        done = 0
+
+        async def one(client: Any, free: asyncio.Semaphore, key: str, positions: list[int]) -> None:
+            nonlocal done
+            async with free:
+                verdicts[key] = await self._ask(client, batch, positions[0], questions[positions[0]])
+            advance(len(positions))
+            done += 1
+
+        async def everything() -> None:
+            free = asyncio.Semaphore(self.concurrency)
+            async with self.endpoint.client(self.concurrency) as client, asyncio.TaskGroup() as group:
+                for key, positions in askers.items():
+                    group.create_task(one(client, free, key, positions))
+
+        why = f"{self.name}: {len(askers)} questions about {len(batch)} samples of step {batch.step}"
+        run_requests(everything(), self.endpoint, why, lambda: done)
+
+    async def _ask(self, client: Any, batch: ScoringBatch, position: int, question: str) -> JudgeScore:
+        body = json.dumps(self._request(question)).encode()
+        what = f"{self.name} of sample {batch.uid(position)}"
+        try:
+            answer = await self.endpoint.ask(client, body, self._read, what)
+        except RequestFailed as error:
+            if isinstance(error.last, UnreadableScore) and self.term.unreadable is not None:
+                return JudgeScore(self.term.unreadable, False, self.term.timeout_s, self.term.retries)
+            raise BadReward(error.problem, position) from error
+        return JudgeScore(answer.value, True, answer.latency_s, answer.retries)
+
+    def _request(self, question: str) -> dict[str, Any]:
+        messages = [{"role": "user", "content": question}]
+        if self.term.system is not None:
+            messages.insert(0, {"role": "system", "content": self.term.system})
+        optional = {"temperature": self.term.temperature, "max_tokens": self.term.max_tokens}
+        known = {name: value for name, value in optional.items() if value is not None}
+        return {"model": self.term.model, "messages": messages, **known, **self.term.extra}
+
+    def _question(self, position: int, prompt: Prompt, sample: RewardSample) -> str:
+        offered: dict[str, Any] = {
+            "prompt": prompt.text if prompt.messages is None else _conversation_text(prompt.messages),
+            "messages": prompt.messages or [{"role": "user", "content": prompt.text}],
+            "completion": sample.text,
+            "columns": prompt.columns,
+        }
+        if prompt.answer is not None:
+            offered["answer"] = prompt.answer
+        try:
+            return self._template.render(offered)
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise BadReward(f"the template cannot be filled in: {type(error).__name__}: {error}", position) from error
+
+    def _read(self, content: bytes) -> float:
+        """The score in an answer, scaled to 0..1. Raises Unreadable."""
+        text = self._said(content)
+        value = (
+            _number_in_json(text, self.term.json_key)
+            if self.term.json_key
+            else _parse_number(last_match(self.term.pattern, text))
+        )
+        if value is None:
+            raise UnreadableScore(f"gave an answer without a score: {self.endpoint.shown(text[-400:])!r}")
+        if not self.term.lowest <= value <= self.term.highest:
+            raise UnreadableScore(
+                f"gave the score {value:g}, which is not within {self.term.lowest:g} and {self.term.highest:g}"
+            )
+        return (value - self.term.lowest) / (self.term.highest - self.term.lowest)
+
+    def _said(self, content: bytes) -> str:
+        """The judge's words. Raises Unreadable where the body is no chat completion, or holds no words."""
+        try:
+            choice = json.loads(content)["choices"][0]
+            text = choice["message"]["content"]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            shown = self.endpoint.shown(content) or "an empty body"
+            raise UnreadableScore(f"answered with something that is no chat completion: {shown}") from None
+        if not isinstance(text, str) or not text.strip():
+            cut = choice.get("finish_reason") == "length"
+            raise UnreadableScore(f"gave an empty answer{' (max_tokens is too small)' if cut else ''}")
+        return text
+
+
+def _add_score(scores: TermScores, position: int, verdict: JudgeScore, cached: bool) -> None:
+    scores.values[position] = verdict.score
+    scores.extras["cached"][position] = float(cached)
+    scores.extras["unreadable"][position] = float(not verdict.readable)
+    if not cached:
+        scores.extras["latency_s"][position] = verdict.latency_s
+        scores.extras["retries"][position] = float(verdict.retries)
+
+
+def _conversation_text(messages: list[dict[str, Any]]) -> str:
+    return "\n\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in messages)
+
+
+def _parse_number(text: object) -> float | None:
+    if isinstance(text, bool) or not isinstance(text, str | int | float):
+        return None
+    try:
+        return float(text)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _number_in_json(text: str, key: str) -> float | None:
+    """The number under a dotted key of the last JSON object in the text that has one."""
+    for found in [text, *reversed(_CODE_FENCE.findall(text)), *(text[start:] for start in _object_starts(text))]:
+        try:
+            value, _ = json.JSONDecoder().raw_decode(found.strip())
+        except (ValueError, RecursionError):
+            continue
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        number = _parse_number(value)
+        if number is not None:
+            return number
+    return None
+
+
+def _object_starts(text: str) -> list[int]:
+    """Where objects may begin, the last first; a few hundred at most, since each is tried."""
+    return [match.start() for match in re.finditer(r"\{", text)][-200:][::-1]

@@ -1,0 +1,66 @@
+"""Numbers that people watch, from scored rollouts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.data.samples import Group, Rollouts
+from lockstep.rewards import verifiers
+
+
+def checked_exact_match(completion: str, answer: object) -> float:
+    """1 where the stripped completion is the stripped answer: the evaluation's accuracy. Raises ValueError without
+    an answer."""
+    if answer is None:
+        raise ValueError("exact match needs an answer, and the row has none; set data.answer_column")
+    return verifiers.exact_match(completion, answer)
+
+
+def exact_match_rate(rollouts: Rollouts) -> float:
+    """Mean exact match over all completions."""
+    pairs = [(group.prompt, completion) for group in rollouts.groups for completion in group.completions]
+    if not pairs:
+        raise ValueError("no completions to evaluate")
+    return sum(checked_exact_match(completion.text, prompt.answer) for prompt, completion in pairs) / len(pairs)
+
+
+def groups_without_signal(rollouts: Rollouts) -> float:
+    """The share of groups whose completions all have the same reward: their group-relative advantages are zero."""
+    return float(np.mean([np.ptp(_scored_rewards(group.rewards)) == 0 for group in rollouts.groups]))
+
+
+def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """`reward/mean`, `/std` (population), `/min`, `/max` over all completions, `rollout/groups_without_signal`, and
+    the breakdown. Raises ValueError while a group is not scored."""
+    every = np.concatenate([_scored_rewards(group.rewards) for group in rollouts.groups]).astype(np.float64)
+    return {
+        "reward/mean": float(every.mean()),
+        "reward/std": float(every.std()),
+        "reward/min": float(every.min()),
+        "reward/max": float(every.max()),
+        "rollout/groups_without_signal": groups_without_signal(rollouts),
+        **breakdown_metrics(rollouts.groups, "reward/"),
+    }
+
+
+def breakdown_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
+    """`PREFIX TERM/mean` and `/std` (population) of every term before its weight, over the completions to which it
+    applies; of a number besides (`TERM/KEY` of the breakdown) the mean as `PREFIX TERM/KEY`. What applies to no
+    completion is absent."""
+    found: dict[str, float] = {}
+    own: dict[str, float] = {}
+    for name in dict.fromkeys(name for group in groups for name in group.breakdown):
+        parts = [group.breakdown[name] for group in groups if name in group.breakdown]
+        values = np.concatenate(parts).astype(np.float64)
+        values = values[~np.isnan(values)]
+        if values.size and "/" in name:
+            found[f"{prefix}{name}"] = float(values.mean())
+        elif values.size:
+            own |= {f"{prefix}{name}/mean": float(values.mean()), f"{prefix}{name}/std": float(values.std())}
+    return found | own
+
+
+def _scored_rewards(rewards: np.ndarray | None) -> np.ndarray:
+    if rewards is None:
+        raise ValueError("a group is not scored yet")
+    return rewards

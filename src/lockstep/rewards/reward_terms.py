@@ -1,0 +1,195 @@
+"""From the config's terms to callables over a batch, and from their values to one reward per sample.
+
+The controller's checks of terms are here too; they run no user code: that happens in scorer processes only.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.cluster.user_code import check_source
+from lockstep.config import reward as config
+from lockstep.data.samples import Prompt
+from lockstep.rewards import reward_functions, verifiers
+from lockstep.rewards.api import FunctionSignature, RewardSample, ScoringBatch, TermScores, read_api_key
+from lockstep.rewards.reward_functions import ReportScored, RewardFunctionError, load_reward_function
+from lockstep.rewards.reward_values import LARGEST_REWARD, BadReward
+
+TERM_SLACK_S = 10.0
+"""Beyond the `deadline_s` of a request, after which the term itself should have said what is wrong."""
+Verifier = Callable[[Prompt, RewardSample], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTerm:
+    """A term that is ready to be called."""
+
+    name: str
+    function: str
+    """What errors call it: the configured path of a user's function, else the kind."""
+    signature: FunctionSignature | None
+    per_sample: bool
+    score: Callable[[ScoringBatch, ReportScored], TermScores]
+    """Raises BadReward."""
+    limit_s: float = 0.0
+    """Longest time without a finished sample that it allows for; 0 where it has no limit of its own."""
+
+
+def term_names(terms: Sequence[config.RewardTerm]) -> list[str]:
+    """What the terms are called in the metrics: unique, in order, known without loading anything."""
+    found: list[str] = []
+    for term in terms:
+        name = term.name or (term.path.rpartition(":")[2] if isinstance(term, config.FunctionReward) else term.kind)
+        taken = sum(each == name or each.startswith(f"{name}_") for each in found)
+        found.append(name if name not in found else f"{name}_{taken + 1}")
+    return found
+
+
+def build_term(term: config.RewardTerm, name: str, base: Path = Path(), concurrency: int = 1) -> RewardTerm:
+    """The term as a callable. Raises TermError for one that cannot be used."""
+    if isinstance(term, config.FunctionReward):
+        function = load_reward_function(term.path, term.signature, dict(term.arguments), base)
+        call = partial(reward_functions.CALL_ADAPTERS[function.signature], function)
+        return RewardTerm(name, term.path, function.signature, function.signature == "verl", call)
+    if isinstance(term, config.HttpReward | config.JudgeReward):
+        return _server_term(term, name, concurrency)
+    verifier = _verifier(term, base)
+    return RewardTerm(
+        name, term.kind, None, True, partial(_verify_batch, verifier, isinstance(term, config.MathReward))
+    )
+
+
+def _server_term(term: config.HttpReward | config.JudgeReward, name: str, concurrency: int) -> RewardTerm:
+    """Imported only here: clients and templates take a scorer half a second that most runs need not spend."""
+    if isinstance(term, config.HttpReward):
+        from lockstep.rewards.http_reward import HttpTerm
+
+        asks: Callable[[ScoringBatch, ReportScored], TermScores] = HttpTerm(term, name, concurrency).score
+    else:
+        from lockstep.rewards.llm_judge import JudgeTerm
+
+        asks = JudgeTerm(term, name, concurrency).score
+    return RewardTerm(name, term.kind, None, term.kind == "judge", asks, term.deadline_s + TERM_SLACK_S)
+
+
+def weighted_rewards(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """The reward of each sample, float32 `[samples]`: the sum of weight times value (float64 `[samples]` each) over
+    the terms that apply to it, which are those where the value is not NaN. Raises BadReward for a sample to which
+    no term applies, or whose sum leaves float32."""
+    table = np.stack([np.asarray(each, np.float64) for each in values])
+    applies = ~np.isnan(table)
+    for position in np.flatnonzero(~applies.any(axis=0)):
+        raise BadReward("no term applies to this sample: each returned None", int(position))
+    total = np.where(applies, table * np.asarray(weights, np.float64)[:, None], 0.0).sum(axis=0)
+    for position in np.flatnonzero(~(np.abs(total) <= LARGEST_REWARD)):
+        raise BadReward(f"the weighted sum {total[position]} is not finite in float32", int(position))
+    rewards: np.ndarray = total.astype(np.float32)
+    return rewards
+
+
+LocalTermConfig = (
+    config.ExactMatchReward
+    | config.MathReward
+    | config.RegexReward
+    | config.LengthPenalty
+    | config.JsonSchemaReward
+    | config.EnvironmentReward
+    | config.TaskReward
+)
+"""Terms that look at one completion and ask nobody."""
+
+
+def _verifier(term: LocalTermConfig, base: Path) -> Verifier:
+    match term:
+        case config.JsonSchemaReward():
+            return _schema_verifier(term, base)
+        case config.ExactMatchReward(ignore_case=fold, extract=extract):
+            return lambda prompt, sample: verifiers.exact_match(sample.text, _answer(prompt), fold, extract)
+        case config.MathReward(numeric_tolerance=tolerance):
+            return lambda prompt, sample: verifiers.math_equal(sample.text, _answer(prompt), tolerance)
+        case config.RegexReward(pattern=pattern, mode=mode):
+            return lambda prompt, sample: verifiers.regex_match(sample.text, pattern, mode)
+        case config.LengthPenalty(soft=soft, hard=hard):
+            return lambda prompt, sample: verifiers.overlong_penalty(sample.generated, soft, hard)
+        case config.EnvironmentReward():
+            return lambda prompt, sample: _environment_reward(sample)
+        case config.TaskReward(extract=extract):
+            return lambda prompt, sample: _task_reward(prompt, sample.text, extract)
+
+
+def _environment_reward(sample: RewardSample) -> float:
+    if sample.episode is None:
+        raise BadReward("the completion comes from no environment: set rollout.environment")
+    return math.fsum(sample.episode.rewards)
+
+
+def _task_reward(prompt: Prompt, text: str, extract: str | None) -> float:
+    from lockstep.data.datasets import TASK_COLUMN, task_score  # takes seconds to import, for a term that few runs have
+
+    made = prompt.columns.get(TASK_COLUMN)
+    if made is None:
+        raise BadReward("the row is of no task: the term is for data of kind reasoning_gym")
+    said = text if extract is None else verifiers.last_match(extract, text)
+    return 0.0 if said is None else task_score(made, said.strip())
+
+
+def _schema_verifier(term: config.JsonSchemaReward, base: Path) -> Verifier:
+    from lockstep.rewards.verifiers import JsonSchemaVerifier, read_schema
+
+    schema = JsonSchemaVerifier(read_schema(term, base), term.extract, term.partial)
+    return lambda prompt, sample: schema.score(sample.text)
+
+
+def _verify_batch(verifier: Verifier, may_be_undecided: bool, batch: ScoringBatch, advance: ReportScored) -> TermScores:
+    """One sample after the other. What a verifier could not decide is worth nothing, and counted as undecided."""
+    found: list[float | None] = []
+    for position, (prompt, sample) in enumerate(batch.pairs()):
+        try:
+            found.append(verifier(prompt, sample))
+        except BadReward as error:
+            error.position = position
+            raise
+        except ValueError as error:
+            raise BadReward(str(error), position) from error
+        advance(1)
+    undecided: list[float | None] = [float(each is None) for each in found]
+    values: list[float | None] = [0.0 if each is None else each for each in found]
+    return TermScores(values, {"undecided": undecided} if may_be_undecided else {})
+
+
+def _answer(prompt: Prompt) -> object:
+    if prompt.answer is None:
+        columns = ", ".join(sorted(prompt.columns)) or "none"
+        raise BadReward(f"the row has no answer to compare with (other columns: {columns}); set `data.answer_column`")
+    return prompt.answer
+
+
+def check_terms(
+    terms: Sequence[config.RewardTerm], base: Path = Path(), environment: Mapping[str, str] = os.environ
+) -> None:
+    """Looks every user's function up in the text of its module, schemas up in their files, and keys up in the
+    environment. Asks no server.
+
+    Raises:
+        FunctionError: no such file or package, text that is no Python, or no such name in it.
+        TermError: no schema in the file, no key in the environment.
+    """
+    for term, name in zip(terms, term_names(terms), strict=True):
+        if isinstance(term, config.FunctionReward):
+            check_source(term.path, base, RewardFunctionError)
+        elif isinstance(term, config.HttpReward | config.JudgeReward):
+            read_api_key(term.api_key_env, name, environment)
+        elif isinstance(term, config.JsonSchemaReward):
+            from lockstep.rewards.verifiers import read_schema
+
+            read_schema(term, base)
+
+
+def needs_answers(terms: Sequence[config.RewardTerm]) -> bool:
+    """Whether one of the verifiers needs an answer with every prompt."""
+    return any(isinstance(term, config.ExactMatchReward | config.MathReward) for term in terms)

@@ -1,0 +1,109 @@
+"""Validates what reward functions return: a reward is a finite number, or an error says why it is not."""
+
+import math
+import reprlib
+from typing import Any
+
+LARGEST_REWARD = 3.4028234663852886e38
+"""Of float32, in which rewards are kept."""
+
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxstring = _SHORT_REPR.maxother = 200
+_SHORT_REPR.maxlist = _SHORT_REPR.maxtuple = _SHORT_REPR.maxdict = 8
+
+
+class BadReward(Exception):
+    """A term cannot say what a sample (or, without a position, the batch) is worth."""
+
+    def __init__(
+        self,
+        problem: str,
+        position: int | None = None,
+        returned: object = ...,
+        traceback: str | None = None,
+        count: int = 1,
+    ) -> None:
+        super().__init__(problem)
+        self.problem, self.position, self.traceback, self.count = problem, position, traceback, count
+        self.returned = None if returned is ... else short_repr(returned)
+
+
+def short_repr(value: object) -> str:
+    """A short `repr` with the type, which never raises."""
+    return f"{_SHORT_REPR.repr(value)} ({type(value).__name__})"
+
+
+def check_reward(value: object, position: int, what: str = "a reward") -> float:
+    """The value as a finite float32-sized number; accepts bool, int, float, and 0-d arrays and tensors."""
+    number = _as_number(value)
+    if number is None:
+        raise BadReward(
+            f"returned {_article(type(value).__name__)} where {what} (a number) is expected", position, value
+        )
+    if math.isnan(number):
+        raise BadReward(f"returned NaN as {what}", position, value)
+    if abs(number) > LARGEST_REWARD:
+        raise BadReward(f"returned {number} as {what}, which is not finite in float32", position, value)
+    return number
+
+
+def check_rewards(result: object, count: int, none_allowed: bool, what: str = "a reward") -> list[float | None]:
+    """The result as one number per sample: a list, tuple, array or tensor `[samples]` or `[samples, 1]`."""
+    values = _as_list(result)
+    if values is None:
+        kind = _article(type(result).__name__)
+        raise BadReward(f"returned {kind} where a list of {count} numbers is expected", None, result)
+    if len(values) != count:
+        raise BadReward(f"returned {len(values)} values for {count} samples", None, result)
+    numbers: list[float | None] = []
+    for position, value in enumerate(values):
+        single = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+        if single is None and none_allowed:
+            numbers.append(None)
+        else:
+            numbers.append(check_reward(single, position, what))
+    return numbers
+
+
+def check_extra(value: object) -> float | None:
+    """A number beside the reward, or None for what is no finite number (text, NaN, lists): it is not worth a run."""
+    number = _as_number(value)
+    return number if number is not None and abs(number) <= LARGEST_REWARD else None
+
+
+def check_extra_column(value: object, count: int) -> list[float | None] | None:
+    """Numbers beside the rewards, one per sample; a single one is repeated; None where there is no number in it."""
+    single = check_extra(value)
+    if single is not None:
+        return [single] * count
+    values = _as_list(value)
+    if values is None or len(values) != count:
+        return None
+    column = [check_extra(each[0] if isinstance(each, list) and len(each) == 1 else each) for each in values]
+    return column if any(each is not None for each in column) else None
+
+
+def _as_number(value: Any) -> float | None:
+    """Of Python's, numpy's and torch's numbers; without importing torch, which a scorer may well do without."""
+    if isinstance(value, bool | int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        item = value.item()
+        return float(item) if isinstance(item, bool | int | float) else None
+    return None
+
+
+def _as_list(value: Any) -> list[Any] | None:
+    if isinstance(value, list | tuple):
+        return list(value)
+    if callable(getattr(value, "tolist", None)) and getattr(value, "shape", ()) != ():
+        listed: list[Any] = value.tolist()
+        return listed
+    return None
+
+
+def _article(noun: str) -> str:
+    return "None" if noun == "NoneType" else f"an {noun}" if noun[0] in "aeio" else f"a {noun}"

@@ -1,0 +1,116 @@
+"""A scorer process: runs verifiers and users' functions where they can do no harm but to themselves.
+
+Calls run in the process's main thread, so that functions may use signals (math-verify's limits do). What users
+print goes to the worker's log. Imports no torch: such a process is small, and quick to replace.
+"""
+
+import logging
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import TypeAdapter
+
+from lockstep.cluster.user_code import UserCodeError, Watchdog
+from lockstep.config import reward as config
+from lockstep.rewards.api import PreparedTerms, ScoringBatch, TermFailure, TermInfo, TermScores
+from lockstep.rewards.reward_terms import RewardTerm, build_term, term_names
+from lockstep.rewards.reward_values import BadReward
+from lockstep.watch.beacon import writer
+
+log = logging.getLogger(__name__)
+
+NICENESS = 5
+"""Trainer and engine go first where they share the cores."""
+
+
+class ScorerService:
+    """Implements `rewards.api.ScorerAPI`."""
+
+    def __init__(
+        self,
+        terms: list[dict[str, Any]],
+        base: str,
+        memory_mb: int | None,
+        timeout_s: float,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`share`: which scorer of how many this is; they share out the requests that a term allows at once."""
+        adapter: TypeAdapter[tuple[config.RewardTerm, ...]] = TypeAdapter(tuple[config.RewardTerm, ...])
+        self._configs = adapter.validate_python(terms)
+        self._base, self._memory_mb, self._timeout_s = Path(base), memory_mb, timeout_s
+        self._rank, self._scorers = share
+        self._terms: list[RewardTerm] = []
+        self._prepared: PreparedTerms | None = None
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.nice(NICENESS)
+
+    def prepare(self) -> PreparedTerms:
+        """Loads the terms, users' modules included, and takes on the limits of memory. Once: whoever asks again, as
+        the run's next controller does, gets the same answer."""
+        if self._prepared is not None:
+            return self._prepared
+        self._terms = []
+        for term, name in zip(self._configs, term_names(self._configs), strict=True):
+            writer.current_beacon().stage(f"loading {name}")
+            try:
+                self._terms.append(build_term(term, name, self._base, self._requests(term)))
+            except UserCodeError as error:
+                problem = f"{error.problem}; {error.remedy}" if error.remedy else error.problem
+                return PreparedTerms(function=error.path, failure=TermFailure(problem, traceback=error.traceback))
+        too_small = self._limit_memory()
+        if too_small is not None:
+            return PreparedTerms(function="memory_mb", failure=TermFailure(too_small))
+        writer.current_beacon().stage("ready")
+        infos = [
+            TermInfo(each.name, each.function, each.signature, each.per_sample, each.limit_s) for each in self._terms
+        ]
+        self._prepared = PreparedTerms(infos)
+        return self._prepared
+
+    def renew(self) -> None:
+        """There is nothing to forget: a scorer knows no more than its terms, which stay loaded."""
+
+    def score(self, term: int, batch: ScoringBatch) -> TermScores:
+        """One term over one batch; progress moves with every sample the term finishes."""
+        here, chosen = writer.current_beacon(), self._terms[term]
+        here.stage(f"scoring {chosen.name}")
+
+        watchdog = Watchdog(0.8 * max(self._timeout_s, chosen.limit_s))
+
+        def advance(samples: int) -> None:
+            here.add("samples scored", samples)
+            watchdog.pat()
+
+        watchdog.start()
+        try:
+            return chosen.score(batch, advance)
+        except BadReward as error:
+            return TermScores(
+                failure=TermFailure(error.problem, error.position, error.returned, error.traceback, error.count)
+            )
+        finally:
+            watchdog.stop()
+            here.stage("ready")
+
+    def _requests(self, term: config.RewardTerm) -> int:
+        """How many requests this scorer may have under way for a term."""
+        allowed = term.concurrency if isinstance(term, config.HttpReward | config.JudgeReward) else 1
+        return allowed // self._scorers + (self._rank < allowed % self._scorers)
+
+    def _limit_memory(self) -> str | None:
+        """Sets the limit of the address space, after loading: a limit below what is in use already would fail at
+        some innocent line later."""
+        if self._memory_mb is None:
+            return None
+        used_mb = psutil.Process().memory_info().vms / 2**20
+        if used_mb + 32 > self._memory_mb:
+            return (
+                f"the scorer process takes {used_mb:.0f} MiB of address space before its first sample; "
+                f"set reward.memory_mb to at least {used_mb + 256:.0f} (it is {self._memory_mb})"
+            )
+        limit = self._memory_mb * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        return None

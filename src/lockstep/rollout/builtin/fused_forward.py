@@ -1,0 +1,236 @@
+"""A functional forward for Llama-type decoders: fused projections, no module calls, nothing computed for nobody.
+
+Queries, keys and values are one matrix product, gate and up another; the rotary table is read once per forward; a
+prefill stops after the keys and values of its last layer. The fused tensors are the storage, and the model's
+parameters become views of them: whoever writes a parameter writes the fused tensor, and nothing is kept twice.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.rollout.builtin.cached_attention import EngineForward
+
+FUSED_FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+_LARGE = 16 << 20
+"""Bytes of a layer's matrices."""
+_SILU = functools.partial(F.silu, inplace=True)
+
+
+class NotFusible(ValueError):
+    """A model that this forward does not compute, and why."""
+
+
+@dataclass(slots=True)
+class FusedProjection:
+    """Linear layers of the same input, one behind the other."""
+
+    weight: Tensor
+    """`[inputs, outputs]`, a view of `[outputs, inputs]` unless turned."""
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, modules: Sequence[Any], turned: bool) -> "FusedProjection":
+        """Takes over the modules' parameters, which become views. Raises NotFusible for anything but plain layers."""
+        for module in modules:
+            if type(module) is not nn.Linear:
+                raise NotFusible(f"{type(module).__name__} is no plain linear layer")
+        # Ordinary tensors, which may be written outside of inference mode too.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = torch.cat([module.weight for module in modules])
+            stored = weight.t().contiguous() if turned else weight.t()
+            biases = [module.bias for module in modules]
+            if any(bias is None for bias in biases) and not all(bias is None for bias in biases):
+                raise NotFusible("some projections have a bias and some have none")
+            bias = None if biases[0] is None else torch.cat(biases)
+            sizes = [module.out_features for module in modules]
+            for module, part in zip(modules, torch.split_with_sizes(stored.t(), sizes), strict=True):
+                module.weight.data = part
+            if bias is not None:
+                for module, part in zip(modules, torch.split_with_sizes(bias, sizes), strict=True):
+                    module.bias.data = part
+        return cls(stored, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """`total += self(x)`."""
+        total.addmm_(x, self.weight)
+        if self.bias is not None:
+            total.add_(self.bias)
+
+    def tail(self, start: int) -> "FusedProjection":
+        """The outputs from `run_training` on."""
+        return FusedProjection(self.weight[:, start:], None if self.bias is None else self.bias[start:])
+
+
+@dataclass(slots=True)
+class FusedNorm:
+    """Root mean square normalisation (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+
+    weight: Tensor
+    eps: float
+    _eps: Tensor
+    _few: bool
+    """Whether to go the way with the fewest passes; the CPU has no kernel of its own."""
+
+    @classmethod
+    def of(cls, module: Any) -> "FusedNorm":
+        weight, eps = module.weight, float(module.variance_epsilon)
+        few = weight.device.type == "cpu" and weight.dtype == torch.float32
+        return cls(weight, eps, torch.tensor(eps, device=weight.device), few)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._few:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x * torch.addcmul(self._eps, size, size, value=1 / x.shape[-1]).rsqrt_()).mul_(self.weight)
+
+
+class FusedHeadNorm:
+    """Qwen3's norms of queries and keys, with one pass over both."""
+
+    def __init__(self, attention: Any) -> None:
+        self.heads = attention.q_proj.out_features // attention.head_dim
+        self.query, self.key = attention.q_norm.weight, attention.k_norm.weight
+        self.eps = attention.q_norm.variance_epsilon
+
+    def __call__(self, x: Tensor, heads: int) -> Tensor:
+        """`x [tokens, heads + kv heads, dim]`; `heads` of them are queries."""
+        normed = F.rms_norm(x, x.shape[-1:], None, self.eps)
+        normed[:, :heads].mul_(self.query)
+        normed[:, heads:].mul_(self.key)
+        return normed
+
+
+class FusedRotary:
+    """Cosines and signed sines of positions, made by the model's own module, so that every scaling is its own."""
+
+    def __init__(self, module: Any, like: Tensor) -> None:
+        self.module, self.like = module, like
+        # These change their frequencies with the length they see: no table.
+        self._fixed = "dynamic" not in module.rope_type and module.rope_type != "longrope"
+        self._cos = self._sin = like.new_empty(0, 1, 0)
+
+    def __call__(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """`[tokens, 1, dim]` each, for int64 positions `[tokens]` below `longest`."""
+        if not self._fixed:
+            return self._made(positions)
+        if longest > len(self._cos):
+            every = torch.arange(max(256, 1 << (longest - 1).bit_length()), device=self.like.device)
+            self._cos, self._sin = self._made(every)
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _made(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.module(self.like, positions.unsqueeze(0))
+        sin = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], -1)
+        return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+
+
+def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of `[tokens, heads, dim]`, halves paired."""
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
+
+
+class FusedLayer:
+    """One decoder layer."""
+
+    def __init__(self, index: int, module: Any) -> None:
+        attention, mlp = module.self_attn, module.mlp
+        self.index, self.dim, self.scaling = index, int(attention.head_dim), float(attention.scaling)
+        self.heads = attention.q_proj.out_features // self.dim
+        self.kv_heads = attention.k_proj.out_features // self.dim
+        self.window = _window(attention)
+        self.before, self.between = FusedNorm.of(module.input_layernorm), FusedNorm.of(module.post_attention_layernorm)
+        self.head_norm = FusedHeadNorm(attention) if hasattr(attention, "q_norm") else None
+        fused = (
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            [attention.o_proj],
+            [mlp.gate_proj, mlp.up_proj],
+            [mlp.down_proj],
+        )
+        turned = _transposed([part for parts in fused for part in parts])
+        self.qkv, self.out, self.gate_up, self.down = (FusedProjection.of(parts, turned) for parts in fused)
+        self.kv = self.qkv.tail(self.heads * self.dim)
+        self.activation = _SILU if attention.config.hidden_act == "silu" else mlp.act_fn
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, turn: EngineForward) -> None:
+        """Adds its part to `x [tokens, hidden]`."""
+        q, k, v = self._heads(self.qkv(self.before(x)), self.heads, cos, sin)
+        mixed = turn.attend(self.index, q, k, v, self.scaling, self.window)
+        self.out.add_to(x, mixed.view(len(x), -1))
+        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
+        self.down.add_to(x, self.activation(gate).mul_(up))
+
+    def store(self, x: Tensor, cos: Tensor, sin: Tensor, turn: EngineForward) -> None:
+        """Its keys and values alone."""
+        _, k, v = self._heads(self.kv(self.before(x)), 0, cos, sin)
+        turn.store(self.index, k, v)
+
+    def _heads(self, projected: Tensor, heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[tokens, heads, dim]` of what a projection with so many query heads made."""
+        every = projected.view(len(projected), -1, self.dim)
+        turning = every[:, : heads + self.kv_heads]
+        if self.head_norm is not None:
+            turning = self.head_norm(turning, heads)
+        turning = rotate_heads(turning, cos, sin)
+        return turning[:, :heads], turning[:, heads:], every[:, heads + self.kv_heads :]
+
+
+def _transposed(linear: Sequence[Any]) -> bool:
+    """Whether a layer's matrices are kept `[inputs, outputs]`. With small ones on a CPU that is up to twice as fast in
+    MKL; with large ones products take as long either way, and turning new weights over takes three times a copy."""
+    weights = [module.weight for module in linear]
+    on_cpu = all(weight.device.type == "cpu" for weight in weights)
+    return on_cpu and sum(weight.nbytes for weight in weights) < _LARGE
+
+
+class FusedForward:
+    """The forward of `lm`, whose parameters become views of fused tensors. Raises NotFusible."""
+
+    def __init__(self, lm: Any) -> None:
+        if type(lm).__name__ not in FUSED_FAMILIES or not type(lm).__module__.startswith("transformers."):
+            raise NotFusible(f"there is no fused forward for {type(lm).__name__}")
+        self.embedding = lm.model.embed_tokens.weight
+        self.rotary = FusedRotary(lm.model.rotary_emb, self.embedding)
+        self.layers = [FusedLayer(index, module) for index, module in enumerate(lm.model.layers)]
+        self.norm, self.head = FusedNorm.of(lm.model.norm), lm.lm_head
+        self.windows = {layer.index: layer.window for layer in self.layers if layer.window is not None}
+
+    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> Tensor:
+        """Logits `[tokens, vocabulary]`; `positions` are below `longest`."""
+        x, cos, sin = self._start(tokens, positions, longest)
+        for layer in self.layers:
+            layer(x, cos, sin, turn)
+        return F.linear(self.norm(x), self.head.weight, self.head.bias)
+
+    def fill(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> None:
+        """Keys and values of the tokens: the last layer's attention and network are for nobody."""
+        x, cos, sin = self._start(tokens, positions, longest)
+        for layer in self.layers[:-1]:
+            layer(x, cos, sin, turn)
+        self.layers[-1].store(x, cos, sin, turn)
+
+    def _start(self, tokens: Tensor, positions: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        return F.embedding(tokens, self.embedding), *self.rotary(positions, longest)
+
+
+def _window(attention: Any) -> int | None:
+    """Qwen's layers know theirs; Mistral's is the config's."""
+    if hasattr(attention, "sliding_window"):
+        own: int | None = attention.sliding_window
+        return own
+    whole: int | None = getattr(attention.config, "sliding_window", None)
+    return whole

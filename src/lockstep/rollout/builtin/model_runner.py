@@ -1,0 +1,376 @@
+"""The forwards of the engine (prefill and decode), and at load time the choice of the fastest one that is right for
+the model.
+"""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.rollout.builtin.cached_attention import ATTENTION_NAME, EngineForward
+from lockstep.rollout.builtin.cuda_graphs import Capture, CudaGraphs, capture_graph
+from lockstep.rollout.builtin.forward_batch import PrefillBatch, RowSet
+from lockstep.rollout.builtin.fused_forward import FusedForward, NotFusible
+from lockstep.rollout.builtin.kv_cache import KVCache, PrefixCache, index_tensor
+from lockstep.rollout.builtin.scheduler import CachedPrompt, DecodeRows
+from lockstep.rollout.engine_protocol import Request
+
+_PREFILL_TOKENS = 8192  # of one packed forward; a longer prompt goes alone
+_PREFILL_TOKENS_CPU = 1024  # whose activations stay in the caches
+
+
+class ModelRunner(Protocol):
+    """How rows become logits."""
+
+    def prefill(self, groups: Sequence[CachedPrompt], first: int) -> None:
+        """Takes in the prompts of new groups, whose slots are `first`, `first + 1`, ..."""
+
+    def decode(self, rows: DecodeRows, groups: Sequence[CachedPrompt]) -> Tensor:
+        """float32 logits `[rows, vocabulary]` of each row's next token."""
+
+    prefixes: PrefixCache
+    """What is kept of sequences that ended."""
+
+    def keep(self, rows: DecodeRows, groups: Sequence[CachedPrompt], ended: Sequence[int]) -> None:
+        """Keeps the keys and values of the sequences of rows that are about to leave."""
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def move_groups(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def free(self) -> None:
+        """Gives back the memory of everything that is cached; there are no rows."""
+
+
+class ForwardFunction(Protocol):
+    """A model's computation, with the turn's attention in it."""
+
+    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> Tensor:
+        """Logits `[tokens, vocabulary]`; int64 `positions` `[tokens]` are below `longest`."""
+
+    def fill(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> None:
+        """The same for the keys and values alone."""
+
+
+class ModelForward:
+    """The model's own forward, its attention sent through the interface."""
+
+    def __init__(self, lm: Any) -> None:
+        self.lm = lm
+        self._keeps = "logits_to_keep" in inspect.signature(lm.forward).parameters
+
+    def __call__(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> Tensor:
+        return self._logits(tokens, positions, turn)
+
+    def fill(self, tokens: Tensor, positions: Tensor, longest: int, turn: EngineForward) -> None:
+        self._logits(tokens, positions, turn, **({"logits_to_keep": 1} if self._keeps else {}))
+
+    def _logits(self, tokens: Tensor, positions: Tensor, turn: EngineForward, **keep: int) -> Tensor:
+        logits: Tensor = self.lm(
+            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, turn=turn, **keep
+        ).logits[0]
+        return logits
+
+
+class CachedRunner:
+    """Through our own cache and attention: each token is computed once, each prompt once per group."""
+
+    def __init__(
+        self,
+        forward: ForwardFunction,
+        device: torch.device,
+        dtype: torch.dtype,
+        budget: int | None = None,
+        capture: Capture | None = None,
+        prefix_cache: float = 0.0,
+    ) -> None:
+        """`capture`: how decode steps become graphs; they do not when None, or under a `pair_test_budget` or windows.
+        `prefix_cache`: how much is kept, as a share of the `pair_test_budget`, or of what all rows take when None."""
+        self.forward, self.device, self.dtype = forward, device, dtype
+        self.cache, self.prefixes, self.prefix_cache = KVCache(budget), PrefixCache(), prefix_cache
+        self._capture = capture
+        self._graphs = self._new_graphs()
+        self.windows: dict[int, int] = {}
+        """Layers that asked for a sliding window, and its size."""
+        self._chunk = _PREFILL_TOKENS_CPU if device.type == "cpu" else _PREFILL_TOKENS
+        self._among: RowSet | None = None
+        self._filled = 0  # tokens in the cache of the longest row
+
+    def prefill(self, groups: Sequence[CachedPrompt], first: int) -> None:
+        """All but the last token of each prompt: that one is every row's first input."""
+        longest = max((group.cached for group in groups), default=0)
+        slots = max(first + len(groups), self.cache.prompt_size.slots)
+        self.cache.reserve(slots, longest, self.cache.suffix_size.slots, self.cache.suffix_size.tokens)
+        batch: list[_PrefillItem] = []
+        for slot, group in enumerate(groups, start=first):
+            start = self._found(group, slot)
+            tokens = group.prompt[start:-1]
+            if not len(tokens):
+                self._prefill(batch, slot - len(batch))
+                batch = []
+                continue
+            if batch and sum(len(each.tokens) for each in batch) + len(tokens) > self._chunk:
+                self._prefill(batch, slot - len(batch))
+                batch = []
+            batch.append(_PrefillItem(start, tokens))
+        self._prefill(batch, first + len(groups) - len(batch))
+
+    def _prefill(self, batch: list["_PrefillItem"], first: int) -> None:
+        if batch:
+            lengths = [len(each.tokens) for each in batch]
+            turn = PrefillBatch(self.cache, first, [each.start for each in batch], lengths, self.device)
+            tokens = torch.from_numpy(np.concatenate([each.tokens for each in batch]).astype(np.int64))
+            self.forward.fill(tokens.to(self.device), turn.positions().to(self.device), turn.longest, turn)
+            self.windows |= turn.windows
+
+    def _found(self, group: CachedPrompt, slot: int) -> int:
+        """How many tokens of a prompt were kept; their keys and values are copied to its slot."""
+        layers, count = self.prefixes.find(group.prompt[:-1])
+        for layer, (k, v) in layers.items():
+            keys, values = self.cache.prompt(layer).open(k.transpose(0, 1), v.transpose(0, 1))
+            keys[slot, :, :count], values[slot, :, :count] = k[:, :count], v[:, :count]
+        return count
+
+    def keep(self, rows: DecodeRows, groups: Sequence[CachedPrompt], ended: Sequence[int]) -> None:
+        """All but the last token of each: that one was never an input."""
+        each = self.cache.prompt_size.tokens + self.cache.suffix_size.tokens
+        limit = int(self.prefix_cache * (self.cache.budget or rows.capacity * each))
+        for row in ended:
+            slot, count = int(rows.group[row]), int(rows.counts[row])
+            tokens = np.concatenate([rows.requests[row].prompt, rows.tokens[row, : count - 1]])
+            if len(tokens) <= limit:
+                self.prefixes.keep(tokens, self.cache.sequence(slot, groups[slot].cached, row, count), limit)
+
+    def decode(self, rows: DecodeRows, groups: Sequence[CachedPrompt]) -> Tensor:
+        count = len(rows)
+        if rows.changed or self._among is None:
+            lengths = np.array([each.cached for each in groups])
+            self._among = RowSet.of(rows.group[:count].copy(), lengths, self.device, self.dtype)
+            rows.changed = False
+        counts = rows.counts[:count].copy()
+        budgeted = self.cache.budget is not None
+        suffix = int(rows.limit[:count].max()) if budgeted else int(counts.max()) + 1
+        self.cache.reserve(len(groups), self._among.prompt, count, suffix)
+        turn = self._among.decode(self.cache, counts)
+        self._filled = turn.longest
+        made = turn.positions()
+        longest = int(made.max()) + 1
+        tokens = torch.from_numpy(rows.last[:count].copy()).to(self.device)
+        positions = torch.from_numpy(made).to(self.device)
+        if self._graphs is not None:
+            return self._graphs(self._among, counts, tokens, positions).float()
+        logits = self.forward(tokens, positions, longest, turn)
+        self.windows |= turn.windows
+        return logits.float()
+
+    def free(self) -> None:
+        self.prefixes.clear()
+        self.cache, self._among, self._filled = KVCache(self.cache.budget), None, 0
+        self._graphs = self._new_graphs()
+
+    def _new_graphs(self) -> CudaGraphs | None:
+        forward = self.forward
+        if self._capture is None or self.cache.budget is not None or not isinstance(forward, FusedForward):
+            return None
+        return None if forward.windows else CudaGraphs(forward, self.cache, self.device, self.dtype, self._capture)
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None:
+        if sources:
+            self.cache.move_rows(index_tensor(sources, self.device), index_tensor(targets, self.device), self._filled)
+
+    def move_groups(self, sources: list[int], targets: list[int]) -> None:
+        if sources:
+            self.cache.move_groups(index_tensor(sources, self.device), index_tensor(targets, self.device))
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillItem:
+    """What is computed of a prompt."""
+
+    start: int
+    tokens: np.ndarray
+
+
+class PlainRunner:
+    """Whole sequences again for every token, rows of equal length together: slow, and right for any model."""
+
+    def __init__(self, lm: Any, device: torch.device, batch_tokens: int = 8192) -> None:
+        self.lm, self.device, self.batch_tokens, self.prefixes = lm, device, batch_tokens, PrefixCache()
+        self._keeps = "logits_to_keep" in inspect.signature(lm.forward).parameters
+
+    def prefill(self, groups: Sequence[CachedPrompt], first: int) -> None:
+        """Nothing is kept."""
+
+    def keep(self, rows: DecodeRows, groups: Sequence[CachedPrompt], ended: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+    def decode(self, rows: DecodeRows, groups: Sequence[CachedPrompt]) -> Tensor:
+        by_length: dict[int, list[int]] = {}
+        for row, request in enumerate(rows.requests):
+            by_length.setdefault(len(request.prompt) + int(rows.counts[row]), []).append(row)
+        logits: list[Tensor] = []
+        order: list[int] = []
+        for length, alike in by_length.items():
+            size = max(1, self.batch_tokens // length)
+            for start in range(0, len(alike), size):
+                chunk = alike[start : start + size]
+                logits.append(self._last_logits([_sequence(rows, row) for row in chunk]))
+                order.extend(chunk)
+        back = torch.empty(len(order), dtype=torch.int64)
+        back[torch.tensor(order)] = torch.arange(len(order))
+        return torch.cat(logits)[back.to(self.device)]
+
+    def _last_logits(self, sequences: list[np.ndarray]) -> Tensor:
+        tokens = torch.from_numpy(np.stack(sequences)).to(self.device)
+        keep = {"logits_to_keep": 1} if self._keeps else {}
+        logits: Tensor = self.lm(input_ids=tokens, use_cache=False, **keep).logits
+        return logits[:, -1].float()
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def move_groups(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def free(self) -> None:
+        """Nothing is kept."""
+
+
+def _sequence(rows: DecodeRows, row: int) -> np.ndarray:
+    """int64 `[prompt and generated tokens]`."""
+    generated = rows.tokens[row, : rows.counts[row]]
+    sequence: np.ndarray = np.concatenate([rows.requests[row].prompt, generated]).astype(np.int64)
+    return sequence
+
+
+def use_cached_attention(lm: Any) -> None:
+    """Sends the model's attention through ours. ValueError where its class does not allow that."""
+    lm.set_attn_implementation(ATTENTION_NAME)
+
+
+def use_plain_attention(lm: Any) -> None:
+    """Gives the model transformers' own attention."""
+    lm.set_attn_implementation("sdpa" if getattr(lm, "_supports_sdpa", False) else "eager")
+
+
+log = logging.getLogger(__name__)
+
+_PROMPTS = (5, 1, 3)
+_ROWS = (0, 0, 1, 2, 2)  # group of each row
+_TOKENS = 4
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@torch.inference_mode()
+def choose_runner(
+    lm: Any, device: torch.device, context: int, budget: int | None, prefix_cache: float = 0.0
+) -> tuple[ModelRunner, str]:
+    """The fastest runner that computes what the model computes: our cache under the fused forward, our cache under
+    the model's own forward, or whole sequences; and why not a faster one, which is logged (empty for the fastest)."""
+    name, dtype = type(lm).__name__, next(lm.parameters()).dtype
+    use_plain_attention(lm)
+    rows, groups = _probe_batch(lm.config.get_text_config().vocab_size)
+    expected = _probe_logits(PlainRunner(lm, device), rows, groups)
+    own, why = _try_cached_runner(lm, device, context, expected)
+    if own is None:
+        use_plain_attention(lm)
+        return PlainRunner(lm, device), _warn_slower(f"{name} decodes without our KV cache, slowly: {why}")
+    forward, why = _try_fused_forward(lm, device, own.windows, expected)
+    if forward is None:
+        slower = _warn_slower(f"{name} decodes through its own forward, not the fused one, slower: {why}")
+        return CachedRunner(own.forward, device, dtype, budget, None, prefix_cache), slower
+    log.info("%s decodes through the fused forward", name)
+    capture, slower = capture_graph if device.type == "cuda" else None, ""
+    if capture and (why := _find_mismatch(CachedRunner(forward, device, dtype, capture=capture), expected)):
+        capture, slower = None, _warn_slower(f"{name} decodes without CUDA graphs, slower: {why}")
+    return CachedRunner(forward, device, dtype, budget, capture, prefix_cache), slower
+
+
+def _warn_slower(slower: str) -> str:
+    log.warning("%s", slower)
+    return slower
+
+
+def _try_cached_runner(
+    lm: Any, device: torch.device, context: int, expected: Tensor
+) -> tuple[CachedRunner | None, str]:
+    """A runner through the model's own forward; None and why where our cache cannot serve it."""
+    config = lm.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if kinds:
+        return None, f"it has layers of type {', '.join(sorted(kinds))}"
+    runner = CachedRunner(ModelForward(lm), device, next(lm.parameters()).dtype)
+    try:
+        use_cached_attention(lm)
+        got = _probe_logits(runner, *_probe_batch(config.vocab_size))
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        return None, f"its attention does not go through the interface ({error})"
+    if not runner.cache.prompts:
+        return None, "its attention ignores the interface"
+    if why := _describe_difference(got, expected, runner.dtype):
+        return None, why
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True) and window < context and not runner.windows:
+        return None, f"its sliding window of {window} does not reach the attention interface"
+    return runner, ""
+
+
+def _try_fused_forward(
+    lm: Any, device: torch.device, windows: dict[int, int], expected: Tensor
+) -> tuple[FusedForward | None, str]:
+    """The fused forward; None and why where it is not this model's computation.
+
+    Args:
+        windows: what the layers ask the interface for. The probe's sequences are shorter than any real window.
+    """
+    try:
+        forward = FusedForward(lm)
+    except (NotFusible, AttributeError) as error:
+        return None, str(error)
+    if forward.windows != windows:
+        return None, "its layers have other sliding windows"
+    why = _find_mismatch(CachedRunner(forward, device, next(lm.parameters()).dtype), expected)
+    return (None, why) if why else (forward, "")
+
+
+def _find_mismatch(runner: CachedRunner, expected: Tensor) -> str:
+    """What is wrong with the runner; nothing where its logits are the expected ones."""
+    try:
+        got = _probe_logits(runner, *_probe_batch(expected.shape[-1]))
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        return str(error)
+    return _describe_difference(got, expected, runner.dtype)
+
+
+def _describe_difference(got: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
+    """What is wrong with the logits; nothing where they are the expected ones."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    error = float((got - expected).std() / expected.std().clamp(min=1e-12))
+    return "" if error < (5e-2 if half else 1e-3) else f"its logits differ from those of whole sequences by {error:.1e}"
+
+
+def _probe_batch(vocabulary: int) -> tuple[DecodeRows, list[CachedPrompt]]:
+    """Some groups and rows that enter them."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(vocabulary, size=length).astype(np.int32) for length in _PROMPTS]
+    groups = [CachedPrompt(str(slot), prompt, version=0) for slot, prompt in enumerate(prompts)]
+    rows = DecodeRows(len(_ROWS))
+    for row, slot in enumerate(_ROWS):
+        rows.enter(Request(str(row), str(slot), prompts[slot], seed=row, max_tokens=_TOKENS), slot)
+    return rows, groups
+
+
+def _probe_logits(runner: ModelRunner, rows: DecodeRows, groups: list[CachedPrompt]) -> Tensor:
+    """Centred logits `[tokens x rows, vocabulary]` of a few fixed continuations."""
+    random = np.random.default_rng(1)
+    runner.prefill(groups, 0)
+    seen = []
+    for _ in range(_TOKENS):
+        logits = runner.decode(rows, groups)
+        seen.append(logits - logits.mean(-1, keepdim=True))
+        vocabulary = logits.shape[-1]
+        rows.append(random.integers(vocabulary, size=len(rows)), np.zeros(len(rows), np.float32), version=0)
+    return torch.cat(seen)

@@ -1,0 +1,205 @@
+"""The environments of all open conversations, spread over a few processes."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.cluster.protocol import Cluster
+from lockstep.cluster.user_code import MAX_LOST_NODES, retry_lost_nodes
+from lockstep.config.rollout import EnvironmentConfig as Config
+from lockstep.data.samples import Prompt
+from lockstep.rollout.environments.environment_messages import (
+    EnvironmentFailure,
+    EnvironmentTask,
+    LoadedEnvironment,
+    ReplayedAction,
+    TaskResult,
+)
+from lockstep.rollout.environments.environment_process import EnvironmentProcess, EnvironmentProcessLost
+from lockstep.rollout.environments.environment_protocol import Observation
+
+log = logging.getLogger(__name__)
+
+MAX_LOST_PROCESSES = 3
+"""Processes that a task may lose without being to blame for certain; then it is blamed."""
+
+
+@dataclass(slots=True)
+class EpisodeReply:
+    """What an environment answered to an episode."""
+
+    episode: str
+    observation: Observation | None
+    failure: EnvironmentFailure | None
+    """Instead of an observation."""
+
+
+@dataclass(slots=True)
+class _Episode:
+    prompt: Prompt
+    host: EnvironmentProcess
+    begun: int | None = None
+    history: list[ReplayedAction] = field(default_factory=list)
+    action: str | None = None
+    """Of the task under way."""
+    lost: int = 0
+    """Processes that were lost under the task."""
+    nodes: int = 0
+    """Nodes that were, with their processes."""
+
+
+class EnvironmentPool:
+    """Environments by episode. `base` is the folder that paths are relative to, the current one when None."""
+
+    def __init__(self, cluster: Cluster, config: Config, base: Path | None = None) -> None:
+        self.cluster, self.config = cluster, config
+        self.path = config.path or ", ".join(config.tools)
+        where = (base or Path()).resolve()
+        self._hosts = [EnvironmentProcess(cluster, config, where, rank) for rank in range(config.workers)]
+        self._episodes: dict[str, _Episode] = {}
+        self._asked: dict[int, str] = {}
+        self._outgoing: dict[str, None] = {}
+        """Episodes whose next task waits to be sent."""
+        self._number = 0
+        self._prepared = LoadedEnvironment()
+        self.answers = 0
+        """Since the pool was made: moves as long as environments answer."""
+
+    @property
+    def resets(self) -> bool:
+        """Whether environments have something to do at the beginning."""
+        return self._prepared.resets
+
+    @property
+    def role(self) -> str:
+        """Whose turn an answer is."""
+        return self._prepared.role
+
+    def start(self) -> None:
+        """Starts the processes and loads the user's code, so that what cannot be used is refused before the first
+        rollout. Raises EnvironmentFailed. Idempotent."""
+        missing = [host for host in self._hosts if host.missing]
+        if not missing:
+            return
+        workers = self.cluster.start([host.spec() for host in missing])
+        try:
+            pendings = [host.use(worker) for host, worker in zip(missing, workers, strict=True)]
+            for host, pending in zip(missing, pendings, strict=True):
+                self._prepared = host.loaded(pending)
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, episode: str, prompt: Prompt) -> None:
+        """Makes an environment. Where it has a `reset`, its reply comes with `collect`."""
+        host = min(self._hosts, key=lambda each: sum(found.host is each for found in self._episodes.values()))
+        self._episodes[episode] = _Episode(prompt, host)
+        if self.resets:
+            self._outgoing[episode] = None
+
+    def step(self, episode: str, action: str) -> None:
+        """Hands a turn of the model to its environment; the reply comes with `collect`."""
+        self._episodes[episode].action = action
+        self._outgoing[episode] = None
+
+    def branch(self, episode: str, into: str) -> None:
+        """Makes a second conversation of one that is between two turns: what was done in it is done again there."""
+        one = self._episodes[episode]
+        self.begin(into, one.prompt)
+        self._outgoing.pop(into, None)
+        other = self._episodes[into]
+        other.begun, other.history = one.begun, list(one.history)
+
+    def forget(self, episodes: Iterable[str]) -> None:
+        """Conversations that are over. What they still wait for is dropped."""
+        gone = {episode: self._episodes.pop(episode) for episode in episodes if episode in self._episodes}
+        for host in self._hosts:
+            host.forget([episode for episode, each in gone.items() if each.host is host])
+        for episode in gone:
+            self._outgoing.pop(episode, None)
+
+    def collect(self) -> list[EpisodeReply]:
+        """What environments answered since the last call; hands over what was asked meanwhile. Returns at once, but
+        for the start of a process in place of one that was lost.
+
+        Raises:
+            EnvironmentFailed: the code cannot be loaded again.
+            WorkerDied: its process does not come up, or goes with its node again and again.
+        """
+        self._send()
+        replies: list[EpisodeReply] = []
+        for host in self._hosts:
+            try:
+                news = host.collect()
+            except EnvironmentProcessLost as lost:
+                replies += self._recover(host, lost)
+                continue
+            for answer in news.answers if news is not None else []:
+                replies += self._answered(answer)
+        self.answers += len(replies)
+        return replies
+
+    def close(self) -> None:
+        """Stops the processes. Idempotent."""
+        for host in self._hosts:
+            host.stop(grace_s=1.0)
+            host.open.clear()
+        self._episodes.clear()
+        self._asked.clear()
+        self._outgoing.clear()
+
+    def _send(self) -> None:
+        tasks: dict[int, list[EnvironmentTask]] = {}
+        for episode in self._outgoing:
+            each = self._episodes[episode]
+            self._number += 1
+            task = EnvironmentTask(self._number, episode, each.action)
+            if episode not in each.host.known:
+                task.prompt, task.history, task.begun = each.prompt, each.history, each.begun
+            self._asked[task.number] = episode
+            tasks.setdefault(each.host.rank, []).append(task)
+        self._outgoing.clear()
+        for rank, batch in tasks.items():
+            self._alive(self._hosts[rank]).send(batch)
+
+    def _alive(self, host: EnvironmentProcess) -> EnvironmentProcess:
+        if host.missing:
+            retry_lost_nodes(lambda: self._start(host), "starts")
+        return host
+
+    def _start(self, host: EnvironmentProcess) -> None:
+        (worker,) = self.cluster.start([host.spec()])
+        self._prepared = host.loaded(host.use(worker))
+
+    def _answered(self, answer: TaskResult) -> list[EpisodeReply]:
+        episode = self._asked.pop(answer.number, None)
+        each = self._episodes.get(episode or "")
+        if episode is None or each is None:
+            return []
+        if answer.failure is None:
+            if each.action is None:
+                each.begun = answer.digest
+            else:
+                each.history.append(ReplayedAction(each.action, answer.digest))
+        each.lost = each.nodes = 0
+        return [EpisodeReply(episode, answer.observation, answer.failure)]
+
+    def _recover(self, host: EnvironmentProcess, lost: EnvironmentProcessLost) -> list[EpisodeReply]:
+        """Blames who is to blame, and asks again for the others in a new process."""
+        replies = []
+        log.warning("environment %s: %s", self.path, lost.failure.problem)
+        for number in host.open:
+            episode = self._asked.pop(number, None)
+            each = self._episodes.get(episode or "")
+            if episode is None or each is None:
+                continue
+            each.lost += not lost.with_node
+            each.nodes += lost.with_node
+            if number == lost.culprit or each.lost >= MAX_LOST_PROCESSES or each.nodes >= MAX_LOST_NODES:
+                each.lost = each.nodes = 0
+                replies.append(EpisodeReply(episode, None, lost.failure))
+            else:
+                self._outgoing[episode] = None
+        host.open.clear()
+        return replies

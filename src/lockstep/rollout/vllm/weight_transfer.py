@@ -1,0 +1,209 @@
+"""Weights from the store into a worker of vLLM, over vLLM's weight-transfer interface.
+
+Importing this module registers the backend. vLLM imports it in every one of its workers, as `WorkerExtension` is
+their extension class, so that with tensor parallelism each worker reads the shared memory itself and takes its own
+shard of it.
+"""
+
+import contextlib
+import copy
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from lockstep.rollout.errors import WeightsMismatch
+from lockstep.rollout.vllm.direct_loading import TensorMove, apply_tensor_moves, plan_tensor_moves
+from lockstep.rollout.weight_loading import (
+    ExpectedParameters,
+    ReaderSource,
+    WeightReader,
+    WeightReceiver,
+    open_reader,
+    open_receiver,
+    publish_worker_progress,
+)
+
+try:
+    from vllm.utils.nccl import unpinned_nccl_env
+except ImportError:  # an older vLLM, which sets nothing
+    unpinned_nccl_env = contextlib.nullcontext
+
+log = logging.getLogger(__name__)
+
+BACKEND = "lockstep"
+
+# It warns each time of layers that load nothing by themselves, such as tied heads; what is missing is an error here.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What became of an update in one worker."""
+
+    touched: bool
+    """Whether any of the worker's weights may be others than before."""
+    error: Exception | None = None
+
+
+class WorkerExtension:
+    """The extension of vLLM's workers. It makes them import this module."""
+
+    weight_transfer_engine: Any
+    start_weight_update: Any
+    update_weights: Any
+    finish_weight_update: Any
+
+    def take_weights(self, info: dict[str, Any], tally: str = "") -> UpdateResult:
+        """A whole update, counted where `tally` says. Errors are part of the answer: of what its tensor-parallel
+        workers raise, vLLM keeps the text only, and leaves the answers of the workers behind it to be taken for those
+        to the next call."""
+        transfer = self.weight_transfer_engine
+        transfer.touched = False
+        try:
+            with publish_worker_progress(tally, transfer.parallel_config.rank):
+                self.start_weight_update()
+                self.update_weights(info)
+                self.finish_weight_update()
+        except Exception as error:
+            log.exception("the update failed")
+            return UpdateResult(transfer.touched, _picklable(error))
+        return UpdateResult(True)
+
+
+@dataclass
+class StoreInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """Once: who reads the store, and what a version must have."""
+
+    reader: ReaderSource
+    expected: ExpectedParameters
+
+
+@dataclass
+class StoreUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Each time: where the store is, and the version that must be current in it; or what the weight room says of a
+    stream that comes from the trainer's device."""
+
+    version: int
+    folder: str = ""
+    stream: dict[str, Any] | None = None
+
+
+class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: ignore[misc]
+    """Takes a version whole, in one call."""
+
+    init_info_cls = StoreInit
+    update_info_cls = StoreUpdate
+
+    touched = False
+    """Whether the update under way has changed anything."""
+    _reader: WeightReader | None = None
+    _expected: ExpectedParameters | None = None
+    _receiver: WeightReceiver | None = None
+    _moves: list[TensorMove] | None = None
+    _looked = False
+    """Whether it is known if there are moves."""
+
+    def init_transfer_engine(self, init_info: StoreInit) -> None:
+        self._reader, self._expected = open_reader(init_info.reader), init_info.expected
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: the model is taken apart when the version is there and held."""
+
+    def receive_weights(self, update_info: StoreUpdate) -> None:
+        """Raises WeightsMismatch where the tensors are not this model's, before anything is touched, and where vLLM's
+        model has parameters that got nothing."""
+        if update_info.stream is not None:
+            self._receive(update_info.stream, update_info.version)
+            return
+        assert self._reader is not None and self._expected is not None
+        with self._reader(Path(update_info.folder), update_info.version) as tensors:
+            self._expected.check(tensors)
+            moves = self._direct(tensors)
+            self.touched = True
+            if moves is not None:
+                apply_tensor_moves(moves, tensors)
+            else:
+                self._reload(iter(tensors.items()))
+        pack_heads(self.model)
+
+    def _receive(self, where: dict[str, Any], version: int) -> None:
+        """Loads buckets as they come, each checked before; each worker takes its shard of what all get."""
+        self._receiver = self._receiver or open_receiver(where)
+        with contextlib.ExitStack() as stack:
+            with unpinned_nccl_env():  # what vLLM sets for NCCL in its workers the trainer does not have
+                stream = self._receiver.stream(where, version, self.parallel_config.rank, self.device)
+                coming = stack.enter_context(stream)
+            first = next(coming)  # nothing is taken apart before something has come
+            self.touched = True
+            self._reload(itertools.chain([first], coming))
+        pack_heads(self.model)
+
+    def _direct(self, tensors: Mapping[str, Tensor]) -> list[TensorMove] | None:
+        """How to take the tensors without vLLM's reload, where that is possible."""
+        if not self._looked:
+            alone = self.parallel_config.world_size == 1 and self.model_config.quantization is None
+            like = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+            same = all(dtype == self.model_config.dtype for _, dtype in like.values())
+            shapes = {name: shape for name, (shape, _) in like.items()}
+            self._moves = plan_tensor_moves(self.model, shapes) if alone and same else None
+            self._looked = True
+        return self._moves
+
+    def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        wanted = {name for name, _ in self.model.named_parameters()}
+        initialize_layerwise_reload(self.model)
+        try:
+            loaded = self.model.load_weights(tensors)
+        finally:
+            # Also of half a version: a layer that keeps what has come so far would take it for a part of the next.
+            finalize_layerwise_reload(self.model, self.model_config)
+        if loaded is not None and self.model_config.quantization is None and wanted - set(loaded):
+            raise WeightsMismatch((), sorted(wanted - set(loaded)))
+
+    def finish_weight_update(self) -> None:
+        """Nothing: the version is in."""
+
+    def shutdown(self) -> None:
+        self._reader = None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+
+def _picklable(error: Exception) -> Exception:
+    """The error, or where it cannot be made again in another process, one that says the same."""
+    try:
+        copy.copy(error)
+    except TypeError:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+@torch.no_grad()
+def pack_heads(model: nn.Module) -> None:
+    """Makes the packed copies of output layers again, which there are on a CPU. Where an output layer's weight is that
+    of the embedding, vLLM's reload packs it for the layer that loads it, the embedding, and the output layer's copy
+    stays that of the old."""
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and type(layer.quant_method) is UnquantizedEmbeddingMethod:
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, StoreTransfer)

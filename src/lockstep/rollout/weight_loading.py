@@ -1,0 +1,181 @@
+"""How an engine loads weights: where it reads them, whether they fit its model, how progress is counted."""
+
+import importlib
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.base import waits
+from lockstep.rollout.errors import WeightsMismatch
+from lockstep.watch.beacon import writer
+
+WeightReader = Callable[[Path, int], AbstractContextManager[Mapping[str, Tensor]]]
+"""Opens a version in the weight room's store: parameter names to tensors, valid inside the context.
+`lockstep.weights.shared_memory.StoreReader` is one; the rooms do not know each other, the run brings them together."""
+
+ReaderSource = str | WeightReader
+"""A reader, or `package.module:name` of what makes one in whichever process reads."""
+
+
+class CountedTensors(Mapping[str, Tensor]):
+    """Tensors that count as progress as they are taken: a large model is not loaded in silence."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        writer.current_beacon().add("tensors")
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def open_reader(source: ReaderSource) -> WeightReader:
+    """One that counts what is taken. Raises ValueError for a path that names no factory."""
+    if not isinstance(source, str):
+        return count_loaded_tensors(source)
+    module, _, name = source.partition(":")
+    if not name:
+        raise ValueError(f"reader: {source!r} is no factory, expected package.module:name")
+    made: WeightReader = getattr(importlib.import_module(module), name)()
+    return count_loaded_tensors(made)
+
+
+def count_loaded_tensors(reader: WeightReader) -> WeightReader:
+    @contextmanager
+    def counted(source: Path, version: int) -> Generator[Mapping[str, Tensor]]:
+        with reader(source, version) as tensors:
+            yield CountedTensors(tensors)
+
+    return counted
+
+
+class WeightReceiver(Protocol):
+    """Takes versions that come from the trainer's device as a stream:
+    `lockstep.weights.stream.receiver:StreamReceiver`."""
+
+    def promised(self, where: Mapping[str, Any]) -> Mapping[str, "HasShape"]:
+        """What a version will have, by name."""
+
+    def stream(
+        self, where: Mapping[str, Any], version: int, worker: int, device: torch.device
+    ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+        """The tensors of a version with their names, as they come, each checked. Raises RuntimeErrors of the weight
+        room where it does not come, or no further."""
+
+    def close(self) -> None:
+        """Leaves whoever sends."""
+
+
+class HasShape(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def open_receiver(where: Mapping[str, Any]) -> WeightReceiver:
+    """What the controller says that a stream is taken by."""
+    module, _, name = str(where["receiver"]).partition(":")
+    made: WeightReceiver = getattr(importlib.import_module(module), name)()
+    return made
+
+
+class ExpectedParameters:
+    """The parameters that a version must have: those of the model as transformers makes it. Weights that it ties are
+    given once, by any of their names."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        """`lm` may be on the meta device."""
+        own = dict(lm.named_parameters(remove_duplicate=False))
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        self._same = {name: id(parameter) for name, parameter in own.items()}
+
+    def check(self, tensors: Mapping[str, HasShape]) -> None:
+        """Raises WeightsMismatch for other names or shapes."""
+        unknown = sorted(set(tensors) - set(self.shapes))
+        given = {self._same[name] for name in tensors if name in self._same}
+        missing = sorted(name for name, each in self._same.items() if each not in given)
+        for name in sorted(set(tensors) & set(self.shapes)):
+            found, expected = tuple(tensors[name].shape), self.shapes[name]
+            if found != expected:
+                unknown.append(f"{name} {list(found)}")
+                missing.append(f"{name} {list(expected)}")
+        if unknown or missing:
+            raise WeightsMismatch(unknown, missing)
+
+
+def join_contiguous(pieces: Sequence[Tensor]) -> Tensor:
+    """The pieces, contiguous, one below the other: a view where they lie so in memory, which saves a copy of them."""
+    first, end = pieces[0], pieces[0].data_ptr()
+    for piece in pieces:
+        together = piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not together or piece.data_ptr() != end or piece.dtype != first.dtype:
+            return torch.cat(list(pieces))
+        end += piece.numel() * piece.element_size()
+    return first.as_strided((sum(len(piece) for piece in pieces), *first.shape[1:]), first.stride())
+
+
+PROGRESS_POLL_S = 0.25
+_COUNTER = struct.Struct("<Q")
+
+
+@contextmanager
+def watch_worker_progress(workers: int) -> Generator[str]:
+    """The engine's side, for as long as an update takes: the path by which its workers find the memory; empty where
+    there is one worker, which is this process."""
+    if workers == 1:
+        yield ""
+        return
+    descriptor = os.memfd_create("tally")
+    try:
+        os.ftruncate(descriptor, workers * _COUNTER.size)
+        memory = mmap.mmap(descriptor, workers * _COUNTER.size)
+
+        def look() -> None:
+            counts = [_COUNTER.unpack_from(memory, each * _COUNTER.size)[0] for each in range(workers)]
+            writer.current_beacon().progress("loading", sum(counts))
+
+        with _repeat_in_thread(look):
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def publish_worker_progress(path: str, worker: int) -> Generator[None]:
+    """A worker's side. Does nothing for an empty path."""
+    if not path:
+        yield
+        return
+    with Path(path).open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    with _repeat_in_thread(lambda: _COUNTER.pack_into(memory, worker * _COUNTER.size, writer.current_beacon().moves)):
+        yield
+
+
+@contextmanager
+def _repeat_in_thread(look: Callable[[], None]) -> Generator[None]:
+    over = threading.Event()
+
+    def walk() -> None:
+        while not over.is_set():
+            look()
+            waits.sleep(PROGRESS_POLL_S, "progress of an update")
+
+    threading.Thread(target=walk, name="tally", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        look()

@@ -1,0 +1,105 @@
+"""Filters the groups of a step: all that were sampled, or only those with a learning signal (dynamic sampling)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lockstep.config.algorithm import FilterGroups
+from lockstep.data.samples import Group, Rollouts
+
+
+class NoSignal(RuntimeError):
+    """Round after round, too few groups had completions of different reward."""
+
+    def __init__(self, step: int, rounds: int, found: int, wanted: int, metric: str) -> None:
+        super().__init__(
+            f"step {step}: after {rounds} rounds of prompts, {found} of {wanted} groups have different values of "
+            f"{metric}. The data may be too easy or too hard for the model, or the reward always the same: look at "
+            "reward/*. filter_groups.at_limit=fill goes on with groups without signal"
+        )
+        self.step, self.rounds, self.found, self.wanted = step, rounds, found, wanted
+
+
+class GroupFilter:
+    """Collects a step's scored groups until it has as many as it wants.
+
+    Yu et al. 2025, "DAPO", section 3.2: groups whose completions are all alike in reward have no gradient; with
+    `filter_groups` fresh prompts take their place, for a bounded number of rounds.
+
+    Args:
+        wanted: groups of the step.
+        stored: the step's rollouts, where they are durable already, and what was stored with them.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        wanted: int,
+        config: FilterGroups,
+        stored: Rollouts | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.step, self.wanted, self.config, self.stored = step, wanted, config, stored
+        self.rounds = int((extra or {}).get("rounds", 0))
+        self._groups: list[Group] = [] if stored is None else stored.groups
+        self._discarded: list[Group] = []
+        self._stored_discarded = [str(uid) for uid in (extra or {}).get("discarded", [])]
+        self._version = -1 if stored is None else stored.version
+
+    @property
+    def missing(self) -> int:
+        """Groups that are still wanted; 0 when the step is complete."""
+        return 0 if self.stored is not None else max(0, self.wanted - len(self._groups))
+
+    def add(self, rollouts: Rollouts) -> None:
+        """Takes the groups of a round.
+
+        Raises:
+            NoSignal: the last round is over, and the config says that this is an error.
+        """
+        self._version = rollouts.version if self.rounds == 0 else self._version
+        self.rounds += 1
+        for group in rollouts.groups:
+            good = not self.config.enable or has_signal(group, self.config.metric)
+            (self._groups if good and self.missing else self._discarded).append(group)
+        if self.missing and self.rounds >= self.config.max_num_gen_batches:
+            if self.config.at_limit == "error":
+                raise NoSignal(self.step, self.rounds, len(self._groups), self.wanted, self.config.metric)
+            fill = self.missing
+            self._groups += self._discarded[:fill]
+            del self._discarded[:fill]
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """The step's groups; ValueError while some are missing."""
+        if self.stored is not None:
+            return self.stored
+        if self.missing:
+            raise ValueError(f"{self.missing} of {self.wanted} groups of step {self.step} are not there yet")
+        return Rollouts(self.step, self._version, self._groups)
+
+    @property
+    def discarded(self) -> list[str]:
+        """Uids of the prompts that were sampled and not learned from."""
+        return self._stored_discarded or [group.prompt.uid for group in self._discarded]
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What is stored beside the rollouts."""
+        return {"rounds": self.rounds, "discarded": self.discarded} if self.config.enable else {}
+
+    def metrics(self) -> dict[str, float]:
+        if not self.config.enable:
+            return {}
+        return {"rollout/rounds": float(self.rounds), "rollout/groups_discarded": float(len(self.discarded))}
+
+
+def has_signal(group: Group, metric: str) -> bool:
+    """Whether the group's completions differ in `check_reward`, or in the reward term of that name. A completion to
+    which the term does not apply (NaN) counts neither way. ValueError where there is no such term."""
+    values = group.rewards if metric == "reward" else group.breakdown.get(metric)
+    if values is None:
+        raise ValueError(f"filter_groups.metric {metric!r} is none of reward, {', '.join(group.breakdown)}")
+    known = values[~np.isnan(values)]
+    return bool(known.size) and bool(known.max() > known.min())

@@ -1,0 +1,308 @@
+"""Starts a prepared run (ledger, cluster, roles, supervisor) and ends it: export, summary, shutdown."""
+
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from lockstep.base.folders import run_shm_dir
+from lockstep.base.secrets import redact_text, secret_values
+from lockstep.base.text import first_line
+from lockstep.cluster.agent_cluster import AgentCluster
+from lockstep.cluster.cluster_factory import InheritedProcesses, open_cluster, take_over_processes
+from lockstep.cluster.protocol import Worker
+from lockstep.cluster.rpc.futures import gather_results
+from lockstep.config.section import ROLE_OF_PROCESSES
+from lockstep.ledger.errors import LedgerError
+from lockstep.ledger.ledger import Ledger
+from lockstep.report.run_summary import package_versions
+from lockstep.rewards.scorer_pool import ScorerPool
+from lockstep.rollout.client.multi_turn import MultiTurnClient
+from lockstep.rollout.client.rollout_client import RolloutClient
+from lockstep.rollout.engine_protocol import EngineAPI
+from lockstep.rollout.environments.environment_pool import EnvironmentPool
+from lockstep.run.checkpoint_manager import restore_checkpoint
+from lockstep.run.errors import Interrupted, NotStarted, RunRefused
+from lockstep.run.evaluator import Evaluator
+from lockstep.run.interrupt import InterruptHandler
+from lockstep.run.planning.prepare import START_EVENT, PreparedRun
+from lockstep.run.recovery.recovery_manager import RecoveryManager
+from lockstep.run.recovery.trainer_recovery import MemoryCheckpointer, RecoveryContext
+from lockstep.run.rollout_buffer import PromptSampler, RolloutBuffer
+from lockstep.run.run import Run, RunRoles
+from lockstep.run.run_id import claim_run_id
+from lockstep.run.telemetry.controller_log import controller_logging
+from lockstep.run.telemetry.run_reporter import RunReporter
+from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
+from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
+from lockstep.run.worker_launcher import WorkerLauncher
+from lockstep.train.api import TrainerInfo
+from lockstep.watch.beacon import writer
+from lockstep.watch.diagnosis.verdict import StallThresholds
+from lockstep.watch.supervisor.supervisor_settings import WaitAlias
+
+GC_THRESHOLD = 50_000
+"""Objects made and not freed before it looks for cycles among them; Python's own 700 make it look some hundred times a
+step of four thousand completions, for a sixth of the controller's time."""
+
+
+@contextmanager
+def infrequent_gc() -> Iterator[None]:
+    """What there is when a run begins lives as long as it: the collector leaves it alone, and looks at the rest rarely.
+    Arrays, and whatever else is in no cycle, are freed at once as ever."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def finalize_run(run: Run) -> Iterator[None]:
+    """Around a recipe: exports the model when it came to its end, and tells how it ended in any case."""
+    try:
+        yield
+        for name in run.config.exports:
+            run.export(name)
+    except (Interrupted, KeyboardInterrupt):
+        _report_end(run, "interrupted")
+        raise
+    except BaseException as error:
+        _report_end(run, f"failed: {type(error).__name__}: {first_line(error)}")
+        raise
+    _report_end(run, "finished")
+
+
+def _report_end(run: Run, reason: str) -> None:
+    reason = redact_text(reason, secret_values(os.environ))
+    try:
+        run.recovery.flush()
+        run.ledger.event("end", reason=reason, steps=run.ledger.done())
+        run.monitor.finish(reason)
+    except (LedgerError, OSError) as error:
+        # The disk may be what ended the run: the first error is the one to raise, not this one.
+        log.warning("summary and report could not be written: %s", error)
+
+
+def start_supervisor(
+    prepared: PreparedRun, cluster: AgentCluster, monitor: RunReporter, recovery: RecoveryManager
+) -> None:
+    """Starts the supervisor that the config asks for, if it does. The run goes on at once."""
+    config = prepared.config.watch
+    if not config.enable:
+        return
+    recovers = config.on_stall == "recover" and prepared.config.recovery.enable
+    if recovers:
+        recovery.listen(monitor.stalls, cluster.kill)
+    cluster.supervise(
+        StallThresholds(notice_s=config.notice_s, still_s=config.confirm_after_s),
+        monitor.stalls.hear,
+        on_stall="free" if recovers else "dump" if config.on_stall == "dump" else "report",
+        aliases={name: WaitAlias(role) for name, role in ROLE_OF_PROCESSES.items()},
+        facts={
+            "config": prepared.config.model_dump(mode="json"),
+            "versions": package_versions(),
+            "command": sys.argv,
+            "folder": str(prepared.folder),
+        },
+    )
+
+
+@contextmanager
+def open_run(prepared: PreparedRun) -> Iterator[Run]:
+    """Starts everything, hands the run out, and stops everything, whatever happens.
+
+    Raises:
+        Refused: the folder cannot be made, or another process runs this run; nothing was started.
+        NotStarted: a role of a new run could not start; its name is free for the next try.
+        RemoteError, WorkerDied, RewardError: a role of a resumed run could not start.
+    """
+    ledger = _open_ledger(prepared)
+    started = False
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(ledger)
+            ledger.event(START_EVENT, rows=prepared.rows)
+            interrupt = InterruptHandler()
+            stack.enter_context(interrupt.listening())
+            config, wanted = prepared.config, prepared.plan.wanted
+            heritage = take_over_processes(config.cluster, prepared.folder, ledger.generation, wanted, config.placement)
+            name = claim_run_id(prepared.folder, prepared.config.name) if heritage is None else heritage.run
+            monitor = RunReporter(prepared.config, prepared.folder, ledger, name)
+            stack.callback(monitor.close)
+            stack.enter_context(controller_logging(prepared.folder / "logs" / "controller.log", monitor.console))
+            run = stack.enter_context(_start_run(prepared, ledger, monitor, interrupt, name, heritage))
+            stack.enter_context(finalize_run(run))
+            started = True
+            yield run
+    except Exception as error:
+        if started or prepared.resuming or not _owns_run(ledger):
+            raise
+        raise NotStarted(prepared.folder, _rename_failed_folder(prepared.folder)) from error
+
+
+def _open_ledger(prepared: PreparedRun) -> Ledger:
+    config = prepared.config.model_dump(mode="json")
+    try:
+        if prepared.resuming:
+            return Ledger.resume(prepared.folder, config)
+        return Ledger.create(prepared.folder, config)
+    except (LedgerError, OSError) as error:
+        raise RunRefused(str(error)) from error
+
+
+def _owns_run(ledger: Ledger) -> bool:
+    """Whether no other process has claimed the run since."""
+    try:
+        with Ledger.reader(ledger.folder) as now:
+            return now.generation == ledger.generation
+    except (LedgerError, OSError):
+        return True
+
+
+def _rename_failed_folder(folder: Path) -> Path | None:
+    """Frees the name of a run that never began. What it left may say why, so it is kept; where to, or None where the
+    file system does not let it be moved."""
+    kept = folder.with_name(f"{folder.name}.failed-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        folder.rename(kept)
+    except OSError as error:
+        log.warning("%s cannot be renamed: %s", folder, error)
+        return None
+    return kept
+
+
+@contextmanager
+def _start_run(
+    prepared: PreparedRun,
+    ledger: Ledger,
+    monitor: RunReporter,
+    interrupt: InterruptHandler,
+    name: str,
+    heritage: InheritedProcesses,
+) -> Iterator[Run]:
+    writer.open_beacon(name, "controller", "controller", 0)
+    config, wanted = prepared.config, prepared.plan.wanted
+    place = name, prepared.folder, ledger.generation
+    with monitor.stage("start"):
+        cluster = open_cluster(config.cluster, *place, heritage, wanted, config.placement)
+    monitor.doing = cluster.doing
+    with ExitStack() as closing:
+        closing.callback(cluster.close)
+        recovery = RecoveryManager(prepared.config.recovery, ledger)
+        start_supervisor(prepared, cluster, monitor, recovery)
+        with monitor.stage("start"):
+            staff = WorkerLauncher(prepared, cluster, ledger.generation)
+            ranks, workers = launch_all(prepared, staff)
+            policy, start = _start_trainer(prepared, ledger, ranks)
+            engines = _make_rollout_client(prepared, staff, recovery, workers)
+            if engines is not None:
+                closing.callback(engines.close)
+            roles = _make_roles(prepared, ledger, monitor, staff, policy, engines, start)
+            memory = MemoryCheckpointer(policy, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
+            cluster.release()
+        healing = RecoveryContext(recovery, staff, memory)
+        closing.enter_context(infrequent_gc())
+        yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, healing)
+
+
+def launch_all(prepared: PreparedRun, staff: WorkerLauncher) -> tuple[list[Worker], list[Worker]]:
+    """Trainer ranks and engines. Engines that share devices have them alone as they start, and have left them when the
+    ranks are set up: vLLM refuses where less than its share of a GPU is free, and where memory comes and goes while it
+    measures its own."""
+    ranks, engines = staff.everybody()
+    if prepared.config.placement.shared:
+        gather_results([engine.submit(EngineAPI.sleep) for engine in engines], why="leave the devices")
+    return ranks, engines
+
+
+def _start_trainer(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]) -> tuple[TrainerGroup, int]:
+    """The trainer ranks, with the newest checkpoint loaded, and the version they are at."""
+    policy = TrainerGroup(workers, set_up_ranks(workers), prepared.config.trainer.offload)
+    _log_packing(prepared, policy.info)
+    if policy.info.slower:
+        log.warning("%s", policy.info.slower)
+    return policy, restore_checkpoint(policy, ledger)
+
+
+def _log_packing(prepared: PreparedRun, info: TrainerInfo) -> None:
+    """A model that cannot be packed fully trains slower than its user may expect: that is said, not just logged."""
+    chosen = prepared.config.model.packing != "auto"
+    means = {"forest": "", "block": ": prompts are not shared", "single": ": one sample per row, which is slower"}
+    level = logging.INFO if chosen or info.packing == "forest" else logging.WARNING
+    log.log(level, "packing %s%s (%s)", info.packing, means[info.packing], info.packing_reason)
+
+
+def _warn_slow_engines(engines: list[Worker]) -> None:
+    """A model that engines decode slowly is said as well; all engines have the same one."""
+    for reason in dict.fromkeys(
+        gather_results([worker.submit(EngineAPI.slower) for worker in engines], why="load the model")
+    ):
+        if reason:
+            log.warning("%s", reason)
+
+
+def _make_roles(
+    prepared: PreparedRun,
+    ledger: Ledger,
+    monitor: RunReporter,
+    staff: WorkerLauncher,
+    policy: TrainerGroup,
+    engines: RolloutClient | None,
+    version: int,
+) -> RunRoles:
+    config, cluster = prepared.config, staff.cluster
+    roles = RunRoles(policy, documents=prepared.documents)
+    if config.reward is not None:
+        roles.rewards = ScorerPool(cluster, config.reward)
+        roles.rewards.start()
+    if engines is None:
+        return roles
+    roles.engines = engines
+    where = prepared, policy, engines.workers, cluster, staff
+    roles.weights = WeightPublisher(policy, engines, make_weight_delivery(*where), ledger, make_device_sync(*where))
+    roles.weights.open_on_ranks()
+    roles.weights.publish(version)
+    if config.recipe == "grpo" and prepared.prompts is not None:
+        draws = PromptSampler(prepared.prompts, ledger, config.prompts_per_step, config.filter_groups.enable)
+        size, ahead = config.group_size, config.rollout.max_staleness
+        roles.rollouts = RolloutBuffer(engines, ledger, draws, size, config.steps, ahead)
+    if config.evaluation is not None:
+        roles.evaluator = Evaluator(
+            config.evaluation,
+            prepared.held_out,
+            config.rollout.sampling,
+            engines,
+            roles.rewards,
+            ledger,
+            monitor,
+        )
+    return roles
+
+
+def _make_rollout_client(
+    prepared: PreparedRun, staff: WorkerLauncher, recovery: RecoveryManager, workers: list[Worker]
+) -> RolloutClient | None:
+    """Engines whose completions are conversations where the config names an environment; None where none is needed."""
+    if not workers:
+        return None
+    _warn_slow_engines(workers)
+    config = prepared.config
+    sampling, stall_s = config.rollout.sampling, config.cluster.stall_limit_s
+    if prepared.turns is None or config.rollout.environment is None:
+        return RolloutClient(workers, sampling, config.seed, stall_s, staff, recovery, config.rollout.reissue)
+    pool = EnvironmentPool(staff.cluster, config.rollout.environment)
+    pool.start()
+    common = sampling, config.seed, stall_s, staff, recovery, config.rollout.reissue
+    return MultiTurnClient(workers, *common, pool=pool, turns=prepared.turns)

@@ -1,0 +1,314 @@
+"""Checks a whole run before any process starts and before anything is written."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.cluster.placement.bundles import NodeResources
+from lockstep.config.cluster import RayClusterConfig
+from lockstep.config.data import DatasetConfig
+from lockstep.config.loader import apply_overrides, check_config
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.data.chat_templates import TurnTokenizer
+from lockstep.data.dataset_rows import HubDataUnreachable
+from lockstep.data.datasets import load_rows
+from lockstep.data.sample_sources import DocumentSource, PromptSource
+from lockstep.data.samples import Prompt
+from lockstep.ledger.config_changes import ConfigChange, compare_config
+from lockstep.ledger.errors import FolderExists
+from lockstep.ledger.ledger import Ledger
+from lockstep.ledger.run_folder import INDEX_FILE
+from lockstep.models.adapter_folder import resolve_adapter
+from lockstep.models.errors import HubUnreachable
+from lockstep.models.model_loader import check_quantization, load_tokenizer
+from lockstep.rewards.reward_terms import check_terms, needs_answers, term_names
+from lockstep.rollout.environments.tools import chat_template_tools
+from lockstep.rollout.vllm.vllm_setup import check_installed
+from lockstep.run.errors import RunFinished, RunRefused
+from lockstep.run.planning.node_placement import (
+    assign_nodes,
+    list_cluster_nodes,
+    local_node,
+    placement_notes,
+    uses_existing_cluster,
+)
+from lockstep.run.planning.resources import UNLIMITED, HostResources, ModelFacts, host_resources, model_facts
+from lockstep.run.planning.run_plan import RunPlan, make_plan, needs_engine
+from lockstep.run.run_id import release_shared_memory
+
+START_EVENT = "start"
+"""The ledger's event of every start of a run, with the number of rows it uses."""
+
+
+@dataclass(slots=True)
+class PreparedRun:
+    """A run that may start."""
+
+    config: SFTConfig | GRPOConfig
+    folder: Path
+    resuming: bool
+    plan: RunPlan
+    model: ModelFacts
+    host: HostResources
+    prompts: PromptSource | None
+    documents: DocumentSource | None
+    held_out: list[Prompt]
+    turns: TurnTokenizer | None
+    """Of conversations with an environment."""
+    notes: list[str]
+    """What the user should know before it starts."""
+
+    @property
+    def rows(self) -> int:
+        """Of the data, those that are used: their number decides the order of all of them."""
+        source = self.prompts if self.prompts is not None else self.documents
+        return 0 if source is None else len(source)
+
+
+def prepare_run(
+    config: SFTConfig | GRPOConfig | None,
+    resume: Path | None,
+    overrides: Sequence[str] = (),
+    host: HostResources | None = None,
+    look: Callable[[RayClusterConfig], list[NodeResources] | None] = list_cluster_nodes,
+) -> PreparedRun:
+    """Checks a run whole.
+
+    Args:
+        config: of the file; None where a run goes on with its own.
+        resume: folder of the run to go on with.
+        overrides: applied to the run's own config, where there is no file.
+        host: to plan for, instead of this one.
+        look: how the nodes of a running Ray cluster are found; None where they are not known.
+
+    Raises:
+        Refused, ConfigError, LedgerError, DataError, ModelError, InfeasibleError, PlacementError,
+            VllmUnsupported, ConnectionError: what is wrong and what to do.
+        Finished: there is nothing left to do.
+    """
+    notes: list[str] = []
+    if config is not None:
+        config = resolve_run_adapter(config)
+    if resume is not None:
+        config, notes = _resumed_config(config, resume, overrides)
+    if config is None:
+        raise RunRefused("name a file to train from, or a run with --resume")
+    folder = resume or Path(config.folder) / config.name
+    if resume is None and folder.exists():
+        raise FolderExists(folder, is_run=(folder / INDEX_FILE).is_file())
+    nodes = None
+    if host is None:
+        if config.cluster.kind == "ray" and uses_existing_cluster(config.cluster):
+            nodes = look(config.cluster)
+        host = host_resources(config.cluster, nodes)
+        check_quantization(config.model, host.device)
+        if needs_engine(config) and config.rollout.engine.kind == "vllm" and config.cluster.kind == "local":
+            check_installed()
+    model = model_facts(config.model, host.device)
+    plan = make_plan(config, model, host)
+    notes += placement_notes(config)
+    if config.cluster.kind == "ray":
+        own = not uses_existing_cluster(config.cluster)
+        plan = assign_nodes(plan, config.placement, [local_node(plan.wanted, host)] if own else nodes)
+        notes += [plan.busy] if plan.busy else []
+    if config.reward is not None:
+        check_terms(config.reward.terms)
+        _check_filter_metric(config)
+    if config.tracking:
+        from lockstep.report.trackers import check_trackers  # brings what few runs need
+
+        check_trackers(config.tracking)
+    prepared = PreparedRun(config, folder, resume is not None, plan, model, host, *_sources(config, model), notes)
+    if prepared.resuming:
+        _check_same_data(prepared)
+    return prepared
+
+
+def resolve_run_adapter(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:
+    """With the settings of the adapter that it begins from, if any. Raises ModelError where they contradict."""
+    if config.model.adapter is None:
+        return config
+    model = config.model.model_copy(update={"adapter": resolve_adapter(config.model.adapter)})
+    return config.model_copy(update={"model": model})
+
+
+def _check_filter_metric(config: SFTConfig | GRPOConfig) -> None:
+    """Raises Refused where groups are to be filtered by a reward term that there is not."""
+    if config.recipe != "grpo" or not config.filter_groups.enable:
+        return
+    known = ["reward", *term_names(config.reward.terms)]
+    if config.filter_groups.metric not in known:
+        raise RunRefused(f"filter_groups.metric {config.filter_groups.metric!r} is none of {', '.join(known)}")
+
+
+def _sources(
+    config: SFTConfig | GRPOConfig, model: ModelFacts
+) -> tuple[PromptSource | None, DocumentSource | None, list[Prompt], TurnTokenizer | None]:
+    tokenizer = load_tokenizer(config.model)
+    environment = config.rollout.environment if needs_engine(config) else None
+    tools = chat_template_tools(environment) if environment is not None else []
+    open_turn = environment is None or environment.path is None
+    turns = TurnTokenizer(tokenizer, config.data, tools) if environment is not None else None
+    rows = load_rows(config.data)
+    compares = needs_answers(config.reward.terms) if config.reward is not None else False
+    prompts: PromptSource | None = None
+    documents: DocumentSource | None = None
+    if config.recipe == "grpo":
+        longest = min(model.context, config.token_budget) - config.rollout.sampling.max_tokens
+        prompts = PromptSource(rows, config.data, tokenizer, config.seed, longest, compares, tools, open_turn)
+    else:
+        longest = min(model.context, config.token_budget)
+        documents = DocumentSource(rows, config.data, tokenizer, config.seed, longest, config.train_on_prompt)
+    held_out: list[Prompt] = []
+    if config.evaluation is not None:
+        # Never shuffled: with `prompts` or `limit`, runs of other seeds are measured on the same rows.
+        data = config.evaluation.data.model_copy(update={"shuffle": False})
+        room = model.context - (config.evaluation.sampling or config.rollout.sampling).max_tokens
+        source = PromptSource(load_rows(data), data, tokenizer, config.seed, room, compares, tools, open_turn)
+        held_out = source.take(0, min(len(source), config.evaluation.prompts or len(source)))
+    if turns is not None:
+        first = prompts.take(0, 1) if prompts is not None else held_out[:1]
+        for prompt in first:
+            _check_tools_reach_model(turns, prompt, tools)
+            turns.check(prompt, "tool" if open_turn else "user")
+    return prompts, documents, held_out, turns
+
+
+def _check_tools_reach_model(turns: TurnTokenizer, prompt: Prompt, tools: Sequence[dict[str, Any]]) -> None:
+    if tools and not turns.is_chat(prompt):
+        raise RunRefused(
+            "the model is told of rollout.environment.tools by the chat template, but the prompts are plain text: set "
+            "data.chat=true, or describe the tools in data.template and set rollout.environment.parser=regex"
+        )
+
+
+def _resumed_config(
+    config: SFTConfig | GRPOConfig | None, folder: Path, overrides: Sequence[str]
+) -> tuple[SFTConfig | GRPOConfig, list[str]]:
+    """The config a run goes on with, and what is to be said about it; refuses what would change its result."""
+    with Ledger.reader(folder) as ledger:
+        old: dict[str, Any] = ledger.config()
+        if config is None:
+            config = check_config(apply_overrides(old, overrides), source=str(folder))
+        changes = compare_config(old, config.model_dump(mode="json"))
+        refused = [str(change) for change in changes if change.changes_result]
+        if refused:
+            raise RunRefused(
+                f"{folder} cannot go on with these changes, they would change its result: {'; '.join(refused)}. "
+                "Start a new run for them (name=...)"
+            )
+        _check_not_finished(config, ledger)
+    return config, _change_notes(changes)
+
+
+def _check_same_data(prepared: PreparedRun) -> None:
+    """Raises Refused where rows came or went since the run began: it would use some twice, and others never."""
+    with Ledger.reader(prepared.folder) as ledger:
+        begun = [int(event.fields["rows"]) for event in ledger.events() if event.kind == START_EVENT]
+    if begun and begun[0] != prepared.rows:
+        raise RunRefused(
+            f"{prepared.config.data.path} had {begun[0]} rows to use when {prepared.folder} began, and has "
+            f"{prepared.rows} now, which come in another order: restore the data, or start a new run (name=...)"
+        )
+
+
+def _check_not_finished(config: SFTConfig | GRPOConfig, ledger: Ledger) -> None:
+    """Raises Finished where the newest attempt came to its end and wrote its summary, the last thing it does."""
+    try:
+        summary = json.loads((ledger.folder / "summary.json").read_text())
+        attempt, reason, done = summary["generation"], summary["exit_reason"], summary["steps"]["done"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return
+    exports = [ledger.folder / name for name in config.exports]
+    exported = all(export.is_dir() for export in exports)
+    if (attempt, reason) == (ledger.generation, "finished") and done >= config.steps and exported:
+        release_shared_memory(ledger.folder)
+        where = f", its model is in {' and '.join(map(str, exports))}" if exports else ""
+        raise RunFinished(f"{ledger.folder} is finished: {done} of {config.steps} steps{where}. For more, raise steps")
+
+
+def _change_notes(changes: Sequence[ConfigChange]) -> list[str]:
+    bits = [str(change) for change in changes if change.changes_bits]
+    if not bits:
+        return []
+    return [
+        f"{'; '.join(bits)}: the order of additions changes, so the result will not be bitwise that of the unchanged "
+        "run, but the same to about 1e-5"
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """A plan, and what it does not know."""
+
+    config: SFTConfig | GRPOConfig
+    plan: RunPlan
+    model: ModelFacts | None
+    """None where the model could not be looked up."""
+    notes: list[str]
+
+
+def dry_run(
+    config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str] = (), gpus: int | None = None
+) -> DryRun:
+    """Prepares a run without starting it. A Ray cluster that cannot be reached is no error here either.
+
+    A model or data set of the hub that is neither on this machine nor can be asked for now is no error here: the plan
+    says what it does not know because of it. Everything that is wrong is refused as by `prepare_run`.
+
+    Args:
+        gpus: plan for a host with so many, instead of this one.
+    """
+    host = None if gpus is None else _host_with(gpus)
+    notes = []
+    if gpus is not None:
+        notes.append(f"planned for a host with {gpus} GPUs: what memory and how many cores it has is not known here")
+
+    def look(cluster: RayClusterConfig) -> list[NodeResources] | None:
+        try:
+            return list_cluster_nodes(cluster)
+        except ConnectionError as error:
+            notes.append(f"nodes are not known: {error}")
+            return None
+
+    try:
+        prepared = prepare_run(config, resume, overrides, host, look)
+    except (HubUnreachable, HubDataUnreachable):
+        if config is None:
+            raise
+        return _plan_without_hub(config, host or host_resources(config.cluster), notes)
+    return DryRun(prepared.config, prepared.plan, prepared.model, [*notes, *prepared.notes])
+
+
+def _plan_without_hub(config: SFTConfig | GRPOConfig, host: HostResources, notes: list[str]) -> DryRun:
+    model: ModelFacts | None = None
+    try:
+        config = resolve_run_adapter(config)
+        model = model_facts(config.model, host.device)
+    except HubUnreachable as error:
+        notes.append(f"not looked up: {error}. Memory and collectives are not known, and no prompt was measured")
+    plan = assign_nodes(make_plan(config, model, host), config.placement, None)
+    if config.reward is not None:
+        check_terms(config.reward.terms)
+    if config.rollout.environment is not None:
+        chat_template_tools(config.rollout.environment)
+    for name, data in _datasets(config):
+        try:
+            rows = load_rows(data)
+            notes.append(f"{name}: {len(rows)} rows, with the columns {', '.join(rows.columns)}; none was tokenized")
+        except HubDataUnreachable as error:
+            notes.append(f"not looked up: {name} = {error}")
+    return DryRun(config, plan, model, notes)
+
+
+def _datasets(config: SFTConfig | GRPOConfig) -> list[tuple[str, DatasetConfig]]:
+    found = [("data", config.data)]
+    return found if config.evaluation is None else [*found, ("evaluation.data", config.evaluation.data)]
+
+
+def _host_with(gpus: int) -> HostResources:
+    cores = len(os.sched_getaffinity(0))
+    return HostResources(cores=cores, memory=UNLIMITED, shared_memory=UNLIMITED, device="cuda", gpus=gpus)

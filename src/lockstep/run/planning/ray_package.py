@@ -1,0 +1,92 @@
+"""Packs the config and the files it names for a Ray job."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.run.errors import RunRefused
+
+CONFIG_FILE = "run.yaml"
+MAX_PACKAGE_BYTES = 100 * 2**20
+"""Of all files together; Ray takes 512 MiB, and copies them to every node."""
+_FILE_FIELDS = ("path", "chat_template", "tools")
+"""Fields that name files; a name on the hub is none that is there."""
+
+
+@dataclass(slots=True)
+class RayPackage:
+    """A folder with everything."""
+
+    folder: Path
+    files: list[str] = field(default_factory=list)
+    """Relative; with their folders for Python files, whose neighbours they may import."""
+    elsewhere: list[str] = field(default_factory=list)
+    """Absolute paths that the file names: they must be the same on the cluster's nodes."""
+
+
+def build_ray_package(config: SFTConfig | GRPOConfig, folder: Path) -> RayPackage:
+    """Writes the resolved config to `folder/run.yaml`, and beside it every file of the working directory that it names
+    by a relative path.
+
+    Raises:
+        Refused: the run's folder would lie in what is thrown away, a file is outside of the working directory, or all
+            together are too large to be sent.
+    """
+    if not Path(config.folder).is_absolute():
+        raise RunRefused(
+            f"folder {config.folder!r} is relative, and the working directory of a Ray job is deleted after it: set "
+            "folder to an absolute path on a file system that outlives the job, such as a shared one"
+        )
+    staged = RayPackage(folder)
+    values = config.model_dump(mode="json")
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    for name in dict.fromkeys(_named_files(values)):
+        _copy_file(Path(name), staged)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if size > MAX_PACKAGE_BYTES:
+        largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        raise RunRefused(
+            f"the files that the run names are {size / 2**20:.0f} MiB, more than the {MAX_PACKAGE_BYTES / 2**20:.0f} MiB that "
+            f"are sent; the largest is {largest.relative_to(folder)}: put it on a file system that the cluster's nodes "
+            "share, and name it by its absolute path"
+        )
+    return staged
+
+
+def _named_files(values: Any, key: str = "") -> Iterator[str]:
+    """Texts in the fields that name files, without what stands behind a colon (`FILE.py:NAME`)."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from _named_files(value, str(name))
+    elif isinstance(values, list):
+        for value in values:
+            yield from _named_files(value, key)
+    elif isinstance(values, str) and key in _FILE_FIELDS:
+        stem, _, name = values.rpartition(":")
+        yield stem if stem.endswith(".py") and name.isidentifier() else values
+
+
+def _copy_file(path: Path, staged: RayPackage) -> None:
+    path = path.expanduser()
+    if not path.exists():
+        return
+    if path.is_absolute():
+        staged.elsewhere.append(str(path))
+        return
+    here = Path.cwd()
+    if not path.resolve().is_relative_to(here.resolve()):
+        raise RunRefused(f"{path} is outside of the working directory {here}: name it by its absolute path")
+    neighbours = sorted(path.parent.glob("*.py")) if path.suffix == ".py" else [path]
+    for source in neighbours:
+        target = staged.folder / source
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            shutil.copyfile(source, target)
+        staged.files.append(str(source))

@@ -1,0 +1,162 @@
+"""What a plan is made from: the sizes of the model, read without its weights, and the resources of this host."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from lockstep.cluster.placement.bundles import NodeResources
+from lockstep.config.cluster import LocalClusterConfig, RayClusterConfig
+from lockstep.config.model import AdapterConfig, ModelConfig
+from lockstep.models.errors import ModelError
+from lockstep.models.hf_checkpoint import check_weights, named_weights
+from lockstep.models.lora import (
+    add_adapter,
+    check_adapter,
+    named_adapter,
+    named_saved_weights,
+    starts_from_other_weights,
+)
+from lockstep.models.model_loader import context_length, load_policy, resolve_dtype
+from lockstep.models.policy_model import PolicyModel
+
+UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What the plan must know of an adapter."""
+
+    parameters: int
+    units: int
+    """Decoder layers that have a part of it, and the root where weights outside of the layers are trained."""
+    first: int
+    """The first layer that needs a backward."""
+    saved: int = 0
+    """Of the model's own parameters, those that are trained whole beside it."""
+    begins_elsewhere: bool = False
+    """Whether the model without it is not what the run began with, which then is the reference of a KL penalty."""
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.parameters + self.saved
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the plan must know of a model."""
+
+    parameters: int
+    """Without an adapter's."""
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    dtype: str
+    """Compute precision after `auto` was resolved."""
+    adapter: AdapterFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostResources:
+    """What the plan must know of the machine."""
+
+    cores: int
+    memory: int
+    """Bytes that can still be used."""
+    shared_memory: int
+    """Free bytes of /dev/shm."""
+    device: str
+    """`cpu` or `cuda`."""
+    gpus: int
+
+
+def model_facts(cfg: ModelConfig, device: str) -> ModelFacts:
+    """Builds the model without weights and counts. ModelError where it cannot be built, where a local folder has no
+    weights that fit it, or where the adapter does not."""
+    policy = load_policy(cfg, "cpu", meta=True)
+    folder = Path(cfg.path).expanduser()
+    if folder.is_dir():  # a hub name's weights are not here yet
+        check_weights(policy, folder)
+    config: Any = policy.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
+    return ModelFacts(
+        parameters=sum(parameter.numel() for _, parameter in named_weights(policy)),
+        layers=len(policy.layers),
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1),
+        context=_context_length(cfg, policy.config),
+        dtype=str(resolve_dtype(cfg.dtype, device)).removeprefix("torch."),
+        adapter=None if cfg.adapter is None else _adapter_facts(policy, cfg.adapter),
+    )
+
+
+def _adapter_facts(policy: PolicyModel, cfg: AdapterConfig) -> AdapterFacts:
+    add_adapter(policy, cfg)
+    check_adapter(policy, cfg)
+    low = sum(parameter.numel() for _, parameter in named_adapter(policy))
+    saved = sum(parameter.numel() for _, parameter in named_saved_weights(policy))
+    inside = {id(parameter) for layer in policy.layers for parameter in layer.parameters()}
+    outside = any(p.requires_grad for p in policy.parameters() if id(p) not in inside)
+    embedding = policy.lm.get_input_embeddings().weight.requires_grad
+    trained = [any(parameter.requires_grad for parameter in layer.parameters()) for layer in policy.layers]
+    return AdapterFacts(
+        parameters=low,
+        saved=saved,
+        units=sum(trained) + outside,
+        first=0 if embedding else trained.index(True) if any(trained) else len(trained),
+        begins_elsewhere=starts_from_other_weights(policy, cfg),
+    )
+
+
+def _context_length(cfg: ModelConfig, config: Any) -> int:
+    """The smaller of the user's limit and the model's own, which a state-space model need not have."""
+    if cfg.max_length is None:
+        return context_length(config)
+    try:
+        return min(cfg.max_length, context_length(config))
+    except ModelError:
+        return cfg.max_length
+
+
+def host_resources(
+    cfg: LocalClusterConfig | RayClusterConfig, nodes: Sequence[NodeResources] | None = None
+) -> HostResources:
+    """Cores, memory (the container's where it is less) and shared memory of this host; GPUs of the nodes, where they
+    are known."""
+    gpus = 0
+    if cfg.device != "cpu":
+        gpus = torch.cuda.device_count() if nodes is None else int(sum(node.gpus for node in nodes))
+    return HostResources(
+        cores=len(os.sched_getaffinity(0)),
+        memory=min(psutil.virtual_memory().available, _cgroup_memory()),
+        shared_memory=psutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
+        device="cuda" if gpus or cfg.device == "cuda" else "cpu",
+        gpus=gpus,
+    )
+
+
+def _cgroup_memory() -> int:
+    """Bytes that the container still allows; a huge number where it sets no limit."""
+    root = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            allowed = (root / limit).read_text().strip()
+            taken = int((root / used).read_text())
+        except (OSError, ValueError):
+            continue
+        if allowed != "max":
+            return max(0, int(allowed) - taken)
+    return UNLIMITED

@@ -1,0 +1,357 @@
+"""What a run will start and need, computed before anything starts: processes, threads, memory, collectives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from lockstep.cluster.placement.assignment import Assignment
+from lockstep.cluster.placement.bundles import ProcessRequest
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.run.planning.resources import HostResources, ModelFacts
+from lockstep.weights.weight_transport import DevicePlacement, transport_refusal
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+METRICS_BYTES = 8 * 21
+"""Of the one vector per optimizer step: `2 + len(lockstep.train.objective.METRIC_NAMES)` float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProcess:
+    name: str
+    role: str
+    rank: int
+    device: str
+    threads: int
+    memory: int
+    """Estimated bytes of weights, optimizer state, caches and activations, without the runtime itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCollective:
+    """One line of the schedule of a step."""
+
+    operation: str
+    communicator: str
+    times: str
+    """How often in a step, with what decides it."""
+    bytes: int
+    """Payload of the largest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    processes: list[PlannedProcess]
+    collectives: list[PlannedCollective]
+    shared_memory: int
+    """Bytes of /dev/shm for the published weights."""
+    memory_copy: int = 0
+    """Bytes of /dev/shm for copies of the trainer's state; 0 where none are kept."""
+    wanted: list[ProcessRequest] = field(default_factory=list)
+    """What the processes need of nodes, where there are several; empty for those of one host."""
+    assignment: Assignment | None = None
+    """Who is to be where; None where the nodes are not known, or others use them now."""
+    busy: str = ""
+    """Who is waited for with what, where others use the nodes now."""
+
+    @property
+    def memory(self) -> int:
+        return sum(process.memory for process in self.processes)
+
+
+class InfeasibleError(ValueError):
+    """The plan does not fit this machine: which part does not, and what would."""
+
+
+def needs_engine(config: SFTConfig | GRPOConfig) -> bool:
+    """GRPO always generates; SFT only for its evaluation."""
+    return config.recipe == "grpo" or config.evaluation is not None
+
+
+def make_plan(config: SFTConfig | GRPOConfig, model: ModelFacts | None, host: HostResources) -> RunPlan:
+    """The processes of the run and what they need. Without a model, what does not depend on it: no sizes, no
+    collectives. Those of a Ray cluster are not held against this host: `lockstep.run.planning.node_placement` has a
+    place for each.
+
+    Raises:
+        InfeasibleError: a context without room for prompts, more ranks than GPUs, too little memory or shared memory.
+    """
+    if model is not None:
+        _check_context_room(config, model)
+    trainer, engine = config.trainer, config.rollout.engine
+    engines = engine.count if needs_engine(config) else 0
+    processes = [
+        PlannedProcess(
+            f"policy-{rank}",
+            "policy",
+            rank,
+            _device(config, host, rank),
+            trainer.threads or _threads(config, host, "policy", trainer.ranks),
+            0 if model is None else trainer_memory(config, model),
+        )
+        for rank in range(trainer.ranks)
+    ]
+    processes += [
+        PlannedProcess(
+            f"engine-{rank}",
+            "rollout",
+            rank,
+            _engine_device(config, host, rank),
+            engine.threads or _threads(config, host, "rollout", engines),
+            0 if model is None else engine_memory(config, model),
+        )
+        for rank in range(engines)
+    ]
+    if config.reward is not None:
+        processes += [
+            PlannedProcess(f"scorer-{rank}", "reward", rank, "cpu", 1, 0) for rank in range(config.reward.workers)
+        ]
+    if engines and config.rollout.environment is not None:
+        processes += [
+            PlannedProcess(f"environment-{rank}", "environment", rank, "cpu", 1, 0)
+            for rank in range(config.rollout.environment.workers)
+        ]
+    refusal = transport_refusal(config.weights.transport, weight_devices(config, processes)) if engines else ""
+    if refusal:
+        raise InfeasibleError(refusal)
+    shared = 2 * model.parameters * DTYPE_BYTES[engine_dtype(config, model)] if engines and model is not None else 0
+    plan = RunPlan(processes, [] if model is None else trainer_collectives(config, model), shared)
+    if config.cluster.kind == "ray":
+        plan = replace(plan, wanted=resource_requests(config, plan.processes))
+    else:
+        _check_fits_host(plan, config, host)
+    return plan if model is None else replace(plan, memory_copy=_reserved_checkpoint_bytes(config, model, plan, host))
+
+
+def engine_dtype(config: SFTConfig | GRPOConfig, model: ModelFacts) -> str:
+    """Precision of the engine's weights: its own setting, else the model's."""
+    chosen = config.rollout.engine.dtype
+    return model.dtype if chosen == "auto" else chosen
+
+
+def trainer_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
+    """Bytes of one rank: fp32 weights, gradients and two Adam moments, sharded (with an adapter only its own, beside
+    the model's weights in compute precision); activations of one row.
+
+    Activations follow Korthikanti et al. 2022 (eq. 2), `34 * tokens * hidden` bytes a layer in 16 bit, without its
+    attention term, as attention keeps no scores; double in 32 bit, one tensor a layer under checkpointing.
+    """
+    width, adapter = DTYPE_BYTES[model.dtype], model.adapter
+    if adapter is None:
+        states = 16 * model.parameters // config.trainer.shards
+    else:  # merging needs the whole of it
+        frozen = config.model.quantization
+        bits = 8 * width if frozen is None else {"nf4": 4.5, "int8": 8.0}[frozen.kind]  # with the blocks' constants
+        sharded = int(bits * (model.parameters - adapter.saved) / 8) + 16 * adapter.trained
+        states = sharded // config.trainer.shards + 4 * adapter.parameters
+    per_layer = (2 if config.trainer.activation_checkpointing else 34) * config.token_budget * model.hidden
+    activations = per_layer * model.layers * width // 2
+    head = 3 * config.trainer.head_chunk * model.vocabulary * 4
+    reference = 0
+    if config.recipe == "grpo" and config.loss.kl.coefficient > 0 and adapter is None:
+        reference = model.parameters * width // config.trainer.shards
+    return states + activations + head + reference
+
+
+def engine_memory(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
+    """Bytes of one engine: weights and its preallocated K/V cache."""
+    engine = config.rollout.engine
+    width = DTYPE_BYTES[engine_dtype(config, model)]
+    if engine.kind == "vllm":
+        return model.parameters * width // engine.tensor_parallel_size + int(engine.cpu_kv_cache_gb * 2**30)
+    longest = min(config.model.max_length or model.context, model.context)
+    tokens = engine.cache_tokens or engine.max_rows * min(longest, 2 * config.rollout.sampling.max_tokens)
+    return model.parameters * width + 2 * model.layers * model.kv_heads * model.head_dim * tokens * width
+
+
+def memory_checkpoint_bytes(config: SFTConfig | GRPOConfig, model: ModelFacts) -> int:
+    """Bytes of two copies of what is trained, on all ranks: fp32 weights and two Adam moments."""
+    trained = model.parameters if model.adapter is None else model.adapter.parameters
+    return 2 * 12 * trained * config.trainer.replicas
+
+
+def _reserved_checkpoint_bytes(
+    config: SFTConfig | GRPOConfig, model: ModelFacts, plan: RunPlan, host: HostResources
+) -> int:
+    """Bytes for copies of the trainer's state, 0 where they are not wanted or (auto) do not fit: they count as memory
+    of this container like any other."""
+    kept = config.recovery.memory_copy
+    if not kept or not config.recovery.enable:
+        return 0
+    if config.cluster.kind == "ray":
+        if kept == "auto":
+            return 0
+        raise InfeasibleError(
+            "recovery.memory_copy is in the shared memory of one host, and with cluster.kind ray the trainer's ranks "
+            "may come back on another: set it to auto, or to false"
+        )
+    size = memory_checkpoint_bytes(config, model)
+    memory = host.memory - plan.shared_memory - (plan.memory if host.device == "cpu" else 0)
+    free = min(memory, host.shared_memory - plan.shared_memory)
+    if size <= free:
+        return size
+    if kept == "auto":
+        return 0
+    raise InfeasibleError(
+        f"recovery.memory_copy needs {size / 2**20:.0f} MiB of shared memory for two copies of the trainer's state and "
+        f"{max(free, 0) / 2**20:.0f} MiB are free beside the rest: set it to false, or to auto"
+    )
+
+
+def trainer_collectives(config: SFTConfig | GRPOConfig, model: ModelFacts) -> list[PlannedCollective]:
+    """The collectives every rank enters in a step; none of it depends on the data of a rank (rule 3)."""
+    if config.trainer.ranks == 1:
+        return []
+    layers, units, updates, models = model.layers, model.layers + 1, 1, 0
+    adapter = model.adapter
+    # FSDP2 gathers one layer ahead of the backward that comes next, also where none comes.
+    backward = layers if adapter is None else layers - max(adapter.first - 1, 0)
+    reduced = units if adapter is None else adapter.units
+    if config.recipe == "grpo":
+        loss = config.loss
+        updates = config.epochs * (
+            config.completions_per_step // (config.minibatch_size or config.completions_per_step)
+        )
+        models = int(loss.old_logprobs == "trainer") + int(loss.kl.coefficient > 0)
+    # Without its adapter the policy is the reference; where the reference is what it began with, it is gathered anew.
+    held = models if adapter is None or adapter.begins_elsewhere else min(models, 1)
+    if config.trainer.reshard_after_forward:
+        # A layer is gathered again for its backward; the root (embedding, last norm, head) is kept until then.
+        before = f"{models * layers} per micro-batch, and {held}"
+        gathers = f"{layers + backward + 1} per micro-batch"
+    else:
+        before = f"{held * units}"
+        gathers = f"{units * updates} ({units} per optimizer step)"
+    embedding = model.hidden * model.vocabulary
+    largest = max((model.parameters - embedding) // max(layers, 1), embedding)
+    width = DTYPE_BYTES[model.dtype]
+    found = [PlannedCollective("all_gather", "fsdp", f"{before} (log-probabilities before training)", largest * width)]
+    scattered = largest if adapter is None else adapter.trained // max(adapter.units, 1)
+    found = [
+        *(found if models else []),
+        PlannedCollective("all_gather", "fsdp", gathers, largest * width),
+        PlannedCollective(
+            "reduce_scatter", "fsdp", f"{reduced * updates} ({reduced} per optimizer step)", scattered * 4
+        ),
+        *_replica_collectives(config, reduced * updates, scattered * 4),
+        PlannedCollective("all_gather", "trainer", f"{updates} (gradient norm and metrics, one vector)", METRICS_BYTES),
+    ]
+    if adapter is not None and needs_engine(config):
+        merge = "1 (the adapter, before its weights are published)"
+        found.append(PlannedCollective("all_gather", "trainer", merge, adapter.parameters * 4))
+    return found
+
+
+def _replica_collectives(config: SFTConfig | GRPOConfig, times: int, size: int) -> list[PlannedCollective]:
+    """What HSDP adds: a copy's part of the gradients is summed with that of the other copies."""
+    trainer = config.trainer
+    if trainer.replicas == 1:
+        return []
+    return [PlannedCollective("all_reduce", "replicas", f"{times} (gradients, across copies)", size // trainer.shards)]
+
+
+def resource_requests(config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess]) -> list[ProcessRequest]:
+    """What each process needs of a node: a rank one GPU, an engine those of its tensor-parallel group, the others a
+    core. On CPUs, memory as well."""
+    width, found = _gpus_per_engine(config), []
+    for process in processes:
+        many = width if process.role == "rollout" else 1
+        role = {"policy": config.placement.policy, "rollout": config.placement.rollout}.get(process.role)
+        cpus = 1.0 if role is None else role.cpus * many
+        on_gpu = process.device != "cpu"
+        memory = 0 if on_gpu else process.memory * many
+        found.append(ProcessRequest(process.name, process.role, process.rank, cpus, many if on_gpu else 0, memory))
+    return found
+
+
+def _device(config: SFTConfig | GRPOConfig, host: HostResources, index: int) -> str:
+    """One GPU per process; where there are fewer, processes share them in turn (colocation). On a Ray cluster each
+    process sees its own ones only."""
+    if host.device == "cpu":
+        return "cpu"
+    return "cuda:0" if config.cluster.kind == "ray" else f"cuda:{index % max(host.gpus, 1)}"
+
+
+def _engine_device(config: SFTConfig | GRPOConfig, host: HostResources, rank: int) -> str:
+    """The first of an engine's GPUs: after those of the ranks, or from the first on where it shares theirs."""
+    width, ranks = _gpus_per_engine(config), config.trainer.ranks
+    first = rank * width % ranks if config.placement.shared else ranks + rank * width
+    return _device(config, host, min(first % max(host.gpus, 1), max(host.gpus - width, 0)))
+
+
+def _gpus_per_engine(config: SFTConfig | GRPOConfig) -> int:
+    """GPUs, or processes, of one engine."""
+    engine = config.rollout.engine
+    return engine.tensor_parallel_size if engine.kind == "vllm" else 1
+
+
+def weight_devices(
+    config: SFTConfig | GRPOConfig, processes: Sequence[PlannedProcess], slower: str = ""
+) -> DevicePlacement:
+    """What trainer ranks and engines compute on, as far as weights between them are concerned.
+
+    Args:
+        slower: why the trainer's collectives do not run on NCCL, where they should.
+    """
+    ranks = {process.device for process in processes if process.role == "policy"}
+    firsts = [process.device for process in processes if process.role == "rollout"]
+    cuda = "cpu" not in {*ranks, *firsts}
+    if config.cluster.kind == "ray" or not cuda:
+        return DevicePlacement(cuda, "all" if config.placement.shared else "none", slower=slower)
+    width = _gpus_per_engine(config)
+    taken = [f"cuda:{int(first.partition(':')[2]) + k}" for first in firsts for k in range(width)]
+    own = set(taken) - ranks
+    return DevicePlacement(
+        cuda,
+        "none" if len(own) == len(set(taken)) else "some" if own else "all",
+        len(taken) != len(set(taken)),
+        slower,
+    )
+
+
+def _threads(config: SFTConfig | GRPOConfig, host: HostResources, role: Literal["policy", "rollout"], many: int) -> int:
+    """Of a process, where the config leaves it open: its share of this host's cores, or the cores that it reserves."""
+    if config.cluster.kind == "ray":
+        return max(1, int(getattr(config.placement, role).cpus))
+    return max(1, host.cores // many)
+
+
+def _check_context_room(config: SFTConfig | GRPOConfig, model: ModelFacts) -> None:
+    """A prompt has one token at least, and stands with its completion in the context."""
+    limits = [("rollout.sampling.max_tokens", config.rollout.sampling)] if needs_engine(config) else []
+    if config.evaluation is not None and config.evaluation.sampling is not None:
+        limits.append(("evaluation.sampling.max_tokens", config.evaluation.sampling))
+    for name, sampling in limits:
+        if sampling.max_tokens >= model.context:
+            raise InfeasibleError(
+                f"{name} {sampling.max_tokens} leaves no room for a prompt in the context of {model.context} tokens: "
+                f"set it to {model.context - 1} at most, or take a model with a longer context"
+            )
+
+
+def _check_fits_host(plan: RunPlan, config: SFTConfig | GRPOConfig, host: HostResources) -> None:
+    if host.device == "cuda" and not host.gpus:
+        raise InfeasibleError(
+            "cluster.device is cuda, and torch finds no GPU on this host: set cluster.device=cpu (or auto), or install "
+            "a CUDA build of torch and check the driver with nvidia-smi"
+        )
+    if host.device == "cuda" and config.trainer.ranks > host.gpus:
+        raise InfeasibleError(
+            f"trainer.ranks {config.trainer.ranks} needs as many GPUs and this host has {host.gpus}: "
+            f"set trainer.ranks={host.gpus}, or cluster.device=cpu"
+        )
+    if host.device == "cuda" and _gpus_per_engine(config) > host.gpus and needs_engine(config):
+        raise InfeasibleError(
+            f"rollout.engine.tensor_parallel_size {_gpus_per_engine(config)} needs as many GPUs and this host has {host.gpus}"
+        )
+    if plan.shared_memory > host.shared_memory:
+        raise InfeasibleError(
+            f"publishing weights needs {plan.shared_memory / 2**20:.0f} MiB of /dev/shm (two copies) and "
+            f"{host.shared_memory / 2**20:.0f} MiB are free: enlarge it (docker: --shm-size) or remove stale files"
+        )
+    if host.device == "cpu" and plan.memory > host.memory:
+        worst = max(plan.processes, key=lambda process: process.memory)
+        raise InfeasibleError(
+            f"the run needs about {plan.memory / 2**30:.1f} GiB and {host.memory / 2**30:.1f} GiB are free; "
+            f"the largest part is {worst.name} with {worst.memory / 2**30:.1f} GiB: lower token_budget or "
+            f"rollout.engine.max_rows, or turn on trainer.activation_checkpointing"
+        )

@@ -1,0 +1,96 @@
+"""Decides what to do about a failure. Pure: a function of the failure, of earlier ones, and of the budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.cluster.worker_failures import WorkerFailure
+from lockstep.config.fault_tolerance import RecoveryConfig, RestartBudget
+from lockstep.config.trainer import TrainerConfig
+
+RETRYABLE = frozenset(
+    {
+        "agent", "cannot_start", "collective_refused", "collective_stalled", "connection", "no_port", "stalled",
+        "superseded", "wait_timeout",
+    }
+)  # fmt: skip
+"""Codes of errors of this package that a restart may mend: a wait that another process broke, a collective that did
+not match. All its other errors say what is wrong with data, config or code, so a retry cannot help."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRole:
+    """The worker (of the trainer: all ranks) is replaced."""
+
+    number: int
+    """Which restart within the window this is, from 1."""
+    budget: RestartBudget
+
+
+@dataclass(frozen=True, slots=True)
+class StopRun:
+    """The run ends; it can be resumed."""
+
+    reason: str
+    """Why it was not healed; empty where the error says all there is to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class FewerRanks:
+    """The trainer goes on with so many ranks: no replacement can be had."""
+
+    ranks: int
+
+
+RecoveryAction = RestartRole | FewerRanks | StopRun
+
+MAX_FAILED_STARTS = 2
+"""Starts of trainer ranks that fail in a row before fewer are tried."""
+
+
+def decide_recovery(
+    failure: WorkerFailure, history: Sequence[WorkerFailure], config: RecoveryConfig, fewer: int | None = None
+) -> RecoveryAction:
+    """What to do about a failure.
+
+    Args:
+        history: what was restarted for, oldest first.
+        fewer: the next smaller number of trainer ranks that would do; None where there is none.
+    """
+    if not config.enable:
+        return StopRun("")
+    if failure.how == "raised":
+        if failure.code and failure.code not in RETRYABLE:
+            return StopRun("")
+        if any(failure.signature == earlier.signature for earlier in history if earlier.how == "raised"):
+            return StopRun(f"the same error came again in step {failure.step} after a restart; see {failure.place}")
+    if fewer is not None and config.fewer_ranks and _failed_starts([*history, failure]) >= MAX_FAILED_STARTS:
+        return FewerRanks(fewer)
+    budget = config.policy if failure.role == "policy" else config.rollout
+    spent = sum(_in_same_budget(failure, earlier, budget) for earlier in history)
+    if spent >= budget.max_restarts:
+        return StopRun(
+            f"{spent} restarts within {budget.window_s:g} s are spent (recovery.{failure.role}.max_restarts "
+            f"{budget.max_restarts}, window_s {budget.window_s:g})"
+        )
+    return RestartRole(spent + 1, budget)
+
+
+def _in_same_budget(failure: WorkerFailure, earlier: WorkerFailure, budget: RestartBudget) -> bool:
+    """Whether an earlier restart is of the same budget: the trainer's ranks share one, every engine has its own."""
+    same = earlier.role == failure.role and (failure.role == "policy" or earlier.rank == failure.rank)
+    return same and failure.at - earlier.at <= budget.window_s
+
+
+def _failed_starts(failures: Sequence[WorkerFailure]) -> int:
+    """How many starts of trainer ranks have failed in a row, up to now."""
+    ranks = [failure.starting for failure in failures if failure.role == "policy"]
+    return next((number for number, starting in enumerate(reversed(ranks)) if not starting), len(ranks))
+
+
+def next_smaller_ranks(config: TrainerConfig, ranks: int) -> int | None:
+    """The largest smaller number of ranks over which parameters can be sharded with as many copies."""
+    for count in range(ranks - 1, 0, -1):
+        shards, rest = divmod(count, config.replicas)
+        if not rest and (config.replicas == 1 or shards > 1):
+            return count
+    return None

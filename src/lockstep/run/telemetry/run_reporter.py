@@ -1,0 +1,202 @@
+"""Reports a run while it runs and after it ended: console, metrics, stage timers, startup status, summary, report."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from lockstep.base import waits
+from lockstep.base.text import format_duration
+from lockstep.config.recipes import GRPOConfig, SFTConfig
+from lockstep.ledger.ledger import Ledger
+from lockstep.report.live_console import LiveConsole, beacon_activity
+from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
+from lockstep.report.run_incidents import incidents_of, incidents_summary
+from lockstep.report.run_summary import package_versions, write_summary
+from lockstep.run.telemetry.verdict_handler import VerdictHandler
+from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.beacon_records import WaitRecord
+
+STATUS_INTERVAL_S = 0.5
+MAX_WORKERS_SHOWN = 2
+"""So many of those who are awaited are described."""
+
+
+@contextmanager
+def startup_status(tell: Callable[[str], None], doing: Callable[[str], str]) -> Iterator[None]:
+    """Tells twice a second, from a thread of its own, whom the thread that enters this waits for; "" where it does not.
+
+    Args:
+        doing: what a worker of that name does, for after its name; empty where nothing is known of it.
+    """
+    thread, over, lock = threading.get_native_id(), threading.Event(), threading.Lock()
+
+    def look() -> None:
+        while not over.is_set():
+            text = format_wait(writer.current_beacon().waiting(thread), doing, time.monotonic_ns())
+            with lock:  # what is told after the end would stay
+                if not over.is_set():
+                    tell(text)
+            waits.sleep(STATUS_INTERVAL_S, "who is awaited then")
+
+    threading.Thread(target=look, name="awaited", daemon=True).start()
+    try:
+        yield
+    finally:
+        with lock:
+            over.set()
+        tell("")
+
+
+def format_wait(wait: WaitRecord | None, doing: Callable[[str], str], now_ns: int) -> str:
+    """A wait, and what those do who are waited for."""
+    if wait is None:
+        return ""
+    names = wait.whom.partition(" and ")[0].split(", ")
+    said = [f"{name} {what}" for name in names[:MAX_WORKERS_SHOWN] if (what := doing(name))]
+    told = f": {'; '.join(said)}" if said else ""
+    return f"{wait.whom} ({wait.why}) for {format_duration((now_ns - wait.since_ns) / 1e9)}{told}"
+
+
+class StageTimers:
+    """Times the stages of the current step and shows them in the controller's beacon."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.totals: dict[str, float] = {}
+        self.current = ""
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Stages may be entered several times in a step (their times add up) but not nested."""
+        if self.current:
+            raise RuntimeError(f"stage {name!r} begins inside stage {self.current!r}")
+        self.current = name
+        writer.current_beacon().stage(name)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            elapsed = time.monotonic() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+            self.totals[name] = self.totals.get(name, 0.0) + elapsed
+            self.current = ""
+            writer.current_beacon().stage("")
+
+    def take(self) -> dict[str, float]:
+        """Seconds per stage since the last call."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+STARTUP_STAGES = ("start", "recovery")
+"""Stages in which processes start, and whoever is awaited is told at once."""
+
+
+class RunReporter:
+    """Tells the console and the metric sinks what happens. Everything it shows is in the ledger as well."""
+
+    def __init__(self, config: SFTConfig | GRPOConfig, folder: Path, ledger: Ledger, run_id: str) -> None:
+        self.config, self.folder, self.ledger = config, folder, ledger
+        self.stages = StageTimers()
+        self.console = LiveConsole(
+            config.name,
+            folder,
+            config.steps,
+            quiet=not config.report.console,
+            activity=lambda: beacon_activity(run_id),
+        )
+        self.stalls = VerdictHandler(self.console, ledger)
+        self.doing: Callable[[str], str] = lambda name: ""
+        """What a worker of that name does."""
+        self._sinks: MetricSinks | None = None
+        self._reason = "failed"
+        self._tokens = 0.0
+        self._start = 0
+
+    def begin(self, version: int) -> None:
+        """The run begins with `version_numbers` steps done; later rows of an earlier attempt are superseded."""
+        rows = self.ledger.metrics_rows()
+        self._start = version
+        self._tokens = max((row.values.get("tokens/total", 0.0) for row in rows if row.step < version), default=0.0)
+        self._sinks = open_sinks(
+            self.folder,
+            tensorboard=self.config.report.tensorboard,
+            resume_after=version - 1 if rows else None,
+            others=self._trackers(),
+        )
+        self.stages.take()
+        self.console.start(version)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A stage of the current step: timed, and shown while it lasts."""
+        with self.stages(name):
+            self.console.stage(name)
+            try:
+                with startup_status(self.console.awaits, self.doing) if name in STARTUP_STAGES else nullcontext():
+                    yield
+            finally:
+                self.console.stage("")
+        self.stalls.flush()
+
+    def step_begins(self, step: int) -> None:
+        writer.current_beacon().progress("step", step, self.config.steps)
+
+    def step_ends(self, step: int, row: dict[str, float]) -> None:
+        """Completes the step's row of metrics and hands it to ledger, sinks and console."""
+        seconds = self.stages.take()
+        row |= {f"time/{name}_s": value for name, value in seconds.items()}
+        row["time/step_s"] = sum(seconds.values())
+        tokens = row.get("rollout/tokens", row.get("policy/tokens", 0.0))
+        self._tokens += tokens
+        row["tokens/total"] = self._tokens
+        if row["time/step_s"] > 0:
+            row["throughput/tokens_per_s"] = tokens / row["time/step_s"]
+        self.ledger.metrics(step, row)
+        if self._sinks is not None:
+            self._sinks.write(step, row)
+        self.console.step(step, row)
+
+    def step_again(self, step: int) -> None:
+        """A step that was told of is trained again after a fault: the same metrics, and more time."""
+        seconds = self.stages.take()
+        recovery = seconds.pop("recovery", 0.0)
+        self.ledger.metrics(step, {"time/recovery_s": recovery, "time/again_s": sum(seconds.values())})
+
+    def boundary_ends(self, version: int) -> None:
+        """Adds what evaluation and checkpoint took to the step before them, which is not for a resumed run to say of
+        the step that it goes on from."""
+        seconds = {f"time/{name}_s": value for name, value in self.stages.take().items()}
+        if version > self._start and seconds:
+            self.ledger.metrics(version - 1, seconds)
+
+    def evaluated(self, version: int, metrics: Mapping[str, float]) -> None:
+        if self._sinks is not None:
+            self._sinks.write(version - 1, metrics)
+        self.console.evaluation(version, metrics)
+
+    def _trackers(self) -> list[MetricSink]:
+        if not self.config.tracking:
+            return []
+        from lockstep.report.trackers import open_trackers  # brings what few runs need
+
+        return open_trackers(self.config.tracking, self.folder, self.config.model_dump(mode="json"), package_versions())
+
+    def finish(self, reason: str) -> None:
+        """Writes summary and report, and the last line. Of `failed: why` that shows the first word: whoever started
+        the run tells the rest."""
+        from lockstep.report.html_report import write_report  # brings matplotlib, which no start should wait for
+
+        self._reason = reason
+        self.stalls.flush()
+        report = write_report(self.ledger, reason) if self.config.report.html else None
+        write_summary(self.ledger, reason)  # last: a run whose summary says that it is finished has nothing left to do
+        incidents = incidents_summary(incidents_of(self.ledger.events()))
+        self.console.finish(reason.partition(":")[0], report, incidents)
+
+    def close(self) -> None:
+        self.console.close()
+        if self._sinks is not None:
+            self._sinks.close(self._reason)

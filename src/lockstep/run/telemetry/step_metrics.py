@@ -1,0 +1,66 @@
+"""Metrics of a step, computed by the controller from its rollouts. Pure."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lockstep.data.samples import Completion, Rollouts
+from lockstep.rewards.reward_metrics import reward_metrics
+
+
+def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Rewards and lengths under the names the field uses.
+
+    Staleness is that of each token: the version that is trained, which is the number of the step, less the one that
+    made it. `rollout/groups_without_signal` is the share of groups whose completions all have the same reward: they
+    teach nothing. `reward/std` is over all completions, as in TRL and verl.
+    """
+    completions = [completion for group in rollouts.groups for completion in group.completions]
+    lengths = np.array([completion.generated for completion in completions], dtype=np.float64)
+    prompts = np.array([len(group.prompt.tokens) for group in rollouts.groups], dtype=np.float64)
+    truncated = np.mean([completion.finish == "length" for completion in completions])
+    staleness = rollouts.step - np.concatenate([each.own(each.versions) for each in completions]).astype(np.float64)
+    return {
+        **reward_metrics(rollouts),
+        **_episode_metrics(completions),
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_max": float(lengths.max()),
+        "rollout/prompt_length_mean": float(prompts.mean()),
+        "rollout/truncated": float(truncated),
+        "rollout/staleness_mean": float(staleness.mean()) if staleness.size else 0.0,
+        "rollout/staleness_max": float(staleness.max(initial=0.0)),
+        "rollout/logprob_mean": float(np.concatenate([each.own(each.logprobs) for each in completions]).mean()),
+        "rollout/tokens": float(lengths.sum()),
+    }
+
+
+def _episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Of conversations: turns of the model, tokens of the environment, how they ended, what it counted."""
+    episodes = [each.episode for each in completions if each.episode is not None]
+    if not episodes:
+        return {}
+    turns = np.array([episode.turns for episode in episodes], dtype=np.float64)
+    written = np.mean([len(each.tokens) - each.generated for each in completions])
+    found = {
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_max": float(turns.max()),
+        "rollout/environment_tokens_mean": float(written),
+        "environment/reward": float(np.mean([sum(episode.rewards) for episode in episodes])),
+    }
+    for ended in ("turns", "tokens", "error"):
+        found[f"environment/ended_{ended}"] = float(np.mean([episode.ended == ended for episode in episodes]))
+    for name in sorted({name for episode in episodes for name in episode.metrics}):
+        found[f"environment/{name}"] = float(np.mean([episode.metrics.get(name, 0.0) for episode in episodes]))
+    return found
+
+
+def update_metrics(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One row from the optimizer steps of a step: means; of counts the sum, of what ends in `_max` the maximum."""
+
+    def joined(name: str) -> float:
+        values = [each[name] for each in stats]
+        if name in ("tokens", "batch/skipped_sequences"):
+            return float(np.sum(values))
+        return float(np.max(values) if name.endswith("_max") else np.mean(values))
+
+    return {name: joined(name) for name in stats[0]}

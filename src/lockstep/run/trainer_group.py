@@ -1,0 +1,138 @@
+"""The policy's trainer ranks as one object: every call goes to all ranks and gives one answer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.cluster.protocol import Worker
+from lockstep.cluster.rpc.codec import encode_once
+from lockstep.cluster.rpc.futures import gather_identical, gather_results
+from lockstep.cluster.rpc.remote_worker import worker_and_node
+from lockstep.config.algorithm import CrossEntropy, PolicyLoss
+from lockstep.config.trainer import OffloadConfig
+from lockstep.data.micro_batch import MiniBatch
+from lockstep.data.packing import TrainingBatch
+from lockstep.run.policy_api import PolicyAPI
+from lockstep.train.api import TrainerInfo
+from lockstep.train.trainer_protocol import EvaluateOutput
+
+
+def set_up_ranks(workers: Sequence[Worker]) -> list[TrainerInfo]:
+    """Has trainer ranks meet and load the model."""
+    names = [worker_and_node(worker) for worker in workers]
+    return gather_results([worker.submit(PolicyAPI.setup, names) for worker in workers], why="load the model")
+
+
+class TrainerGroup:
+    """The trainer ranks of the policy. Every method goes to all ranks, in rank order, with equal schedules."""
+
+    def __init__(
+        self, workers: Sequence[Worker], infos: Sequence[TrainerInfo], offload: OffloadConfig | None = None
+    ) -> None:
+        self._offload = offload or OffloadConfig()
+        self.use(workers, infos)
+
+    def use(self, workers: Sequence[Worker], infos: Sequence[TrainerInfo]) -> None:
+        """Takes other ranks, which are set up."""
+        self.workers = list(workers)
+        self.info = infos[0]
+        self._away = False
+
+    @property
+    def ranks(self) -> int:
+        return len(self.workers)
+
+    def evaluate(self, minibatch: MiniBatch, want: Sequence[EvaluateOutput]) -> list[list[dict[str, np.ndarray]]]:
+        """`[ranks][micro-batches]` dicts of the wanted values, float32 `[targets]`."""
+        self.onload()
+        return gather_results(
+            [
+                worker.submit(PolicyAPI.evaluate, hand, list(want))
+                for worker, hand in zip(self.workers, minibatch.rows.hands(), strict=True)
+            ],
+            why=" and ".join(want),
+        )
+
+    def offload(self) -> None:
+        """Moves what the config says to host memory while engines generate; what needs it brings it back."""
+        if self._offload.anything and not self._away:
+            moved = self._offload.parameters, self._offload.optimizer
+            gather_identical([worker.submit(PolicyAPI.offload, *moved) for worker in self.workers], why="offload")
+            self._away = True
+
+    def onload(self) -> None:
+        """Brings back what is away."""
+        if self._away:
+            gather_identical([worker.submit(PolicyAPI.onload) for worker in self.workers], why="onload")
+            self._away = False
+
+    def annotate(self, batch: TrainingBatch, loss: PolicyLoss) -> None:
+        """Adds to the batch's targets what the loss needs from the trainer before the first update: old
+        log-probabilities (for the ratio, or for importance correction) and those of the reference model."""
+        want: list[EvaluateOutput] = []
+        if loss.old_logprobs == "trainer" or loss.importance.kind != "off":
+            want.append("logprobs")
+        if loss.kl.coefficient > 0:
+            want.append("reference_logprobs")
+        if not want:
+            return
+        minibatch = batch.everything()
+        values = self.evaluate(minibatch, want)
+        for name, field in (("logprobs", "old_logprob"), ("reference_logprobs", "reference_logprob")):
+            if name in want:
+                batch.set_field(field, minibatch, [[row[name] for row in rank] for rank in values])
+
+    def step(self, minibatch: MiniBatch, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
+        """One optimizer step; metrics reduced over the ranks. Raises RemoteError for a non-finite loss, before
+        weights change."""
+        self.onload()
+        settings = encode_once(loss.model_dump(mode="json"))
+        stats = gather_identical(
+            [
+                worker.submit(PolicyAPI.step, hand, settings)
+                for worker, hand in zip(self.workers, minibatch.rows.hands(), strict=True)
+            ],
+            why="optimizer step",
+        )
+        if isinstance(loss, CrossEntropy):
+            return stats.values
+        return {**stats.values, "batch/skipped_sequences": float(minibatch.skipped)}
+
+    def save(self, folder: Path) -> None:
+        gather_identical(
+            [worker.submit(PolicyAPI.save, str(folder)) for worker in self.workers], why="copy for checkpoint"
+        )
+
+    def saved(self) -> bool:
+        """Whether the last save is complete on disk."""
+        return all(gather_results([worker.submit(PolicyAPI.saved) for worker in self.workers], why="checkpoint"))
+
+    def load(self, folder: Path) -> None:
+        self.onload()
+        gather_identical([worker.submit(PolicyAPI.load, str(folder)) for worker in self.workers], why="load checkpoint")
+
+    def copy_state(self, folder: Path, version: int) -> None:
+        gather_identical(
+            [worker.submit(PolicyAPI.copy_state, str(folder), version) for worker in self.workers], why="copy"
+        )
+
+    def load_copy(self, folder: Path, version: int) -> None:
+        self.onload()
+        gather_identical(
+            [worker.submit(PolicyAPI.load_copy, str(folder), version) for worker in self.workers], why="load copy"
+        )
+
+    def export(self, folder: Path) -> None:
+        gather_identical([worker.submit(PolicyAPI.export, str(folder)) for worker in self.workers], why="export")
+
+    def export_adapter(self, folder: Path) -> None:
+        gather_identical(
+            [worker.submit(PolicyAPI.export_adapter, str(folder)) for worker in self.workers], why="export"
+        )
+
+    def write_weights(self, version: int) -> None:
+        """Every rank writes its rows of the weights into the store's inactive buffer."""
+        gather_identical(
+            [worker.submit(PolicyAPI.write_weights, version) for worker in self.workers], why="write weights"
+        )

@@ -1,0 +1,219 @@
+"""Selects NCCL or gloo for all ranks of a trainer: every rank tries NCCL, one decision holds for all of them.
+
+Each rank runs one small all-reduce on a communicator of its own for a bounded time and writes the result into the
+store. Rank 0 reads all results and writes the decision, which the others take. No collective decides, because one
+that hangs on some ranks could not. So no rank is on NCCL while another is on gloo.
+"""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+
+log = logging.getLogger(__name__)
+
+NCCL_TRIAL_S = 90.0
+"""Bound of a rank's trial: bringing up NCCL takes seconds on one host, and tens of them on hundreds of hosts."""
+TRIAL_MARGIN_S = 30.0
+"""Ranks begin their trials so far apart, at most."""
+LATENCY_ELEMENTS, BANDWIDTH_ELEMENTS = 1024, 1 << 22
+"""Elements (float32) of the collectives whose cost is measured: latency, bandwidth."""
+MEASURED_ROUNDS = 5
+
+_FAILED_KEY = "failed"
+
+CollectiveBackend = Literal["nccl", "gloo"]
+BackendFallback = Literal["none", "gloo"]
+
+NCCL_ADVICE = (
+    ("has no NCCL", "install a CUDA build of torch"),
+    ("Duplicate GPU", "two ranks share a GPU, which NCCL refuses: use as many GPUs as trainer.ranks"),
+    ("no word", "that rank ended or was never started: see its log"),
+    ("did not come up", "a link or an interface that does not carry it: check NCCL_SOCKET_IFNAME, firewalls between "
+     "the hosts, and try NCCL_IB_DISABLE=1 and NCCL_P2P_DISABLE=1 one at a time"),
+    ("unhandled system error", "a system call failed: check NCCL_SOCKET_IFNAME, the size of /dev/shm and memlock"),
+    ("unhandled cuda error", "driver and CUDA build of torch must fit: compare nvidia-smi with torch.version.cuda"),
+)  # fmt: skip
+"""What to do about an error, by words in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NcclTrialResult:
+    """What a rank says of its trial."""
+
+    rank: int
+    host: str
+    error: str
+    """Empty where NCCL came up."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """Of collectives among all ranks."""
+
+    latency_ms: dict[str, float]
+    """Of 4 KiB, by operation."""
+    megabytes_per_s: dict[str, float]
+    """Of 16 MiB, by operation: bytes of one rank's input."""
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {self.latency_ms[name]:.2f} ms and {self.megabytes_per_s[name]:,.0f} MB/s"
+            for name in self.latency_ms
+        )
+
+
+class NcclUnusable(RuntimeError):
+    """NCCL could not be brought up by all ranks, and the config has no fallback."""
+
+    def __init__(self, words: Sequence[NcclTrialResult]) -> None:
+        super().__init__(f"{explain_nccl_failure(words)}. Or set communication.fallback=gloo, which is slower")
+        self.words = list(words)
+
+
+def explain_nccl_failure(words: Sequence[NcclTrialResult]) -> str:
+    """One sentence or two on who failed, of what, and what to do about it. Those who only waited for others, while
+    those said what is wrong, are not named."""
+    failed = [word for word in words if word.error]
+    causes = [word for word in failed if "did not come up" not in word.error] or failed
+    shown = "; ".join(f"rank {word.rank} ({word.host}): {word.error}" for word in causes[:3])
+    more = f"; and {len(causes) - 3} more" if len(causes) > 3 else ""
+    advice = next((told for sign, told in NCCL_ADVICE if any(sign in word.error for word in causes)), "")
+    return (
+        f"NCCL could not be brought up by {len(failed)} of {len(words)} ranks: {shown}{more}. "
+        f"{f'{advice[0].upper()}{advice[1:]}. ' if advice else ''}"
+        "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,NET says more, in the ranks' logs"
+    )
+
+
+def choose_backend(
+    store: Store,
+    rank: int,
+    world: int,
+    trial: Callable[[], None],
+    fallback: BackendFallback,
+    trial_s: float = NCCL_TRIAL_S,
+) -> tuple[CollectiveBackend, str]:
+    """What all ranks go on with, the same on each, and the finding where that is not NCCL.
+
+    Args:
+        store: of this purpose and this life of the role alone.
+        trial: brings up NCCL with all ranks and raises what fails; may hang, also in a store, so it has a client of its
+            own.
+        trial_s: bound of the trial.
+
+    Raises:
+        NcclUnusable: on every rank, where it failed on one and there is no fallback.
+        WaitTimeout: rank 0 said nothing.
+    """
+    error = _run_trial(trial, lambda: bool(store.check([_FAILED_KEY])), trial_s)
+    if error:
+        store.set(_FAILED_KEY, str(rank))
+    word = NcclTrialResult(rank, socket.gethostname(), error)
+    store.set(f"word/{rank}", json.dumps(asdict(word)))
+    if rank == 0:
+        until = time.monotonic() + trial_s + TRIAL_MARGIN_S
+        words = [word, *(_read_trial_result(store, other, until) for other in range(1, world))]
+        store.set("decision", json.dumps([asdict(each) for each in words]))
+    raw = waits.store_get(
+        store, "decision", whom="rank 0", why="NCCL or not", timeout_s=2 * (trial_s + TRIAL_MARGIN_S)
+    )  # fmt: skip
+    words = [NcclTrialResult(**each) for each in json.loads(raw)]
+    if not any(each.error for each in words):
+        return "nccl", ""
+    if fallback == "none":
+        raise NcclUnusable(words)
+    return "gloo", explain_nccl_failure(words)
+
+
+def _run_trial(trial: Callable[[], None], failed: Callable[[], bool], bound_s: float) -> str:
+    """What the trial failed with, empty when it went well. One that hangs is left behind in its thread, and so is one
+    that waits for a rank that has failed."""
+    news = threading.Event()
+    outcome: list[str] = []
+
+    def attempt() -> None:
+        try:
+            trial()
+        except Exception as problem:  # noqa: BLE001 - whatever it is, all ranks are to know it
+            outcome.append(": ".join([type(problem).__name__, *str(problem).strip().splitlines()[:1]]))
+        else:
+            outcome.append("")
+        news.set()
+
+    threading.Thread(target=attempt, name="tries NCCL", daemon=True).start()
+    try:
+        waits.poll(
+            lambda: True if outcome or failed() else None, kind="rendezvous", whom="NCCL",
+            why="whether it can be brought up", every_s=0.25, wake=news, timeout_s=bound_s,
+        )  # fmt: skip
+    except WaitTimeout:
+        return f"it did not come up within {bound_s:.0f} s"
+    return outcome[0] if outcome else "it did not come up before another rank failed"
+
+
+def _read_trial_result(store: Store, rank: int, until: float) -> NcclTrialResult:
+    left = max(0.1, until - time.monotonic())
+    try:
+        raw = waits.store_get(store, f"word/{rank}", whom=f"rank {rank}", why="whether it has NCCL", timeout_s=left)
+    except WaitTimeout:
+        return NcclTrialResult(rank, "host not known", f"no word of it within {left:.0f} s")
+    return NcclTrialResult(**json.loads(raw))
+
+
+def nccl_trial(store: Store, rank: int, world: int, device: torch.device, bound_s: float = NCCL_TRIAL_S) -> None:
+    """One small all-reduce on an NCCL communicator of its own, which is ended again."""
+    if not dist.is_nccl_available():
+        raise RuntimeError("this torch has no NCCL")
+    torch.cuda.set_device(device)  # of this thread
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2 * bound_s)  # its watchdog ends the process, so ours must be first
+    group = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, world, options)
+    try:
+        ones = torch.ones(LATENCY_ELEMENTS, device=device)
+        work = group.allreduce([ones])  # type: ignore[attr-defined]  # it is a Backend, which the stubs do not say
+        waits.work(work, communicator="trial", operation="all_reduce", why="NCCL", timeout_s=bound_s)
+        if ones[-1].item() != world:
+            raise RuntimeError(f"an all_reduce of ones over {world} ranks gave {ones[-1].item():g}")
+    finally:
+        group.abort()
+
+
+def measure_collectives(group: dist.ProcessGroup, world: int, device: torch.device, timeout_s: float) -> CollectiveCost:
+    """What an all_reduce and an all_gather among all ranks take. Every rank calls it."""
+    latency, rate = {}, {}
+    for size in (LATENCY_ELEMENTS, BANDWIDTH_ELEMENTS):
+        mine = torch.zeros(size, device=device)
+        parts = [torch.empty_like(mine) for _ in range(world)]
+
+        def all_reduce(mine: torch.Tensor = mine) -> Any:
+            return dist.all_reduce(mine, group=group, async_op=True)
+
+        def all_gather(mine: torch.Tensor = mine, parts: list[torch.Tensor] = parts) -> Any:
+            return dist.all_gather(parts, mine, group=group, async_op=True)
+
+        for name, issue in (("all_reduce", all_reduce), ("all_gather", all_gather)):
+            seconds = min(_time_collective(issue, name, timeout_s) for _ in range(MEASURED_ROUNDS))
+            if size == LATENCY_ELEMENTS:
+                latency[name] = 1e3 * seconds
+            else:
+                rate[name] = 4 * size / seconds / 1e6
+    return CollectiveCost(latency, rate)
+
+
+def _time_collective(issue: Callable[[], Any], name: str, timeout_s: float) -> float:
+    began = time.monotonic()
+    waits.work(issue(), communicator="trainer", operation=name, why="what it costs", timeout_s=timeout_s)
+    return time.monotonic() - began

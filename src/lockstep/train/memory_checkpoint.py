@@ -1,0 +1,139 @@
+"""Checkpoints of a rank's state in shared memory: they outlive the rank, so that its successor loses no finished step.
+
+Two slots are used in turn: while one is written the other stays whole. A slot is valid when its description file is
+there, which is removed before the first byte of the slot changes and put back, by a rename, after the last.
+"""
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.train.errors import MemoryCheckpointMissing, SharedMemoryFull
+
+MEMORY_SLOTS = 2
+_ALIGN = 64
+_MEMORY_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+
+
+class MemoryCheckpoints:
+    """The copies of one rank.
+
+    Args:
+        folder: in shared memory, outside of what the rank owns.
+        world: ranks among which the state is divided; a copy is of use to the same number only.
+    """
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self.folder, self.rank, self.world = folder, rank, world
+        self._memory: dict[int, mmap.mmap] = {}
+
+    def write(self, version: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Copies the tensors into a slot that can be spared. Raises NoRoomForCopy."""
+        layout, size = _slot_layout(tensors)
+        slot = self._oldest(version)
+        description = self._description(slot)
+        description.unlink(missing_ok=True)
+        memory = memoryview(self._mapped(slot, size))
+        for (_, dtype, shape, offset), tensor in zip(layout, tensors.values(), strict=True):
+            if tensor.numel():
+                target = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=tensor.numel(), offset=offset)
+                target.view(shape).copy_(tensor.detach())
+        told = {"version": version, "world": self.world, "layout": layout, "facts": dict(facts)}
+        draft = description.with_suffix(".new")
+        draft.write_text(json.dumps(told))
+        draft.rename(description)
+
+    def read(self, version: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Fills the tensors from the copy of that version; the facts that were written with it. Raises NoCopy."""
+        layout, size = _slot_layout(tensors)
+        for slot in range(MEMORY_SLOTS):
+            found = read_slot(self.folder, self.rank, slot)
+            if found is None or found["version"] != version:
+                continue
+            if found["world"] != self.world or found["layout"] != [list(each) for each in layout]:
+                raise MemoryCheckpointMissing(self.folder, self.rank, version, "it is of other tensors")
+            memory = memoryview(self._mapped(slot, size))
+            for (_, dtype, shape, offset), tensor in zip(layout, tensors.values(), strict=True):
+                if tensor.numel():
+                    source = torch.frombuffer(memory, dtype=getattr(torch, dtype), count=tensor.numel(), offset=offset)
+                    tensor.copy_(source.view(shape))
+            facts: dict[str, Any] = found["facts"]
+            return facts
+        raise MemoryCheckpointMissing(self.folder, self.rank, version, "there is none")
+
+    def close(self) -> None:
+        """Lets go of the memory; the copies stay."""
+        for memory in self._memory.values():
+            with contextlib.suppress(BufferError):  # a tensor looks at it still
+                memory.close()
+        self._memory.clear()
+
+    def _oldest(self, version: int) -> int:
+        """The slot that can be spared most: one of a version that is made again, an empty one, the older one."""
+        held = [read_slot(self.folder, self.rank, slot) for slot in range(MEMORY_SLOTS)]
+        versions = [-1 if each is None else int(each["version"]) for each in held]
+        again = [slot for slot, each in enumerate(versions) if each >= version]
+        return again[0] if again else versions.index(min(versions))
+
+    def _mapped(self, slot: int, size: int) -> mmap.mmap:
+        if slot not in self._memory:
+            path = self.folder / f"rank-{self.rank}-{slot}"
+            with path.open("a+b") as file:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)  # a write to memory that is not there is a SIGBUS
+                except OSError as error:
+                    path.unlink(missing_ok=True)
+                    if error.errno not in _MEMORY_FULL_ERRNOS:
+                        raise
+                    raise SharedMemoryFull(self.folder, MEMORY_SLOTS * size, _free_bytes(self.folder)) from error
+                self._memory[slot] = mmap.mmap(file.fileno(), size)
+        return self._memory[slot]
+
+    def _description(self, slot: int) -> Path:
+        return _slot_file(self.folder, self.rank, slot)
+
+
+def newest_memory_checkpoint(folder: Path, world: int) -> int | None:
+    """The newest version of which all ranks have a whole copy."""
+    common: set[int] | None = None
+    for rank in range(world):
+        found = [read_slot(folder, rank, slot) for slot in range(MEMORY_SLOTS)]
+        versions = {each["version"] for each in found if each is not None and each["world"] == world}
+        common = versions if common is None else common & versions
+    return max(common, default=None) if common else None
+
+
+def read_slot(folder: Path, rank: int, slot: int) -> dict[str, Any] | None:
+    """What a slot holds; None where it is not whole."""
+    try:
+        found: dict[str, Any] = json.loads(_slot_file(folder, rank, slot).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found
+
+
+def _slot_file(folder: Path, rank: int, slot: int) -> Path:
+    return folder / f"rank-{rank}-{slot}.json"
+
+
+def _slot_layout(tensors: Mapping[str, Tensor]) -> tuple[list[tuple[str, str, Sequence[int], int]], int]:
+    """(name, type, shape, offset) of every tensor, and the size of all."""
+    layout: list[tuple[str, str, Sequence[int], int]] = []
+    offset = 0
+    for name, tensor in tensors.items():
+        layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+        offset += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+    return layout, max(offset, mmap.PAGESIZE)
+
+
+def _free_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

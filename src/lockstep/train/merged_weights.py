@@ -1,0 +1,212 @@
+"""The weights that leave the trainer for engines and exports: adapters merged, gathered from the ranks' rows bucket by
+bucket, so that nobody holds a second copy of the model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.hf_checkpoint import named_weights
+from lockstep.models.lora import (
+    ADAPTER_NAME,
+    LowRankFactors,
+    adapted_layers,
+    named_adapter,
+    named_saved_weights,
+    saved_names,
+)
+from lockstep.models.model_loader import dequantized_shape, dequantized_weight
+from lockstep.models.policy_model import PolicyModel, hf_name
+from lockstep.train.distributed import ParallelContext, shard_rows
+from lockstep.train.parallelize import local_shard
+from lockstep.train.trainer_protocol import BucketWeights, GatheredRows
+
+
+@dataclass(frozen=True, slots=True)
+class LazyWeight:
+    """A weight under its checkpoint name, of which this rank makes its rows when they are asked for."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    rows: Callable[[], Tensor]
+    """This rank's rows; a view of the trainer's memory where nothing is merged."""
+    constant: bool = False
+    """Whether it is the same in every version."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AdaptedLayer:
+    """Names of an adapted layer's parts."""
+
+    down: str
+    up: str
+    magnitude: str | None
+    scaling: float
+    transposed: bool
+
+
+class MergedWeights:
+    """Knows a policy's parameters, taken while none of its layers is gathered."""
+
+    def __init__(self, policy: PolicyModel, ranks: ParallelContext) -> None:
+        self.ranks = ranks
+        self.weights: dict[str, nn.Parameter] = dict(named_weights(policy))
+        """The model's own, by checkpoint name."""
+        self.adapter: dict[str, nn.Parameter] = dict(named_adapter(policy))
+        """By name in peft's files; empty without one."""
+        self.saved: dict[str, nn.Parameter] = dict(named_saved_weights(policy))
+        """Those of `weights` that are trained whole beside an adapter, by name in peft's files."""
+        self._saved_names = saved_names(policy)
+        names = {id(parameter): name for name, parameter in self.adapter.items()}
+        self._layers = {}
+        for name, layer in adapted_layers(policy).items():
+            magnitudes = layer.lora_magnitude_vector
+            self._layers[name] = _AdaptedLayer(
+                names[id(layer.lora_A[ADAPTER_NAME].weight)],
+                names[id(layer.lora_B[ADAPTER_NAME].weight)],
+                names[id(magnitudes[ADAPTER_NAME].weight)] if ADAPTER_NAME in magnitudes else None,
+                layer.scaling[ADAPTER_NAME],
+                getattr(layer, "fan_in_fan_out", False),
+            )
+        self._packed = _quantized_layers(policy)
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """With an adapter its parameters and the weights beside it, by name in peft's files; else all weights."""
+        return self.adapter | self.saved or self.weights
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a weight as it leaves, whatever it is kept as."""
+        parameter = self.weights[name]
+        module = self._packed.get(name)
+        return tuple(parameter.shape) if module is None else dequantized_shape(module, parameter)
+
+    def merged(self) -> dict[str, LazyWeight]:
+        """Every weight of the model, merged with its adapter where it has one.
+
+        All ranks call it together: an adapter is gathered whole by each of them, as a row of `B A` needs all of A.
+        """
+        whole, saved = self.gather_adapter(), {id(parameter) for parameter in self.saved.values()}
+        found = {}
+        for name, parameter in self.weights.items():
+            layer, rows = self._layers.get(name), partial(self._plain, name)
+            if layer is not None:
+                magnitude = None if layer.magnitude is None else whole[layer.magnitude]
+                factors = LowRankFactors(whole[layer.down], whole[layer.up], layer.scaling, magnitude, layer.transposed)
+                first = self.ranks.rows(parameter.shape[0])[0]
+                rows = partial(self._merged, factors, name, first)
+            constant = bool(whole) and layer is None and id(parameter) not in saved
+            found[name] = LazyWeight(self.shape(name), rows, constant)
+        return found
+
+    def _plain(self, name: str) -> Tensor:
+        module = self._packed.get(name)
+        return local_shard(self.weights[name]) if module is None else dequantized_weight(module)
+
+    @torch.no_grad()
+    def _merged(self, factors: LowRankFactors, name: str, first: int) -> Tensor:
+        return factors.merged(self._plain(name), first)
+
+    @torch.no_grad()
+    def gather_adapter(self) -> dict[str, Tensor]:
+        """The whole adapter, float32, on every rank (at one rank the trainer's own memory); empty without one."""
+        if self.ranks.world == 1 or not self.adapter:
+            return {name: local_shard(parameter) for name, parameter in self.adapter.items()}
+        shards = self.ranks.shards
+        chunks = {name: shard_rows(0, shards, parameter.shape[0])[1] for name, parameter in self.adapter.items()}
+        parts = [_pad_rows(local_shard(parameter), chunks[name]).flatten() for name, parameter in self.adapter.items()]
+        everyone = self.ranks.gather_flat(torch.cat(parts), why="the adapter, to merge it")
+        whole, at = {}, 0
+        for name, parameter in self.adapter.items():
+            rest = tuple(parameter.shape[1:])
+            size = chunks[name] * torch.Size(rest).numel()
+            whole[name] = everyone[:, at : at + size].reshape(-1, *rest)[: parameter.shape[0]]
+            at += size
+        return whole
+
+    def gather_saved(self) -> dict[str, Tensor]:
+        """What is trained whole beside an adapter, on rank 0 and its CPU, tied weights under each of their names there;
+        empty elsewhere. All ranks call it."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.saved.items():
+            whole = self.ranks.gather_rows(local_shard(parameter), parameter.shape[0], why=f"export {name}")
+            if whole is not None:
+                found |= {alias: whole.clone() for alias in self._saved_names[name]}
+        return found
+
+
+def _pad_rows(rows: Tensor, count: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(count - rows.shape[0], *rows.shape[1:])])
+
+
+def _quantized_layers(policy: PolicyModel) -> dict[str, nn.Module]:
+    """The layers that keep their weight in other bits than its own, by the weight's checkpoint name."""
+    linear = ((path, module) for path, module in policy.named_modules() if isinstance(module, nn.Linear))
+    return {hf_name(f"{path}.weight"): module for path, module in linear if not module.weight.is_floating_point()}
+
+
+@torch.no_grad()
+def gather_buckets(
+    weights: Mapping[str, LazyWeight], buckets: Sequence[BucketWeights], ranks: ParallelContext, everyone: bool
+) -> Iterator[GatheredRows | None]:
+    """Per bucket what all ranks have of its weights. All ranks call it with the same buckets and go through all of
+    them: each bucket is one collective on the trainer's own communicator.
+
+    Args:
+        everyone: whether each rank gets it. Otherwise the first one does, and the others get None; of several copies
+            of the parameters only the first copy gathers then.
+    """
+    for number, bucket in enumerate(buckets):
+        if ranks.replica and not everyone:
+            yield None
+            continue
+        rows = [weights[name].rows().to(ranks.device, dtype) for name, dtype in bucket]
+        if ranks.shards == 1:
+            yield {name: [_as_bytes(own)] for (name, _), own in zip(bucket, rows, strict=True)}
+            continue
+        flat = torch.cat(
+            [_pad_bytes(own, weights[name], ranks.shards) for (name, _), own in zip(bucket, rows, strict=True)]
+        )
+        parts = ranks.gather_bucket(flat, everyone, why=f"bucket {number} of the weights")
+        yield None if parts is None else _split_by_rank(parts, weights, bucket)
+
+
+def _pad_bytes(rows: Tensor, weight: LazyWeight, shards: int) -> Tensor:
+    """A rank's rows as bytes, as many as the first rank's."""
+    raw = _as_bytes(rows)
+    size = _rows_per_shard(weight, shards) * _row_bytes(weight, rows.dtype)
+    return raw if raw.numel() == size else torch.cat([raw, raw.new_zeros(size - raw.numel())])
+
+
+def _split_by_rank(parts: Sequence[Tensor], weights: Mapping[str, LazyWeight], bucket: BucketWeights) -> GatheredRows:
+    found: GatheredRows = {}
+    at = 0
+    for name, dtype in bucket:
+        weight, shards = weights[name], len(parts)
+        width = _row_bytes(weight, dtype)
+        found[name] = []
+        for shard, part in enumerate(parts):
+            first, last = shard_rows(shard, shards, _row_count(weight))
+            found[name].append(part[at : at + (last - first) * width])
+        at += _rows_per_shard(weight, shards) * width
+    return found
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    return rows.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _row_count(weight: LazyWeight) -> int:
+    return weight.shape[0] if weight.shape else 1
+
+
+def _rows_per_shard(weight: LazyWeight, shards: int) -> int:
+    """Rows of the first rank."""
+    return shard_rows(0, shards, _row_count(weight))[1]
+
+
+def _row_bytes(weight: LazyWeight, dtype: torch.dtype) -> int:
+    return torch.Size(weight.shape[1:]).numel() * dtype.itemsize

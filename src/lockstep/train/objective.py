@@ -1,0 +1,257 @@
+"""What a trainer learns from: the fields that a loss needs, the loss from them (`lockstep.algos`), and its metrics as
+one fixed vector per step.
+
+Nothing here communicates, and data decides no shape.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lockstep.algos import importance_sampling, policy_loss
+from lockstep.algos.aggregation import sum_weighted_losses
+from lockstep.algos.entropy import cross_entropy, entropy_loss
+from lockstep.algos.importance_sampling import ImportanceWeights, logprob_gap
+from lockstep.algos.kl import kl_divergence
+from lockstep.algos.policy_loss import PolicyTerms
+from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, PolicyLoss, PPOClip
+from lockstep.data.micro_batch import MicroBatch
+
+TOTAL_METRICS = ("tokens", "loss", "policy_loss", "kl_loss", "entropy_loss")
+"""Summed over targets, micro-batches and ranks; losses are weighted, so their sum is the aggregated loss."""
+
+MEAN_METRICS = (
+    "logprob",
+    "entropy",
+    *policy_loss.POLICY_STATS,
+    "kl",
+    "engine_gap_mean",
+    "importance_weight",
+    "importance_cut",
+)
+"""Summed likewise, unweighted, and divided by `tokens` at the end."""
+
+MAX_METRICS = ("engine_gap_max", "importance_weight_max")
+"""Reduced by maximum."""
+
+METRIC_NAMES = (*TOTAL_METRICS, *MEAN_METRICS, *MAX_METRICS)
+
+
+@dataclass(slots=True)
+class LossOutput:
+    """The loss of one micro-batch, a scalar with gradient, and what is told of it, by the names above."""
+
+    loss: Tensor
+    told: dict[str, Tensor] = field(default_factory=dict)
+
+
+def required_fields(loss: PolicyLoss | CrossEntropy) -> tuple[str, ...]:
+    """The fields that `MicroBatch` must have for a loss."""
+    if isinstance(loss, CrossEntropy):
+        return ("weight",)
+    fields = ["weight", "advantage", "engine_logprob"]
+    if loss.old_logprobs == "trainer" or loss.importance.kind != "off":
+        fields.append("old_logprob")
+    if has_kl_loss(loss):
+        fields.append("reference_logprob")
+    return tuple(fields)
+
+
+def has_kl_loss(loss: PolicyLoss) -> bool:
+    """Whether the KL to the reference is a term of the loss (and not of the reward, or absent)."""
+    return loss.kl.coefficient > 0 and loss.kl.where == "loss"
+
+
+def needs_sequences(loss: PolicyLoss | CrossEntropy) -> bool:
+    """Whether a target's loss depends on the other targets of its sequence, which must then be in the same row."""
+    return isinstance(loss, GSPO) or (isinstance(loss, PolicyLoss) and loss.importance.level == "sequence")
+
+
+def check_fields(microbatches: Sequence[MicroBatch], loss: PolicyLoss | CrossEntropy) -> None:
+    """Raises ValueError, before any work, where there is no micro-batch or a field is missing."""
+    if not microbatches:
+        raise ValueError("a step needs at least one micro-batch, got none; an idle rank gets an empty one")
+    for number, packed in enumerate(microbatches):
+        lost = [name for name in required_fields(loss) if name not in packed.fields]
+        if lost:
+            raise ValueError(
+                f"micro-batch {number} has no field {lost[0]!r}, which the loss {loss.kind} needs as it is configured "
+                f"(it has {', '.join(sorted(packed.fields))}); set it with Batch.set_field"
+            )
+        if needs_sequences(loss) and packed.sequences.size != packed.targets.size:
+            raise ValueError(f"micro-batch {number} does not say which sequence its targets belong to: pack it")
+
+
+def compute_loss(
+    loss: PolicyLoss | CrossEntropy,
+    fields: dict[str, Tensor],
+    logprobs: Tensor,
+    entropies: Tensor | None,
+    sequences: Tensor | None = None,
+) -> LossOutput:
+    """The loss of a micro-batch: a plain sum over its targets, as the weights hold the denominators.
+
+    Args:
+        fields: as in `MicroBatch`, float32 `[targets]`.
+        logprobs: `[targets]`, with gradient.
+        entropies: `[targets]`, for a policy loss.
+        sequences: int64 `[targets]`, as in `Row`; where `needs_sequences`.
+    """
+    weights = fields["weight"]
+    live = weights != 0
+    told = {"tokens": live.sum(), "logprob": _masked_sum(logprobs, live)}
+    if isinstance(loss, CrossEntropy):
+        total = sum_weighted_losses(cross_entropy(logprobs), weights)
+        return LossOutput(total, told | {"loss": total.detach()})
+    if entropies is None:
+        raise ValueError("a policy loss needs entropies, got None")
+    if sequences is None and needs_sequences(loss):
+        raise ValueError(f"the loss {loss.kind} needs the sequences of the targets as it is configured, got None")
+    return _policy_loss_output(loss, fields, logprobs, entropies, sequences, told)
+
+
+def _policy_loss_output(
+    loss: PolicyLoss,
+    fields: dict[str, Tensor],
+    logprobs: Tensor,
+    entropies: Tensor,
+    sequences: Tensor | None,
+    told: dict[str, Tensor],
+) -> LossOutput:
+    weights, engine = fields["weight"], fields["engine_logprob"]
+    live = weights != 0
+    terms = _policy_terms(loss, fields, logprobs, sequences, live)
+    per_token = terms.loss
+    correction = _importance_correction(loss, fields, sequences, live)
+    if correction is not None:
+        per_token = per_token * correction.weights
+        told["importance_weight"] = _masked_sum(correction.weights, live)
+        told["importance_cut"] = _masked_sum(correction.cut, live)
+        told["importance_weight_max"] = torch.where(live, correction.raw, torch.zeros_like(correction.raw)).amax()
+    total = parts = sum_weighted_losses(per_token, weights)
+    told["policy_loss"] = parts.detach()
+    if "reference_logprob" in fields and loss.kl.coefficient > 0:
+        divergence = kl_divergence(logprobs, fields["reference_logprob"], loss.kl.estimator)
+        told["kl"] = _masked_sum(divergence, live)
+        if has_kl_loss(loss):
+            parts = loss.kl.coefficient * sum_weighted_losses(divergence, weights)
+            total, told["kl_loss"] = total + parts, parts.detach()
+    if loss.entropy_coefficient:
+        parts = sum_weighted_losses(entropy_loss(entropies, loss.entropy_coefficient), weights)
+        total, told["entropy_loss"] = total + parts, parts.detach()
+    # Where the trainer's own old log-probabilities are known, updates since then are no part of the gap.
+    told["engine_gap_mean"], told["engine_gap_max"] = logprob_gap(fields.get("old_logprob", logprobs), engine, weights)
+    told |= {"loss": total.detach(), "entropy": _masked_sum(entropies, live)}
+    told |= dict(zip(policy_loss.POLICY_STATS, terms.sums(weights).unbind(), strict=True))
+    return LossOutput(total, told)
+
+
+def _policy_terms(
+    loss: PolicyLoss, fields: dict[str, Tensor], logprobs: Tensor, sequences: Tensor | None, live: Tensor
+) -> PolicyTerms:
+    """The policy loss per token, as its kind has it."""
+    old = fields["old_logprob" if loss.old_logprobs == "trainer" else "engine_logprob"]
+    advantages = fields["advantage"]
+    if isinstance(loss, PPOClip):
+        return policy_loss.ppo_clip(logprobs, old, advantages, loss.clip_low, loss.clip_high, loss.dual_clip)
+    if isinstance(loss, CISPO):
+        return policy_loss.cispo(logprobs, old, advantages, loss.clip_low, loss.clip_high)
+    if isinstance(loss, GSPO) and sequences is not None:
+        return policy_loss.gspo(logprobs, old, advantages, sequences, live, loss.clip_low, loss.clip_high)
+    raise TypeError(f"there is no policy loss {type(loss).__name__}")
+
+
+def _importance_correction(
+    loss: PolicyLoss, fields: dict[str, Tensor], sequences: Tensor | None, live: Tensor
+) -> ImportanceWeights | None:
+    """Importance weights from the engine's to the trainer's log-probabilities; None where they are off."""
+    config = loss.importance
+    if config.kind == "off":
+        return None
+    trainer, engine = fields["old_logprob"], fields["engine_logprob"]
+    if config.level == "sequence" and sequences is not None:
+        ratios = importance_sampling.sequence_ratios(trainer, engine, sequences, live)
+    else:
+        ratios = importance_sampling.token_ratios(trainer, engine)
+    if config.kind == "truncate":
+        return importance_sampling.truncate_ratios(ratios, config.cap)
+    return importance_sampling.mask_ratios(ratios, config.cap, config.floor)
+
+
+class MetricAccumulator:
+    """Adds up one rank's micro-batches on the device; nothing is read back before the step's one vector."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._values = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device)
+        self._first_bad = torch.zeros((), dtype=torch.float64, device=device)
+        """Number of the first micro-batch whose loss is not finite, counted from 1; 0 for none."""
+        self._seen = 0
+
+    @torch.no_grad()
+    def add(self, outcome: LossOutput) -> None:
+        """Adds a micro-batch."""
+        self._seen += 1
+        zero = torch.zeros((), dtype=torch.float64, device=self._values.device)
+        values = torch.stack([outcome.told.get(name, zero).detach().double() for name in METRIC_NAMES])
+        summed = len(METRIC_NAMES) - len(MAX_METRICS)
+        self._values[:summed] += values[:summed]
+        self._values[summed:] = torch.maximum(self._values[summed:], values[summed:])
+        bad = ~torch.isfinite(outcome.loss.detach())
+        self._first_bad = torch.where(bad & (self._first_bad == 0), float(self._seen), self._first_bad)
+
+    def vector(self, square_norm: Tensor) -> Tensor:
+        """float64 `[2 + len(NAMES)]`: what every rank tells the others, once per step."""
+        head = torch.stack([square_norm.to(self._values.device, torch.float64), self._first_bad])
+        return torch.cat([head, self._values])
+
+
+class ReducedMetrics:
+    """The vectors of all ranks, read the same way by each of them.
+
+    Args:
+        everyone: float64 `[ranks, 2 + len(NAMES)]`.
+    """
+
+    def __init__(self, everyone: Tensor) -> None:
+        norms, first_bad, values = everyone[:, 0], everyone[:, 1], everyone[:, 2:]
+        self.square_norm = float(norms.sum())
+        self.bad_microbatches = [(rank, int(bad) - 1) for rank, bad in enumerate(first_bad.tolist()) if bad > 0]
+        """(rank, its first micro-batch) whose loss is not finite."""
+        self.bad_gradients = [rank for rank, norm in enumerate(norms.tolist()) if not norm < float("inf")]
+        """Ranks with rows of a gradient that is not finite."""
+        summed = len(METRIC_NAMES) - len(MAX_METRICS)
+        reduced = torch.cat([values[:, :summed].sum(0), values[:, summed:].amax(0)])
+        self._values = dict(zip(METRIC_NAMES, reduced.tolist(), strict=True))
+
+    def metrics(self, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
+        """What the loss has to tell, by name: losses as aggregated, everything else per token."""
+        values = {name: self._values[name] for name in (*TOTAL_METRICS, *MAX_METRICS)}
+        tokens = max(values["tokens"], 1.0)
+        values |= {name: self._values[name] / tokens for name in MEAN_METRICS}
+        if isinstance(loss, CrossEntropy):
+            return {name: values[name] for name in ("loss", "tokens", "logprob")}
+        values["clip_fraction"] = values["clip_low"] + values["clip_high"] + values["clip_dual"]
+        return {name: values[name] for name in values if name not in _unused_metrics(loss)}
+
+
+def _unused_metrics(loss: PolicyLoss) -> set[str]:
+    """Metrics that a config leaves at zero."""
+    silent = set()
+    if loss.kl.coefficient == 0:
+        silent |= {"kl"}
+    if not has_kl_loss(loss):
+        silent |= {"kl_loss"}
+    if not loss.entropy_coefficient:
+        silent |= {"entropy_loss"}
+    if loss.importance.kind == "off":
+        silent |= {"importance_weight", "importance_cut", "importance_weight_max"}
+    if not isinstance(loss, PPOClip) or loss.dual_clip is None:
+        silent |= {"clip_dual"}
+    return silent
+
+
+def _masked_sum(values: Tensor, live: Tensor) -> Tensor:
+    """Over the targets that count, without gradient."""
+    return torch.where(live, values.detach().double(), 0.0).sum()

@@ -1,0 +1,214 @@
+"""Builds the policy that a rank trains: loads its own rows, fuses or compiles layers, checkpoints activations, shards
+with FSDP2.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.config.model import AdapterConfig, ModelConfig
+from lockstep.config.recipes import RecipeConfig
+from lockstep.models.forest_attention import hide_from_compiler
+from lockstep.models.hf_checkpoint import fill_policy, folder_digest, resolve_folder
+from lockstep.models.lora import add_adapter, fill_adapter
+from lockstep.models.model_loader import load_policy, load_quantized_policy
+from lockstep.models.packing_probe import probe_fused_decoder
+from lockstep.models.policy_model import PolicyModel
+from lockstep.train.distributed import ParallelContext
+
+
+def shard_policy(
+    policy: PolicyModel, ranks: ParallelContext, reshard_after_forward: bool, compute: torch.dtype
+) -> None:
+    """Shards every decoder layer, then the root with what is left (embedding, last norm, head).
+
+    Gradients are summed over ranks, not averaged: the denominators are in the weights of the targets. With one rank
+    there is nothing to shard and the module stays plain, unless compute is in a lower precision than the master
+    weights, which FSDP2's mixed precision provides for one rank as well as for many.
+
+    Weights that an adapter froze are sharded beside those that are trained; they have no gradients to reduce.
+    """
+    mixed = any(parameter.dtype != compute for parameter in policy.parameters())
+    if ranks.group is None or (ranks.world == 1 and not mixed):
+        return
+    mesh = ranks.mesh()
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute if mixed else None,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32,
+    )
+    for layer in policy.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
+    # The root's own parameters (embedding, last norm, head) are what backward needs first: freeing them is no gain.
+    fully_shard(policy, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
+    for module in sharded_modules(policy):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def checkpoint_activations(policy: PolicyModel) -> None:
+    """Recomputes each decoder layer in the backward pass instead of keeping its activations.
+
+    The layer's own forward is replaced, not the module, so that parameter names stay, and FSDP2's hooks stay outside:
+    a layer is gathered once for its recomputation and its backward.
+    """
+
+    def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+        return run
+
+    for layer in policy.layers:
+        layer.forward = recomputed(layer.forward)
+
+
+def sharded_modules(module: nn.Module) -> list[FSDPModule]:
+    """The modules under FSDP2, none where the policy is plain."""
+    return [found for found in module.modules() if isinstance(found, FSDPModule)]
+
+
+def begin_microbatch(policy: nn.Module, last: bool, reshard_after_forward: bool) -> None:
+    """Whether the next backward reduces gradients over the ranks (the last micro-batch of a step) or only adds them
+    up locally (all others): a constant of the step, whatever the data.
+
+    Where layers stay gathered after forward (ZeRO-2), they stay so for the whole step: one gather, whatever the
+    number of micro-batches.
+    """
+    if isinstance(policy, FSDPModule):
+        policy.set_requires_gradient_sync(last)
+        policy.set_reshard_after_backward(last or reshard_after_forward)
+
+
+def free_gathered(policy: nn.Module) -> None:
+    """Frees what a forward without backward has left gathered, so that parameters are this rank's rows again."""
+    for module in sharded_modules(policy):
+        module.reshard()
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's rows of a parameter or gradient, sharing its memory."""
+    with torch.no_grad():
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class CompilerMissing(ValueError):
+    """Layers are to be compiled for the CPU, and there is no C++ compiler."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "trainer.compile is layers, which needs a C++ compiler on the CPU, and none was found (CXX, g++, clang++): "
+            "install g++, or set trainer.compile: off"
+        )
+
+
+def compile_layers(policy: PolicyModel, device: torch.device) -> None:
+    """Compiles the decoder layers' forward and backward, attention left as it is.
+
+    Shapes are symbolic: one compilation serves all rows, no padding to buckets. Evaluations and empty micro-batches
+    (of one token, which the compiler takes for a constant) run as before, so that they cost no compilation.
+
+    Raises:
+        NoCompiler: on a CPU without one.
+    """
+    if device.type == "cpu":
+        require_compiler()
+    torch._inductor.config.compile_threads = 1  # its pool would be processes that nobody watches
+    hide_from_compiler()
+
+    def faster(forward: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(forward, dynamic=True)
+
+        def run(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            plain = not torch.is_grad_enabled() or hidden.shape[1] < 2
+            return forward(hidden, *args, **kwargs) if plain else compiled(hidden, *args, **kwargs)
+
+        return run
+
+    for layer in policy.layers:
+        layer.forward = faster(layer.forward)
+
+
+def require_compiler() -> None:
+    """Raises NoCompiler where torch would find none for C++."""
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name):
+        raise CompilerMissing
+
+
+log = logging.getLogger(__name__)
+
+
+def load_sharded_policy(
+    config: RecipeConfig,
+    ranks: ParallelContext,
+    compute: torch.dtype,
+    kept: torch.dtype,
+    adapter: AdapterConfig | None = None,
+) -> PolicyModel:
+    """A policy with its parameters in `checkpoints_to_keep` that computes in `compute_loss`, an adapter in float32,
+    each rank reading its own rows.
+
+    Raises:
+        ModelError: the model cannot be used, or its checkpoint does not fit it.
+    """
+    trainer, quantized = config.trainer, config.model.quantization is not None
+    if quantized:
+        policy = load_quantized_policy(config.model, ranks.device, kept)
+    else:
+        policy = load_policy(config.model, ranks.device, meta=True, dtype=kept)
+    if adapter is not None:
+        add_adapter(policy, adapter)
+    apart = _fuse_layers(policy, ranks.device, compute)
+    if trainer.compile == "layers":
+        compile_layers(policy, ranks.device)
+    if trainer.activation_checkpointing:
+        checkpoint_activations(policy)
+    if not quantized:
+        shard_policy(policy, ranks, trainer.reshard_after_forward, compute)
+        fill_policy(policy, _model_folder(config.model), ranks.device)
+    if adapter is not None:
+        fill_adapter(policy, adapter, config.seed, ranks.device)
+    log.info("rank %d computes decoder layers by %s", ranks.rank, apart or probe_fused_decoder(policy))
+    free_gathered(policy)
+    return policy
+
+
+def parameter_dtype(model: ModelConfig, ranks: ParallelContext, compute: torch.dtype) -> torch.dtype:
+    """Of the parameters. What an adapter freezes needs no master weights; but a plain module, without FSDP2's mixed
+    precision, cannot mix it with weights that are trained whole."""
+    if model.adapter is None:
+        return torch.float32
+    mixes = bool(model.adapter.modules_to_save) and ranks.group is None
+    return torch.float32 if mixes and model.quantization is None else compute
+
+
+def base_digests(model: ModelConfig) -> dict[str, str]:
+    """What a checkpoint of an adapter stands on; empty without one."""
+    if model.adapter is None:
+        return {}
+    begun = model.adapter.path
+    first = {} if begun is None else {"adapter": folder_digest(resolve_folder(begun, field="model.adapter.path"))}
+    return {"base": folder_digest(_model_folder(model)), **first}
+
+
+def _fuse_layers(policy: PolicyModel, device: torch.device, compute: torch.dtype) -> str | None:
+    """Layers with fewer passes over memory, where that is what takes time; says why not."""
+    if device.type != "cpu" or compute != torch.float32:
+        return "the model's own forward: there is no other for this device and precision"
+    refusal = policy.fuse_layers()
+    return refusal and f"the model's own forward: {refusal}"
+
+
+def _model_folder(model: ModelConfig) -> Path:
+    return resolve_folder(model.path, model.revision)

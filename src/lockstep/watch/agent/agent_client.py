@@ -1,0 +1,378 @@
+"""Starting a node agent, and the controller's client of one."""
+
+import builtins
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.base import waits
+from lockstep.base.errors import PicklableError
+from lockstep.base.network import PortRange
+from lockstep.base.transport import auth_handshake
+from lockstep.base.transport.frames import Connection, HandshakeRefused, WireError
+from lockstep.watch.agent.service_discovery import Leader, PeerHeartbeat, ServiceAddress
+from lockstep.watch.procfs import processes
+
+log = logging.getLogger(__name__)
+
+
+class AgentError(PicklableError, RuntimeError):
+    """The agent refused a request (`why`), or ended."""
+
+    error_code = "agent"
+
+    def __init__(self, operation: str, why: str) -> None:
+        super().__init__(f"{operation}: {why}")
+        self.operation, self.why = operation, why
+
+
+class AgentGone(AgentError):
+    """The agent has ended, and the workers with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """A worker ended. `exit_code` is minus the signal's number when a signal ended it."""
+
+    number: int
+    name: str
+    pid: int
+    exit_code: int
+    at: float
+    said: str = ""
+    """The end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """A worker as the agent knows it."""
+
+    name: str
+    pid: int
+    start_ticks: int
+    alive: bool
+    exit_code: int | None
+    argv: list[str]
+    log: str
+    warm: bool
+    started_wall: float
+    ended_wall: float | None
+    note: str | None
+    """What its starter noted of it."""
+
+
+class AgentClient:
+    """Requests to an agent, and its events. Thread-safe. Reconnects while the agent lives; a request under way is
+    repeated then, and carried out once.
+
+    `on_exit` is called in the client's thread for every worker that ends, once per worker, in order; it must be
+    quick. It may be set later. `after` is the number of the last event known already. With `lost_after_s` the agent
+    is on another host, of which nothing but the connection tells: silent for so long, it counts as ended."""
+
+    def __init__(
+        self, address: ServiceAddress, token: str, *, generation: int | None = None, name: str = "controller",
+        on_exit: Callable[[WorkerExit], None] | None = None, after: int = 0, timeout_s: float = 20.0,
+        lost_after_s: float | None = None,
+    ) -> None:  # fmt: skip
+        self.address = address
+        self.generation = address.generation if generation is None else generation
+        self._token, self._name, self.on_exit, self._timeout_s = token, name, on_exit, timeout_s
+        self._silence = None if lost_after_s is None else PeerHeartbeat(lost_after_s)
+        self._lock = threading.Lock()
+        self._prefix, self._count = secrets.token_hex(6), 0
+        self._requests: dict[str, tuple[bytes, str, Future[dict[str, Any]]]] = {}
+        self._exits: dict[str, WorkerExit] = {}
+        self._seen = after
+        self.used_s = 0.0
+        """Of an agent on another host: CPU time of its workers, as of its last answer."""
+        self._closed = self.superseded = False
+        """The latter where the agent has refused this controller for a later one."""
+        self._gone: AgentGone | None = None
+        self._connection = self._dial(timeout_s)
+        self._thread = threading.Thread(target=self._listen, name="agent-client", daemon=True)
+        self._thread.start()
+
+    def spawn(
+        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
+        cwd: Path | None = None, preload: Sequence[str] = (), timeout_s: float = 120.0,
+    ) -> int:  # fmt: skip
+        """Starts a worker and returns its pid; see `submit_spawn`. Raises AgentError."""
+        pending = self.submit_spawn(name, argv, log_path=log_path, env=env, cwd=cwd, preload=preload)
+        return waits.future(pending, whom="agent", why=f"start of {name}", timeout_s=timeout_s)
+
+    def submit_spawn(
+        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
+        cwd: Path | None = None, preload: Sequence[str] = (), note: str | None = None, trusted: bool = False,
+    ) -> "Future[int]":  # fmt: skip
+        """Asks for a worker. `env` is its whole environment (None: this process's), and for one that is `trusted` the
+        run's token, which the agent adds: it is not sent. With `preload`, a command
+        `[sys.executable, "-m", module, ...]` is forked from a template process that has imported those modules;
+        where that is impossible it starts plainly. The name must not be that of a living worker.
+        `write_incident_findings` is put into the agent's folder as `NAME.json`."""
+        pid: Future[int] = Future()
+        asked = self._submit(
+            "spawn", name=name, argv=list(argv), env=dict(os.environ if env is None else env), token=trusted,
+            log=str(log_path.absolute()), cwd=str((cwd or Path.cwd()).absolute()), preload=list(preload), note=note,
+        )  # fmt: skip
+
+        def answered(done: "Future[dict[str, Any]]") -> None:
+            error = done.exception()
+            if error is not None:
+                pid.set_exception(error)
+            else:
+                pid.set_result(int(done.result()["pid"]))
+
+        asked.add_done_callback(answered)
+        return pid
+
+    def take_over(self, orphan_grace_s: float) -> None:
+        """Says that this controller goes on with the workers of the one before, and how long they are to outlive it.
+        Raises AgentError: the agent is leaving, as the grace is over."""
+        self._ask("take_over", orphan_grace_s=orphan_grace_s)
+
+    def lead(self, leader: Leader) -> None:
+        """Has the workers of that host find their controller. Raises AgentError: a later one has the run."""
+        self._ask("lead", leader=asdict(leader))
+
+    def list(self) -> "builtins.list[WorkerFacts]":
+        """All workers of the run on this node, those that ended included."""
+        found = [WorkerFacts(**facts) for facts in self._ask("list")["workers"]]
+        with self._lock:  # an earlier generation's worker may have ended under the name of one that lives
+            for facts in found:
+                known = self._exits.get(facts.name)
+                if facts.alive and known is not None and known.pid != facts.pid:
+                    del self._exits[facts.name]
+        return found
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> bool:
+        """Sends a signal to a worker; whether it was alive. Raises AgentError for an unknown name."""
+        return bool(self._ask("kill", name=name, signal=int(number))["alive"])
+
+    def forget(self, name: str) -> None:
+        """Somebody else has the place of a worker that ended: what it left explains nothing any more. Returns at once.
+        Raises AgentGone."""
+        self._submit("forget", name=name)
+
+    def exit_of(self, name: str) -> WorkerExit | None:
+        """How the latest worker of that name ended, None while it runs."""
+        with self._lock:
+            return self._exits.get(name)
+
+    def wait_exit(self, name: str, why: str, timeout_s: float) -> WorkerExit:
+        """Waits for a worker's end. Raises AgentGone, WaitTimeout."""
+
+        def ended() -> WorkerExit | None:
+            if self._gone is not None:
+                raise self._gone
+            return self.exit_of(name)
+
+        return waits.poll(ended, kind="process", whom=name, why=why, timeout_s=timeout_s)
+
+    def leave(self, grace_s: float = 2.0) -> "builtins.list[str]":
+        """Ends all workers (SIGTERM, after `grace_s` SIGKILL) and the agent; names of those that even SIGKILL did
+        not remove within seconds. Idempotent."""
+        try:
+            pending = self._submit("leave", grace_s=grace_s)
+            reply = waits.future(pending, whom="agent", why="all workers leave", timeout_s=grace_s + 15.0)
+            remaining = [str(name) for name in reply["remaining"]]
+        except AgentGone:
+            remaining = []
+        self.close()
+        if self._silence is None:
+            waits.poll(
+                lambda: None if processes.is_alive(self.address.pid, self.address.start_ticks) else True,
+                kind="process", whom="agent", why="its end", timeout_s=10.0,
+            )  # fmt: skip
+        return remaining
+
+    def close(self) -> None:
+        """Lets go of the agent without ending it: a successor may attach. Idempotent."""
+        self._closed = True
+        self._connection.close()
+        if threading.current_thread() is not self._thread:
+            waits.join(self._thread, whom="agent client", why="its thread ends", timeout_s=5.0)
+
+    @property
+    def alive(self) -> bool:
+        return self._gone is None and self._why_gone() is None
+
+    @property
+    def why_gone(self) -> str | None:
+        """Of an agent that has ended, or of which nothing is heard any more; None while it is there."""
+        return self._gone.why if self._gone is not None else self._why_gone()
+
+    def _why_gone(self) -> str | None:
+        if self._silence is not None:
+            return f"nothing is heard of it for {self._silence.limit_s:g} s" if self._silence.too_long else None
+        there = processes.is_alive(self.address.pid, self.address.start_ticks)
+        return None if there else f"the agent (pid {self.address.pid}) has ended"
+
+    # --- the wire
+
+    def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        pending = self._submit(operation, **arguments)
+        return waits.future(pending, whom="agent", why=operation, timeout_s=self._timeout_s)
+
+    def _submit(self, operation: str, **arguments: Any) -> "Future[dict[str, Any]]":
+        answer: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if self._gone is not None or self._closed:
+                raise AgentGone(operation, self._gone.why if self._gone else "the client is closed")
+            self._count += 1
+            number = f"{self._prefix}-{self._count}"
+            frame = json.dumps({"id": number, "op": operation, **arguments}).encode()
+            self._requests[number] = (frame, operation, answer)
+            if operation == "spawn":
+                self._exits.pop(arguments["name"], None)
+            connection = self._connection
+        with contextlib.suppress(WireError):  # the listening thread reconnects and repeats it
+            connection.send(frame)
+        return answer
+
+    def _dial(self, timeout_s: float) -> Connection:
+        connection = auth_handshake.connect(
+            self.address.host, self.address.port, token=self._token, run=self.address.run,
+            generation=self.generation, name=self._name, timeout_s=timeout_s, max_frame=64 << 20,
+        )  # fmt: skip
+        pid = os.getpid()
+        attach = {
+            "id": f"{self._prefix}-attach-{secrets.token_hex(4)}", "op": "attach", "pid": pid,
+            "start": processes.start_ticks(pid), "place": processes.pid_namespace() if self._silence is None else "elsewhere",
+            "patience_s": 0.0 if self._silence is None else self._silence.limit_s, "after": self._seen,
+        }  # fmt: skip
+        connection.send(json.dumps(attach).encode())
+        return connection
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                if self._silence is not None and self._silence.ask():
+                    ping = {"id": f"{self._prefix}-ping-{secrets.token_hex(4)}", "op": "ping"}
+                    self._connection.send(json.dumps(ping).encode(), timeout_s=1.0)
+                frame = self._connection.recv(1.0)
+            except WireError as error:
+                if not self._closed and not self._reconnect(str(error)):
+                    break
+                continue
+            if frame is not None:
+                if self._silence is not None:
+                    self._silence.broken()
+                self._hear(json.loads(frame))
+            elif self._silence is not None and self._silence.too_long:
+                self._gone = AgentGone("request", self._why_gone() or "")
+                break
+        self._fail(self._gone or AgentGone("request", "the client was closed"))
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "event" in message:
+            self._happened(message)
+            return
+        self.used_s = message.get("used_s", self.used_s)
+        with self._lock:
+            _, operation, answer = self._requests.pop(message["reply"], (b"", "", None))
+        if answer is None:
+            return
+        if "error" in message:
+            answer.set_exception(AgentError(operation, message["error"]))
+        else:
+            answer.set_result(message)
+
+    def _happened(self, message: dict[str, Any]) -> None:
+        if message["event"] <= self._seen:
+            return
+        done = WorkerExit(
+            message["event"], message["name"], message["pid"], int(message["exit_code"]), message["at"],
+            str(message["said"]),
+        )  # fmt: skip
+        with self._lock:
+            self._seen = done.number
+            self._exits[done.name] = done
+        if self.on_exit is not None:
+            self.on_exit(done)
+
+    def _reconnect(self, why: str) -> bool:
+        """Dials again while the agent lives; repeats what is unanswered. Whether it worked."""
+        while not self._closed:
+            if self._silence is not None:
+                self._silence.ask()
+            if (gone := self._why_gone()) is not None:
+                self._gone = AgentGone("request", gone)
+                return False
+            try:
+                connection = self._dial(5.0 if self._silence is None else 1.0)
+            except HandshakeRefused as error:
+                self.superseded = error.code == "generation"
+                self._gone = AgentGone("request", str(error))
+                return False
+            except WireError:
+                time.sleep(0.1)
+                continue
+            log.info("connected with the agent again (%s)", why)
+            with self._lock:
+                self._connection = connection
+                frames = [frame for frame, _, _ in self._requests.values()]
+            with contextlib.suppress(WireError):
+                for frame in frames:
+                    connection.send(frame)
+                return True
+        return False
+
+    def _fail(self, error: AgentGone) -> None:
+        with self._lock:
+            self._gone = self._gone or error
+            waiting, self._requests = list(self._requests.values()), {}
+        for _, operation, answer in waiting:
+            answer.set_exception(AgentGone(operation, error.why))
+
+
+def start_agent(
+    run: str, token: str, folder: Path, *, generation: int = 1, orphan_grace_s: float = 0.0,
+    kill_grace_s: float = 2.0, timeout_s: float = 60.0, host: str = "127.0.0.1", node: str = "",
+    controller: int | None = 0, ports: PortRange | None = None,
+) -> ServiceAddress:  # fmt: skip
+    """Starts an agent in a session of its own; its output goes to `folder/agent.log`. `controller` is the pid of its
+    controller, 0 for this process, or None where that is on another host. Raises AgentError when it does not come
+    up."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "agent.json").unlink(missing_ok=True)
+    whose = [] if controller is None else ["--controller", str(controller or os.getpid())]
+    argv = [
+        sys.executable, "-m", "lockstep.watch.agent.node_agent", "--run", run, "--generation", str(generation),
+        "--folder", str(folder), *whose, "--orphan-grace", str(orphan_grace_s),
+        "--kill-grace", str(kill_grace_s), "--host", host, *(["--node", node] if node else []),
+        *(["--ports", *map(str, ports)] if ports else []),
+    ]  # fmt: skip
+    with (folder / "agent.log").open("ab") as output:
+        popen = subprocess.Popen(
+            argv, env={**os.environ, "LOCKSTEP_TOKEN": token}, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=output, start_new_session=True,
+        )  # fmt: skip
+
+    # its own thread waits for it, so that it never stays behind as a zombie
+    threading.Thread(target=popen.wait, name="agent-reaper", daemon=True).start()
+
+    def up() -> ServiceAddress | None:
+        if popen.poll() is not None:
+            said = (folder / "agent.log").read_text(errors="replace")[-2000:]
+            raise AgentError("start", f"the agent ended with {popen.returncode}\n{said}")
+        with contextlib.suppress(FileNotFoundError):
+            return ServiceAddress.read(folder)
+        return None
+
+    try:
+        return waits.poll(up, kind="process", whom="agent", why="its address", timeout_s=timeout_s)
+    except BaseException:
+        popen.kill()
+        raise

@@ -1,0 +1,263 @@
+"""Warm start: a process that imports what workers need once, and forks them in milliseconds.
+
+Importing torch and transformers costs 5 to 7 CPU seconds per process. The agent keeps one template per set of
+modules (and of the variables that matter while importing). The template imports them, says so, and then forks a
+worker per request. It forks twice: the one in the middle ends at once, so that the worker becomes a child of the
+agent (a PR_SET_CHILD_SUBREAPER), which alone can wait for it and learns its true exit status.
+
+The worker is like a fresh process: own session, stdout and stderr in its log, nothing on stdin, its environment,
+arguments, working directory and `sys.path[0]`, default signal handling, new random state, none of the template's
+sockets. SIGINT is ignored: Ctrl-C is the controller's to handle. When the agent dies, the kernel kills it.
+
+Talks over one socket pair, a JSON object per line: in {"name", "argv", "env", "log", "cwd", "warm"}, out
+{"ready": true}, {"failed": why}, and per request {"pid": n} or {"error": why}.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: Any) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def become_subreaper() -> None:
+    """Makes this process the parent of descendants whose parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def can_fork(argv: Sequence[str]) -> bool:
+    """Whether a command is one of this interpreter's that a template can run: `python -m module ...` or
+    `python file.py ...`."""
+    same = len(argv) >= 2 and argv[0] in (sys.executable, "python", "python3")
+    return same and ((argv[1] == "-m" and len(argv) >= 3) or argv[1].endswith(".py"))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--socket", type=int, required=True)
+    options.add_argument("--agent", type=int, required=True, help="the agent's pid")
+    options.add_argument("--preload", default="")
+    chosen = options.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    if os.getppid() != chosen.agent:
+        sys.exit("the agent is gone")
+    control = socket.socket(fileno=chosen.socket)
+    control.set_inheritable(False)
+    request = _serve_requests(control, chosen.agent, [name for name in chosen.preload.split(",") if name])
+    if request is not None:  # this is a worker now, with nothing of the template on its stack
+        control.close()
+        run_as_worker(request, chosen.agent)
+
+
+def _serve_requests(control: socket.socket, agent: int, preload: list[str]) -> dict[str, Any] | None:
+    """The template's life. Returns None at its end, and the request in every worker."""
+    try:
+        for name in preload:
+            importlib.import_module(name)
+    except BaseException as error:  # noqa: BLE001 - whatever an import raises, SystemExit included, is reported
+        _send_message(control, {"failed": "".join(traceback.format_exception(error))})
+        return None
+    gc.collect()
+    gc.freeze()  # the workers' collectors leave the shared pages alone
+    _send_message(control, {"ready": True})
+    with control.makefile("r", encoding="utf-8") as requests:
+        for line in requests:
+            request = json.loads(line)
+            if request["warm"] and threading.active_count() > 1:
+                threads = ", ".join(thread.name for thread in threading.enumerate()[1:])
+                _send_message(control, {"error": f"cannot fork: the preloaded modules run threads ({threads})"})
+                continue
+            try:
+                pid = _double_fork()
+            except OSError as error:
+                _send_message(control, {"error": f"cannot fork: {error}"})
+                continue
+            if pid == 0:
+                return dict(request)
+            _send_message(control, {"pid": pid})
+    return None
+
+
+def _send_message(control: socket.socket, message: Mapping[str, object]) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone, and so are we soon
+        control.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _double_fork() -> int:
+    """The pid of the grandchild; 0 in the grandchild. When it returns in the template, the one in the middle has
+    ended, hence the grandchild is the agent's."""
+    reading, writing = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        try:
+            pid = os.fork()
+        except OSError:
+            os._exit(1)
+        if pid == 0:
+            os.close(reading)
+            os.close(writing)
+            return 0
+        os.write(writing, pid.to_bytes(8, "little"))
+        os._exit(0)
+    os.close(writing)
+    try:
+        raw = os.read(reading, 8)
+    finally:
+        os.close(reading)
+        os.waitpid(middle, 0)
+    if len(raw) != 8:
+        raise ChildProcessError("the child in the middle failed")
+    return int.from_bytes(raw, "little")
+
+
+def run_as_worker(request: Mapping[str, Any], agent: int) -> None:
+    """Turns a process just forked into the worker of the request, and runs it to its end."""
+    os.setsid()
+    _redirect_output(Path(request["log"]))
+    _bind_to_agent(agent)
+    _reset_signals()
+    os.chdir(request["cwd"])
+    _prctl(_PR_SET_NAME, ctypes.c_char_p(request["name"].encode()[:15]))
+    argv: list[str] = request["argv"]
+    env: dict[str, str] = request["env"]
+    if not request["warm"]:
+        _close_above_stderr()
+        if argv[0] == sys.executable:  # a worker that is killed leaves all it printed, and where it crashed
+            env = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **env}
+        _exec(argv, env)
+    _close_inherited()
+    os.environ.clear()
+    os.environ.update(env)
+    _reseed()
+    faulthandler.enable()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _run_python(argv[1:])
+
+
+def _redirect_output(log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for source, target in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(source, target)
+    for descriptor in (out, nothing):
+        if descriptor > 2:
+            os.close(descriptor)
+
+
+def _bind_to_agent(agent: int) -> None:
+    """Ties this process's life to the agent's, once the agent is its parent.
+
+    Not before: the end of the process in the middle would count as the parent's death, and kill this one.
+    """
+    for _ in range(10_000):
+        if os.getppid() == agent:
+            die_with_parent()
+            break
+        time.sleep(0.001)
+    with contextlib.suppress(OSError):  # no Yama here: nothing forbids it
+        _prctl(_PR_SET_PTRACER, agent)  # the agent's py-spy may read our stacks
+    if os.getppid() != agent:  # it never was, or ended before the kernel knew
+        sys.exit("the agent ended while this worker started")
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):  # the C library keeps some for itself
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python starts
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _close_above_stderr() -> None:
+    os.closerange(3, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 20 else 1 << 20)
+
+
+def _close_inherited() -> None:
+    """Closes sockets and pipes; files that preloaded modules keep open stay theirs."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        descriptor = int(entry.name)
+        if descriptor > 2:
+            with contextlib.suppress(OSError):
+                kind = os.fstat(descriptor).st_mode
+                if stat.S_ISSOCK(kind) or stat.S_ISFIFO(kind):
+                    os.close(descriptor)
+
+
+def _exec(argv: list[str], env: dict[str, str]) -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for programs that are not Python
+    try:
+        os.execvpe(argv[0], argv, env)
+    except OSError as error:
+        sys.stderr.write(f"cannot run {argv[0]}: {error.strerror}\n")
+        sys.stderr.flush()
+        os._exit(126 if isinstance(error, PermissionError) else 127)
+
+
+def _reseed() -> None:
+    """As after the imports in a process of its own: all generators start from the system's entropy."""
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None:
+        processes.current_process().authkey = os.urandom(32)
+
+
+def _run_python(words: list[str]) -> None:
+    """Runs `-m module ...` or `file.py ...` as the interpreter does; exceptions and SystemExit are its business."""
+    sys.orig_argv = [sys.executable, *words]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        if not sys.flags.safe_path:
+            sys.path[0] = str(Path.cwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        if not sys.flags.safe_path:
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""The node agent: a process per node that is the parent of the workers (`python -m lockstep.watch.agent.node_agent`).
+
+It spawns and kills workers, reports their ends, and outlives whatever they do. It watches the controller by pid,
+start time and connection (`watch.presence`); `orphan_grace_s` after the controller is gone it ends all workers
+(SIGTERM, then SIGKILL), removes the run's beacons, and leaves. Should the agent itself be killed, the kernel kills the
+workers.
+
+One thread, one selector. JSON frames over `watch.wire`:
+
+    {"id", "op": "attach", "pid", "start", "place", "patience_s", "after"}   a controller; events after number `after`
+                                             are repeated, and it may be disconnected for `patience_s`
+    {"id", "op": "spawn", "name", "argv", "env", "token", "log", "cwd", "preload", "note"} -> {"pid", ...}
+    {"id", "op": "take_over", "orphan_grace_s"} -> {}   a later controller means to go on with these workers
+    {"id", "op": "lead", "leader"} -> {}     publishes who the run's controller is, on another host, for the workers
+    {"id", "op": "list"} -> {"workers": [...]}     {"id", "op": "kill", "name", "signal"} -> {"alive"}
+    {"id", "op": "ping"} -> {"used_s"}     CPU time of its workers; for who is elsewhere and sees nothing of them
+    {"id", "op": "leave", "grace_s"} -> {}, when all workers have ended
+    <- {"reply": id, ...} or {"reply": id, "error": why}
+    <- {"event": n, "kind": "exit", "name", "pid", "exit_code", "at", "said"}   "said": the end of its log
+
+A `write_incident_findings` is its starter's: it is in the agent's folder as `NAME.json` before the worker begins, and
+`list` repeats it.
+
+What it sees of the processes goes to supervisors; `watch.watching` says how.
+
+A request that is repeated with the same id after a reconnect is carried out once.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import platform
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.base.folders import run_shm_dir, write_atomically
+from lockstep.base.network import PortRange
+from lockstep.base.transport.auth_handshake import Listener
+from lockstep.base.transport.frames import Connection, ConnectionClosed, WireError
+from lockstep.watch.agent.fork_server import become_subreaper
+from lockstep.watch.agent.monitoring_service import MonitoringService
+from lockstep.watch.agent.service_discovery import ControllerLiveness, Leader, ServiceAddress, Superseded
+from lockstep.watch.agent.worker_spawner import SpawnRequest, WorkerProcess, WorkerSpawner
+from lockstep.watch.beacon import writer
+from lockstep.watch.procfs import processes
+
+log = logging.getLogger("lockstep.watch.agent.node_agent")
+
+TICK_S = 0.2
+REAP_S = 5.0
+"""How long a SIGKILLed worker may take to disappear (a driver may hold it) before the agent leaves without it."""
+REMEMBERED_REPLIES = 4096
+"""Replies kept for requests that are repeated."""
+
+
+@dataclass
+class AgentSettings:
+    run: str
+    generation: int
+    token: str
+    folder: Path
+    """Where `agent.json`, the agent's address, is written."""
+    controller: int | None
+    """Its pid, where it is on this host."""
+    orphan_grace_s: float
+    kill_grace_s: float
+    host: str = "127.0.0.1"
+    node: str = field(default_factory=platform.node)
+    """What this host is called in verdicts."""
+    ports: PortRange | None = None
+
+
+@dataclass
+class _Shutdown:
+    reason: str
+    kill_at: float
+    end_at: float
+    killed: bool = False
+    requests: list[tuple[Connection, str]] = field(default_factory=list)
+
+
+class NodeAgent:
+    """The process's state and its loop."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self.settings = settings
+        self._selector = selectors.DefaultSelector()
+        self._nursery = WorkerSpawner(self._selector, self._exited)
+        place = settings.host, settings.ports
+        self._listener = Listener(settings.token, settings.run, settings.generation, "agent", *place, 64 << 20)
+        self._connections: dict[Connection, bool] = {}
+        """Open connections; whether events go to it (it has attached)."""
+        self._events: list[dict[str, Any]] = []
+        self._replies: OrderedDict[str, dict[str, Any] | None] = OrderedDict()
+        self._askers: dict[str, Connection] = {}
+        self._controller = ControllerLiveness.expected(settings.controller)
+        self._leaving: _Shutdown | None = None
+        self._selector.register(self._listener, selectors.EVENT_READ, lambda mask: self._accept())
+        self._wake, wake_end = socket.socketpair()
+        self._wake.setblocking(False)
+        wake_end.setblocking(False)
+        self._wake_end = wake_end
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda mask: self._woken())
+        self._told_to_leave: str | None = None
+        self._watching = MonitoringService(
+            settings.run, settings.node, self._selector, self._nursery.children, self._send, self._reply
+        )
+
+    def run(self) -> None:
+        """Serves until everything has ended."""
+        become_subreaper()
+        self._handle_signals()
+        own = writer.open_beacon(self.settings.run, "agent", "agent", 0)
+        own.stage("serving")
+        path = self.settings.folder / "agent.json"
+        highest, host, port = self._listener.highest, self._listener.host, self._listener.port
+        ServiceAddress(self.settings.run, highest, host, port, os.getpid()).publish(path)
+        try:
+            while not self._finished():
+                for key, mask in self._selector.select(TICK_S):
+                    key.data(mask)
+                self._nursery.reap()
+                self._tick()
+                self._watching.tick()
+                own.beat()
+                own.progress("workers", len(self._nursery.living()))
+        finally:
+            self._watching.close()
+            self._nursery.kill_all()
+            self._clean_up()
+
+    def _handle_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def _on_term(self, number: int, frame: object) -> None:
+        self._told_to_leave = "SIGTERM"
+
+    def _clean_up(self) -> None:
+        for connection in list(self._connections):
+            with contextlib.suppress(WireError):
+                connection.flush()
+            connection.close()
+        self._listener.close()
+        writer.close_beacon(remove=True)
+        shutil.rmtree(run_shm_dir(self.settings.run), ignore_errors=True)
+        ServiceAddress.withdraw(self.settings.folder / "agent.json")
+
+    # --- what happens
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake.recv(4096):
+                pass
+
+    def _accept(self) -> None:
+        while (connection := self._listener.accept(0)) is not None:
+            for older in [c for c in self._connections if c.peer.generation < self._listener.highest]:
+                log.warning("generation %d is superseded", older.peer.generation)
+                self._drop(older)
+            self._connections[connection] = False
+            self._selector.register(connection, selectors.EVENT_READ, self._serving(connection))
+
+    def _serving(self, connection: Connection) -> Any:
+        def serve(mask: int) -> None:
+            try:
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(connection)
+                while connection in self._connections and (frame := connection.recv(0)) is not None:
+                    self._request(connection, bytes(frame))
+            except ConnectionClosed:
+                self._drop(connection)
+            except (WireError, ValueError, KeyError, TypeError) as error:
+                log.warning("%s sent what cannot be served: %r", connection.peer.name, error, exc_info=True)
+                self._drop(connection)
+
+        return serve
+
+    def _drop(self, connection: Connection) -> None:
+        if self._connections.pop(connection, None) is not None:
+            self._watching.dropped(connection)
+            with contextlib.suppress(KeyError, ValueError, OSError):
+                self._selector.unregister(connection)
+            connection.close()
+
+    def _send(self, connection: Connection, message: dict[str, Any]) -> None:
+        if connection in self._connections:
+            try:
+                connection.queue(json.dumps(message).encode())
+                self._flush(connection)
+            except WireError:
+                self._drop(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        """Writes what goes now; the selector tells when the rest may go. A peer that does not read delays nobody."""
+        done = connection.flush()
+        mask = selectors.EVENT_READ if done else selectors.EVENT_READ | selectors.EVENT_WRITE
+        key = self._selector.get_key(connection)
+        if key.events != mask:
+            self._selector.modify(connection, mask, key.data)
+
+    def _exited(self, child: WorkerProcess) -> None:
+        event = {
+            "event": len(self._events) + 1, "kind": "exit", "name": child.name, "pid": child.pid,
+            "exit_code": child.exit_code, "at": child.ended_wall, "said": child.said(),
+        }  # fmt: skip
+        self._events.append(event)
+        writer.current_beacon().event("exit", f"{child.name} {child.exit_code}")
+        self._watching.exited()
+        for connection, attached in list(self._connections.items()):
+            if attached:
+                self._send(connection, event)
+
+    # --- requests
+
+    def _request(self, connection: Connection, frame: bytes) -> None:
+        message = json.loads(frame)
+        number = str(message["id"])
+        self._askers[number] = connection
+        if number in self._replies:  # repeated after a reconnect
+            known = self._replies[number]
+            if known is not None:
+                self._send(connection, known)
+            return
+        self._replies[number] = None
+        while len(self._replies) > REMEMBERED_REPLIES:
+            oldest, _ = self._replies.popitem(last=False)
+            self._askers.pop(oldest, None)
+        name = str(message["op"])
+        operation = getattr(self, f"_op_{name}", None) or self._watching.operations.get(name)
+        if operation is None:
+            self._reply(number, {"error": f"unknown operation {name!r}"})
+        else:
+            operation(connection, number, message)
+
+    def _reply(self, number: str, content: dict[str, Any]) -> None:
+        reply = {"reply": number, **content}
+        self._replies[number] = reply
+        asker = self._askers.pop(number, None)
+        if asker is not None:
+            self._send(asker, reply)
+
+    def _op_attach(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        here = message["place"] == processes.pid_namespace()
+        pid, start = (message["pid"], message["start"]) if here else (None, None)
+        self._controller = ControllerLiveness(pid, start, float(message["patience_s"]))
+        self._connections[connection] = True
+        self._reply(number, {"pid": os.getpid(), "run": self.settings.run})
+        for event in self._events[int(message["after"]) :]:
+            self._send(connection, event)
+
+    def _op_take_over(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        if self._leaving is not None:
+            self._reply(number, {"error": "the agent is leaving"})
+            return
+        log.info("generation %d has taken over", connection.peer.generation)
+        self.settings.orphan_grace_s = float(message["orphan_grace_s"])
+        self._nursery.withdraw(f"generation {connection.peer.generation} has taken over")
+        self._reply(number, {})
+
+    def _op_lead(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        try:
+            Leader(**message["leader"]).publish(self.settings.run)
+        except (Superseded, OSError) as error:
+            self._reply(number, {"error": str(error)})
+            return
+        self._reply(number, {})
+
+    def _op_ping(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._reply(number, {"used_s": processes.descendants_cpu_s(os.getpid())})
+
+    def _op_spawn(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        if self._leaving is not None:
+            self._reply(number, {"error": "the agent is leaving"})
+            return
+        if message["note"] is not None:
+            write_atomically(self.settings.folder / f"{message['name']}.json", str(message["note"]).encode())
+        token = {"LOCKSTEP_TOKEN": self.settings.token} if message["token"] else {}  # which never travels
+        self._nursery.spawn(SpawnRequest(
+            name=str(message["name"]), argv=[str(word) for word in message["argv"]], env={**message["env"], **token},
+            log=str(message["log"]), cwd=str(message["cwd"]), preload=tuple(message["preload"]), note=message["note"],
+            started=lambda child: self._reply(number, child.facts()),
+            refused=lambda why: self._reply(number, {"error": why}),
+        ))  # fmt: skip
+
+    def _op_list(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._reply(number, {"workers": [child.facts() for child in self._nursery.children.values()]})
+
+    def _op_kill(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        name = message["name"]
+        if name not in self._nursery.children:
+            self._reply(number, {"error": f"no worker is named {name!r}"})
+            return
+        self._watching.meant(name)
+        self._reply(number, {"alive": self._nursery.kill(name, int(message["signal"]))})
+
+    def _op_leave(self, connection: Connection, number: str, message: dict[str, Any]) -> None:
+        self._leave(f"{connection.peer.name} asked", float(message["grace_s"]))
+        if self._leaving is not None:
+            self._leaving.requests.append((connection, number))
+
+    # --- the controller's death, and leaving
+
+    def _tick(self) -> None:
+        if self._leaving is not None:
+            self._go_on_leaving(self._leaving)
+            return
+        if self._told_to_leave is not None:
+            self._leave(self._told_to_leave, self.settings.kill_grace_s)
+            return
+        controller = self._controller
+        was_there, grace_s = controller.gone_since is None, controller.grace_s(self.settings.orphan_grace_s)
+        missing_s = controller.missing_s(any(self._connections.values()))
+        if missing_s is None:
+            return
+        if was_there:
+            log.warning("%s is gone; its orphans have %.1f s", controller, grace_s)
+        if missing_s >= grace_s:
+            self._leave(f"{controller} is gone", self.settings.kill_grace_s)
+
+    def _leave(self, reason: str, grace_s: float) -> None:
+        if self._leaving is not None:
+            self._leaving.kill_at = min(self._leaving.kill_at, time.monotonic() + grace_s)
+            return
+        log.info("leaving: %s", reason)
+        writer.current_beacon().stage("leaving")
+        self._watching.leaving(reason)
+        kill_at = time.monotonic() + grace_s
+        self._leaving = _Shutdown(reason, kill_at, kill_at + REAP_S)
+        self._nursery.terminate()
+
+    def _go_on_leaving(self, leaving: _Shutdown) -> None:
+        if not leaving.killed and time.monotonic() >= leaving.kill_at:
+            leaving.killed = True
+            left = [child.name for child in self._nursery.living()]
+            if left:
+                log.warning("killing %s, which did not leave when asked", ", ".join(left))
+            self._nursery.kill_all()
+
+    def _finished(self) -> bool:
+        leaving = self._leaving
+        if leaving is None or (self._nursery.living() and time.monotonic() < leaving.end_at):
+            return False
+        self._nursery.kill_all()
+        remaining = [child.name for child in self._nursery.living()]
+        if remaining:
+            log.error("leaving although %s did not disappear after SIGKILL", ", ".join(remaining))
+        for connection, number in leaving.requests:
+            self._askers[number] = connection
+            self._reply(number, {"remaining": remaining})
+        return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m lockstep.watch.agent.node_agent")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--generation", type=int, default=1)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--controller", type=int, help="the controller's pid, where it is on this host")
+    parser.add_argument("--orphan-grace", type=float, default=0.0)
+    parser.add_argument("--kill-grace", type=float, default=2.0, help="between SIGTERM and SIGKILL")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--node", default=platform.node(), help="what this host is called in verdicts")
+    parser.add_argument("--ports", type=int, nargs=2, help="the first and the last to choose from")
+    chosen = parser.parse_args()
+    token = os.environ.pop("LOCKSTEP_TOKEN", "")
+    if not token:
+        sys.exit("LOCKSTEP_TOKEN is not set: the agent needs the run's token")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    settings = AgentSettings(
+        chosen.run, chosen.generation, token, chosen.folder, chosen.controller, chosen.orphan_grace,
+        chosen.kill_grace, chosen.host, chosen.node, chosen.ports and tuple(chosen.ports),
+    )  # fmt: skip
+    NodeAgent(settings).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""Monitors the processes of a run on this host: their beacons, their state and use of the machine, their ends.
+
+Nothing here blocks or asks a process for anything: it may be stopped, wedged or dead. Times are nanoseconds of the
+host's monotonic clock, 0 where nothing is known.
+"""
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
+from lockstep.watch.agent.worker_spawner import WorkerProcess
+from lockstep.watch.attach.launcher_env import find_unregistered_ranks
+from lockstep.watch.beacon.beacon_records import BeaconState
+from lockstep.watch.beacon.reader import BeaconReader
+from lockstep.watch.diagnosis.evidence_types import NO_EXIT_CODE, Liveness
+from lockstep.watch.procfs import exit_causes, processes, py_spy
+from lockstep.watch.procfs.process_activity import HostCounters, ProcessActivity
+from lockstep.watch.procfs.processes import PidfdHandle, ProcessUsage
+from lockstep.watch.recorder.rendezvous_wait import parse_rendezvous
+
+
+@dataclass
+class StageDurations:
+    """The longest of each (role, stage). Seconds."""
+
+    longest: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def stage_ended(self, role: str, stage: str, since_ns: int, until_ns: int) -> None:
+        """A stage was left. Who looks twice a second may have missed others in between: then it seems longer than it
+        was, which accuses nobody."""
+        if stage and until_ns > since_ns > 0:
+            key = (role, stage)
+            self.longest[key] = max(self.longest.get(key, 0.0), (until_ns - since_ns) / 1e9)
+
+    def expected_s(self, role: str, stage: str) -> float:
+        """The longest so far, NaN for a stage that nobody of the role has finished yet."""
+        return self.longest.get((role, stage), float("nan"))
+
+
+MONITORING_ROLES = ("agent", "supervisor")
+"""Roles of processes that watch and do not take part."""
+CALM_S = 1.0
+"""Who has moved within this time moves."""
+ENDED_S = 10.0
+"""Who waits for somebody who has ended does so within this time, or others do not go on."""
+UNKNOWN_RANK = -1
+"""The rank of who may be one that is waited for, nobody knows which."""
+RANK_SEARCH_S = 1.0
+"""Between two searches for those whom a meeting still lacks."""
+LATE_SAMPLE_S = 3.0
+"""Who looks after so long was stopped or starved itself, and says of nobody that it did nothing meanwhile."""
+_NAME_WITH_RANK = re.compile(r"(.+?)-(\d+)")
+
+
+@dataclass(slots=True)
+class ProcessState:
+    """A process of this host."""
+
+    name: str
+    role: str
+    rank: int
+    pid: int
+    start_ticks: int
+    log: Path | None = None
+    beacon: BeaconState | None = None
+    life: Liveness = Liveness.RUNNING
+    exit_code: int = NO_EXIT_CODE
+    ended_ns: int = 0
+    """When it ended; of one that is stopped, since when every look has found it so and it has not run in between."""
+    moved_ns: int = 0
+    """When a counter, its stage or a collective last changed."""
+    active_ns: int = 0
+    """When it last used the CPU or moved bytes worth speaking of, its children included."""
+    same_stack_ns: int = 0
+    """Since when every stack taken of its main thread was the same."""
+    threads: tuple[py_spy.SampledThread, ...] = ()
+    """Its latest stacks."""
+    stack_ns: int = 0
+    stacks_taken: int = 0
+    where: str = ""
+    error: str = ""
+    cause: str = ""
+    ours: bool = False
+    usage: ProcessUsage | None = None
+    activity: ProcessActivity | None = None
+    end: PidfdHandle | None = None
+
+    @property
+    def living(self) -> bool:
+        return self.life in (Liveness.RUNNING, Liveness.STOPPED)
+
+    @property
+    def idle(self) -> bool:
+        """Whether its main thread waits for work, as those do that nobody has asked for anything."""
+        waits = self.beacon.waits if self.beacon is not None else ()
+        return any(wait.why == WAITING_FOR_WORK and wait.thread == self.pid for wait in waits)
+
+    def let_go(self) -> None:
+        """Closes what watches for its end. Idempotent."""
+        if self.end is not None:
+            self.end.close()
+            self.end = None
+
+    def take_stacks(self, threads: tuple[py_spy.SampledThread, ...], at_ns: int) -> None:
+        """Notes stacks that were taken of it."""
+        main = py_spy.main_thread(threads, self.pid)
+        if main is None:
+            return
+        before = py_spy.main_thread(self.threads, self.pid)
+        if before is None or before.frames != main.frames:
+            self.same_stack_ns = at_ns
+        self.threads, self.stack_ns = threads, at_ns
+        self.stacks_taken += 1
+        self.where = py_spy.user_code_line(main.frames)
+
+
+@dataclass
+class ProcessMonitor:
+    """All processes of a run on this host."""
+
+    run: str
+    ours: set[str] = field(default_factory=set)
+    """Names of processes whose end was asked for: an effect, whatever their exit code says."""
+    seen: dict[str, ProcessState] = field(default_factory=dict)
+    replaced: dict[str, int] = field(default_factory=dict)
+    """Those whose place others have taken, and when nobody is to hear of them any more (monotonic ns)."""
+    history: StageDurations = field(default_factory=StageDurations)
+
+    def __post_init__(self) -> None:
+        self._oom_kills = exit_causes.oom_kill_count()
+        self._reader = BeaconReader(self.run)
+        self._searched_ns = 0
+        self._host, self._looked_ns, self._late = HostCounters(), 0, False
+
+    def look(self, children: Mapping[str, WorkerProcess], held: int | None = None) -> list[ProcessState]:
+        """Looks at everybody once; returns those that were found to have ended since the last look.
+
+        Args:
+            held: the pid of a process that is stopped for its native stack: our doing, and over in a moment.
+        """
+        now = time.monotonic_ns()
+        self._late, self._looked_ns = now - self._looked_ns > LATE_SAMPLE_S * 1e9, now
+        self._host = HostCounters()
+        gone = self._gone(children, now)
+        beacons = {
+            state.name: state
+            for state in self._reader.read()
+            if state.role not in MONITORING_ROLES and state.name not in gone
+        }
+        for each in children.values():
+            if each.name not in gone:
+                self._meet(each, beacons.get(each.name))
+        for state in beacons.values():
+            child = children.get(state.name)
+            if child is None or child.pid == state.pid:
+                self._read(state)
+        self._meet_newcomers(now)
+        ended = []
+        for seen in self.seen.values():
+            if seen.living and not self._observe(seen, children.get(seen.name), held, now):
+                ended.append(seen)
+        return ended
+
+    def forget(self, name: str, after_s: float) -> None:
+        """Somebody else has the place of one that ended: it explains nothing any more. Later, as what it left is still
+        to be collected."""
+        self.replaced[name] = time.monotonic_ns() + int(after_s * 1e9)
+
+    def _gone(self, children: Mapping[str, WorkerProcess], now: int) -> set[str]:
+        """Names that nobody is to hear of now."""
+        gone = set()
+        for name, due in list(self.replaced.items()):
+            child = children.get(name)
+            if child is not None and child.exit_code is None:  # the name is somebody's again
+                del self.replaced[name]
+            elif now >= due:
+                gone.add(name)
+                seen = self.seen.pop(name, None)
+                if seen is not None:
+                    seen.let_go()
+        return gone
+
+    def calm(self) -> bool:
+        """Whether all either move or have nothing to do, and nobody has ended just now."""
+        now = time.monotonic_ns()
+        return all(_is_calm(seen, now) for seen in self.seen.values())
+
+    def suspects(self, after_s: float) -> Iterable[ProcessState]:
+        """Those whose stacks are worth a look now: alive, nothing moved for so long, and no wait of theirs says why.
+        The longer it lasts, the rarer the looks."""
+        now = time.monotonic_ns()
+        for seen in self.seen.values():
+            if not seen.living or seen.idle or now - max(seen.moved_ns, 1) < after_s * 1e9:
+                continue
+            since_s = (now - seen.moved_ns) / 1e9
+            if now - seen.stack_ns >= min(10.0, max(after_s / 2, since_s / 4)) * 1e9:
+                yield seen
+
+    def _meet(self, child: WorkerProcess, state: BeaconState | None) -> None:
+        """A worker that the agent started, with or without a beacon yet."""
+        known = self.seen.get(child.name)
+        if known is not None and known.pid == child.pid:
+            return
+        matched = _NAME_WITH_RANK.fullmatch(child.name)
+        role, rank = (matched[1], int(matched[2])) if matched else (child.name, 0)
+        if state is not None and state.pid == child.pid:
+            role, rank = state.role, state.rank
+        self._begin(ProcessState(child.name, role, rank, child.pid, child.start_ticks, Path(child.log)))
+
+    def _meet_newcomers(self, now: int) -> None:
+        """Those whom others wait for in a rendezvous and who have no beacon yet, as far as they exist."""
+        if now - self._searched_ns < RANK_SEARCH_S * 1e9:
+            return
+        there: dict[tuple[str, int], dict[int, int]] = {}
+        for seen in self.seen.values():
+            for wait in seen.beacon.waits if seen.living and seen.beacon is not None else ():
+                expected = parse_rendezvous(wait.kind, wait.whom, wait.why).expected
+                if expected is not None and now - wait.since_ns > RANK_SEARCH_S * 1e9:
+                    there.setdefault((seen.role, expected.size), {})[seen.rank] = seen.pid
+        if not there:
+            return
+        self._searched_ns = now
+        known = {each.pid for each in self.seen.values() if each.rank >= 0}
+        for (role, size), waiting in there.items():
+            ranks = {each.rank for each in self.seen.values() if each.role == role and each.living}
+            missing = [rank for rank in range(size) if rank not in ranks]
+            if missing:
+                placed, unplaced = find_unregistered_ranks(self.run, waiting, missing, known)
+                for rank, pid in (*placed.items(), *((UNKNOWN_RANK, pid) for pid in unplaced)):
+                    self._place(role, rank, pid)
+
+    def _place(self, role: str, rank: int, pid: int) -> None:
+        """Notes a process without a beacon."""
+        name = f"{role}-{rank}" if rank >= 0 else f"process {pid}"
+        if name not in self.seen or self.seen[name].pid != pid:
+            self._displace(pid)
+            self._begin(ProcessState(name, role, rank, pid, processes.start_ticks(pid) or 0))
+
+    def _displace(self, pid: int) -> None:
+        """It was taken for another."""
+        for name in [name for name, each in self.seen.items() if each.pid == pid and each.beacon is None]:
+            self.seen.pop(name).let_go()
+
+    def _begin(self, seen: ProcessState) -> None:
+        before = self.seen.get(seen.name)
+        if before is not None:
+            before.let_go()
+        self.ours.discard(seen.name)
+        seen.moved_ns = seen.active_ns = time.monotonic_ns()
+        self.seen[seen.name] = seen
+
+    def _read(self, state: BeaconState) -> None:
+        seen = self.seen.get(state.name)
+        if seen is None or (seen.pid, seen.start_ticks) != (state.pid, state.start_ticks):
+            if seen is not None and seen.pid == state.pid:  # a child whose start time was not known when it was met
+                seen.start_ticks = state.start_ticks
+            else:
+                self._displace(state.pid)
+                seen = ProcessState(state.name, state.role, state.rank, state.pid, state.start_ticks)
+                self._begin(seen)
+        seen.role, seen.rank = state.role, state.rank
+        if seen.beacon is not None and seen.beacon.stage_since_ns != state.stage_since_ns:
+            self.history.stage_ended(seen.role, seen.beacon.stage, seen.beacon.stage_since_ns, state.stage_since_ns)
+        seen.moved_ns = max(seen.moved_ns, last_progress_ns(state))
+        seen.beacon = state
+
+    def _observe(self, seen: ProcessState, child: WorkerProcess | None, held: int | None, now: int) -> bool:
+        """Its state and what it used; False when it has ended."""
+        mine = child is not None and child.pid == seen.pid
+        if mine and child is not None and child.exit_code is not None:
+            self._ended(seen, child.exit_code, now)
+            return False
+        still = now - seen.moved_ns > CALM_S * 1e9
+        usage = processes.process_usage(seen.pid, seen.start_ticks or None, moved=still)
+        if usage is None or usage.state in "ZX":
+            if mine:  # the agent collects it in a moment, and then knows how it ended
+                return True
+            code = seen.end.exit_code() if seen.end is not None else None
+            self._ended(seen, NO_EXIT_CODE if code is None else code, now)
+            return False
+        if seen.end is None and not mine:
+            try:
+                seen.end = PidfdHandle(seen.pid)
+            except OSError:
+                seen.end = None
+        self._stopped(seen, usage, held, now)
+        if seen.activity is None or seen.activity.pid != seen.pid:
+            seen.activity = ProcessActivity(seen.pid)
+        if not still:
+            seen.active_ns = max(seen.active_ns, seen.moved_ns)
+            seen.activity.rest(usage, now)
+        elif seen.activity.seen(usage, now, self._host, closer=not seen.idle) or self._late:
+            seen.active_ns = now
+        seen.usage = usage
+        return True
+
+    def _stopped(self, seen: ProcessState, usage: ProcessUsage, held: int | None, now: int) -> None:
+        """Two looks that find it stopped may have found two moments: then it has run in between."""
+        if usage.state not in "Tt":
+            seen.life, seen.ended_ns = Liveness.RUNNING, 0
+            return
+        ran = seen.usage is not None and seen.usage.ran_ns != usage.ran_ns
+        if seen.life is Liveness.STOPPED and ran:
+            seen.ended_ns = now
+        elif seen.life is not Liveness.STOPPED and seen.pid != held:
+            seen.life, seen.ended_ns = Liveness.STOPPED, now
+
+    def _ended(self, seen: ProcessState, code: int, now: int) -> None:
+        seen.life = Liveness.LEFT if code == 0 else Liveness.DEAD
+        seen.exit_code, seen.ended_ns = code, now
+        seen.ours = seen.name in self.ours
+        known = None if code == NO_EXIT_CODE else code
+        end = exit_causes.explain_exit(
+            known, exit_causes.read_tail(seen.log) if seen.log is not None else "", self._oom(seen, known), seen.ours
+        )
+        seen.cause, seen.error = end.cause, end.error
+        seen.let_go()
+
+    def _oom(self, seen: ProcessState, code: int | None) -> bool | None:
+        """Whether the kernel killed it for memory, as its counter and its log say."""
+        if code not in (None, -9) or seen.ours:
+            return False
+        logged = exit_causes.was_oom_killed(seen.pid)
+        kills = exit_causes.oom_kill_count()
+        rose = None if kills is None or self._oom_kills is None else kills > self._oom_kills
+        self._oom_kills = kills
+        if logged:
+            return True
+        return rose if logged is None or rose else False
+
+
+def _is_calm(seen: ProcessState, now: int) -> bool:
+    if not seen.living:
+        return now - seen.ended_ns > ENDED_S * 1e9
+    return seen.life is Liveness.RUNNING and (seen.idle or now - seen.moved_ns < CALM_S * 1e9)
+
+
+def last_progress_ns(state: BeaconState) -> int:
+    """When a counter, the stage or a communicator of a beacon last changed."""
+    moves = [state.created_ns, state.stage_since_ns, *(counter.updated_ns for counter in state.counters.values())]
+    for communicator in state.communicators:
+        moves += (communicator.created_ns, communicator.entered_ns, communicator.completed_ns)
+        if communicator.newest is not None:
+            moves += (communicator.newest.entered_ns, communicator.newest.left_ns)
+    return max(moves)

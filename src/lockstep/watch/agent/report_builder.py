@@ -1,0 +1,154 @@
+"""Builds an agent's reports to its supervisors: rosters and states, as defined in `report_messages`."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.watch.agent.process_monitor import ProcessMonitor, ProcessState
+from lockstep.watch.agent.report_messages import (
+    NAN,
+    Roster,
+    RosterCommunicator,
+    RosterMember,
+    StateReport,
+    WaitReport,
+    pack_calls,
+    pack_member,
+    pack_process,
+    wait_report,
+)
+from lockstep.watch.beacon.beacon_records import CallRecord, CommunicatorRecord
+from lockstep.watch.beacon.reader import read_calls
+from lockstep.watch.diagnosis.evidence_types import (
+    NO_EXIT_CODE,
+    UNKNOWN,
+    CollectiveCall,
+    CommunicatorInfo,
+    ProcessInfo,
+    ProcessNote,
+)
+
+QUIET_S = 1.0
+"""Of those that moved within this time nothing is said but that."""
+CALLS_REPORTED = 8
+"""Newest calls of a member that waits in one; of the others one is enough."""
+
+
+@dataclass
+class ReportBuilder:
+    """Makes messages of looks; a roster when who is there has changed, a state always."""
+
+    host: str
+    roster: Roster = field(default_factory=lambda: Roster("", 0))
+    _told: set[int] = field(default_factory=set)
+    """Signatures that every listener has heard of."""
+
+    def forget(self) -> None:
+        """Somebody new listens: what signatures mean is told again."""
+        self._told.clear()
+
+    def tell(self, eyes: ProcessMonitor, gaps: Sequence[str] = ()) -> tuple[Roster, StateReport]:
+        """The messages about what the eyes have seen. The roster's number has grown when it is another."""
+        everybody = sorted(eyes.seen.values(), key=lambda seen: (seen.role, seen.rank, seen.name))
+        memberships = [
+            (index, record)
+            for index, seen in enumerate(everybody)
+            if seen.beacon is not None
+            for record in seen.beacon.communicators
+            if not record.closed
+        ]
+        self._enrol(everybody, memberships)
+        now = time.monotonic_ns()
+        calls = [_newest_calls(everybody[index], record, now) for index, record in memberships]
+        state = StateReport(
+            self.host,
+            self.roster.number,
+            processes=b"".join(_pack_process_state(each, now) for each in everybody),
+            members=b"".join(_pack_membership(record, now) for _, record in memberships),
+            stages=tuple(each.beacon.stage if each.beacon is not None else "" for each in everybody),
+            notes={i: note for i, each in enumerate(everybody) if (note := _process_note(each, eyes, now)) is not None},
+            waits=tuple(_wait_reports(everybody, now)),
+            calls=pack_calls((i, call.seq, call.signature) for i, some in enumerate(calls) for call in some),
+            about=self._about(calls),
+            sites=tuple((i, call.seq, call.where) for i, some in enumerate(calls) for call in some if call.site),
+            gaps=tuple(gaps),
+        )
+        return self.roster, state
+
+    def _enrol(self, everybody: Sequence[ProcessState], memberships: Sequence[tuple[int, CommunicatorRecord]]) -> None:
+        """Gives the roster a new number when who is there has changed."""
+        processes = tuple(ProcessInfo(each.name, each.role, each.rank, self.host, each.pid) for each in everybody)
+        named: dict[int, RosterCommunicator] = {}
+        for _, each in memberships:
+            about = CommunicatorInfo(each.label, each.description, each.backend)
+            named.setdefault(each.identity, RosterCommunicator(f"{each.identity:x}", about, each.size))
+        numbers = {identity: number for number, identity in enumerate(named)}
+        members = tuple(
+            RosterMember(index, numbers[each.identity], each.rank, each.members >> 1) for index, each in memberships
+        )
+        old, new = self.roster, (processes, tuple(named.values()), members)
+        if not old.number or new != (old.processes, old.communicators, old.members):
+            self.roster = Roster(self.host, old.number + 1, *new)
+
+    def _about(self, calls: Iterable[Sequence[CallRecord]]) -> dict[int, CollectiveCall]:
+        about = {
+            call.signature: CollectiveCall(call.operation, call.shapes, call.dtype, call.root, call.where)
+            for some in calls
+            for call in some
+            if call.signature not in self._told and call.operation
+        }
+        if len(self._told) > 2048:  # ever new shapes: the listener forgets the oldest too
+            self._told.clear()
+        self._told.update(about)
+        return about
+
+
+def _pack_process_state(seen: ProcessState, now: int) -> bytes:
+    code = None if seen.exit_code == NO_EXIT_CODE else seen.exit_code
+    return pack_process(
+        seen.life, code, _age_s(seen.ended_ns, now), _age_s(seen.moved_ns, now), _age_s(seen.active_ns, now),
+        _age_s(seen.same_stack_ns, now),
+    )  # fmt: skip
+
+
+def _pack_membership(record: CommunicatorRecord, now: int) -> bytes:
+    inside = record.inside
+    blocked = True if inside is not None and not inside.asynchronous else None
+    return pack_member(
+        record.entered, record.completed, _age_s(record.entered_ns, now), _age_s(record.completed_ns, now), blocked,
+        record.blind,
+    )  # fmt: skip
+
+
+def _newest_calls(seen: ProcessState, record: CommunicatorRecord, now: int) -> Sequence[CallRecord]:
+    """The newest collectives of a member: more of one that stands, where what came before tells what went wrong."""
+    newest = record.newest
+    if newest is None or seen.beacon is None:
+        return ()
+    if now - seen.moved_ns < QUIET_S * 1e9:
+        found: Sequence[CallRecord] = (newest,)
+    else:
+        found = read_calls(seen.beacon.path, record.slot, CALLS_REPORTED)
+    return [call for call in found if not call.p2p and call.seq != UNKNOWN]
+
+
+def _process_note(seen: ProcessState, eyes: ProcessMonitor, now: int) -> ProcessNote | None:
+    """What is to be said of a process that ended, or has not moved for a while."""
+    if seen.living and now - seen.moved_ns < QUIET_S * 1e9:
+        return None
+    stage = seen.beacon.stage if seen.beacon is not None else ""
+    # A stack that is older than the last move is of another place.
+    where = seen.where if seen.stack_ns >= seen.moved_ns else ""
+    return ProcessNote(where, seen.error, seen.cause, seen.ours, eyes.history.expected_s(seen.role, stage))
+
+
+def _wait_reports(everybody: Iterable[ProcessState], now: int) -> Iterable[WaitReport]:
+    for index, seen in enumerate(everybody):
+        if not seen.living or seen.beacon is None:
+            continue
+        for record in seen.beacon.waits:
+            yield wait_report(index, record, now, main=record.thread == seen.pid)
+
+
+def _age_s(at_ns: int, now: int) -> float:
+    return (now - at_ns) / 1e9 if at_ns else NAN

@@ -1,0 +1,183 @@
+"""How the processes of a run find each other: the run's leader (its controller), and the addresses of agents and
+supervisor.
+
+The leader is one small file in the run's shared memory. A controller that takes a run over replaces its
+predecessor's; from then on the predecessor is superseded, should it still live (stopped, say, and continued).
+"""
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lockstep.base.errors import PicklableError
+from lockstep.base.folders import file_lock, make_run_shm_dir, run_shm_dir, write_atomically
+from lockstep.watch.procfs import processes
+
+LEADER_FILE = "leader.json"
+
+
+class Superseded(PicklableError, RuntimeError):
+    """A later generation has the run."""
+
+    error_code = "superseded"
+
+    def __init__(self, run: str, generation: int, current: int) -> None:
+        super().__init__(f"generation {generation} of {run} is superseded: generation {current} has taken it over")
+        self.run, self.generation, self.current = run, generation, current
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """A controller: where its workers dial, and for how long they outlive it."""
+
+    generation: int
+    host: str
+    port: int
+    pid: int | None
+    """On this host; None where the controller is elsewhere."""
+    start_ticks: int | None
+    orphan_grace_s: float
+    reconnect_s: float = 30.0
+    """A controller that lives (or is elsewhere) and does not take a connection back for this long is gone too."""
+
+    def publish(self, run: str) -> None:
+        """Makes it the run's. Raises Superseded where a later one is."""
+        path = make_run_shm_dir(run) / LEADER_FILE
+        descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with file_lock(descriptor):
+                current = Leader.read(run)
+                if current is not None and current.generation > self.generation:
+                    raise Superseded(run, self.generation, current.generation)
+                write_atomically(path, json.dumps(asdict(self)).encode())
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def read(run: str) -> "Leader | None":
+        """The run's newest; None where there was none, or nothing of the run is left."""
+        try:
+            return Leader(**json.loads(_leader_path(run).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def is_superseded(run: str, generation: int) -> bool:
+    """Whether a later generation has the run."""
+    leader = Leader.read(run)
+    return leader is not None and leader.generation > generation
+
+
+def _leader_path(run: str) -> Path:
+    return run_shm_dir(run) / LEADER_FILE
+
+
+PING_S = 1.0
+FROZEN_S = 2.5
+"""Who looks is due once a second. When it comes this late, this process itself was stopped or starved, and the other
+side may well have spoken meanwhile."""
+
+
+class PeerHeartbeat:
+    """Of a peer that answers when it is asked. One thread looks and hears; any may ask whether it is too long.
+
+    Args:
+        limit_s: so long it may last.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._heard_at = self._looked_at = time.monotonic()
+        self._asked_at = 0.0
+
+    def ask(self) -> bool:
+        """A look; whether the peer should be asked something now."""
+        now = time.monotonic()
+        if now - self._looked_at > FROZEN_S:
+            self._heard_at += now - self._looked_at
+        self._looked_at = now
+        if now - self._asked_at < min(PING_S, self.limit_s / 3):
+            return False
+        self._asked_at = now
+        return True
+
+    def broken(self) -> None:
+        """Something is heard."""
+        self._heard_at = time.monotonic()
+
+    @property
+    def too_long(self) -> bool:
+        """As of the last look."""
+        return self._looked_at - self._heard_at > self.limit_s
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceAddress:
+    """Where an agent listens, as its `agent.json` says."""
+
+    run: str
+    generation: int
+    host: str
+    port: int
+    pid: int
+    start_ticks: int = field(default_factory=lambda: processes.start_ticks(os.getpid()) or 0)
+
+    def publish(self, path: Path) -> None:
+        """Writes it where others look for it, whole."""
+        write_atomically(path, json.dumps(asdict(self)).encode())
+
+    @staticmethod
+    def withdraw(path: Path) -> None:
+        """Removes what this process has published there; a later one may have put its own in its place."""
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(path.read_text())["pid"] == os.getpid():
+                path.unlink()
+
+    @staticmethod
+    def read(folder: Path) -> "ServiceAddress":
+        """Raises FileNotFoundError when no agent serves this folder."""
+        return ServiceAddress(**json.loads((folder / "agent.json").read_text()))
+
+
+FIRST_ATTACH_S = 60.0
+"""A controller on another host, whose coming nothing but its connection tells, attaches within this."""
+
+
+@dataclass
+class ControllerLiveness:
+    """The one whose death ends the run: on this host a process, elsewhere a connection."""
+
+    pid: int | None
+    """None where it is on another host."""
+    start: int | None
+    patience_s: float = 0.0
+    """It is not gone before it has been missing for so long, even where its orphans have no grace: a connection may
+    break and be made again."""
+    gone_since: float | None = None
+
+    @staticmethod
+    def expected(pid: int | None) -> "ControllerLiveness":
+        """One that has not attached yet."""
+        return ControllerLiveness(
+            pid, None if pid is None else processes.start_ticks(pid), FIRST_ATTACH_S if pid is None else 0.0
+        )
+
+    def __str__(self) -> str:
+        return "the controller, on another host," if self.pid is None else f"the controller (pid {self.pid})"
+
+    def missing_s(self, connected: bool) -> float | None:
+        """For how long it has been gone, as of this look; None where it is there."""
+        if connected if self.pid is None else processes.is_alive(self.pid, self.start):
+            self.gone_since = None
+            return None
+        now = time.monotonic()
+        if self.gone_since is None:
+            self.gone_since = now
+        return now - self.gone_since
+
+    def grace_s(self, orphan_grace_s: float) -> float:
+        """For how long it may be gone."""
+        return max(orphan_grace_s, self.patience_s)

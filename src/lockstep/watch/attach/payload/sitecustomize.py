@@ -1,0 +1,101 @@
+"""What `lockstep watch -- COMMAND` loads into the Python processes of the command: Python imports a module of this
+name when it starts, and `PYTHONPATH` names this folder.
+
+It costs nothing until `torch.distributed` has been imported. Then it opens the process's beacon and installs the
+recorder. Whatever goes wrong here is reported in one line and never becomes an error of the job. It uses the
+standard library only, with the syntax of Python 3.8, because the job's Python reads it, whichever it is.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RUN = "LOCKSTEP_WATCH"
+"""The run's id; set by `lockstep watch`."""
+NEEDED = (3, 10)
+"""What the recorder's own files need."""
+DISTRIBUTED = "torch.distributed"
+
+
+class _After(importlib.abc.MetaPathFinder):
+    """Calls `begin` once torch.distributed has been imported, and torch as well: some of its own modules import it."""
+
+    def __init__(self) -> None:
+        self._asking = False
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if self._asking or fullname not in ("torch", DISTRIBUTED):
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking = False
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            torch = module if fullname == "torch" else sys.modules["torch"]
+            under_way = fullname == DISTRIBUTED and getattr(torch.__spec__, "_initializing", False)
+            if DISTRIBUTED in sys.modules and not under_way and self in sys.meta_path:
+                sys.meta_path.remove(self)
+                begin()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def begin() -> None:
+    try:
+        _find_lockstep()
+        joining = importlib.import_module("lockstep.watch.attach.enroll")
+        joining.join(os.environ[RUN])
+    except Exception as error:  # noqa: BLE001 - nothing of ours may end the job
+        tell(f"{type(error).__name__}: {error}")
+
+
+def tell(why: str) -> None:
+    sys.stderr.write(f"lockstep watch: process {os.getpid()} is not recorded: {why}\n")
+
+
+def _find_lockstep() -> None:
+    """Makes `lockstep.watch` importable where Lockstep is not installed: the package of which this file is a part. It
+    needs nothing else of it."""
+    if "lockstep" in sys.modules or importlib.util.find_spec("lockstep") is not None:
+        return
+    package = HERE.parents[2]
+    spec = importlib.util.spec_from_file_location(
+        "lockstep", package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no package in {package}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["lockstep"] = module
+    spec.loader.exec_module(module)
+
+
+def _others() -> None:
+    """Imports the module of the same name that would have been imported without us."""
+    paths = [path for path in sys.path if Path(path or os.curdir).resolve() != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if os.environ.get(RUN):
+    if sys.version_info >= NEEDED:
+        sys.meta_path.insert(0, _After())
+    elif "RANK" in os.environ:
+        tell("its Python is older than 3.10")
+_others()

@@ -1,0 +1,71 @@
+"""Observes a run on this host from outside, with the same monitoring and diagnosis. Read-only."""
+
+import contextlib
+import subprocess
+import time
+from dataclasses import dataclass, field
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.folders import shm_root
+from lockstep.watch.agent.process_monitor import ProcessMonitor
+from lockstep.watch.agent.report_builder import ReportBuilder
+from lockstep.watch.agent.report_messages import encode_report
+from lockstep.watch.beacon.reader import read_beacon
+from lockstep.watch.diagnosis.diagnose import diagnose
+from lockstep.watch.diagnosis.evidence import drop_uninformative
+from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict
+from lockstep.watch.procfs import py_spy
+from lockstep.watch.supervisor.message_store import MessageStore
+from lockstep.watch.supervisor.supervisor_settings import WaitAlias
+
+STACK_INTERVAL_S = 3.0
+"""Between two dumps of stacks, which tell the line of who stands still."""
+
+
+def run_of_process(pid: int) -> str | None:
+    """The run that a process of this host has a beacon in, None when it has none."""
+    with contextlib.suppress(OSError):
+        for path in shm_root().glob("*/*.beacon"):
+            state = read_beacon(path, events=False)
+            if state is not None and state.pid == pid:
+                return state.run
+    return None
+
+
+@dataclass
+class RunObserver:
+    """Looks at a run again and again; what it says is the surer the longer it has looked."""
+
+    run: str
+    patience: StallThresholds = field(default_factory=StallThresholds)
+    aliases: dict[str, WaitAlias] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._eyes, self._teller = ProcessMonitor(self.run), ReportBuilder("")
+        self._inbox = MessageStore(aliases=self.aliases)
+        self._dumped = 0.0
+
+    def look(self) -> list[Verdict]:
+        """What is wrong now, the one that explains the others first."""
+        self._eyes.look({})
+        self._dump()
+        for said in self._teller.tell(self._eyes):
+            self._inbox.receive(encode_report(said), time.monotonic())
+        return diagnose(drop_uninformative(self._inbox.evidence(time.monotonic())), self.patience)
+
+    def _dump(self) -> None:
+        """Has the stacks of one taken who stands still."""
+        now = time.monotonic()
+        if now - self._dumped < STACK_INTERVAL_S:
+            return
+        for seen in self._eyes.suspects(self.patience.notice_s):
+            argv = py_spy.py_spy_command(seen.pid)
+            if argv is None:
+                return
+            self._dumped, taken_ns = now, time.monotonic_ns()
+            with contextlib.suppress(OSError, WaitTimeout, subprocess.SubprocessError):
+                done = waits.run(argv, why=f"the stacks of {seen.name}", timeout_s=2.0, notice_after_s=None)
+                seen.take_stacks(py_spy.parse_stacks(done.stdout.encode()), taken_ns)
+            seen.stack_ns = taken_ns
+            return

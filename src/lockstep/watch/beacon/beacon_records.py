@@ -1,0 +1,155 @@
+"""What a beacon says, as read: counters, waits, events, calls, communicators."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressCounter:
+    """A progress counter; `updated_ns` is on the monotonic clock."""
+
+    value: int
+    total: int | None
+    updated_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """A wait that a thread is in. Times are nanoseconds of the host's monotonic clock."""
+
+    kind: str
+    whom: str
+    why: str
+    since_ns: int
+    deadline_ns: int | None
+    moved_ns: int
+    """When the one waited for last made progress, as far as the waiter saw; `since_ns` when it saw none."""
+    thread: int
+    thread_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeaconEvent:
+    number: int
+    at_ns: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """One call on a communicator that was issued from Python. Times are nanoseconds of the host's monotonic clock."""
+
+    number: int
+    """Of all calls of this member on this communicator, from 1, point-to-point included."""
+    seq: int
+    """The collective's sequence number on the communicator (collectives of C++ callers are counted too); of a
+    point-to-point call that of the last collective before it."""
+    issued: int
+    """How many collectives this member has issued from Python on it, this one included: members are compared by it."""
+    signature: int
+    """64-bit digest of operation, shapes, dtype and root: equal where members fit together."""
+    operation: str
+    """Empty when it is no longer known; the signature remains."""
+    shapes: str
+    dtype: str
+    root: int | None
+    site: str
+    """`/path/file.py:31 in function`: the innermost frame outside torch and lockstep; empty when not known."""
+    stage: str
+    """The stage it was issued in."""
+    module: str
+    """What FSDP2 gathers or reduces for: `layers.3`; empty otherwise."""
+    entered_ns: int
+    left_ns: int
+    """When the call returned to Python (an asynchronous one: when it was issued); 0 while it is inside."""
+    p2p: bool = False
+    asynchronous: bool = False
+    failed: bool = False
+    """It ended with an exception of the backend."""
+    refused: bool = False
+    """It did not fit what a peer had entered, and never reached the backend."""
+    peer: int | None = None
+    """Of a point-to-point call, the other's rank in the communicator; None for a receive from any source."""
+
+    @property
+    def inside(self) -> bool:
+        return self.left_ns == 0
+
+    @property
+    def where(self) -> str:
+        """The call site with the file's name instead of its path."""
+        return self.site.rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicatorRecord:
+    """What a process says of a communicator that it is a member of.
+
+    Two sources are merged: the calls issued from Python, exact and at once, and c10d's own counts, which see the
+    collectives of C++ callers too and are some 50 ms old. -1 is "not known"; 0 that nothing was entered, for certain.
+    """
+
+    slot: int
+    name: str
+    """c10d's name; counted per process, so equal names of two jobs are different communicators: see `identity`."""
+    description: str
+    backend: str
+    size: int
+    rank: int
+    """Of this process in the communicator."""
+    identity: int
+    """Equal for all members of one communicator, also when they were given different member lists."""
+    members: int
+    """Digest of the members' global ranks."""
+    created_ns: int
+    loop_thread: int
+    """Native id of gloo's thread for this communicator, 0 if not known; see `watch.freeing`."""
+    closed: bool
+    """It was destroyed (or the process was told so)."""
+    blind: bool
+    """Point-to-point calls were made on it: counts may miss part of what it does, absence proves nothing."""
+    counted: bool
+    """c10d's counts are read for it: collectives of C++ callers are in `entered`."""
+    entered: int
+    entered_ns: int
+    completed: int
+    completed_ns: int
+    issued: int
+    """Collectives issued from Python."""
+    newest: CallRecord | None
+    """The newest call issued from Python."""
+    inside: CallRecord | None
+    """The call that this member is in now, or that it has issued asynchronously and c10d has not completed."""
+
+    @property
+    def label(self) -> str:
+        """Its description where it has one, else its name."""
+        return self.description if self.description not in ("", "undefined") else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class BeaconState:
+    """What a beacon said when it was read."""
+
+    path: Path
+    run: str
+    name: str
+    role: str
+    rank: int
+    pid: int
+    start_ticks: int
+    created_ns: int
+    created_wall: float
+    beat_ns: int
+    """Last sign of life that a background thread gave, 0 when the process gives none."""
+    stage: str
+    stage_since_ns: int
+    counters: dict[str, ProgressCounter] = field(default_factory=dict)
+    waits: tuple[WaitRecord, ...] = ()
+    events: tuple[BeaconEvent, ...] = ()
+    communicators: tuple[CommunicatorRecord, ...] = ()
+    moves: int = 0
+    """Grows with every change of a counter or of the stage, and with every call on a communicator."""
+    torn: int = 0
+    """Records that could not be read: the writer died or was stopped while it wrote them."""

@@ -1,0 +1,183 @@
+"""Beacons as table rows: which processes there are, what each does, how fast, and what it waits for. Pure functions."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lockstep.watch.beacon.beacon_records import BeaconState, CommunicatorRecord, ProgressCounter, WaitRecord
+from lockstep.watch.beacon.reader import read_beacons
+from lockstep.watch.procfs.processes import process_state
+
+_STATE_NAMES = {
+    "R": "running", "S": "sleeping", "D": "in the kernel", "T": "stopped", "t": "traced", "Z": "dead", "X": "dead",
+    "I": "idle",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BeaconSnapshot:
+    """The beacons of a run at one moment, and how their processes were then."""
+
+    at_ns: int
+    """Monotonic clock of the host."""
+    beacons: tuple[BeaconState, ...]
+    states: Mapping[int, str | None]
+    """By pid: the state letter of /proc, None when the process is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CounterRow:
+    """A counter; `rate` is per second between two readings, None without an earlier one of the same process."""
+
+    name: str
+    value: int
+    total: int | None
+    rate: float | None
+    still_s: float
+    """Since when it has not moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRow:
+    """A wait; `left_s` is the time to its bound as things stand, None without one."""
+
+    kind: str
+    whom: str
+    why: str
+    since_s: float
+    stalled_s: float
+    left_s: float | None
+    thread: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicatorRow:
+    """How far a process is on a communicator; -1 where it is not known."""
+
+    label: str
+    entered: int
+    completed: int
+    operation: str
+    """Of the call that it is in, empty when it is in none."""
+    inside_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRow:
+    """A process as `lockstep top` shows it."""
+
+    name: str
+    role: str
+    rank: int
+    pid: int
+    alive: bool
+    state: str
+    """running, sleeping, in the kernel, stopped, traced, idle, dead, or gone."""
+    stage: str
+    stage_s: float
+    beat_s: float | None
+    """Age of the last sign of life of a background thread; None when it gives none."""
+    counters: tuple[CounterRow, ...]
+    waits: tuple[WaitRow, ...]
+    """The longest first."""
+    communicators: tuple[CommunicatorRow, ...] = ()
+
+
+def take_snapshot(run: str) -> BeaconSnapshot:
+    """Reads the beacons of a run and the states of their processes now."""
+    beacons = tuple(read_beacons(run))
+    states = {state.pid: process_state(state.pid, state.start_ticks) for state in beacons}
+    return BeaconSnapshot(time.monotonic_ns(), beacons, states)
+
+
+def process_rows(now: BeaconSnapshot, before: BeaconSnapshot | None = None) -> list[ProcessRow]:
+    """A row per beacon, by role and rank. With an earlier reading, counters have rates."""
+    earlier = {(state.pid, state.start_ticks): state for state in before.beacons} if before else {}
+    found = [
+        _process_row(now, state, before.at_ns if before else 0, earlier.get((state.pid, state.start_ticks)))
+        for state in now.beacons
+    ]
+    return sorted(found, key=lambda row: (row.role, row.rank, row.name))
+
+
+def _process_row(now: BeaconSnapshot, state: BeaconState, before_ns: int, before: BeaconState | None) -> ProcessRow:
+    letter = now.states.get(state.pid)
+    alive = letter not in (None, "Z", "X")
+    return ProcessRow(
+        name=state.name,
+        role=state.role,
+        rank=state.rank,
+        pid=state.pid,
+        alive=alive,
+        state="gone" if letter is None else _STATE_NAMES.get(letter, letter),
+        stage=state.stage,
+        stage_s=_age_s(now, state.stage_since_ns) if state.stage else 0.0,
+        beat_s=_age_s(now, state.beat_ns) if state.beat_ns else None,
+        counters=tuple(
+            _counter_row(now, name, counter, before_ns, before.counters.get(name) if before else None)
+            for name, counter in state.counters.items()
+        ),
+        waits=tuple(_wait_row(now, wait) for wait in state.waits) if alive else (),
+        communicators=tuple(_communicator_row(now, each) for each in state.communicators if not each.closed),
+    )
+
+
+def _counter_row(
+    now: BeaconSnapshot, name: str, counter: ProgressCounter, before_ns: int, before: ProgressCounter | None
+) -> CounterRow:
+    seconds = (now.at_ns - before_ns) / 1e9
+    rate = (counter.value - before.value) / seconds if before is not None and seconds > 0 else None
+    return CounterRow(name, counter.value, counter.total, rate, _age_s(now, counter.updated_ns))
+
+
+def _wait_row(now: BeaconSnapshot, wait: WaitRecord) -> WaitRow:
+    left = None if wait.deadline_ns is None else (wait.deadline_ns - now.at_ns) / 1e9
+    return WaitRow(
+        wait.kind, wait.whom, wait.why, _age_s(now, wait.since_ns), _age_s(now, wait.moved_ns), left, wait.thread_name
+    )
+
+
+def _communicator_row(now: BeaconSnapshot, record: CommunicatorRecord) -> CommunicatorRow:
+    inside = record.inside
+    return CommunicatorRow(
+        record.label, record.entered, record.completed, inside.operation if inside is not None else "",
+        _age_s(now, inside.entered_ns) if inside is not None else 0.0,
+    )  # fmt: skip
+
+
+def _age_s(now: BeaconSnapshot, at_ns: int) -> float:
+    return max(0.0, (now.at_ns - at_ns) / 1e9)
+
+
+def describe_process(row: ProcessRow) -> str:
+    """What a process does, in words: `waits 12 s for reward-0 (future): scores of step 7`, or its counters."""
+    if not row.alive:
+        return row.state
+    if row.state in ("stopped", "traced"):
+        return f"{row.state} in {row.stage or 'no stage'}"
+    if row.waits:
+        wait = row.waits[0]
+        return f"waits {wait.since_s:.0f} s for {wait.whom} ({wait.kind}): {wait.why}"
+    return ", ".join(describe_counter(counter) for counter in row.counters) or row.stage or row.state
+
+
+def describe_counter(counter: CounterRow) -> str:
+    """A counter in words: `tokens 512/4096, 230/s`."""
+    total = "" if counter.total is None else f"/{counter.total}"
+    rate = "" if counter.rate is None else f", {counter.rate:,.0f}/s"
+    return f"{counter.name} {counter.value}{total}{rate}"
+
+
+def wait_edges(rows_: Iterable[ProcessRow]) -> list[tuple[str, str, float]]:
+    """Who waits for whom and since how many seconds, the longest first: the edges of a wait graph."""
+    edges = [(row.name, wait.whom, wait.since_s) for row in rows_ for wait in row.waits]
+    return sorted(edges, key=lambda edge: -edge[2])
+
+
+def idle_processes(now: Sequence[ProcessRow], for_s: float) -> list[ProcessRow]:
+    """Living processes none of whose counters moved for that long and which wait for nobody."""
+    return [
+        row
+        for row in now
+        if row.alive and not row.waits and row.counters and all(counter.still_s >= for_s for counter in row.counters)
+    ]

@@ -1,0 +1,345 @@
+"""The part of a beacon about communicators: a slot for each, and a ring of its newest calls.
+
+Writing a call takes ten stores of eight bytes, without a lock: its number first and, after everything else, last.
+Texts (signatures, call sites, stages) are stored once, in a table whose oldest rows are overwritten; a call refers
+to them by number, and a reader that finds another number in the row knows that the text is lost.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lockstep.watch.beacon.beacon_records import CallRecord, CommunicatorRecord
+from lockstep.watch.beacon.file_format import (
+    BLIND_AT,
+    CALL_STRUCT,
+    CALL_WORDS,
+    CALLS_AT,
+    CALLS_PER_RING,
+    COMMUNICATOR_STRIDE,
+    COMMUNICATOR_STRUCT,
+    COUNTS_AT,
+    COUNTS_STRUCT,
+    FLAG_ASYNC,
+    FLAG_CLOSED,
+    FLAG_COUNTED,
+    FLAG_FAILED,
+    FLAG_P2P,
+    FLAG_REFUSED,
+    FLAG_UNSURE,
+    FLAGS_AT,
+    LEFT_WORD,
+    MAX_COMMUNICATORS,
+    MAX_TEXTS,
+    NO_PEER,
+    PEER_SHIFT,
+    RING_BYTES,
+    SEPARATOR,
+    TEXT_STRUCT,
+    WHERE_WORD,
+    MappedMemory,
+    RecordReader,
+    RecordSlot,
+    clear_record,
+    decode_text,
+    encode_text,
+)
+
+FRESH_TEXTS = MAX_TEXTS // 2
+"""A text that is older by so many is written anew when it is asked for."""
+TEXT_TURNOVER = MAX_TEXTS // 4
+"""After so many new texts, whoever keeps numbers of texts forgets them. So a text stays until at least so many newer
+ones have been written after the last call that refers to it."""
+NEWEST_CALLS = 16
+"""Calls that are looked at when a beacon is read; more are behind `decode_calls`."""
+
+
+def pack_text_numbers(label: int, site: int) -> int:
+    """The texts of a call as they lie in its record."""
+    return label | site << 32
+
+
+class CallRings:
+    """The writing end, of one process. `slots_at` and `tape_at` say where the two parts lie in the beacon."""
+
+    def __init__(self, memory: MappedMemory, slots_at: int, tape_at: int) -> None:
+        self.memory = memory
+        self.words = memoryview(memory).cast("B").cast("Q")
+        """The whole file as 64-bit words: a store is one instruction, so it needs no frame."""
+        self.slots_at, self.texts_at = slots_at, tape_at
+        self.rings_at = tape_at + MAX_TEXTS * TEXT_STRUCT.size
+        self.lines: list[CommunicatorSlot | None] = [None] * MAX_COMMUNICATORS
+        self.calls = 0
+        """Of closed communicators whose slot was used again."""
+        self._lock = threading.Lock()
+        self._texts: dict[str, int] = {}
+        self.newest_text = 0
+        """The number of the newest text."""
+        self.on_turn: list[Callable[[], None]] = []
+        """Of those who keep numbers of texts: see TURN."""
+        self._stage = ""
+        self.where: int | None = None
+        """The stage as it lies in a record; None: `find_where` says it."""
+
+    def text(self, value: str) -> int:
+        """The number of a text, for `Line.enter`. To be kept no longer than to the next turn."""
+        with self._lock:
+            known = self._texts.get(value)
+            if known is not None and self.fresh(known):
+                return known
+            self.newest_text += 1
+            number = self.newest_text
+            at = self.texts_at + (number % MAX_TEXTS) * TEXT_STRUCT.size
+            TEXT_STRUCT.pack_into(self.memory, at, number, encode_text(value, 176), number)
+            if len(self._texts) >= 2 * MAX_TEXTS:
+                self._texts = {text: kept for text, kept in self._texts.items() if self.fresh(kept)}
+            self._texts[value] = number
+        if number % TEXT_TURNOVER == 0:
+            self.where = None
+            for forget in self.on_turn:
+                forget()
+        return number
+
+    def stage(self, name: str) -> None:
+        """The stage that calls are issued in from now on."""
+        self._stage, self.where = name, None
+
+    def find_where(self) -> int:
+        """The present stage as it lies in a record."""
+        stage = self._stage
+        found = self.where = self.text(stage) << 32 if stage else 0
+        if stage is not self._stage:
+            self.where = None
+        return found
+
+    def fresh(self, number: int) -> bool:
+        """Whether the text of that number will stay for a while."""
+        return self.newest_text - number < FRESH_TEXTS
+
+    def open_line(
+        self,
+        identity: int,
+        members: int,
+        name: str,
+        description: str,
+        backend: str,
+        size: int,
+        rank: int,
+        loop: int = 0,
+    ) -> "CommunicatorSlot | None":  # fmt: skip
+        """A slot for a communicator: a free one, else the one that was closed first; None when all are in use."""
+        with self._lock:
+            slot = self._free_slot()
+            if slot is None:
+                return None
+            line = CommunicatorSlot(self, slot)
+            line.about = (
+                identity, members, time.monotonic_ns(), size, rank, loop,
+                encode_text(name, 64), encode_text(description, 64), encode_text(backend, 32),
+            )  # fmt: skip
+            line.write_about()
+            self.lines[slot] = line
+            return line
+
+    def _free_slot(self) -> int | None:
+        for slot, line in enumerate(self.lines):
+            if line is None:
+                return slot
+        closed = [line for line in self.lines if line is not None and line.closed_ns]
+        if not closed:
+            return None
+        oldest = min(closed, key=lambda line: line.closed_ns)
+        self.calls += oldest.calls
+        return oldest.slot
+
+    def close(self) -> None:
+        """Lets go of the mapping; lines may not be written any more."""
+        self.words.release()
+
+
+class CommunicatorSlot:
+    """What one process does on one communicator; written by the thread that issues."""
+
+    __slots__ = (
+        "_about", "_at", "_counts", "about", "calls", "calls_word", "closed_ns", "memory", "ring", "slot", "tape",
+        "words",
+    )  # fmt: skip
+
+    def __init__(self, tape: CallRings, slot: int) -> None:
+        self.slot, self.tape, self.memory, self.words = slot, tape, tape.memory, tape.words
+        self._at = tape.slots_at + slot * COMMUNICATOR_STRIDE
+        self.ring = (tape.rings_at + slot * RING_BYTES) >> 3
+        """The word at which its calls begin."""
+        self.calls = 0
+        self.calls_word = (self._at + CALLS_AT) >> 3
+        self.closed_ns = 0
+        self.about: tuple[Any, ...] = ()
+        for word in (CALLS_AT, FLAGS_AT, BLIND_AT):
+            self.words[(self._at + word) >> 3] = 0
+        clear_record(self.memory, self._at + COUNTS_AT, COUNTS_STRUCT)
+        self._about = RecordSlot(self.memory, self._at, COMMUNICATOR_STRUCT)
+        self._counts = RecordSlot(self.memory, self._at + COUNTS_AT, COUNTS_STRUCT)
+
+    def write_about(self) -> None:
+        self._about.write(*self.about)
+
+    def loop_thread(self, native_id: int) -> None:
+        """Says which of gloo's threads moves this communicator's bytes."""
+        self.about = (*self.about[:5], native_id, *self.about[6:])
+        self.write_about()
+
+    def enter(
+        self, seq: int, issued: int, signature: int, texts: int = 0, where: int = 0, flags: int = 0,
+        peer: int = NO_PEER,
+    ) -> int:  # fmt: skip
+        """Notes that a call begins; returns the word that says when it left."""
+        words, calls = self.words, self.calls
+        at = self.ring + calls % CALLS_PER_RING * CALL_WORDS
+        self.calls = calls = calls + 1
+        words[at] = calls
+        words[at + 1] = seq
+        words[at + 2] = issued
+        words[at + 3] = time.monotonic_ns()
+        words[at + 4] = 0
+        words[at + 5] = signature
+        words[at + 6] = texts
+        words[at + 7] = where | flags | (peer + 1) << PEER_SHIFT
+        words[at + 8] = calls
+        words[self.calls_word] = calls
+        return at + LEFT_WORD
+
+    def leave(self, left: int, flag: int = 0) -> None:
+        """`left` is what `enter` returned; `flag` says how it ended: ASYNC, FAILED or REFUSED."""
+        if flag:
+            self.words[left + WHERE_WORD - LEFT_WORD] |= flag
+        self.words[left] = time.monotonic_ns()
+
+    def call_at(self, number: int) -> int:
+        """The word at which the record of that call begins."""
+        return self.ring + (number - 1) % CALLS_PER_RING * CALL_WORDS
+
+    def counted(self) -> None:
+        """Says that c10d's counts are read for this communicator."""
+        self.words[(self._at + FLAGS_AT) >> 3] |= FLAG_COUNTED
+
+    def counts(self, entered: int, completed: int, entered_ns: int, completed_ns: int) -> None:
+        """c10d's numbers, and when they changed, as far as was seen."""
+        self._counts.write(entered, completed, entered_ns, completed_ns)
+
+    def blind(self) -> None:
+        self.words[(self._at + BLIND_AT) >> 3] = 1
+
+    def close(self) -> None:
+        self.closed_ns = time.monotonic_ns()
+        self.words[(self._at + FLAGS_AT) >> 3] |= FLAG_CLOSED
+
+
+def clear_slots(memory: MappedMemory, slots_at: int) -> None:
+    """Frames the slots of a new file as empty; rings and texts need none."""
+    for slot in range(MAX_COMMUNICATORS):
+        clear_record(memory, slots_at + slot * COMMUNICATOR_STRIDE, COMMUNICATOR_STRUCT)
+
+
+def read_communicators(reading: RecordReader, slots_at: int, tape_at: int) -> tuple[CommunicatorRecord, ...]:
+    """The communicators of a beacon of which `reading` holds the fixed part."""
+    texts = _TextTable(reading, tape_at)
+    found = (
+        _decode_communicator(reading, slots_at + slot * COMMUNICATOR_STRIDE, slot, texts)
+        for slot in range(MAX_COMMUNICATORS)
+    )
+    return tuple(each for each in found if each is not None)
+
+
+def count_calls(reading: RecordReader, slots_at: int) -> int:
+    """How many calls were noted on all communicators together."""
+    return sum(reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT) for slot in range(MAX_COMMUNICATORS))
+
+
+def decode_calls(reading: RecordReader, slots_at: int, tape_at: int, slot: int, newest: int) -> tuple[CallRecord, ...]:
+    """The newest calls of a communicator, oldest first; torn, overwritten and unsure ones are left out."""
+    written = reading.number(slots_at + slot * COMMUNICATOR_STRIDE + CALLS_AT)
+    return tuple(_iter_calls(reading, _TextTable(reading, tape_at), slot, written, newest))
+
+
+class _TextTable:
+    """The table of texts, read where needed."""
+
+    def __init__(self, reading: RecordReader, tape_at: int) -> None:
+        self.reading, self.at = reading, tape_at
+        self.rings_at = tape_at + MAX_TEXTS * TEXT_STRUCT.size
+        self._known: dict[int, str] = {0: ""}
+
+    def __getitem__(self, number: int) -> str:
+        known = self._known.get(number)
+        if known is None:
+            at = self.at + (number % MAX_TEXTS) * TEXT_STRUCT.size
+            found = RecordReader(self.reading.descriptor, at, TEXT_STRUCT.size).record(at, TEXT_STRUCT, number)
+            known = self._known[number] = decode_text(found[1][0]) if found else ""
+        return known
+
+
+def _iter_calls(reading: RecordReader, texts: _TextTable, slot: int, written: int, newest: int) -> Iterator[CallRecord]:
+    ring_at = texts.rings_at + slot * RING_BYTES
+    first = max(1, written - min(newest, CALLS_PER_RING) + 1)
+    low, high = (first - 1) % CALLS_PER_RING, (written - 1) % CALLS_PER_RING + 1
+    if low >= high:
+        low, high = 0, CALLS_PER_RING
+    start = ring_at + low * CALL_STRUCT.size
+    ring = RecordReader(reading.descriptor, start, (high - low) * CALL_STRUCT.size)
+    for number in range(first, written + 1):
+        found = ring.record(ring_at + ((number - 1) % CALLS_PER_RING) * CALL_STRUCT.size, CALL_STRUCT, number)
+        if found is not None and not found[1][7] & FLAG_UNSURE:
+            yield _decode_call(*found, texts)
+    reading.torn += ring.torn
+
+
+def _decode_call(number: int, fields: tuple[Any, ...], texts: _TextTable) -> CallRecord:
+    seq, issued, entered, left, signature, label, site, flags, context = fields
+    operation, dtype, root_text, module, shapes = (*texts[label].split(SEPARATOR), "", "", "", "")[:5]
+    root = int(root_text) if root_text.isascii() and root_text.isdigit() else None
+    return CallRecord(
+        number, seq, issued, signature, operation, shapes, dtype, root, texts[site],
+        texts[context], module, entered, left, bool(flags & FLAG_P2P), bool(flags & FLAG_ASYNC), bool(flags & FLAG_FAILED),
+        bool(flags & FLAG_REFUSED), (flags >> PEER_SHIFT) - 1 if flags >> PEER_SHIFT else None,
+    )  # fmt: skip
+
+
+def _decode_communicator(reading: RecordReader, at: int, slot: int, texts: _TextTable) -> CommunicatorRecord | None:
+    found = reading.record(at, COMMUNICATOR_STRUCT)
+    if found is None:
+        return None
+    identity, members, created, size, rank, loop, name, description, backend = found[1]
+    flags = reading.number(at + FLAGS_AT)
+    counts = reading.record(at + COUNTS_AT, COUNTS_STRUCT)
+    counted = bool(flags & FLAG_COUNTED)
+    calls = list(_iter_calls(reading, texts, slot, reading.number(at + CALLS_AT), NEWEST_CALLS))
+    collectives = [call for call in calls if not call.p2p]
+    last = collectives[-1] if collectives else None
+    merged = _merge_counts(collectives, counts[1] if counts else (-1, -1, 0, 0), counted)
+    waiting = [call for call in calls if call.inside]
+    if not waiting and counted:
+        waiting = [call for call in collectives if call.asynchronous and not call.failed and call.seq > merged[2]]
+    return CommunicatorRecord(
+        slot, decode_text(name), decode_text(description), decode_text(backend), size, rank, identity, members, created, loop,
+        bool(flags & FLAG_CLOSED), bool(reading.number(at + BLIND_AT)), counted, *merged,
+        last.issued if last else 0, calls[-1] if calls else None,
+        waiting[0] if waiting else None,
+    )  # fmt: skip
+
+
+def _merge_counts(
+    collectives: list[CallRecord], counts: tuple[int, int, int, int], counted: bool
+) -> tuple[int, int, int, int]:
+    """Entered and completed with their times, from both sources."""
+    entered, completed, entered_ns, completed_ns = counts
+    nothing = 0 if counted else -1
+    entered, completed = max(entered, nothing), max(completed, nothing)
+    for call in collectives:
+        if call.refused:
+            continue
+        if call.seq >= entered:
+            entered, entered_ns = call.seq, call.entered_ns
+        if call.left_ns and not call.failed and not call.asynchronous and call.seq >= completed:
+            completed, completed_ns = call.seq, call.left_ns
+    return entered, entered_ns, completed, completed_ns

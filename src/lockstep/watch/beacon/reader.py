@@ -1,0 +1,168 @@
+"""Reads beacons: one, all of a run, or a run's again and again. The writer's help is not needed."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.base.folders import run_shm_dir
+from lockstep.watch.beacon import call_ring as tapes
+from lockstep.watch.beacon.beacon_records import (
+    BeaconEvent,
+    BeaconState,
+    CallRecord,
+    ProgressCounter,
+    WaitRecord,
+)
+from lockstep.watch.beacon.file_format import (
+    BEAT_AT,
+    CALLS_PER_RING,
+    COMMUNICATORS_AT,
+    COUNTER_STRUCT,
+    COUNTERS_AT,
+    EVENT_STRUCT,
+    EVENTS_AT,
+    FIXED_SIZE,
+    HEADER_STRUCT,
+    MAGIC,
+    MAX_COUNTERS,
+    MAX_EVENTS,
+    MAX_WAITS,
+    RINGS_AT,
+    STAGE_AT,
+    STAGE_STRUCT,
+    VERSION,
+    WAIT_STRUCT,
+    WAITS_AT,
+    RecordReader,
+    decode_text,
+)
+
+
+def read_beacons(run: str, events: bool = True) -> list[BeaconState]:
+    """All readable beacons of a run, by name. Files that are no beacons, or not yet, are left out."""
+    folder = run_shm_dir(run)
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.suffix == ".beacon")
+    except OSError:  # not there (yet), or just removed at the run's end
+        return []
+    states = (read_beacon(path, events) for path in paths)
+    return [state for state in states if state is not None]
+
+
+def read_beacon(path: Path, events: bool = True) -> BeaconState | None:
+    """One beacon, None when the file is missing, too short, or no beacon of this version. Without its events it is
+    read in a third of the time."""
+    with _open_beacon_file(path) as reading:
+        return (
+            None
+            if reading is None
+            else _decode_beacon(path, HEADER_STRUCT.unpack_from(reading.second), reading, events)
+        )
+
+
+def read_calls(path: Path, slot: int, newest: int = CALLS_PER_RING) -> tuple[CallRecord, ...]:
+    """The newest calls (256 at most) of the communicator in that slot, oldest first."""
+    with _open_beacon_file(path) as reading:
+        return () if reading is None else tapes.decode_calls(reading, COMMUNICATORS_AT, RINGS_AT, slot, newest)
+
+
+class BeaconReader:
+    """Reads the beacons of a run again and again, without their events. One that nobody has written to since costs a
+    comparison."""
+
+    def __init__(self, run: str) -> None:
+        self._folder = run_shm_dir(run)
+        self._kept: dict[Path, tuple[bytes, BeaconState]] = {}
+
+    def read(self) -> list[BeaconState]:
+        """All readable beacons, by name."""
+        try:
+            paths = sorted(path for path in self._folder.iterdir() if path.suffix == ".beacon")
+        except OSError:
+            return []
+        for gone in self._kept.keys() - set(paths):
+            del self._kept[gone]
+        states = (self._one(path) for path in paths)
+        return [state for state in states if state is not None]
+
+    def _one(self, path: Path) -> BeaconState | None:
+        with _open_beacon_file(path) as reading:
+            if reading is None:
+                return None
+            kept, beat_end = self._kept.get(path), BEAT_AT + 8
+            data = reading.second
+            if kept is not None and data[:BEAT_AT] == kept[0][:BEAT_AT] and data[beat_end:] == kept[0][beat_end:]:
+                return replace(kept[1], beat_ns=reading.number(BEAT_AT))
+            state = _decode_beacon(path, HEADER_STRUCT.unpack_from(data), reading, with_events=False)
+            if state.torn:
+                self._kept.pop(path, None)
+            else:
+                self._kept[path] = data, state
+            return state
+
+
+@contextlib.contextmanager
+def _open_beacon_file(path: Path) -> Iterator[RecordReader | None]:
+    """Copies of the part of a beacon that is read at once; None when it is no beacon of this version."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        yield None
+        return
+    try:
+        yield _read_checked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_checked(descriptor: int) -> RecordReader | None:
+    try:
+        reading = RecordReader(descriptor, 0, FIXED_SIZE)
+    except OSError:
+        return None
+    if reading.complete != FIXED_SIZE or reading.first[:8] != MAGIC:
+        return None
+    _, version, size, *_ = HEADER_STRUCT.unpack_from(reading.second)
+    return reading if (version, size) == (VERSION, FIXED_SIZE) else None
+
+
+def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events: bool) -> BeaconState:  # type: ignore[type-arg]
+    moves = 0
+    stage, stage_since = "", 0
+    for number, (since, name) in reading.records(STAGE_AT, 0, 1, STAGE_STRUCT):
+        moves, stage, stage_since = moves + number, decode_text(name), since
+    counters = {}
+    for number, (value, total, updated, name) in reading.records(COUNTERS_AT, 96, MAX_COUNTERS, COUNTER_STRUCT):
+        moves += number
+        counters[decode_text(name)] = ProgressCounter(value, None if total == -1 else total, updated)
+    waits = [
+        WaitRecord(
+            decode_text(kind),
+            decode_text(whom),
+            decode_text(why),
+            since,
+            deadline or None,
+            moved,
+            thread,
+            decode_text(thread_name),
+        )
+        for _, (thread, since, deadline, moved, kind, whom, why, thread_name) in reading.records(
+            WAITS_AT, 384, MAX_WAITS, WAIT_STRUCT
+        )
+        if since
+    ]
+    events = [
+        BeaconEvent(number, at, decode_text(kind), decode_text(text))
+        for number, (at, kind, text) in reading.records(EVENTS_AT, 128, MAX_EVENTS if with_events else 0, EVENT_STRUCT)
+    ]
+    communicators = tapes.read_communicators(reading, COMMUNICATORS_AT, RINGS_AT)
+    moves += tapes.count_calls(reading, COMMUNICATORS_AT)
+    _, _, _, pid, rank, start, created_ns, created_wall, run, name, role = header
+    return BeaconState(
+        path, decode_text(run), decode_text(name), decode_text(role), rank, pid, start, created_ns, created_wall,
+        reading.number(BEAT_AT), stage, stage_since, counters,
+        tuple(sorted(waits, key=lambda wait: wait.since_ns)),
+        tuple(sorted(events, key=lambda event: event.number)), communicators, moves, reading.torn,
+    )  # fmt: skip

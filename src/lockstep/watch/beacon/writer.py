@@ -1,0 +1,288 @@
+"""The writing side of beacons: what this process does now, in shared memory, readable when it can no longer answer.
+
+A beacon is one small file of fixed layout, mapped into its writer, at `<base>/<run>/<name>.beacon` where base is
+`$LOCKSTEP_BEACONS`, else `/dev/shm/lockstep`, else a folder in the temporary directory. Readers copy the file; they
+need no help from the writer, which may be stopped, wedged or dead.
+"""
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+import threading
+import time
+from pathlib import Path
+
+from lockstep.base.folders import make_run_shm_dir, new_run_id, run_shm_dir, shm_root
+from lockstep.watch.beacon import call_ring as tapes
+from lockstep.watch.beacon.beacon_records import (
+    BeaconEvent,
+    BeaconState,
+    CallRecord,
+    CommunicatorRecord,
+    ProgressCounter,
+    WaitRecord,
+)
+from lockstep.watch.beacon.file_format import (
+    BEAT_AT,
+    COMMUNICATORS_AT,
+    COUNTER_STRUCT,
+    COUNTERS_AT,
+    EMPTY,
+    EVENT_STRUCT,
+    EVENTS_AT,
+    FILE_SIZE,
+    FIXED_SIZE,
+    HEADER_STRUCT,
+    MAGIC,
+    MAX_COUNTERS,
+    MAX_EVENTS,
+    MAX_WAITS,
+    RINGS_AT,
+    STAGE_AT,
+    STAGE_STRUCT,
+    UINT64,
+    VERSION,
+    WAIT_STRUCT,
+    WAITS_AT,
+    RecordSlot,
+    clear_record,
+    encode_text,
+)
+from lockstep.watch.beacon.reader import read_beacon, read_beacons, read_calls
+from lockstep.watch.procfs.processes import is_alive, process_state, start_ticks
+
+__all__ = [
+    "Beacon",
+    "BeaconEvent",
+    "BeaconState",
+    "CallRecord",
+    "CommunicatorRecord",
+    "ProgressCounter",
+    "WaitRecord",
+    "close_beacon",
+    "current_beacon",
+    "is_alive",
+    "make_run_shm_dir",
+    "new_run_id",
+    "open_beacon",
+    "process_state",
+    "read_beacon",
+    "read_beacons",
+    "read_calls",
+    "run_shm_dir",
+    "shm_root",
+    "start_ticks",
+]
+
+_BEACON_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
+
+
+class Beacon:
+    """The writing end; all methods may be called from any thread and cost about a microsecond."""
+
+    def __init__(self, path: Path, memory: mmap.mmap) -> None:
+        self.path = path
+        self._inode = path.stat().st_ino
+        self._memory = memory
+        self._lock = threading.RLock()  # reentrant: a signal handler may write while its thread writes
+        self._stage = RecordSlot(memory, STAGE_AT, STAGE_STRUCT)
+        self._counters: dict[str, tuple[RecordSlot, int, int | None]] = {}
+        self._waits = [RecordSlot(memory, WAITS_AT + 384 * i, WAIT_STRUCT) for i in range(MAX_WAITS)]
+        self._free = list(range(MAX_WAITS - 1, -1, -1))
+        self._waiting: dict[int, WaitRecord] = {}
+        self._events = 0
+        self._moves = 0
+        self.stage_name = ""
+        """What `stage` was told last."""
+        self._tape: tapes.CallRings | None = None
+        self._open = True
+
+    @property
+    def moves(self) -> int:
+        """Grows with every change of a counter or of the stage: the progress of this process in one number."""
+        return self._moves
+
+    def tape(self) -> tapes.CallRings | None:
+        """Where calls on communicators are noted; None when the beacon is closed."""
+        with self._lock:
+            if self._open and self._tape is None:
+                self._tape = tapes.CallRings(self._memory, COMMUNICATORS_AT, RINGS_AT)
+                self._tape.stage(self.stage_name)
+            return self._tape
+
+    def stage(self, name: str) -> None:
+        with self._lock:
+            self.stage_name = name
+            if self._tape is not None:
+                self._tape.stage(name)
+            if self._open:
+                self._moves += 1
+                self._stage.write(time.monotonic_ns(), encode_text(name, 96))
+
+    def progress(self, counter: str, value: int, total: int | None = None) -> None:
+        """Sets a counter. Counters beyond the 24th are counted in `compaction_moves` only."""
+        with self._lock:
+            known = self._counters.get(counter)
+            if known is not None and known[1] == value and known[2] == total:
+                return
+            self._moves += 1
+            if known is None:
+                used = len(self._counters)
+                if used >= MAX_COUNTERS or not self._open:
+                    return
+                slot = RecordSlot(self._memory, COUNTERS_AT + 96 * used, COUNTER_STRUCT)
+            else:
+                slot = known[0]
+            self._counters[counter] = (slot, value, total)
+            if self._open:
+                slot.write(value, -1 if total is None else total, time.monotonic_ns(), encode_text(counter, 40))
+
+    def add(self, counter: str, n: int = 1) -> None:
+        """Adds to a counter (from 0); keeps its total."""
+        with self._lock:
+            known = self._counters.get(counter)
+            if known is None:
+                self.progress(counter, n)
+            else:
+                self.progress(counter, known[1] + n, known[2])
+
+    def beat(self) -> None:
+        """A sign of life by a background thread: tells a frozen process from one that is busy elsewhere."""
+        with self._lock:
+            if self._open:
+                UINT64.pack_into(self._memory, BEAT_AT, time.monotonic_ns())
+
+    def event(self, kind: str, text: str = "") -> None:
+        """Appends to the ring of the last 128 events."""
+        with self._lock:
+            if self._open:
+                self._events += 1
+                at = EVENTS_AT + 128 * ((self._events - 1) % MAX_EVENTS)
+                number = self._events + EMPTY
+                EVENT_STRUCT.pack_into(
+                    self._memory, at, number, time.monotonic_ns(), encode_text(kind, 24), encode_text(text, 72), number
+                )
+
+    def take_wait_slot(self) -> int | None:
+        """A free wait slot, None when 16 threads wait already. For `watch.waits`."""
+        with self._lock:
+            return self._free.pop() if self._free and self._open else None
+
+    def waiting(self, thread: int) -> WaitRecord | None:
+        """The innermost wait that a thread (native id) of this process is in. Reads no file: who moves bytes beside a
+        thread that is stuck looks as if it did something."""
+        with self._lock:
+            found = [wait for wait in self._waiting.values() if wait.thread == thread]
+        return max(found, key=lambda wait: wait.since_ns, default=None)
+
+    def write_wait(self, slot: int, wait: WaitRecord) -> None:
+        with self._lock:
+            self._waiting[slot] = wait
+            if self._open:
+                self._waits[slot].write(
+                    wait.thread, wait.since_ns, wait.deadline_ns or 0, wait.moved_ns,
+                    encode_text(wait.kind, 24), encode_text(wait.whom, 96), encode_text(wait.why, 160), encode_text(wait.thread_name, 32),
+                )  # fmt: skip
+
+    def free_wait_slot(self, slot: int) -> None:
+        with self._lock:
+            self._waiting.pop(slot, None)
+            if self._open:
+                self._waits[slot].write(0, 0, 0, 0, b"", b"", b"", b"")
+            self._free.append(slot)
+
+    def close(self, remove: bool = False) -> None:
+        """Unmaps the file; the file stays as evidence unless `remove_store`. Later writes do nothing."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                if self._tape is not None:
+                    self._tape.close()
+                    self._tape = None
+                self._memory.close()
+            if remove and self._is_ours():
+                self.path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # whoever is late, and the last, takes the run's folder along
+                    self.path.parent.rmdir()
+
+    def _is_ours(self) -> bool:
+        """Whether the file is still this one: a successor of the same name puts its own in its place."""
+        try:
+            return self.path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+
+class _NullBeacon(Beacon):
+    """Before `open_beacon`: counts moves, writes nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(os.devnull), mmap.mmap(-1, mmap.PAGESIZE))
+        self.close()
+
+    def close(self, remove: bool = False) -> None:
+        super().close()
+
+
+_current: Beacon = _NullBeacon()
+
+
+def current_beacon() -> Beacon:
+    """The process's beacon; one that writes nowhere before `open_beacon`."""
+    return _current
+
+
+def open_beacon(run: str, name: str, role: str, rank: int) -> Beacon:
+    """Creates this process's beacon; from here on `current()` is it. An older file of that name is replaced."""
+    global _current
+    if not _BEACON_NAME.fullmatch(name):
+        raise ValueError(f"beacon name {name!r}: expected up to 95 letters, digits, '.', '_' or '-'")
+    folder = make_run_shm_dir(run)
+    path, draft = folder / f"{name}.beacon", folder / f".{name}.{os.getpid()}.{secrets.token_hex(3)}"
+    descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(descriptor, FILE_SIZE)  # sparse: what is never written costs nothing
+        memory = mmap.mmap(descriptor, FILE_SIZE)
+    finally:
+        os.close(descriptor)
+    _clear_records(memory)
+    pid = os.getpid()
+    HEADER_STRUCT.pack_into(
+        memory, 0, MAGIC, VERSION, FIXED_SIZE, pid, rank, start_ticks(pid) or 0, time.monotonic_ns(), time.time(),
+        encode_text(run, 64), encode_text(name, 96), encode_text(role, 32),
+    )  # fmt: skip
+    draft.rename(path)
+    previous, _current = _current, Beacon(path, memory)
+    previous.close()
+    return _current
+
+
+def _clear_records(memory: mmap.mmap) -> None:
+    """Frames all records of a new file as empty."""
+    ring = [
+        (COUNTERS_AT, 96, MAX_COUNTERS, COUNTER_STRUCT),
+        (WAITS_AT, 384, MAX_WAITS, WAIT_STRUCT),
+        (EVENTS_AT, 128, MAX_EVENTS, EVENT_STRUCT),
+    ]
+    for start, stride, count, layout in [(STAGE_AT, 0, 1, STAGE_STRUCT), *ring]:
+        for at in range(start, start + max(stride, 1) * count, max(stride, 1)):
+            clear_record(memory, at, layout)
+    tapes.clear_slots(memory, COMMUNICATORS_AT)
+
+
+def close_beacon(remove: bool = False) -> None:
+    """Closes the process's beacon; `current()` is one that writes nowhere again."""
+    global _current
+    previous, _current = _current, _NullBeacon()
+    previous.close(remove)
+
+
+def _forget_in_child() -> None:
+    # A forked child shares the parent's mapping: it must not write over the parent's records.
+    global _current
+    _current = _NullBeacon()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

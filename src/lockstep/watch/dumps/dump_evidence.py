@@ -1,0 +1,380 @@
+"""Aligns the dumps of many ranks and turns them into `Evidence`.
+
+Ranks are aligned by communicator and collective sequence number. `record_id` counts per process over all
+communicators and wraps with the ring, so it says nothing about other ranks.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable, WaitEdge
+from lockstep.watch.diagnosis.evidence_types import (
+    NO_EXIT_CODE,
+    UNKNOWN,
+    CollectiveCall,
+    CommunicatorInfo,
+    Liveness,
+    ProcessInfo,
+)
+from lockstep.watch.dumps.decode import CallTexts as Known
+from lockstep.watch.dumps.decode import CommunicatorTrace
+from lockstep.watch.dumps.dump_files import RankDump, ranks_text
+
+NEWEST_CALLS = 16
+"""So many of a member's newest calls are kept."""
+_KEPT_AFTER_DIVERGENCE = 64
+"""So many sequence numbers are kept from the first one on in which members differ: what follows is its effect."""
+_MAX_SPAN = 10_000_000
+"""Sequence numbers further apart than this are not of one run."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCalls:
+    """A member's calls, `[calls]` each, in the order in which they were entered."""
+
+    membership: int
+    sequence: NDArray[np.int64]
+    signature: NDArray[np.uint64]
+    site: NDArray[np.int32]
+
+
+def informative_calls(columns: Sequence[MemberCalls]) -> list[NDArray[np.int64]]:
+    """Which calls of each column tell something: the newest, those around where the slowest member is, and those from
+    where members first differ; as ascending indices into the column."""
+    if not columns:
+        return []
+    low = min(int(column.sequence.min()) for column in columns)
+    high = max(int(column.sequence.max()) for column in columns)
+    slowest = min(int(column.sequence.max()) for column in columns)
+    parted = high + 1
+    if high - low < _MAX_SPAN:
+        first = np.zeros(high - low + 1, np.uint64)
+        differs = np.zeros(high - low + 1, np.bool_)
+        for column in columns:
+            at = column.sequence - low
+            before = first[at]
+            differs[at] |= (before != column.signature) & (before != 0)
+            first[at] = np.where(before == 0, column.signature, before)
+        if differs.any():
+            parted = low + int(np.argmax(differs))
+    kept = []
+    for column in columns:
+        numbers = column.sequence
+        keep = (numbers > slowest - 2) & (numbers <= slowest + NEWEST_CALLS)
+        keep[-NEWEST_CALLS:] = True
+        keep |= (numbers >= parted - 1) & (numbers < parted + _KEPT_AFTER_DIVERGENCE)
+        kept.append(np.flatnonzero(keep))
+    return kept
+
+
+def find_undecided(dumps: Sequence[RankDump]) -> list[RankDump]:
+    """The dumps of which every call must be known: their older calls may differ from those of other members, or others
+    are so far ahead that the newest calls of all have nothing in common."""
+    members: dict[tuple[str, str], list[tuple[RankDump, CommunicatorTrace]]] = defaultdict(list)
+    for dump in dumps:
+        for group in dump.trace.groups:
+            if group.sequence:
+                members[group.name, group.members].append((dump, group))
+    again: dict[int, RankDump] = {}
+    for said in members.values():
+        slowest = min(group.entered for _, group in said)
+        apart = any(group.digests and group.sequence[0] > slowest - NEWEST_CALLS for _, group in said)
+        if apart or _blocks_differ([group for _, group in said]):
+            again |= {dump.rank: dump for dump, group in said if group.digests}
+    return list(again.values())
+
+
+def _blocks_differ(groups: Sequence[CommunicatorTrace]) -> bool:
+    first: dict[int, int] = {}
+    return any(
+        first.setdefault(block, digest) != digest
+        for group in groups
+        for block, digest in enumerate(group.digests, group.digested)
+    )
+
+
+_DEFAULT_GROUP, _NO_DESCRIPTION = "default_pg", "undefined"
+_PEER = re.compile(r"(?:recv (?P<me>\d+)<-(?P<from>\d+))|(?:send (?P<self>\d+)->(?P<to>\d+))")
+
+
+@dataclass
+class _DumpedCommunicator:
+    """A communicator as its members' dumps know it."""
+
+    name: str
+    description: str
+    backend: str
+    ranks: list[int]
+    said: dict[int, CommunicatorTrace] = field(default_factory=dict)
+    """By rank: what its dump says."""
+
+
+def build_dump_evidence(
+    dumps: Sequence[RankDump], gaps: Sequence[str], known: Known, world_size: int | None = None
+) -> Evidence:
+    """Evidence of one dump a rank. Ranks that only others speak of are there too, with nothing known of them."""
+    gaps = list(gaps)
+    communicators = _communicators(dumps, world_size)
+    ranks = sorted({dump.rank for dump in dumps}.union(range(world_size or 0), *(each.ranks for each in communicators)))
+    by_rank = {dump.rank: dump for dump in dumps}
+    missing = [rank for rank in ranks if rank not in by_rank]
+    if missing:
+        gaps.append(f"no dump of {ranks_text(missing)}")
+    blank = [dump.rank for dump in dumps if not dump.trace.entries]
+    if blank:
+        gaps.append(f"no entries in the dump of {ranks_text(blank)}")
+    for communicator in communicators:
+        _correct_counts(communicator, by_rank, gaps)
+    index = {rank: at for at, rank in enumerate(ranks)}
+    members = _membership_table(communicators, by_rank, index)
+    return Evidence(
+        at=max((dump.taken_at for dump in dumps), default=math.nan),
+        processes=_process_table(ranks, by_rank, communicators),
+        communicators=members,
+        calls=_call_table(communicators, by_rank, known),
+        edges=_wait_edges(communicators, index),
+        source="dumps",
+        gaps=tuple(gaps),
+        extra={
+            "files": {dump.rank: str(dump.file.path) for dump in dumps},
+            "entries": sum(dump.trace.entries for dump in dumps),
+            "missing": missing,
+        },
+    )
+
+
+def _process_table(
+    ranks: Sequence[int], by_rank: Mapping[int, RankDump], communicators: Sequence[_DumpedCommunicator]
+) -> ProcessTable:
+    """A rank without a dump is unknown, not missing: it ran, as far as anybody knows."""
+    nothing = np.full(len(ranks), np.nan)
+    newest = {dump.rank: dump.trace.newest for dump in by_rank.values()}
+    for communicator in communicators:
+        for rank in communicator.said:
+            if math.isnan(newest[rank]):
+                newest[rank] = _left_behind_at(communicator, rank)
+    seen = np.array([by_rank[rank].taken_at if rank in by_rank else math.nan for rank in ranks])
+    return ProcessTable(
+        who=[ProcessInfo(f"rank {rank}", "", rank) for rank in ranks],
+        life=np.full(len(ranks), Liveness.RUNNING, np.int8),
+        exit_code=np.full(len(ranks), NO_EXIT_CODE, np.int32),
+        ended_at=nothing, moved_at=np.array([newest.get(rank, math.nan) for rank in ranks]),
+        active_at=nothing.copy(), same_stack_since=nothing.copy(), stage=[""] * len(ranks), seen_at=seen,
+    )  # fmt: skip
+
+
+def _left_behind_at(communicator: _DumpedCommunicator, rank: int) -> float:
+    """When the first of the others entered a collective that this rank, of which only counters are known, has not
+    entered: it did not move since. NaN if nobody is ahead of it."""
+    mine = communicator.said[rank].entered
+    ahead = [group.entered_at for group in communicator.said.values() if group.entered > mine != UNKNOWN]
+    return min((when for when in ahead if not math.isnan(when)), default=math.nan)
+
+
+def _communicators(dumps: Sequence[RankDump], world_size: int | None) -> list[_DumpedCommunicator]:
+    """Communicators by name and members: different ones may have one name (`split_group`), and the lists of one
+    communicator may differ, which is a fault."""
+    by_name: dict[str, list[tuple[int, CommunicatorTrace, frozenset[int]]]] = defaultdict(list)
+    parsed: dict[str, frozenset[int]] = {"": frozenset()}
+    for dump in dumps:
+        for group in dump.trace.groups:
+            if group.members not in parsed:
+                parsed[group.members] = frozenset(map(int, re.findall(r"\d+", group.members)))
+            by_name[group.name].append((dump.rank, group, parsed[group.members]))
+    size = max((max(dump.rank + 1, dump.trace.world) for dump in dumps), default=0)
+    found = []
+    for name, said in by_name.items():
+        for ranks, mine in _cluster_members(said):
+            if all(group.entered <= 0 and not group.waits for _, group, _ in mine):
+                continue  # nobody has been in it, as far as the dumps reach back
+            descriptions = [group.description for _, group, _ in mine if group.description]
+            if not any(listed for _, _, listed in mine) and (_DEFAULT_GROUP in descriptions or name == _DEFAULT_GROUP):
+                ranks = set(range(world_size or size))
+            backend = next((group.backend for _, group, _ in mine if group.backend), "")
+            found.append(
+                _DumpedCommunicator(name, descriptions[0] if descriptions else "", backend, sorted(ranks),
+                              {rank: group for rank, group, _ in mine})
+            )  # fmt: skip
+    return sorted(found, key=lambda each: (-len(each.ranks), each.name, each.ranks))
+
+
+def _cluster_members(
+    said: Sequence[tuple[int, CommunicatorTrace, frozenset[int]]],
+) -> list[tuple[set[int], list[tuple[int, CommunicatorTrace, frozenset[int]]]]]:
+    """Those that speak of one communicator: lists that overlap do; who gives no list belongs where it is listed."""
+    clusters: list[tuple[set[int], list[tuple[int, CommunicatorTrace, frozenset[int]]]]] = []
+    of_list: dict[frozenset[int], int] = {}
+    for each in sorted(said, key=lambda each: not each[2]):
+        rank, _, listed = each
+        at = of_list.get(listed) if listed else None
+        if at is None:
+            wanted = listed or {rank}
+            at = next((i for i, (ranks, _) in enumerate(clusters) if ranks & wanted), None)
+            if at is None and not listed and len(clusters) == 1:
+                at = 0
+            if at is None:
+                clusters.append((set(), []))
+                at = len(clusters) - 1
+            if listed:
+                of_list[listed] = at
+        clusters[at][0].update(listed or {rank})
+        clusters[at][1].append(each)
+    return clusters
+
+
+def _correct_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, RankDump], gaps: list[str]) -> None:
+    """Correct what the dumps of a communicator say by what its other members prove.
+
+    A collective that nobody can finish before everybody entered it, finished on one member, was entered by all. A dump
+    that knows less, and whose newest entry is older than the next collective on the others, was taken earlier: nothing
+    is known of its rank since.
+    """
+    said = communicator.said
+    certain = max((group.certain for group in said.values()), default=UNKNOWN)
+    if certain > 0:
+        ahead = max(said.values(), key=lambda group: group.certain)
+        for rank, group in said.items():
+            if 0 <= group.entered < certain - 1:
+                next_at = _entry_time(ahead, group.entered + 1)
+                if by_rank[rank].trace.newest < next_at:
+                    gaps.append(f"the dump of rank {rank} is older than the others: on {communicator.name!r} they "
+                                f"finished #{certain} with it, it knows of #{group.entered}")  # fmt: skip
+                    group.entered = group.completed = UNKNOWN
+    newest = max((group.entered for group in said.values()), default=UNKNOWN)
+    for rank in communicator.ranks:
+        known = said.get(rank)
+        if known is not None and not known.sequence and known.entered == UNKNOWN and certain == newest > 0:
+            known.entered = known.completed = certain  # its own entries have left the ring
+    if communicator.backend == "gloo":
+        _correct_gloo_counts(communicator, by_rank)
+
+
+def _correct_gloo_counts(communicator: _DumpedCommunicator, by_rank: Mapping[int, RankDump]) -> None:
+    """Gloo marks a collective as over a moment after its caller goes on, in any order; and it marks those that failed
+    or timed out too. What others finished, and this rank went on after, is finished; what somebody has not entered is
+    not."""
+    said = communicator.said
+    reached = sorted(group.completed for group in said.values())[-2:]
+    for group in said.values():
+        others = reached[0] if group.completed == reached[-1] else reached[-1]
+        if len(reached) > 1 and group.completed < min(group.ended, others):
+            group.completed = min(group.ended, others)
+    entered = [said[rank].entered if rank in said else 0 if by_rank[rank].trace.whole else UNKNOWN
+               for rank in communicator.ranks if rank in said or rank in by_rank]  # fmt: skip
+    lowest = min((each for each in entered if each != UNKNOWN), default=UNKNOWN)
+    for group in said.values():
+        if group.completed == group.entered > max(lowest, group.certain):
+            group.completed = group.entered - 1
+
+
+def _entry_time(group: CommunicatorTrace, sequence: int) -> float:
+    """When a rank entered a collective, or the next one of which the time is known, Unix seconds; NaN if none is."""
+    later = (when for number, when in zip(group.sequence, group.created, strict=True) if number >= sequence)
+    return next(later, math.nan) / 1e9
+
+
+def _membership_table(
+    communicators: Sequence[_DumpedCommunicator], by_rank: Mapping[int, RankDump], index: Mapping[int, int]
+) -> MembershipTable:
+    columns: dict[str, list[float]] = defaultdict(list)
+    starts = [0]
+    for communicator in communicators:
+        for rank in communicator.ranks:
+            group = communicator.said.get(rank)
+            whole = rank in by_rank and by_rank[rank].trace.whole
+            nothing = 0 if whole else UNKNOWN
+            columns["process"].append(index[rank])
+            columns["entered"].append(group.entered if group else nothing)
+            columns["completed"].append(group.completed if group else nothing)
+            columns["entered_at"].append(group.entered_at if group else math.nan)
+            columns["completed_at"].append(group.completed_at if group else math.nan)
+            columns["ranks"].append(crc32(group.members.encode()) if group and group.members else UNKNOWN)
+            columns["blind"].append(group.blind if group else False)
+        starts.append(len(columns["process"]))
+    return MembershipTable(
+        about=_communicator_names(communicators),
+        starts=np.array(starts, np.int64),
+        process=np.array(columns["process"], np.int64),
+        entered=np.array(columns["entered"], np.int64),
+        completed=np.array(columns["completed"], np.int64),
+        entered_at=np.array(columns["entered_at"], np.float64),
+        completed_at=np.array(columns["completed_at"], np.float64),
+        ranks=np.array(columns["ranks"], np.int64),
+        blind=np.array(columns["blind"], np.bool_),
+    )
+
+
+def _communicator_names(communicators: Sequence[_DumpedCommunicator]) -> list[CommunicatorInfo]:
+    """Called what the user calls them, where that is one; torch's own names are numbers and hashes."""
+    meant = ["" if each.description == _NO_DESCRIPTION else each.description for each in communicators]
+    names = []
+    for each, description in zip(communicators, meant, strict=True):
+        alone = meant.count(description) == 1 or description == each.name
+        names.append((description if alone else f"{description} {each.name}") if description else each.name)
+    twice = {name for name in names if names.count(name) > 1}
+    names = [
+        f"{name} {each.ranks[:4]}" if name in twice else name for name, each in zip(names, communicators, strict=True)
+    ]
+    return [
+        CommunicatorInfo(name, description, each.backend)
+        for name, description, each in zip(names, meant, communicators, strict=True)
+    ]
+
+
+def _call_table(
+    communicators: Sequence[_DumpedCommunicator], by_rank: Mapping[int, RankDump], known: Known
+) -> CallTable:
+    """The newest calls of each member, and those in which members differ."""
+    memberships, sequences, signatures = [], [], []
+    sites: dict[tuple[int, int], str] = {}
+    start = 0
+    for communicator in communicators:
+        columns = []
+        for offset, rank in enumerate(communicator.ranks):
+            group = communicator.said.get(rank)
+            if group is not None and group.sequence:
+                numbers = (np.frombuffer(column, column.typecode)
+                           for column in (group.sequence, group.signature, group.site))  # fmt: skip
+                columns.append(MemberCalls(start + offset, *numbers))
+        kept = informative_calls(columns)
+        for column, rows in zip(columns, kept, strict=True):
+            names = by_rank[communicator.ranks[column.membership - start]].trace.sites
+            memberships.append(np.full(len(rows), column.membership, np.int64))
+            sequences.append(column.sequence[rows])
+            signatures.append(column.signature[rows])
+            for row in rows:
+                if site := names[column.site[row]]:
+                    sites[column.membership, int(column.sequence[row])] = site
+        start += len(communicator.ranks)
+    signature = np.concatenate(signatures or [np.empty(0, np.uint64)])
+    used = set(signature.tolist())
+    return CallTable(
+        membership=np.concatenate(memberships or [np.empty(0, np.int64)]),
+        seq=np.concatenate(sequences or [np.empty(0, np.int64)]),
+        signature=signature,
+        about={each: CollectiveCall(*call) for each, call in known.items() if each in used},
+        sites=sites,
+    )
+
+
+def _wait_edges(communicators: Sequence[_DumpedCommunicator], index: Mapping[int, int]) -> list[WaitEdge]:
+    """Sends and receives that have not ended. Only NCCL records them; they name ranks within the communicator."""
+    edges = []
+    for communicator in communicators:
+        for rank, group in communicator.said.items():
+            for what, since in group.waits[:1]:
+                match = _PEER.search(what)
+                peer = int(match["from"] or match["to"]) if match else len(communicator.ranks)
+                if peer < len(communicator.ranks) and communicator.ranks[peer] != rank:
+                    on = (index[communicator.ranks[peer]],)
+                    kind, name = what.split(" ")[0], communicator.description or communicator.name
+                    why = f"{'from' if kind == 'recv' else 'to'} rank {communicator.ranks[peer]} on {name}"
+                    edges.append(WaitEdge(index[rank], on, kind=kind, why=why, since=since))
+    return edges

@@ -1,0 +1,210 @@
+"""Finds the flight-recorder dumps in a folder and selects one per rank, all of the same run."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.watch.dumps.decode import RankTrace
+from lockstep.watch.dumps.dump_format import MAX_RANKS
+
+_HEAD = 4096
+_MAX_DEPTH = 6
+"""Of folders below the one given: torchrun's are four deep (run, attempt, rank, file)."""
+_MAX_FILES = 100_000
+_DUMP_KEYS = (b"pg_config", b"pg_status", b"collective_seq_id", b"comm_lib_version", b"nccl_comm_state", b"nccl_version",
+         b"profiling_name")  # fmt: skip
+"""One of them is in the first bytes of every dump, pickled or JSON, of every version."""
+_LIKELY_NAME = re.compile(r"(?:trace|dump|flight|recorder|rank|nccl|fr)", re.IGNORECASE)
+
+_RANK = (
+    re.compile(r"(?<![a-z])(?:global[_-]?)?rank[_=.-]?(\d+)", re.IGNORECASE),
+    re.compile(r"(\d+)$"),
+)
+"""In the name without its suffix: where the word stands, then a number at the end."""
+_FOLDER_RANK = re.compile(r"(?:^|(?<![a-z])rank[_=.-]?)(\d+)$", re.IGNORECASE)
+_SUFFIXES = {".pickle", ".pkl", ".json", ".bin", ".dump", ".trace", ".pt", ".txt", ".log", ".out", ".dat"}
+
+
+@dataclass(frozen=True, slots=True)
+class DumpFile:
+    """A file that may be a dump."""
+
+    path: Path
+    rank: int | None
+    size: int
+    modified: float
+
+
+def find_dump_files(folder: Path, pattern: str | None = None) -> list[DumpFile]:
+    """The dumps below a folder, or the one file itself, in the order of their names.
+
+    `pattern` says where the rank stands in a file's path below the folder: `host-*/fr.{rank}.bin`; files that it does
+    not fit are left out. Without it the usual names are understood. Symbolic links are not followed.
+
+    Raises:
+        ValueError: The pattern has no `{rank}`.
+    """
+    expression = None if pattern is None else _expression(pattern)
+    found = []
+    for path in [folder] if folder.is_file() else _files(folder):
+        stat = path.stat()
+        name = path.name if path == folder else path.relative_to(folder).as_posix()
+        if expression is not None:
+            match = expression.fullmatch(name) or expression.fullmatch(path.name)
+            if match:
+                found.append(DumpFile(path, _valid_rank(match["rank"]), stat.st_size, stat.st_mtime))
+        elif _is_dump(path, stat.st_size):
+            found.append(DumpFile(path, rank_in_path(name), stat.st_size, stat.st_mtime))
+    return found
+
+
+def rank_in_path(name: str) -> int | None:
+    """The rank that a path (below the folder that was given) speaks of: `nccl_trace_rank_3`, `trace_3`,
+    `rank3.pickle`, `attempt_0/3/fr.pickle`."""
+    *folders, last = name.split("/")
+    stem = last
+    while (dot := stem.rfind(".")) > 0 and stem[dot:].lower() in _SUFFIXES:
+        stem = stem[:dot]
+    for expression in _RANK:
+        if match := expression.search(stem):
+            return _valid_rank(match[1])
+    for folder in reversed(folders):
+        if match := _FOLDER_RANK.search(folder):
+            return _valid_rank(match[1])
+    return None
+
+
+def _valid_rank(digits: str) -> int | None:
+    """A number that no job has ranks for is a date or a process."""
+    return int(digits) if len(digits) <= 7 and int(digits) < MAX_RANKS else None
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    if pattern.count("{rank}") != 1:
+        raise ValueError(f"ranks={pattern!r}: say once where the rank stands, like 'trace-{{rank}}.pickle'")
+    parts = [re.escape(part).replace(r"\*", r"[^/]*").replace(r"\?", ".") for part in pattern.split("{rank}")]
+    return re.compile(r"(?P<rank>\d{1,7})".join(parts))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Regular files, at most `_MAX_DEPTH` folders deep, sorted."""
+    seen = 0
+    folders = [(folder, 0)]
+    while folders:
+        here, depth = folders.pop()
+        try:
+            inside = sorted(here.iterdir())
+        except OSError:
+            continue
+        inside = [path for path in inside if not path.is_symlink()]
+        if depth < _MAX_DEPTH:
+            folders += [(path, depth + 1) for path in reversed(inside) if path.is_dir()]
+        for path in inside:
+            if path.is_file():
+                seen += 1
+                if seen > _MAX_FILES:
+                    raise ValueError(f"{folder} has more than {_MAX_FILES} files: give the folder that holds the dumps")
+                yield path
+
+
+def _is_dump(path: Path, size: int) -> bool:
+    """By its first bytes; an empty file by its name."""
+    if size == 0:
+        return bool(_LIKELY_NAME.search(path.stem)) and path.suffix.lower() in {"", ".pickle", ".pkl", ".json"}
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return bool(_LIKELY_NAME.search(path.name))
+    if head.startswith(b"\x80"):
+        return any(key in head for key in _DUMP_KEYS) or bool(_LIKELY_NAME.search(path.name))
+    return head.startswith((b"{", b"[")) and any(key in head for key in _DUMP_KEYS)
+
+
+@dataclass(slots=True)
+class UnreadableDump:
+    """A file that could not be read, and why."""
+
+    why: str
+
+
+_MAX_NAMED = 8
+"""So many ranks are named in a sentence, then a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankDump:
+    """A rank's dump."""
+
+    rank: int
+    file: DumpFile
+    trace: RankTrace
+
+    @property
+    def taken_at(self) -> float:
+        """Unix seconds: when the file was written; what is in it cannot be newer."""
+        newest = self.trace.newest
+        return self.file.modified if math.isnan(newest) else max(newest, self.file.modified)
+
+
+def select_dumps(results: Iterable[tuple[DumpFile, RankTrace | UnreadableDump]]) -> tuple[list[RankDump], list[str]]:
+    """One dump for each rank, of the newest run, in the order of their ranks; and what was left out and why."""
+    gaps: list[str] = []
+    by_rank: dict[int, list[RankDump]] = defaultdict(list)
+    versions: dict[str, list[int]] = defaultdict(list)
+    for file, trace in sorted(results, key=lambda result: str(result[0].path)):
+        if isinstance(trace, UnreadableDump):
+            whose = "" if file.rank is None else f" (rank {file.rank})"
+            gaps.append(f"{file.path.name}{whose} {trace.why}")
+        elif file.rank is None:
+            gaps.append(
+                f"{file.path.name}: its name does not say of which rank it is; --ranks says where the rank stands"
+            )
+        else:
+            by_rank[file.rank].append(RankDump(file.rank, file, trace))
+            gaps += [f"{file.path.name} (rank {file.rank}): {note}" for note in trace.notes]
+    chosen = []
+    for rank, dumps in sorted(by_rank.items()):
+        best = max(dumps, key=_preference)
+        chosen.append(best)
+        versions[best.trace.version or "unknown"].append(rank)
+        if len(dumps) > 1:
+            gaps.append(f"rank {rank} has {len(dumps)} dumps: read {best.file.path.name}, the newest and fullest")
+    if len(versions) > 1:
+        gaps.append("dumps of several versions: " + ", ".join(f"{v} of {ranks_text(r)}" for v, r in versions.items()))
+    return _newest_run(chosen, gaps), gaps
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 2`, `ranks 0, 1, ... (512 in all)`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= _MAX_NAMED:
+        return "ranks " + ", ".join(map(str, ranks))
+    return "ranks " + ", ".join(map(str, ranks[: _MAX_NAMED - 2])) + f", ... ({len(ranks)} in all)"
+
+
+def _preference(dump: RankDump) -> tuple[float, bool, int, bool, float]:
+    """A newer one is better; of equally new ones that with more in it."""
+    trace = dump.trace
+    newest = -math.inf if math.isnan(trace.newest) else trace.newest
+    return newest, trace.whole, trace.entries, len(trace.sites) > 1, dump.file.modified
+
+
+def _newest_run(dumps: list[RankDump], gaps: list[str]) -> list[RankDump]:
+    """Without the dumps of processes that recorded their last before the newest run began."""
+    began = max((dump.trace.began for dump in dumps if not math.isnan(dump.trace.began)), default=math.nan)
+    if math.isnan(began):
+        return dumps
+    kept = []
+    for dump in dumps:
+        if dump.trace.newest < began:
+            ago = began - dump.trace.newest
+            gaps.append(f"{dump.file.path.name} (rank {dump.rank}) is of an earlier run: its last entry is {ago:.0f} s "
+                        "older than the first of the newest run; left out")  # fmt: skip
+        else:
+            kept.append(dump)
+    return kept

@@ -1,0 +1,171 @@
+"""The formats of flight-recorder dumps: pickle (restricted), JSON, entries of every version, stacks. Stdlib only.
+
+A dump holds dicts, lists, tuples, strings and numbers. A pickle that names a class or a function is refused, so no
+callable is ever resolved. The process that reads dumps (`reader_process`) bounds the memory and time that a hostile
+file may take: a pickle of few bytes can ask for gigabytes.
+"""
+
+import io
+import json
+import marshal
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NoReturn
+
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/torch/(?:distributed|nn|_)|^\?\?$")
+_FRAME_LINE = re.compile(r"#\d+ (?P<name>.+) from (?P<filename>.+):(?P<line>\d+)")
+_FRAMES = itemgetter("frames")
+_MAX_SITE_CHARS = 300
+
+
+class DumpCallSites:
+    """Call sites, each once. Frames of a dump are shared, so who was asked before is known by identity."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = [""]
+        self._numbers: dict[str, int] = {"": 0}
+        self._by_identity: dict[tuple[int, ...], int] = {}
+
+    def of(self, entries: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The number of the call site of each entry, 0 where the dump has no stacks."""
+        try:
+            stacks = list(map(_FRAMES, entries))
+        except KeyError:
+            stacks = [entry.get("frames") for entry in entries]
+        known, places = self._by_identity, []
+        for stack in stacks:
+            key = tuple(map(id, stack)) if type(stack) is list else (id(stack),)
+            place = known.get(key)
+            if place is None:
+                place = known[key] = self._number(user_call_site(_parse_frames(stack)))
+            places.append(place)
+        return places
+
+    def _number(self, name: str) -> int:
+        number = self._numbers.setdefault(name, len(self.names))
+        if number == len(self.names):
+            self.names.append(name)
+        return number
+
+
+def bounded_text(value: Any) -> str:
+    """A text as it is, bounded; nothing for anything else."""
+    return value[:_MAX_SITE_CHARS] if isinstance(value, str) else ""
+
+
+def _parse_frames(frames: Any) -> list[tuple[str, int, str]]:
+    """(file, line, function), innermost first, of dicts or of the text that torch makes of them."""
+    if isinstance(frames, str):
+        return [(m["filename"], int(m["line"]), m["name"]) for m in _FRAME_LINE.finditer(frames[: 2**16])]
+    found = []
+    for frame in frames[:200] if isinstance(frames, list | tuple) else ():
+        if isinstance(frame, str):
+            found += _parse_frames(frame)
+        elif isinstance(frame, dict):
+            line = frame.get("line", 0)
+            found.append(
+                (bounded_text(frame.get("filename")), line if type(line) is int else 0, bounded_text(frame.get("name")))
+            )
+    return found
+
+
+def user_call_site(frames: Sequence[tuple[str, int, str]]) -> str:
+    """`train.py:31 in step`: the innermost frame that is in no library, else the innermost outside of torch."""
+    ours = [frame for frame in frames if frame[0] and not _LIBRARY.search(frame[0])]
+    beyond = [frame for frame in frames if frame[0] and "/torch/" not in frame[0]]
+    for file, line, function in (ours or beyond or frames)[:1]:
+        return f"{file.rpartition('/')[2]}:{line} in {function}"[:_MAX_SITE_CHARS]
+    return ""
+
+
+MAX_RANKS = 1 << 17
+"""No job has more; a dump that says so is not believed."""
+
+
+class NotADump(ValueError):
+    """The file holds something else, or is damaged; the text says what."""
+
+
+_PEEK_BYTES = 1 << 17
+"""Bytes; the unpickler never peeks at more."""
+
+
+class UnpickleRefused(pickle.UnpicklingError):
+    """The pickle asks for more than containers and scalars."""
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise UnpickleRefused(f"asks for {module}.{name}, which no dump of the flight recorder does")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise UnpickleRefused("asks for a persistent object, which no dump of the flight recorder does")
+
+
+def loads_restricted(data: bytes) -> Any:
+    """The object in `read_option_data`.
+
+    Raises what the standard library's unpickler raises on truncated or damaged input, which is nearly anything
+    (`DAMAGED_INPUT_ERRORS`); `UnpickleRefused` for what is not plain data.
+    """
+    # The unpickler written in C asks a file for every opcode, unless the file lets it peek: four times as slow.
+    return _RestrictedUnpickler(io.BufferedReader(io.BytesIO(data), _PEEK_BYTES)).load()
+
+
+DAMAGED_INPUT_ERRORS = (
+    pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError,
+    MemoryError, RecursionError, UnicodeError,
+)  # fmt: skip
+"""What reading a damaged dump may raise."""
+
+
+_P2P_OPERATIONS = ("send", "recv")
+MAX_TEXT_CHARS = 300
+_HEAD_BYTES = 4096
+
+
+def parse_dump(data: bytes) -> Any:
+    """The content of a dump, pickled or JSON.
+
+    Raises:
+        NotADump: Empty, truncated or damaged.
+    """
+    start = data[:_HEAD_BYTES].lstrip()
+    if not start.strip(b"\0"):
+        raise NotADump("is empty")
+    try:
+        return json.loads(data) if start[:1] in b"{[" else loads_restricted(data)
+    except DAMAGED_INPUT_ERRORS as error:
+        what = str(error) or type(error).__name__
+        raise NotADump(f"is truncated or damaged: {what[:MAX_TEXT_CHARS]}") from error
+
+
+def normalize_entry(entry: Any) -> dict[str, Any] | None:
+    """An entry of any version with the fields of the present one; None if it says too little."""
+    if not isinstance(entry, dict):
+        return None
+    group = entry.get("process_group", entry.get("pg_name"))
+    pair = (group, "") if isinstance(group, str) else tuple(group) if isinstance(group, list | tuple) else ()
+    if not pair:
+        pair = (str(entry.get("pg_id", "")), "")
+    sequence = entry.get("collective_seq_id", entry.get("seq_id"))
+    name, created = entry.get("profiling_name"), entry.get("time_created_ns", 0)
+    texts = len(pair) == 2 and all(type(part) is str for part in (*pair, name))
+    if not texts or type(sequence) is not int or type(created) is not int or not 0 <= sequence < 2**62:
+        return None
+    if not -(2**62) < created < 2**62:
+        return None
+    operation = str(name).partition(":")[2]
+    lists: dict[str, Any] = {key: entry.get(key) if isinstance(entry.get(key), list | tuple) else [] for key in
+             ("input_sizes", "output_sizes", "input_dtypes", "output_dtypes")}  # fmt: skip
+    try:
+        marshal.dumps(list(lists.values()), 2)
+    except ValueError:
+        return None
+    return entry | lists | {
+        "process_group": pair, "collective_seq_id": sequence, "time_created_ns": created,
+        "state": entry.get("state"), "retired": bool(entry.get("retired")),
+        "is_p2p": bool(entry.get("is_p2p", operation.startswith(_P2P_OPERATIONS))),
+    }  # fmt: skip

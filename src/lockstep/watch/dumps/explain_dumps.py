@@ -1,0 +1,309 @@
+"""Reads a folder of flight-recorder dumps, in processes that a hostile file may crash, and diagnoses the job.
+
+`read_dumps` returns the evidence, `explain_dumps` the verdicts.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+import lockstep
+from lockstep.watch.diagnosis.diagnose import diagnose
+from lockstep.watch.diagnosis.evidence import Evidence
+from lockstep.watch.diagnosis.verdict import Fact, Verdict, VerdictKind, VerdictLevel
+from lockstep.watch.dumps.decode import CallTexts, RankTrace
+from lockstep.watch.dumps.dump_evidence import build_dump_evidence, find_undecided
+from lockstep.watch.dumps.dump_files import DumpFile, UnreadableDump, find_dump_files, ranks_text, select_dumps
+from lockstep.watch.dumps.reader_process import ANSWER_HEADER, unpack_trace
+
+MEMORY_BYTES = 2 << 30
+"""Address space of a reader. A dump of 20,000 entries takes some 100 MiB."""
+_PREFETCH = 2
+"""Files given to a reader at a time, so that it never waits for the next."""
+_START_S = 60.0
+_END_S = 10.0
+_FILE_S, _PER_BYTE_S = 60.0, 1 / 500_000
+"""How long reading a file may take; a usual one takes hundredths of a second."""
+
+
+@dataclass(eq=False)
+class _ReaderProcess:
+    process: "subprocess.Popen[bytes]"
+    deadline: float
+    full: bool
+    ready: bool = False
+    files: deque[DumpFile] = field(default_factory=deque)
+    received: bytearray = field(default_factory=bytearray)
+
+
+def read_traces(
+    files: Sequence[DumpFile], calls: CallTexts, *, full: bool = False, readers: int | None = None, memory: int = MEMORY_BYTES,
+    file_s: float = _FILE_S,
+) -> Iterator[tuple[DumpFile, RankTrace | UnreadableDump]]:  # fmt: skip
+    """Read dumps, each as it is done, in no order; `plan_attention_calls` is filled with what they called. With
+    `disk_full_error` every call is there by itself, else the older ones as digests of blocks.
+
+    A reader that dies of a file, or is not done with it in time, is replaced, and the file is `UnreadableDump`.
+
+    Raises:
+        RuntimeError: Readers do not start.
+    """
+    todo = deque(files)
+    count = min(readers or len(os.sched_getaffinity(0)), len(todo), 16)
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        running: set[_ReaderProcess] = set()
+        stack.callback(lambda: [_stop_reader(reader) for reader in running])
+
+        def start() -> None:
+            reader = _start_reader(memory, full)
+            running.add(reader)
+            selector.register(_stdout(reader), selectors.EVENT_READ, reader)
+
+        def drop(reader: _ReaderProcess) -> str:
+            selector.unregister(_stdout(reader))
+            running.discard(reader)
+            how = ": not done in time" if reader.deadline < time.monotonic() else ""
+            return how + _stop_reader(reader, 0.0 if how else _END_S)
+
+        for _ in range(count):
+            start()
+        left = len(todo)
+        while left:
+            wait = max(0.0, min(60.0, *(reader.deadline - time.monotonic() for reader in running)))
+            done = [key.data for key, _ in selector.select(wait)]
+            late = [reader for reader in running - set(done) if reader.deadline < time.monotonic()]
+            for reader in done:
+                alive = _receive(reader)
+                for result in _parse_answers(reader, calls):
+                    left -= 1
+                    yield result
+                _send_files(reader, todo, file_s)
+                if alive:
+                    continue
+                late.append(reader)
+            for reader in late:
+                how = drop(reader)
+                if not reader.ready:
+                    raise RuntimeError(f"a reader of dumps did not start{how}")
+                if reader.files:
+                    left -= 1
+                    yield reader.files.popleft(), UnreadableDump(f"cannot be read{how}")
+                todo.extendleft(reversed(reader.files))
+                if left > sum(len(other.files) for other in running):
+                    start()
+            for reader in running:
+                if reader.ready:
+                    _send_files(reader, todo, file_s)
+
+
+def _start_reader(memory: int, full: bool) -> _ReaderProcess:
+    # Without site-packages and with nothing of the folder that the command was given in: the reader needs the standard
+    # library and this package.
+    environment = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-P", "-m", "lockstep.watch.dumps.reader_process", str(memory)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    return _ReaderProcess(process, time.monotonic() + _START_S, full)
+
+
+def _stdout(reader: _ReaderProcess) -> int:
+    assert reader.process.stdout is not None
+    return reader.process.stdout.fileno()
+
+
+def _send_files(reader: _ReaderProcess, todo: deque[DumpFile], file_s: float) -> None:
+    """Give it files and set its deadline."""
+    assert reader.process.stdin is not None
+    if not reader.ready:
+        return
+    while todo and len(reader.files) < _PREFETCH:
+        reader.files.append(todo.popleft())
+        wanted = [str(reader.files[-1].path.absolute()), reader.full]
+        with contextlib.suppress(BrokenPipeError):  # its end is seen when reading
+            reader.process.stdin.write(json.dumps(wanted).encode() + b"\n")
+            reader.process.stdin.flush()
+    size = reader.files[0].size if reader.files else 0
+    reader.deadline = time.monotonic() + file_s + size * _PER_BYTE_S if reader.files else float("inf")
+
+
+def _receive(reader: _ReaderProcess) -> bool:
+    """Take what is there; False at the end."""
+    data = os.read(_stdout(reader), 1 << 20)
+    reader.received += data
+    return bool(data)
+
+
+def _parse_answers(reader: _ReaderProcess, calls: CallTexts) -> Iterator[tuple[DumpFile, RankTrace | UnreadableDump]]:
+    """The whole answers in what was received."""
+    received = reader.received
+    while len(received) >= ANSWER_HEADER.size:
+        text_size, blob_size = ANSWER_HEADER.unpack_from(received)
+        end = ANSWER_HEADER.size + text_size + blob_size
+        if len(received) < end:
+            return
+        about = json.loads(received[ANSWER_HEADER.size : ANSWER_HEADER.size + text_size])
+        blob = bytes(received[ANSWER_HEADER.size + text_size : end])
+        del received[:end]
+        if "ready" in about:
+            reader.ready = True
+        elif "error" in about:
+            yield reader.files.popleft(), UnreadableDump(about["error"])
+        else:
+            calls.update((int(signature), tuple(call)) for signature, call in about.pop("calls"))
+            yield reader.files.popleft(), unpack_trace(about, blob)
+
+
+def _stop_reader(reader: _ReaderProcess, patience: float = 0.0) -> str:
+    """End a reader, one that is about to end by itself after so many seconds; how it ended."""
+    process = reader.process
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=patience)
+    if process.returncode is None:
+        process.kill()
+    try:
+        _, errors = process.communicate(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        return ", and cannot be ended"
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return f" (exit code {process.returncode})" + (f": {lines[-1][:300]}" if lines else "")
+
+
+class NoDumps(ValueError):
+    """There is nothing to read in the folder; the text says what was looked for."""
+
+
+def read_dumps(
+    folder: Path, *, ranks: str | None = None, world_size: int | None = None, readers: int | None = None
+) -> Evidence:
+    """What the dumps below a folder say of their job. Files that cannot be read are named in `find_gaps`.
+
+    Args:
+        folder: A folder, or one dump.
+        ranks: Where the rank stands in the files' paths, `host-*/trace.{rank}.pickle`; None understands the usual ones.
+        world_size: How many ranks the job has; None takes what the dumps say.
+        readers: How many processes read; None takes as many as there are CPUs.
+
+    Raises:
+        NoDumps: No file is a dump.
+        ValueError: `ranks` has no `{rank}`.
+    """
+    if not folder.exists():
+        raise NoDumps(f"{folder} does not exist")
+    files = find_dump_files(folder, ranks)
+    if not files:
+        raise NoDumps(_no_dumps_text(folder, ranks))
+    calls: CallTexts = {}
+    dumps, gaps = select_dumps(read_traces(files, calls, readers=readers))
+    again = [dump.file for dump in find_undecided(dumps)]
+    if again:
+        fuller = {file.path: trace for file, trace in read_traces(again, calls, full=True, readers=readers)}
+        dumps = [
+            replace(dump, trace=trace) if isinstance(trace := fuller.get(dump.file.path), RankTrace) else dump
+            for dump in dumps
+        ]
+    if not dumps:
+        raise NoDumps(f"none of the {len(files)} dumps in {folder} can be read: " + "; ".join(gaps[:5]))
+    return build_dump_evidence(dumps, gaps, calls, world_size)
+
+
+def _no_dumps_text(folder: Path, ranks: str | None) -> str:
+    if ranks is not None:
+        return f"no file in {folder} fits --ranks {ranks!r}"
+    return (
+        f"no flight-recorder dump in {folder}: looked for files that hold one, pickled or JSON, by any name "
+        "(PyTorch's own are nccl_trace_rank_0, comm_lib_trace_rank_0, ...)"
+    )
+
+
+_MAX_CULPRITS = 4
+"""Culprits of whom is told what their dump says last."""
+
+
+def explain_dumps(folder: Path, *, ranks: str | None = None, world_size: int | None = None) -> list[Verdict]:
+    """Verdicts, the one that explains the others first; there is always one. Arguments and errors are those of
+    `read_dumps`."""
+    evidence = read_dumps(folder, ranks=ranks, world_size=world_size)
+    found = diagnose(evidence)
+    return [_with_dump_facts(verdict, evidence) for verdict in found] or [no_stall_verdict(evidence)]
+
+
+def no_stall_verdict(evidence: Evidence) -> Verdict:
+    """All collectives that were entered were also completed, as far as the dumps say."""
+    told, missing = evidence.extra["files"], evidence.extra["missing"]
+    of_all = "Every collective that was entered was completed by its members" if not missing else (
+        "No collective is in flight on the ranks whose dumps could be read"
+    )  # fmt: skip
+    ranks = len(evidence.processes.who)
+    return Verdict(
+        VerdictKind.UNKNOWN,
+        VerdictLevel.NOTICE,
+        cause="unknown" if missing else "benign",
+        confidence=0.3 if missing else 0.7,
+        evidence=_gap_facts(evidence),
+        explanation=f"{of_all}: {evidence.extra['entries']} entries in the dumps of {len(told)} of {ranks} ranks. "
+        "Either the job went on when the dumps were written, or it waits for something that is no collective.",
+        collect=(*_missing_dumps(evidence), "stacks of all ranks (py-spy dump)"),
+    )
+
+
+def _with_dump_facts(verdict: Verdict, evidence: Evidence) -> Verdict:
+    """The verdict with what the culprits' dumps say last, and with what is missing."""
+    own = [fact for fact in verdict.evidence if fact.source != "agent"]
+    collect = (
+        verdict.collect if verdict.kind is not VerdictKind.UNKNOWN else (*_missing_dumps(evidence), *verdict.collect)
+    )
+    facts = (*own, *_last_entries(verdict, evidence), *_gap_facts(evidence))
+    return replace(verdict, evidence=facts, collect=tuple(dict.fromkeys(collect)))
+
+
+def _missing_dumps(evidence: Evidence) -> tuple[str, ...]:
+    missing = evidence.extra["missing"]
+    return (f"the flight-recorder dump of {ranks_text(missing)}",) if missing else ()
+
+
+def _gap_facts(evidence: Evidence) -> tuple[Fact, ...]:
+    return tuple(Fact(gap, "dumps") for gap in evidence.gaps)
+
+
+def _last_entries(verdict: Verdict, evidence: Evidence) -> Iterator[Fact]:
+    """The newest entry of each culprit, on the verdict's communicator if it has one there."""
+    wanted = verdict.collective.communicator if verdict.collective else ""
+    members, who = evidence.communicators, evidence.processes.who
+    of_rank = {each.rank: at for at, each in enumerate(who)}
+    names = [about.name for about in members.about]
+    communicator = np.repeat(np.arange(len(names)), np.diff(members.starts))
+    for culprit in verdict.culprits[:_MAX_CULPRITS]:
+        process = -1 if culprit.rank is None else of_rank.get(culprit.rank, -1)
+        rows = [row for row in np.flatnonzero(members.process == process).tolist() if members.entered[row] > 0]
+        if not rows:
+            continue
+        row = max(rows, key=lambda row: (names[communicator[row]] == wanted, members.entered_at[row]))
+        yield Fact(_entry_text(evidence, row, names[communicator[row]], who[process].rank),
+                   file=evidence.extra["files"].get(culprit.rank, ""))  # fmt: skip
+
+
+def _entry_text(evidence: Evidence, row: int, communicator: str, rank: int) -> str:
+    members, calls = evidence.communicators, evidence.calls
+    seq = int(members.entered[row])
+    found = np.flatnonzero((calls.membership == row) & (calls.seq == seq))
+    call = calls.about.get(int(calls.signature[found[0]])) if len(found) else None
+    site = calls.sites.get((row, seq), "")
+    entered = members.entered_at[row]
+    when = "" if np.isnan(entered) else time.strftime(", entered %Y-%m-%d %H:%M:%S", time.localtime(entered))
+    ended = "completed" if members.completed[row] >= seq else "not completed"
+    return (
+        f"rank {rank}'s newest entry on '{communicator}' is {call.operation if call else 'collective'} #{seq}"
+        f"{f' at {site}' if site else ''}, {ended}{when}"
+    )

@@ -1,0 +1,103 @@
+"""The process that reads dumps: `python -m lockstep.watch.dumps.reader_process MEMORY_BYTES`.
+
+For each file a line of JSON comes in on standard input: its path, and whether all of its calls are needed. The
+answer on standard output is two lengths (`<II`), a JSON object of the first length and numbers of the second. It is
+a process of its own because a hostile file may take all memory, all time, or crash the interpreter (a dictionary
+key nested a million deep does): then only this process ends, and the file is reported.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import resource
+import struct
+import sys
+from array import array
+from typing import Any, BinaryIO
+
+from lockstep.watch.dumps.decode import CommunicatorTrace, DumpDecoder, RankTrace
+from lockstep.watch.dumps.dump_format import NotADump
+
+ANSWER_HEADER = struct.Struct("<II")
+TRACE_COLUMNS = (("digests", "Q"), ("sequence", "q"), ("signature", "Q"), ("created", "q"), ("site", "i"))
+FILE_MEMORY_SHARE = 4
+"""A file may have this part of the memory at most: what is in it is larger when unpacked."""
+_CPU_S = 3600
+
+
+def main() -> None:
+    memory = int(sys.argv[1])
+    _limit_resources(memory)
+    gc.disable()  # thousands of small objects, none in cycles: collecting would take longer than reading
+    decoder, told = DumpDecoder(), 0
+    send_answer(sys.stdout.buffer, {"ready": os.getpid()}, b"")
+    for line in sys.stdin:
+        try:
+            path, full = json.loads(line)
+            trace = decoder.read(_read_bounded(path, memory // FILE_MEMORY_SHARE), full)
+            about, blob = pack_trace(trace)
+            calls = list(decoder.calls.items())
+            about["calls"], told = calls[told:], len(calls)
+        except (NotADump, OSError, MemoryError) as error:
+            about, blob = {"error": str(error) or "needs too much memory"}, b""
+            gc.collect()
+        send_answer(sys.stdout.buffer, about, blob)
+
+
+def pack_trace(trace: RankTrace) -> tuple[dict[str, Any], bytes]:
+    """A trace as JSON and the numbers of its groups behind one another."""
+    about = {each.name: getattr(trace, each.name) for each in dataclasses.fields(trace)}
+    about["groups"], columns = [], []
+    for group in trace.groups:
+        fields = {each.name: getattr(group, each.name) for each in dataclasses.fields(group)}
+        mine = [fields.pop(name) for name, _ in TRACE_COLUMNS]
+        about["groups"].append(fields | {"lengths": [len(column) for column in mine]})
+        columns += mine
+    return about, b"".join(column.tobytes() for column in columns)
+
+
+def unpack_trace(about: dict[str, Any], blob: bytes | memoryview) -> RankTrace:
+    """The inverse of `pack_trace`."""
+    groups, at, view = [], 0, memoryview(blob)
+    for fields in about["groups"]:
+        columns = {}
+        for (name, kind), count in zip(TRACE_COLUMNS, fields.pop("lengths"), strict=True):
+            column = columns[name] = array(kind)
+            size = count * column.itemsize
+            column.frombytes(view[at : at + size])
+            at += size
+        fields["waits"] = [(what, since) for what, since in fields["waits"]]
+        groups.append(CommunicatorTrace(**(fields | columns)))
+    return RankTrace(**about | {"groups": groups})
+
+
+def send_answer(file: BinaryIO, about: dict[str, Any], blob: bytes) -> None:
+    text = json.dumps(about).encode()
+    file.write(ANSWER_HEADER.pack(len(text), len(blob)))
+    file.write(text)
+    file.write(blob)
+    file.flush()
+
+
+def _read_bounded(path: str, most: int) -> bytes:
+    """A file's content.
+
+    Raises:
+        NotADump: It is larger than `most` bytes.
+    """
+    with open(path, "rb") as file:  # noqa: PTH123 - pathlib takes as long to import as a dump to read
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise NotADump(f"is larger ({size >> 20} MiB) than what is read ({most >> 20} MiB)")
+        return file.read(most)
+
+
+def _limit_resources(memory: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Why a process ended, where that can be proven: by the kernel's counters and log, and by the last exception in its
+log.
+
+Answers are classes of the failure vocabulary (`host_oom`, `storage_fault`, ...), "" without proof.
+"""
+
+import contextlib
+import os
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+TAIL_BYTES = 64 << 10
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OOM_KILL = re.compile(
+    rb"(?:Out of memory|out of memory|oom-kill|oom_reaper).*?\b(?:Killed process|pid=|reaped process) ?(\d+)"
+)
+_EXCEPTION_LINE = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?:: (?P<text>.*))?$")
+_CAUSE_PATTERNS = (
+    ("storage_fault", re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Read-only file system")),
+    ("rank_oom", re.compile(r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError: CUDA")),
+    ("host_oom", re.compile(r"\bMemoryError\b|Cannot allocate memory|DefaultCPUAllocator: can't allocate memory")),
+    ("port_in_use", re.compile(r"Address already in use|EADDRINUSE")),
+    ("cuda_kernel_error", re.compile(r"device-side assert|illegal memory access|CUDA error: unspecified launch")),
+)  # fmt: skip
+"""What the last exception says, for the classes that its text proves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitCause:
+    """Why a process ended."""
+
+    cause: str = ""
+    error: str = ""
+    """Its last exception, or what is known of the signal."""
+
+
+def oom_kill_count(pid: int | str = "self") -> int | None:
+    """How often the kernel has killed for memory in the cgroup of a process; None where nothing counts it."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            count = _read_field(_cgroup_folder(_CGROUP_ROOT / "memory", path), "memory.oom_control", "oom_kill")
+        elif controllers == "":
+            count = _read_field(_cgroup_folder(_CGROUP_ROOT, path), "memory.events", "oom_kill")
+        else:
+            continue
+        if count is not None:
+            return count
+    return None
+
+
+def _cgroup_folder(root: Path, path: str) -> Path:
+    """Where a cgroup is mounted: in a container its own may be the root of what it sees."""
+    inside = root / path.lstrip("/")
+    return inside if inside.is_dir() else root
+
+
+def _read_field(folder: Path, file: str, name: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / file).read_text().splitlines():
+            words = line.split()
+            if len(words) == 2 and words[0] == name:
+                return int(words[1])
+    return None
+
+
+def was_oom_killed(pid: int) -> bool | None:
+    """Whether the kernel's log says that it killed this process for memory; None where the log cannot be read."""
+    try:
+        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    found = False
+    try:
+        while True:
+            try:
+                record = os.read(descriptor, 8192)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # overwritten while we read: go on with the next
+                continue
+            match = _OOM_KILL.search(record)
+            found = found or (match is not None and int(match[1]) == pid)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return found
+
+
+def read_tail(log: Path, limit: int = TAIL_BYTES) -> str:
+    """The end of a log, "" where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - limit))
+            return file.read(limit).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_exception(text: str) -> str:
+    """The last exception of a log: the line after the last traceback's frames, "" where there is no traceback."""
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.strip().endswith("Traceback (most recent call last):")]
+    if not starts:
+        return ""
+    for line in lines[starts[-1] + 1 :]:
+        bare = line.strip()
+        if line[:1] not in ("", " ", "\t") and (match := _EXCEPTION_LINE.match(bare)):
+            return bare if match["text"] is None or len(bare) < 500 else bare[:500]
+    return ""
+
+
+def explain_exit(code: int | None, log_text: str, oom: bool | None, ours: bool) -> ExitCause:
+    """Why a process ended with this code.
+
+    Args:
+        code: minus the signal's number, None where nobody knows.
+        oom: whether the kernel killed for memory (its counter rose, or its log names the process); None: unknown.
+        ours: whether we had it killed.
+    """
+    if code == 0:
+        return ExitCause()
+    if oom and code in (-signal.SIGKILL, None):
+        return ExitCause("host_oom", "killed by the kernel: out of memory")
+    error = last_exception(log_text)
+    if error:
+        named = next((cause for cause, pattern in _CAUSE_PATTERNS if pattern.search(error)), "rank_exception_masked")
+        return ExitCause(named, error)
+    if code is None or code > 0 or ours:
+        return ExitCause()
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    if -code in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        return ExitCause("external_kill", f"ended by {name} from outside")
+    if -code == signal.SIGKILL:
+        known = "" if oom is None else "; the kernel did not kill it for memory"
+        return ExitCause("external_kill" if oom is False else "", f"killed by {name}{known}")
+    return ExitCause("", f"ended by {name}")

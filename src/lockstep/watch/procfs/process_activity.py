@@ -1,0 +1,213 @@
+"""Whether a process does anything, or would if it got a core: by what the kernel counts for it and for all it started.
+
+Sampled again and again, cheap counters first: CPU time and bytes of the process itself; then, for everything below
+it, bytes over its TCP sockets (by netlink, sock_diag(7) with INET_DIAG, as `ss -ti` does: Linux counts network
+bytes by socket, not by process), whether a thread waits for a core (a starved process uses none), and whether one
+is in an uninterruptible wait while the disks move (a long fsync, page faults).
+"""
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from lockstep.watch.procfs import processes
+from lockstep.watch.procfs.processes import TICK_S, ProcessUsage
+
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLM_F_REQUEST_DUMP = 0x301
+_NLMSG_ERROR, _NLMSG_DONE = 2, 3
+_INET_DIAG_INFO = 2
+_ESTABLISHED = 1
+_NETLINK_HEADER = struct.Struct("=IHHII")
+_DIAG_REQUEST = struct.Struct("=BBBxI48x")
+_DIAG_MESSAGE = struct.Struct("=4B48x5I")
+"""`inet_diag_msg`: family, state, timer, retrans, the socket's addresses, expires, rqueue, wqueue, uid, inode."""
+_ATTRIBUTE = struct.Struct("=HH")
+_BYTES = struct.Struct("=QQ")
+_BYTES_AT = 120
+"""Of `tcpi_bytes_acked` and `tcpi_bytes_received` in `tcp_info`, since Linux 4.1."""
+
+
+def tcp_bytes_by_inode() -> dict[int, int]:
+    """Bytes that were taken from each established TCP socket of this network, or sent over it and acknowledged, by
+    inode. What has come and nobody has read is somebody else's doing."""
+    found: dict[int, int] = {}
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as asked:
+            asked.settimeout(0.2)  # the kernel answers at once or not at all
+            for family in (socket.AF_INET, socket.AF_INET6):
+                body = _DIAG_REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), 1 << _ESTABLISHED)
+                header = _NETLINK_HEADER.pack(
+                    _NETLINK_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, int(family), 0
+                )
+                asked.send(header + body)
+                while _parse_datagram(asked.recv(1 << 17), found):
+                    pass
+    except (AttributeError, OSError):
+        return {}
+    return found
+
+
+def _parse_datagram(data: bytes, found: dict[int, int]) -> bool:
+    """Takes one datagram of answers; whether more are to come."""
+    at = 0
+    while at + _NETLINK_HEADER.size <= len(data):
+        length, kind, _, _, _ = _NETLINK_HEADER.unpack_from(data, at)
+        if kind in (_NLMSG_DONE, _NLMSG_ERROR) or length < _NETLINK_HEADER.size:
+            return False
+        message = _DIAG_MESSAGE.unpack_from(data, at + _NETLINK_HEADER.size)
+        unread, inode = message[5], message[8]
+        place, end = at + _NETLINK_HEADER.size + _DIAG_MESSAGE.size, at + length
+        while place + _ATTRIBUTE.size <= end:
+            size, what = _ATTRIBUTE.unpack_from(data, place)
+            if what == _INET_DIAG_INFO and size >= _ATTRIBUTE.size + _BYTES_AT + _BYTES.size:
+                found[inode] = sum(_BYTES.unpack_from(data, place + _ATTRIBUTE.size + _BYTES_AT)) - unread
+            place += max(4, (size + 3) & ~3)
+        at += (length + 3) & ~3
+    return True
+
+
+def socket_inodes(pids: Iterable[int]) -> set[int]:
+    """The sockets that these processes hold open."""
+    found = set()
+    for pid in pids:
+        try:
+            with os.scandir(f"/proc/{pid}/fd") as descriptors:
+                for each in descriptors:
+                    with contextlib.suppress(OSError):  # closed meanwhile
+                        facts = each.stat()
+                        if stat.S_ISSOCK(facts.st_mode):
+                            found.add(facts.st_ino)
+        except OSError:  # it has ended, or is somebody else's
+            continue
+    return found
+
+
+T = TypeVar("T")
+
+BUSY_CPU_SHARE = 0.06
+"""A process that uses more of a core than this does something; what polls and beats beside a stuck thread uses less."""
+MOVED_BYTES = 32 << 10
+"""Read and written in a second: less is a line in a log, or a watcher's own."""
+SENT_BYTES = 1 << 10
+"""Taken from one TCP socket, or sent over it, in a second: less is a heartbeat; an answer that is streamed is more."""
+RUNNABLE_SAMPLES = 4
+"""Looks in a row at which some thread wants a core. What polls is caught at it now and then, and not so often."""
+RUNNABLE_SHARE = 0.3
+"""Of the time between two looks, what one thread ran or waited for a core: then it had work. What polls ten times a
+second on a core with five busy loops comes to 0.2."""
+SAMPLE_S = 0.5
+"""Between two looks as a rule: who looks later was held up itself, and short work in between counts all the same."""
+DISK_WAIT_SAMPLES = 2
+"""The same of uninterruptible waits."""
+
+
+@dataclass(slots=True)
+class HostCounters:
+    """What concerns all processes of the host, read at most once per look and only when somebody asks."""
+
+    _disks: int | None = None
+    _sockets: dict[int, int] | None = None
+
+    def disks(self) -> int:
+        """Bytes that the block devices have read and written."""
+        if self._disks is None:
+            self._disks = processes.disk_bytes()
+        return self._disks
+
+    def sockets(self) -> dict[int, int]:
+        """Bytes by inode of the socket."""
+        if self._sockets is None:
+            self._sockets = tcp_bytes_by_inode()
+        return self._sockets
+
+
+@dataclass(slots=True)
+class ProcessActivity:
+    """One process; the counters as of the last look at which each was read."""
+
+    pid: int
+    _own: ProcessUsage | None = None
+    _own_ns: int = 0
+    _below: dict[int, ProcessUsage] = field(default_factory=dict)
+    _sent: dict[int, int] = field(default_factory=dict)
+    _wanted: dict[int, int] = field(default_factory=dict)
+    _disks: int = 0
+    _deep_ns: int = 0
+    """When it and all below it were looked at for the last time; 0 where that is too long ago to compare with."""
+    _runnable: int = 0
+    _in_disk: int = 0
+
+    def rest(self, usage: ProcessUsage, now: int) -> None:
+        """It moves by what it says of itself; nobody needs to look any closer."""
+        self._own, self._own_ns, self._deep_ns = usage, now, 0
+
+    def seen(self, usage: ProcessUsage, now: int, host: HostCounters, closer: bool = True) -> bool:
+        """Whether it has done anything since the last look; the first look at somebody says yes. Without `closer`,
+        what costs a look at others and at single threads is left out."""
+        before, since, self._own, self._own_ns = self._own, self._own_ns, usage, now
+        works = before is None or _is_busy(before, usage, (now - since) / 1e9)
+        if works or not closer:
+            self._deep_ns = 0
+            return works
+        return self._deep(now, host)
+
+    def _deep(self, now: int, host: HostCounters) -> bool:
+        """All checks, as each keeps what the next look is compared with."""
+        below = {
+            pid: used
+            for pid in processes.descendant_pids(self.pid)
+            if (used := processes.process_usage(pid, moved=True))
+        }
+        known = host.sockets()
+        sent = {inode: known[inode] for inode in socket_inodes([self.pid, *below]) if inode in known}
+        runnable, in_disk = _thread_states([self.pid, *below])
+        wanted = {
+            int(tid): processes.runnable_ns(pid, tid) for pid in (self.pid, *below) for tid in processes.thread_ids(pid)
+        }
+        disks = host.disks() if in_disk else self._disks
+        seconds = (now - self._deep_ns) / 1e9 if self._deep_ns else 0.0
+        self._runnable = self._runnable + 1 if runnable else 0
+        self._in_disk = self._in_disk + 1 if in_disk else 0
+        found = self._runnable >= RUNNABLE_SAMPLES
+        if seconds:
+            found |= sum(_increases(self._below, below, lambda used: used.cpu_s)) > BUSY_CPU_SHARE * seconds + TICK_S
+            found |= sum(_increases(self._below, below, lambda used: used.moved or 0)) > MOVED_BYTES * seconds
+            found |= (
+                max(_increases(self._wanted, wanted, float), default=0.0)
+                > RUNNABLE_SHARE * min(seconds, SAMPLE_S) * 1e9
+            )
+            found |= max(_increases(self._sent, sent, float), default=0.0) > SENT_BYTES * seconds
+            found |= self._in_disk >= DISK_WAIT_SAMPLES and disks - self._disks > MOVED_BYTES * seconds
+        self._below, self._sent, self._wanted, self._disks, self._deep_ns = below, sent, wanted, disks, now
+        return found
+
+
+def _is_busy(before: ProcessUsage, now: ProcessUsage, seconds: float) -> bool:
+    if now.cpu_s - before.cpu_s > BUSY_CPU_SHARE * seconds + TICK_S:
+        return True
+    if before.moved is None or now.moved is None:
+        return False
+    return now.moved - before.moved > MOVED_BYTES * seconds
+
+
+def _increases(before: dict[int, T], now: dict[int, T], value: Callable[[T], float]) -> list[float]:
+    """By how much each has become more; those that are new count whole, those that have gone do not."""
+    return [value(each) - (value(before[key]) if key in before else 0.0) for key, each in now.items()]
+
+
+def _thread_states(pids: list[int]) -> tuple[bool, bool]:
+    """Whether some thread of these wants a core, and whether one is in an uninterruptible wait. A frozen process (a
+    paused container) looks as if it were, and waits for nothing."""
+    runnable = in_disk = False
+    for pid in pids:
+        letters = {processes.thread_state(pid, tid) for tid in processes.thread_ids(pid)}
+        runnable |= "R" in letters
+        in_disk |= "D" in letters and not processes.is_frozen(pid)
+    return runnable, in_disk

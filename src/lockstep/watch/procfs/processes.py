@@ -1,0 +1,222 @@
+"""Processes of this host, as /proc and pidfds describe them: state, start time, usage, children, exit codes."""
+
+import contextlib
+import fcntl
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_PIDFD_GET_INFO = 0xC040FF0B
+"""`_IOWR(0xFF, 11, struct pidfd_info)`, 64 bytes in its first version (linux/pidfd.h)."""
+_PIDFD_INFO_EXIT = 1 << 3
+_EXIT_CODE_AT = 60
+
+
+class PidfdHandle:
+    """A process that is watched for its end. `fileno` becomes readable when it has ended."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError when there is no such process, or no pidfd (Linux before 5.3)."""
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def exit_code(self) -> int | None:
+        """Minus the number of the signal that ended it, or its exit code; None while nobody knows (kernels before
+        6.15 tell its parent only)."""
+        info = bytearray(struct.pack("<Q", _PIDFD_INFO_EXIT) + bytes(56))
+        try:
+            fcntl.ioctl(self._descriptor, _PIDFD_GET_INFO, info)
+        except OSError:
+            return self._zombie_code()
+        (known,) = struct.unpack_from("<Q", info)
+        if not known & _PIDFD_INFO_EXIT:
+            return self._zombie_code()
+        (status,) = struct.unpack_from("<i", info, _EXIT_CODE_AT)
+        return os.waitstatus_to_exitcode(status)
+
+    def _zombie_code(self) -> int | None:
+        """The code of a zombie, which its parent has not collected yet."""
+        try:
+            facts = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            return None
+        return os.waitstatus_to_exitcode(int(facts[49])) if facts[0] == "Z" and len(facts) > 49 else None
+
+    def close(self) -> None:
+        """Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def start_ticks(pid: int) -> int | None:
+    """The start time of a process in clock ticks since boot, None when there is no such process. With the pid it
+    identifies a process for good."""
+    facts = _proc_stat(pid)
+    return None if facts is None else int(facts[19])
+
+
+def process_state(pid: int, start: int | None = None) -> str | None:
+    """The state letter of /proc (R, S, D, T, Z, ...), None when the process is gone or is another one."""
+    facts = _proc_stat(pid)
+    if facts is None or (start is not None and int(facts[19]) != start):
+        return None
+    return facts[0]
+
+
+def parent_pid(pid: int) -> int | None:
+    """Its parent's pid, None when there is no such process."""
+    facts = _proc_stat(pid)
+    return None if facts is None else int(facts[1])
+
+
+def is_alive(pid: int, start: int | None = None) -> bool:
+    """Whether the process exists and is no zombie."""
+    return process_state(pid, start) not in (None, "Z", "X")
+
+
+def _proc_stat(pid: int) -> list[str] | None:
+    text = _read_proc(f"/proc/{pid}/stat")
+    return None if text is None else text[text.rindex(")") + 2 :].split()
+
+
+def _read_proc(path: str, most: int = 8192) -> str | None:
+    """A file of /proc, None when its process is gone. Many times a second: pathlib takes five times as long."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, most).decode(errors="replace")
+        finally:
+            os.close(descriptor)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def pid_namespace() -> str:
+    """Names the set of processes that see each other's pids: this boot of this host, and the pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+
+
+TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """What a process has used so far; counters only grow while it lives."""
+
+    state: str
+    """Its letter in /proc."""
+    cpu_s: float
+    """User and system time of all its threads, and of the children that it has collected."""
+    read: int | None = None
+    """Bytes read from anywhere, page cache and pipes included; None where nobody asked or the kernel does not say."""
+    written: int | None = None
+    stored: int | None = None
+    """Bytes that storage had to fetch or is to keep: page faults on a mapped file are here and nowhere else."""
+    ran_ns: int = 0
+    """CPU time of its main thread, to the nanosecond; 0 where the kernel does not say."""
+
+    @property
+    def moved(self) -> int | None:
+        """All bytes, some of them twice."""
+        if self.read is None or self.written is None:
+            return None
+        return self.read + self.written + (self.stored or 0)
+
+
+def process_usage(pid: int, start: int | None = None, moved: bool = False) -> ProcessUsage | None:
+    """What a process has used (with `moved`, the bytes as well), None when it is gone or is another one."""
+    facts = _proc_stat(pid)
+    if facts is None or (start is not None and int(facts[19]) != start):
+        return None
+    read, written, stored = _io_bytes(pid) if moved else (None, None, None)
+    ran, _ = _schedstat(f"/proc/{pid}") if facts[0] in "Tt" else (0, 0)
+    return ProcessUsage(facts[0], _cpu_s(facts), read, written, stored, ran)
+
+
+def thread_ids(pid: int) -> list[str]:
+    """The ids of its threads, empty when it has ended."""
+    try:
+        with os.scandir(f"/proc/{pid}/task") as found:
+            return [each.name for each in found]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def thread_state(pid: int, tid: str) -> str | None:
+    """The state letter of a thread, None when it has ended."""
+    text = _read_proc(f"/proc/{pid}/task/{tid}/stat")
+    return None if not text else text[text.rindex(")") + 2]
+
+
+def runnable_ns(pid: int, tid: str) -> int:
+    """How long a thread has run or waited for a core so far; 0 where the kernel does not say."""
+    return sum(_schedstat(f"/proc/{pid}/task/{tid}"))
+
+
+def is_frozen(pid: int) -> bool:
+    """Whether the freezer of its cgroup (version 1 or 2) holds it; False where that cannot be read."""
+    for line in (_read_proc(f"/proc/{pid}/cgroup") or "").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if (
+            controllers == "freezer"
+            and (_read_proc(f"/sys/fs/cgroup/freezer{path}/freezer.state") or "").strip() == "FROZEN"
+        ):
+            return True
+        if number == "0" and "frozen 1" in (_read_proc(f"/sys/fs/cgroup{path}/cgroup.events") or ""):
+            return True
+    return False
+
+
+def descendant_pids(pid: int) -> list[int]:
+    """Pids of all living processes below this one; empty where the kernel does not list children."""
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        below = child_pids(todo.pop())
+        found += below
+        todo += below
+    return found
+
+
+def descendants_cpu_s(pid: int) -> float:
+    """CPU time that all its descendants have used."""
+    return sum(used.cpu_s for below in descendant_pids(pid) if (used := process_usage(below)) is not None)
+
+
+def child_pids(pid: int) -> list[int]:
+    """Pids of the living processes that it has started; empty where the kernel does not list them."""
+    found: list[int] = []
+    for task in thread_ids(pid):
+        found += [int(child) for child in (_read_proc(f"/proc/{pid}/task/{task}/children") or "").split()]
+    return found
+
+
+def disk_bytes() -> int:
+    """Bytes that all block devices of this host have read and written so far, partitions counted again."""
+    lines = [line.split() for line in (_read_proc("/proc/diskstats", 1 << 18) or "").splitlines()]
+    return 512 * sum(int(words[5]) + int(words[9]) for words in lines if len(words) > 9)
+
+
+def _cpu_s(facts: list[str]) -> float:
+    return sum(int(ticks) for ticks in facts[11:15]) * TICK_S
+
+
+def _schedstat(folder: str) -> tuple[int, int]:
+    """Nanoseconds that a thread ran, and waited for a core; 0 where the kernel does not say."""
+    words = (_read_proc(f"{folder}/schedstat") or "").split()
+    return (int(words[0]), int(words[1])) if words else (0, 0)
+
+
+def _io_bytes(pid: int) -> tuple[int | None, int | None, int | None]:
+    try:
+        words = (_read_proc(f"/proc/{pid}/io") or "").split()
+    except PermissionError:
+        words = []
+    return (int(words[1]), int(words[3]), int(words[9]) + int(words[11])) if words else (None, None, None)

@@ -1,0 +1,236 @@
+"""Stacks of other processes, by py-spy: without their help and without stopping them.
+
+`--nonblocking` reads the memory of a running, blocked or SIGSTOPped process; the others need it to be stoppable. An
+agent runs one py-spy at a time, with a bound, driven by its selector.
+"""
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+DUMP_LIMIT_S = 5.0
+"""A dump takes 13 to 30 ms, one with native frames below a second; on a busy machine many times that."""
+MAX_DUMP_BYTES = 4 << 20
+
+_PACKAGE = str(Path(__file__).resolve().parents[2])
+_WATCH_ROOMS = (f"{_PACKAGE}/watch/", f"{_PACKAGE}/base/")
+_STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+
+
+@dataclass(frozen=True, slots=True)
+class StackFrame:
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        """`score() at reward.py:31`."""
+        name = self.function if self.function.startswith("<") else f"{self.function}()"
+        return f"{name} at {PurePath(self.file).name}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledThread:
+    """A thread's stack, innermost frame first."""
+
+    native_id: int
+    name: str
+    frames: tuple[StackFrame, ...]
+    active: bool = False
+    holds_gil: bool = False
+
+
+def py_spy_command(pid: int, native: bool = False) -> list[str] | None:
+    """What to run for the stacks of a process as JSON; None where py-spy is not installed. Native frames need a
+    process that can be stopped for a moment: not one that is stopped already."""
+    beside = Path(sys.executable).with_name("py-spy")
+    found = str(beside) if beside.exists() else shutil.which("py-spy")
+    if found is None:
+        return None
+    return [found, "dump", "--json", "--full-filenames", "--native" if native else "--nonblocking", "--pid", str(pid)]
+
+
+def parse_stacks(output: bytes) -> tuple[SampledThread, ...]:
+    """The threads of py-spy's JSON; empty for what is none."""
+    try:
+        told = json.loads(output)
+        return tuple(_parse_thread(each) for each in told)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return ()
+
+
+def _parse_thread(told: dict[str, Any]) -> SampledThread:
+    frames = tuple(StackFrame(str(each["name"]), str(each["filename"]), int(each["line"])) for each in told["frames"])
+    return SampledThread(
+        int(told["os_thread_id"] or 0), told["thread_name"] or "", frames, bool(told["active"]), bool(told["owns_gil"])
+    )
+
+
+def main_thread(threads: Sequence[SampledThread], pid: int) -> SampledThread | None:
+    """The thread whose id is the process's; the one with frames where none is."""
+    return next((each for each in threads if each.native_id == pid), threads[0] if threads else None)
+
+
+def user_code_line(frames: Iterable[StackFrame]) -> str:
+    """The innermost line of the user's own code, in words; where there is none, of Lockstep's, then of anybody's."""
+    known = [frame for frame in frames if not frame.file.startswith("<")]
+    for wanted in (0, 1, 2):
+        found = next((frame for frame in known if _distance(frame.file) == wanted), None)
+        if found is not None:
+            return str(found)
+    return ""
+
+
+def _distance(file: str) -> int:
+    """0 for the user's code, 1 for Lockstep's, 2 for libraries, the interpreter's own and what only looks on: the
+    recorder's frames stand around every collective, those of waits around every wait."""
+    if file.startswith(_PACKAGE):
+        return 2 if file.startswith(_WATCH_ROOMS) else 1
+    parts = PurePath(file).parts
+    library = {"site-packages", "dist-packages"} & set(parts) or (parts and not file.endswith(".py"))
+    return 2 if library or file.startswith(_STDLIB) or _in_stdlib(parts) else 0
+
+
+def _in_stdlib(parts: Sequence[str]) -> bool:
+    """Of another interpreter than ours: `.../lib/python3.12/threading.py`."""
+    return any(
+        before == "lib" and after.startswith("python3") for before, after in itertools.pairwise(parts)
+    )  # fmt: skip
+
+
+def format_stacks(threads: Sequence[SampledThread]) -> str:
+    """Stacks as a person reads them, innermost frame first."""
+    lines = []
+    for thread in threads:
+        marks = [mark for mark, is_so in (("active", thread.active), ("holds the GIL", thread.holds_gil)) if is_so]
+        lines.append(f"thread {thread.native_id} {thread.name or '(no name)'} {' '.join(marks)}".rstrip())
+        lines += [f"    {frame.function} ({frame.file}:{frame.line})" for frame in thread.frames]
+    return "\n".join(lines)
+
+
+def stacks_to_json(threads: Sequence[SampledThread]) -> list[dict[str, Any]]:
+    return [
+        {
+            "thread": each.native_id, "name": each.name, "active": each.active, "holds_gil": each.holds_gil,
+            "frames": [[frame.function, frame.file, frame.line] for frame in each.frames],
+        }
+        for each in threads
+    ]  # fmt: skip
+
+
+log = logging.getLogger(__name__)
+
+StacksCallback = Callable[[tuple[SampledThread, ...]], None]
+"""Takes the stacks; none where there are none to be had."""
+
+
+@dataclass
+class _Dump:
+    pid: int
+    native: bool
+    told: StacksCallback
+    child: "subprocess.Popen[bytes] | None" = None
+    pidfd: int = -1
+    deadline: float = 0.0
+    output: bytes = b""
+
+
+class StackSampler:
+    """Takes stacks of processes. `told` is called from the agent's loop, exactly once per order."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._waiting: deque[_Dump] = deque()
+        self._now: _Dump | None = None
+        self.available = py_spy_command(1) is not None
+
+    @property
+    def busy(self) -> bool:
+        return self._now is not None or bool(self._waiting)
+
+    @property
+    def holds(self) -> int | None:
+        """The process that is stopped, or about to be, for its native stack."""
+        return self._now.pid if self._now is not None and self._now.native else None
+
+    def order(self, pid: int, told: StacksCallback, native: bool = False, first: bool = False) -> None:
+        """Has stacks taken of a process, `first` before those that wait already."""
+        dump = _Dump(pid, native, told)
+        if first:
+            self._waiting.appendleft(dump)
+        else:
+            self._waiting.append(dump)
+        self._next()
+
+    def tick(self) -> None:
+        """Ends a dump that takes too long."""
+        dump = self._now
+        if dump is not None and time.monotonic() >= dump.deadline:
+            log.warning("the stacks of %d took more than %g s", dump.pid, DUMP_LIMIT_S)
+            self._finish(dump, whole=False)
+
+    def close(self) -> None:
+        """Ends what is under way; nobody is told. Idempotent."""
+        self._waiting.clear()
+        if self._now is not None:
+            self._now.told = lambda threads: None
+            self._finish(self._now, whole=False)
+
+    def _next(self) -> None:
+        while self._now is None and self._waiting:
+            dump = self._waiting.popleft()
+            argv = py_spy_command(dump.pid, dump.native)
+            try:
+                if argv is None:
+                    raise OSError("py-spy is not installed")
+                child = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                )
+            except OSError:
+                dump.told(())
+                continue
+            assert child.stdout is not None
+            dump.child, dump.deadline = child, time.monotonic() + DUMP_LIMIT_S
+            with contextlib.suppress(OSError):
+                dump.pidfd = os.pidfd_open(child.pid)
+            os.set_blocking(child.stdout.fileno(), False)
+            self._now = dump
+            self._selector.register(child.stdout, selectors.EVENT_READ, lambda mask, dump=dump: self._hear(dump))
+
+    def _hear(self, dump: _Dump) -> None:
+        assert dump.child is not None and dump.child.stdout is not None
+        try:
+            data = os.read(dump.child.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        dump.output += data
+        if not data or len(dump.output) > MAX_DUMP_BYTES:
+            self._finish(dump, whole=not data)
+
+    def _finish(self, dump: _Dump, whole: bool) -> None:
+        assert dump.child is not None and dump.child.stdout is not None
+        self._selector.unregister(dump.child.stdout)
+        dump.child.stdout.close()
+        if dump.pidfd >= 0:  # the agent's loop may have collected it already: its pid may be somebody else's
+            if not whole:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(dump.pidfd, signal.SIGKILL)
+            os.close(dump.pidfd)
+        dump.child.returncode = dump.child.returncode or 0  # the agent's loop collects it
+        self._now = None
+        dump.told(parse_stacks(dump.output) if whole else ())
+        self._next()

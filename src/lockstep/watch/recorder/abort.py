@@ -1,0 +1,273 @@
+"""Aborts collectives that will never complete, frees the ranks that are blocked in them, and detects dead links.
+
+Two backends behind one interface: `free(communicator)` makes every call that is blocked in it fail now.
+
+- gloo has no working abort (its own returns and changes nothing), but each of its communicators moves its bytes in a
+  thread of its own that sleeps in `epoll_wait`; the sockets in that epoll are exactly the communicator's. Once they
+  are shut down, the blocked call ends with "Connection closed by peer" within milliseconds and the process lives on.
+  This works from inside and, for a rank that holds the GIL or is stopped, from another process of the same user
+  (pidfd_getfd, Linux 5.6). It does not free a receive from any source, which ends at its own timeout.
+- NCCL: `_abort_process_group`, from inside only.
+
+A rank that breaks its own sockets frees only the ranks that wait for it; all members have to be freed.
+`release_ranks` does that for the ranks of this host, from the observer's side.
+"""
+
+import contextlib
+import ctypes
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from lockstep.watch.beacon.beacon_records import BeaconState, CommunicatorRecord
+from lockstep.watch.recorder import commands
+
+GLOO_THREAD_NAME = "gloo_tcp_loop"
+"""Name of gloo's threads; older versions give them none."""
+_EPOLL_CALLS = {"22", "232", "281", "441"}
+"""Numbers of epoll_wait, epoll_pwait and epoll_pwait2 on x86-64 and arm64."""
+_PIDFD_GETFD = 438
+_SYSCALL_WAIT_S = 0.05
+
+
+def gloo_epolls(pid: int | None = None, threads: Iterable[int] | None = None) -> dict[int, int]:
+    """The descriptor of the epoll that each of gloo's threads waits in, by native id. `thread_ids`: which ones; None
+    for all that have the name. A thread that stays on the CPU for 50 ms is left out."""
+    found: dict[int, int] = {}
+    until = time.monotonic() + _SYSCALL_WAIT_S
+    waiting = gloo_threads(pid) if threads is None else set(threads)
+    while waiting:
+        for thread in list(waiting):
+            epoll = _epoll_of(pid, thread)
+            if epoll is not None:
+                waiting.discard(thread)
+                if epoll >= 0:
+                    found[thread] = epoll
+        if not waiting or time.monotonic() >= until:
+            break
+        time.sleep(1e-3)
+    return found
+
+
+def list_threads() -> set[int]:
+    """Native ids of the threads of this process."""
+    return {int(task.name) for task in _tasks(None)}
+
+
+def find_gloo_thread(threads: Iterable[int]) -> int:
+    """The one of these threads of this process that is a gloo communicator's, 0 when that cannot be told."""
+    candidates = set(threads)
+    named = candidates & gloo_threads()
+    found = named or set(gloo_epolls(None, candidates))
+    return found.pop() if len(found) == 1 else 0
+
+
+def gloo_threads(pid: int | None = None) -> set[int]:
+    """Native ids of the threads of a process (None: this one) that have the name of gloo's."""
+    found = set()
+    for task in _tasks(pid):
+        with contextlib.suppress(OSError):
+            if (task / "comm").read_text().strip() == GLOO_THREAD_NAME:
+                found.add(int(task.name))
+    return found
+
+
+def _tasks(pid: int | None) -> list[Path]:
+    try:
+        return list((_proc(pid) / "task").iterdir())
+    except OSError:
+        return []
+
+
+def _proc(pid: int | None) -> Path:
+    return Path("/proc") / ("self" if pid is None else str(pid))
+
+
+def _epoll_of(pid: int | None, thread: int) -> int | None:
+    """The epoll that a thread waits in; None when it is on the CPU just now, -1 when it waits in something else."""
+    try:
+        words = (_proc(pid) / "task" / str(thread) / "syscall").read_text().split()
+    except OSError:
+        return -1
+    if words[0] == "running":
+        return None
+    return int(words[1], 16) if words[0] in _EPOLL_CALLS else -1
+
+
+def epoll_sockets(pid: int | None, epoll: int) -> list[int]:
+    """The descriptors of sockets that an epoll watches."""
+    try:
+        lines = (_proc(pid) / "fdinfo" / str(epoll)).read_text().splitlines()
+    except OSError:
+        return []
+    watched = [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+    return [each for each in watched if _is_socket(pid, each)]
+
+
+def _is_socket(pid: int | None, descriptor: int) -> bool:
+    try:
+        return str((_proc(pid) / "fd" / str(descriptor)).readlink()).startswith("socket:")
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def duplicated_sockets(pid: int | None, descriptors: Iterable[int]) -> Iterator[list[socket.socket]]:
+    """Our own descriptors of a process's sockets, listening ones left out; closing them changes nothing for the owner.
+
+    Raises PermissionError when the process may not be looked into, ProcessLookupError when it is gone."""
+    pidfd = None if pid is None else os.pidfd_open(pid)
+    taken: list[socket.socket] = []
+    try:
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                each = socket.socket(fileno=_duplicate(pidfd, descriptor))
+                taken.append(each)
+                if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    taken.pop().close()  # gloo ends the process when its listener fails
+        yield taken
+    finally:
+        for each in taken:
+            each.close()
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+def _duplicate(pidfd: int | None, descriptor: int) -> int:
+    if pidfd is None:
+        return os.dup(descriptor)
+    libc = ctypes.CDLL(None, use_errno=True)
+    taken: int = libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0)
+    if taken < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return taken
+
+
+def abort_gloo(pid: int | None = None, threads: Iterable[int] | None = None) -> int:
+    """Shuts down the sockets of gloo communicators; returns how many.
+
+    Args:
+        pid: of another process of this host, None for this one.
+        threads: native ids of the communicators' threads (`CommunicatorRecord.loop_thread`); None for all of them.
+    """
+    broken = 0
+    with _gloo_sockets(pid, threads) as taken:
+        for each in taken:
+            with contextlib.suppress(OSError):  # closed already
+                each.shutdown(socket.SHUT_RDWR)
+                broken += 1
+    return broken
+
+
+def enable_keepalive(pid: int | None = None, threads: Iterable[int] | None = None) -> int:
+    """Makes gloo's sockets notice a dead link in about five seconds (it sets no keepalive itself); returns how many."""
+    watched = 0
+    with _gloo_sockets(pid, threads) as taken:
+        for each in taken:
+            with contextlib.suppress(OSError):  # not TCP
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option, value in (
+                    ("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000),
+                ):  # fmt: skip
+                    each.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+                watched += 1
+    return watched
+
+
+@contextlib.contextmanager
+def _gloo_sockets(pid: int | None, threads: Iterable[int] | None) -> Iterator[list[socket.socket]]:
+    epolls = gloo_epolls(pid, threads).values()
+    with duplicated_sockets(pid, [each for epoll in epolls for each in epoll_sockets(pid, epoll)]) as taken:
+        yield taken
+
+
+class CommunicatorAborter(Protocol):
+    """Ends what is blocked in a communicator of this process."""
+
+    def free(self) -> int:
+        """Returns how many connections (or communicators) were broken."""
+        ...
+
+
+class GlooAborter:
+    """`thread`: the communicator's own, 0 for all of gloo's in this process."""
+
+    def __init__(self, thread: int = 0) -> None:
+        self._thread = thread
+
+    def free(self) -> int:
+        return abort_gloo(None, [self._thread] if self._thread else None)
+
+
+class NcclAborter:
+    """Aborts an NCCL communicator. Torch asks for TORCH_NCCL_ASYNC_ERROR_HANDLING=0 with it; otherwise its own
+    watchdog may end the process first. Of the model that used it nothing may be used afterwards."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def free(self) -> int:
+        sys.modules["torch.distributed.distributed_c10d"]._abort_process_group(self._group)
+        return 1
+
+
+def aborters_for(backend: str, group: Any, loop_thread: int) -> list[CommunicatorAborter]:
+    """What frees those who are blocked in a communicator of this backend, `gloo_choice`, `nccl_choice` or
+    `cpu:gloo,cuda:nccl`."""
+    found: list[CommunicatorAborter] = []
+    if "gloo" in backend:
+        found.append(GlooAborter(loop_thread))
+    if "nccl" in backend:
+        found.append(NcclAborter(group))
+    return found
+
+
+def release_ranks(
+    run: str, ranks: Iterable[BeaconState], text: str, verdict: dict[str, Any] | None = None
+) -> dict[str, int]:
+    """Ends what these ranks of this host are blocked in; their calls raise CollectiveStalled with `text`.
+
+    The verdict is given first, then the connections of the communicators that they are inside of are broken from
+    outside, which needs no answer of the rank. A rank that may not be looked into, and one with NCCL, is asked to do it
+    itself. All members of a communicator have to be released, those on other hosts too: one alone frees only those who
+    happen to wait for it.
+
+    Args:
+        verdict: its JSON form.
+
+    Returns:
+        How many connections were broken from here, by beacon's name, for those that were inside of a collective.
+    """
+    states = {state.name: state for state in ranks}
+    commands.send_command(run, "verdict", states, text=text, verdict=verdict or {}, freed=True)
+    return {name: _abort_communicators(run, state) for name, state in states.items() if _open_communicators(state)}
+
+
+def announce_verdict(run: str, names: Iterable[str], text: str, verdict: dict[str, Any] | None = None) -> None:
+    """Gives these ranks the verdict for a collective that breaks by itself, as one does when a member of it dies."""
+    commands.send_command(run, "verdict", names, text=text, verdict=verdict or {}, freed=False)
+
+
+def _open_communicators(state: BeaconState) -> list[CommunicatorRecord]:
+    return [each for each in state.communicators if not each.closed and each.entered > each.completed]
+
+
+def _abort_communicators(run: str, state: BeaconState) -> int:
+    lines = _open_communicators(state)
+    threads = [each.loop_thread for each in lines if each.loop_thread]
+    asked = [each for each in lines if "nccl" in each.backend or not each.loop_thread]
+    broken = 0
+    try:
+        broken = abort_gloo(state.pid, threads) if threads else 0
+    except PermissionError:
+        asked = lines
+    except ProcessLookupError:
+        return 0
+    for each in asked:
+        commands.send_command(run, "free", [state.name], communicator=f"{each.identity:016x}")
+    return broken

@@ -1,0 +1,108 @@
+"""How far each communicator is by c10d's own account, which sees what no wrapper sees: DDP's reducer, functional
+collectives, compiled graphs.
+
+The flight recorder keeps "last enqueued" and "last completed" per communicator (since which version:
+docs/recorder.md); reading these alone costs some ten microseconds. It numbers communicators itself, so the names
+are taken once from its entries. Without a flight recorder, the communicator's sequence number says what was
+entered, and nothing says what was completed.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lockstep.watch.recorder.communicator import NOT_REPORTED, CommunicatorMember
+
+CollectiveCounts = dict[str, tuple[int, int]]
+"""Last enqueued and last completed, by c10d's number of the communicator; -1 where it has none."""
+
+
+class FlightRecorder:
+    """One flight recorder of this process: gloo's or NCCL's."""
+
+    def __init__(self, kind: str, dump: Callable[..., Any]) -> None:
+        self.kind, self._dump = kind, dump
+        self._names: dict[str, str] = {}
+        self._asked: dict[str, tuple[float, int]] = {}
+
+    def status(self) -> CollectiveCounts:
+        """Of all communicators that have done something."""
+        found = json.loads(self._dump(includeCollectives=False)).get("pg_status") or {}
+        return {
+            number: (int(each.get("last_enqueued_collective", -1)), int(each.get("last_completed_collective", -1)))
+            for number, each in found.items()
+        }
+
+    def name(self, number: str) -> str | None:
+        """c10d's name of the communicator with that number; None while its entries do not say. Asked again after one,
+        two, four ... seconds, because it takes a dump of all entries (0.1 to 40 ms)."""
+        known = self._names.get(number)
+        if known is not None:
+            return known
+        asked, times = self._asked.get(number, (0.0, 0))
+        now = time.monotonic()
+        if times and now - asked < 2.0 ** (times - 1):
+            return None
+        self._asked[number] = (now, times + 1)
+        for entry in self.entries().get("entries") or ():
+            self._names[str(entry["pg_id"])] = str(entry["process_group"][0])
+        return self._names.get(number)
+
+    def entries(self) -> dict[str, Any]:
+        """The whole dump."""
+        dump: dict[str, Any] = json.loads(self._dump(includeCollectives=True))
+        return dump
+
+    def text(self) -> str | bytes:
+        """The whole dump as JSON."""
+        text: str | bytes = self._dump(includeCollectives=True)
+        return text
+
+
+def flight_recorders(c10d: Any) -> list[FlightRecorder]:
+    """The flight recorders that this torch has. `c10d` is torch._C._distributed_c10d."""
+    found = []
+    for kind, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            found.append(FlightRecorder(kind, dump))
+    return found
+
+
+class C10dStatusReader:
+    """Gives members what c10d's flight recorders say; where they say nothing, its sequence number."""
+
+    def __init__(self, c10d: Any) -> None:
+        self.flights: list[FlightRecorder] = flight_recorders(c10d)
+        self._flying: dict[tuple[str, str], CommunicatorMember | None] = {}
+        """By flight recorder and its number of the communicator; None: it was destroyed."""
+
+    def count(self, members: Iterable[CommunicatorMember]) -> None:
+        """One look. `archive_members` in the order in which they were made."""
+        everybody, counted = list(members), set()
+        for flight in self.flights:
+            for number, numbers in flight.status().items():
+                key = flight.kind, number
+                member = self._flying[key] if key in self._flying else self._fly(flight, number, everybody)
+                if member is not None:
+                    member.count(numbers)
+                    counted.add(id(member))
+        for member in everybody:
+            member.verify()
+            if id(member) not in counted and member.sequence() > 0:
+                member.count((member.sequence(), NOT_REPORTED))
+
+    def _fly(self, flight: FlightRecorder, number: str, members: list[CommunicatorMember]) -> CommunicatorMember | None:
+        """The newest communicator of that name that has no number yet."""
+        name = flight.name(number)
+        taken = {id(member) for member in self._flying.values()}
+        free = [each for each in members if each.name == name and id(each) not in taken]
+        if not free:
+            return None
+        self._flying[flight.kind, number] = free[-1]
+        return free[-1]
+
+    def forget(self, member: CommunicatorMember) -> None:
+        """Its numbers stay its own: a later communicator of the same name has others."""
+        self._flying = {key: None if kept is member else kept for key, kept in self._flying.items()}

@@ -1,0 +1,120 @@
+"""Checks the order of collectives across the ranks of one host, to refuse a wrong call before the backend sees it.
+
+gloo pairs whatever arrives: wrong tensors in silence, and with other sizes it aborts the rank that receives, which
+may be the innocent one. Members on one host share a file per communicator with a row per collective and a column
+per member. A rank that is about to enter a collective writes its intent, reads the row, and commits. Where another
+member has committed a different call there, the later one is refused.
+
+Two ranks that write at the same time see each other's intent; the one in the lower column waits until the other has
+decided. That happens at once, unless the other is stopped; then it counts as committed.
+"""
+
+import mmap
+import os
+import time
+
+from lockstep.base.folders import file_lock, make_run_shm_dir
+from lockstep.watch.procfs.processes import is_alive, start_ticks
+
+ROWS = 512
+MAX_MEMBERS = 32
+"""Members of one communicator on one host; more are not looked at."""
+DECISION_S = 0.05
+
+_ENTRY = 20
+"""Words of a member: rank + 1, pid, start time, slot in its beacon, and its beacon's name."""
+_NAME = 96
+_TABLE = 8
+_ROWS_AT = _TABLE + MAX_MEMBERS * _ENTRY
+_NUMBERS = ROWS * MAX_MEMBERS
+"""From a member's tag in a row to the number of the collective that it stands for."""
+_SIZE = 8 * (_ROWS_AT + 2 * ROWS * MAX_MEMBERS)
+_MASK_64 = (1 << 64) - 1
+_PRIME = 0xD6E8FEB86659FD93
+
+
+class OrderCheck:
+    """One member's view of the file. One thread uses it at a time."""
+
+    def __init__(self, run: str, identity: int, rank: int, beacon: str, slot: int) -> None:
+        self.path = make_run_shm_dir(run) / f"{identity:016x}.board"
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with file_lock(descriptor):  # let go of by name: the mapping keeps the file open, and the lock with it
+                if os.fstat(descriptor).st_size < _SIZE:
+                    os.ftruncate(descriptor, _SIZE)
+                self._memory = mmap.mmap(descriptor, _SIZE)
+                self._words = memoryview(self._memory).cast("B").cast("Q")
+                self.column = self._register(rank, beacon, slot)
+        finally:
+            os.close(descriptor)
+        self.rank = rank
+        self._mine = [0] * ROWS
+
+    def _register(self, rank: int, beacon: str, slot: int) -> int:
+        words, count = self._words, self._words[0]
+        free = next((n for n in range(count) if self._gone(n) or words[_TABLE + n * _ENTRY] == rank + 1), count)
+        if free >= MAX_MEMBERS:
+            raise OverflowError(f"more than {MAX_MEMBERS} members of a communicator on one host")
+        at = _TABLE + free * _ENTRY
+        pid = os.getpid()
+        words[at : at + 4] = memoryview(_packed(rank + 1, pid, start_ticks(pid) or 0, slot)).cast("B").cast("Q")
+        self._memory[8 * (at + 4) : 8 * (at + 4) + _NAME] = beacon.encode()[:_NAME].ljust(_NAME, b"\0")
+        for row in range(ROWS):
+            words[_ROWS_AT + row * MAX_MEMBERS + free + _NUMBERS] = words[_ROWS_AT + row * MAX_MEMBERS + free] = 0
+        words[0] = max(count, free + 1)
+        return free
+
+    def _gone(self, column: int) -> bool:
+        _, pid, start, _ = self._words[_TABLE + column * _ENTRY : _TABLE + column * _ENTRY + 4].tolist()
+        return not is_alive(pid, start)
+
+    def member(self, column: int) -> tuple[int, str, int]:
+        """Rank, beacon's name and slot of a member."""
+        at = _TABLE + column * _ENTRY
+        name = bytes(self._memory[8 * (at + 4) : 8 * (at + 4) + _NAME]).rstrip(b"\0").decode()
+        return self._words[at] - 1, name, self._words[at + 3]
+
+    def enter(self, number: int, signature: int) -> int | None:
+        """Announces collective `number`; returns the column of a member that has entered another, None when it fits."""
+        words, row = self._words, number % ROWS
+        at = _ROWS_AT + row * MAX_MEMBERS
+        mine = at + self.column
+        tag = ((signature ^ (number * _PRIME)) & _MASK_64 & ~1) or 2
+        before = self._mine[row]
+        # The tag first: who sees a number sees the tag that belongs to it, or a later one.
+        words[mine] = tag
+        words[mine + _NUMBERS] = number
+        if not {tag, tag | 1, before, 0}.issuperset(words[at : at + words[0]]):
+            other = self._look(at, number, tag)
+            if other is not None:
+                words[mine + _NUMBERS] = 0
+                words[mine] = before
+                return other
+        words[mine] = self._mine[row] = tag | 1
+        return None
+
+    def _look(self, at: int, number: int, tag: int) -> int | None:
+        """Every member in turn. One whose row is of an older collective has not come so far; one whose row is of a
+        later one is ahead by so many that nobody knows any more."""
+        words = self._words
+        for column in range(words[0]):
+            until = time.monotonic() + DECISION_S
+            while column != self.column and words[at + column + _NUMBERS] == number:
+                theirs = words[at + column]
+                if theirs & ~1 == tag or self._gone(column):
+                    break
+                time.sleep(5e-5)  # a tag that is being written belongs to a later number
+                if (words[at + column], words[at + column + _NUMBERS]) != (theirs, number):
+                    continue
+                if theirs & 1 or column < self.column or time.monotonic() >= until:
+                    return column
+        return None
+
+    def close(self) -> None:
+        self._words.release()
+        self._memory.close()
+
+
+def _packed(*words: int) -> bytes:
+    return b"".join(word.to_bytes(8, "little") for word in words)

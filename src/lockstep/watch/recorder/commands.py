@@ -1,0 +1,167 @@
+"""Commands from the observer of a job to its ranks: lines appended to one file in the run's shared folder.
+
+The recorder's thread checks the file's size about ten times a second. The file's existence says that the run is
+watched. A rank ignores commands that were sent before it started.
+
+    verdict   "text", "verdict", "freed": a rank that waits in a collective that breaks raises CollectiveStalled with
+              this; "freed" says that we broke it, and that a rank that is in none must not continue either
+    free      "communicator": break its connections from inside (see `abort`); None: all of them
+    dump      "folder": write what c10d's flight recorder holds there, as `<beacon's name>.json`
+"""
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.base.errors import CollectiveStalled
+from lockstep.base.folders import file_lock, make_run_shm_dir, run_shm_dir
+
+COMMANDS_FILE = "orders.jsonl"
+VERDICT_WAIT_S = 2.0
+"""How long a broken collective waits for the observer to say why, where there is one."""
+VERDICT_MAX_AGE_S = 60.0
+"""A verdict older than this explains nothing any more."""
+_BROKEN_CONNECTION = re.compile(
+    r"clos|reset|broken pipe|timed? ?out|abort|connect|nccl|gloo|remote|peer", re.IGNORECASE
+)
+MAX_LINE_BYTES = 1 << 20
+"""The longest line, in bytes."""
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """`names` are the beacons it is for, None for all."""
+
+    number: int
+    op: str
+    names: tuple[str, ...] | None
+    wall: float
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def open_command_file(run: str) -> Path:
+    """Says that the run is watched."""
+    path = make_run_shm_dir(run) / COMMANDS_FILE
+    path.touch(mode=0o600)
+    return path
+
+
+def send_command(run: str, op: str, names: Iterable[str] | None = None, **body: Any) -> int:
+    """Appends an order; returns its number, from 1. Several may give at once."""
+    path = open_command_file(run)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        with file_lock(descriptor):
+            number = _count_lines(descriptor) + 1
+            order = {
+                "n": number,
+                "op": op,
+                "names": None if names is None else list(names),
+                "wall": time.time(),
+                **body,
+            }
+            line = json.dumps(order).encode() + b"\n"
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"order {op!r} is {len(line)} bytes long; {MAX_LINE_BYTES} is the limit")
+            os.write(descriptor, line)
+            return number
+    finally:
+        os.close(descriptor)
+
+
+def _count_lines(descriptor: int) -> int:
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, size, 0).count(b"\n")
+
+
+class CommandInbox:
+    """A rank's view of the orders; any thread may look."""
+
+    def __init__(self, run: str, name: str) -> None:
+        self._path = run_shm_dir(run) / COMMANDS_FILE
+        self._name = name
+        self._read = 0
+        self.verdict: RankCommand | None = None
+        """The newest verdict that concerns this rank."""
+        self.watched = False
+        self._fresh: list[RankCommand] = []
+        self._looking = threading.Lock()
+        self._read = self._size()
+
+    def _size(self) -> int:
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            self.watched = False
+            return 0
+        self.watched = True
+        return size
+
+    def look(self) -> list[RankCommand]:
+        """The orders for this rank that came since the last look, in their order."""
+        with self._looking:
+            self._read_on()
+            found, self._fresh = self._fresh, []
+            return found
+
+    def _read_on(self) -> None:
+        size = self._size()
+        if size <= self._read:
+            self._read = min(self._read, size)
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            fresh = file.read(size - self._read)
+        whole = fresh[: fresh.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for order in map(_parse_command, whole.splitlines()):
+            if order is not None and (order.names is None or self._name in order.names):
+                self._fresh.append(order)
+                if order.op == "verdict":
+                    self.verdict = order
+
+    def stalled(self, freed: bool = False) -> CollectiveStalled | None:
+        """What the observer said to this rank in the last minute; `is_collective_stalled`: only where it broke its
+        collectives."""
+        with self._looking:
+            self._read_on()
+        order = self.verdict
+        if order is None or time.time() - order.wall > VERDICT_MAX_AGE_S or (freed and not order.body.get("freed")):
+            return None
+        return CollectiveStalled(str(order.body.get("text", "")), order.body.get("verdict"))
+
+    def translate(self, error: Exception) -> Exception:
+        """The observer's verdict if the error is what it did to free this rank, else the error itself. Where somebody
+        watches, a broken connection waits `VERDICT_WAIT_S` for the verdict, once per error on its way up."""
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveStalled):
+            return error
+        if hasattr(error, "__lockstep__") or not _BROKEN_CONNECTION.search(str(error)):
+            return error
+        error.__lockstep__ = True  # type: ignore[attr-defined]  # it has been waited for
+        found = self.stalled()
+        until = time.monotonic() + VERDICT_WAIT_S
+        while found is None and self.watched and time.monotonic() < until:
+            time.sleep(0.02)
+            found = self.stalled()
+        if found is None:
+            return error
+        found.was = str(error)
+        return found
+
+
+def _parse_command(line: bytes) -> RankCommand | None:
+    try:
+        body = json.loads(line)
+        names = body.pop("names")
+        return RankCommand(
+            int(body.pop("n")), str(body.pop("op")), None if names is None else tuple(names),
+            float(body.pop("wall")), body,
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

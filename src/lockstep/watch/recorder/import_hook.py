@@ -1,0 +1,66 @@
+"""Calls a function as soon as a module has been imported, or now if it has been already."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself; puts a loader around the one that the others find."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, Callable[[ModuleType], object]] = {}
+        self._asking = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if self._asking or fullname not in self.wanted:
+            return None
+        self._asking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._asking = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, inner: Loader, finder: _Finder) -> None:
+        self._inner, self._finder = inner, finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._inner
+        then = self._finder.wanted.pop(module.__name__, None)
+        if then is not None:
+            then(module)
+
+
+_finder = _Finder()
+
+
+def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
+    """Calls `then(module)` when the module of that name has been executed; one call per name. What `then` raises comes
+    out of the import."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        then(loaded)
+        return
+    _finder.wanted[name] = then
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def cancel_import_hook(name: str) -> None:
+    """Does nothing when that module is imported any more."""
+    _finder.wanted.pop(name, None)

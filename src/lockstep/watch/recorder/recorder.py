@@ -1,0 +1,404 @@
+"""The recorder runs inside a rank: it records what the rank does on its communicators and obeys the observer.
+
+It needs the standard library and the torch that the program uses. A failure of the recorder never fails the job: it
+is counted, logged once, and the job continues unrecorded. docs/recorder.md says what is seen of which library,
+backend and version of torch.
+
+    recorder.install()                # before the communicators are made; the beacon is open
+"""
+
+import atexit
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.base.folders import write_atomically
+from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.call_ring import CallRings
+from lockstep.watch.recorder import abort, commands, import_hook
+from lockstep.watch.recorder.c10d_status import C10dStatusReader
+from lockstep.watch.recorder.collective_order import OrderCheck
+from lockstep.watch.recorder.communicator import CommunicatorMember
+from lockstep.watch.recorder.operations import CallSites, digest64
+from lockstep.watch.recorder.rendezvous_wait import group_init_wait
+from lockstep.watch.recorder.wrappers import (
+    C10D_MODULE,
+    FUNCTIONAL_MODULE,
+    CollectiveWrappers,
+    contain_errors,
+    in_recorded_call,
+)
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+
+
+class Recorder:
+    """One per process. `refuse_transfer`: hold collectives against the schedule of this host's peers
+    (`plan_packing`). `node_dependencies`: make gloo's sockets notice dead links. `scope` tells communicators of equal
+    names apart (a role and its generation)."""
+
+    def __init__(self, own: writer.Beacon, tape: CallRings, refuse: bool, links: bool, scope: str) -> None:
+        self.tape, self._own, self._refuse, self._links, self.scope = tape, own, refuse, links, scope
+        self.run = own.path.parent.name
+        self.inbox = commands.CommandInbox(self.run, own.path.stem)
+        self.missing: list[str] = []
+        """What this torch does not offer, in words."""
+        self.troubles = 0
+        """Failures in here."""
+        self._torch: Any = None
+        self._wait: Any = None
+        self._members: dict[Any, CommunicatorMember] = {}
+        """By c10d's object."""
+        self.found: dict[Any, CommunicatorMember | None] = {}
+        """The same, and by what callers give for a communicator: nothing, a name, a mesh."""
+        self._lost: set[str] = set()
+        self._worlds = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    # --- putting it in and taking it out
+
+    def attach(self, torch: Any) -> None:
+        """Patches torch.distributed."""
+        self._c10d = sys.modules[C10D_MODULE]
+        self.sites = CallSites(self.tape, torch.__file__)
+        self._counting = C10dStatusReader(torch._C._distributed_c10d)
+        self._wrappers = CollectiveWrappers(self, torch)
+        self._torch = torch
+        self._wrappers.patch(self._c10d)
+        import_hook.when_imported(FUNCTIONAL_MODULE, self._wrappers.patch_functional)
+        self._patch_groups()
+        self._wrappers.patch_copies()
+        self._patch_wait(torch._C._distributed_c10d.Work)
+        self._say_what_is_missing(torch)
+        for group in list(self._c10d._world.pg_map):
+            self.adopt(group)
+
+    def detach(self) -> None:
+        """Puts everything back. Beacons keep what was written."""
+        self._stop.set()
+        if self._thread is not None and self._thread.is_alive() and os.getpid() == self._pid:
+            self._thread.join(2.0)
+        self._put_back()
+        for member in self._members.values():
+            member.close()
+        self._members.clear()
+        self.found.clear()
+
+    def detach_in_child(self) -> None:
+        """After a fork: the beacon and what is mapped belong to the parent."""
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._torch is not None:
+            import_hook.cancel_import_hook(FUNCTIONAL_MODULE)
+            self._wrappers.undo()
+            if self._wait is not None:
+                self._torch._C._distributed_c10d.Work.wait = self._wait
+            self._torch = None
+
+    def _patch_groups(self) -> None:
+        c10d = self._c10d
+        create = c10d._new_process_group_helper
+
+        @functools.wraps(create)
+        def created(*args: Any, **kwargs: Any) -> Any:
+            before = _own_threads()
+            ranks = args[2] if len(args) > 2 else kwargs.get("global_ranks_in_group", ())
+            name = str(args[5] if len(args) > 5 else kwargs.get("group_name", ""))
+            shown: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+            with contain_errors(self):
+                shown = group_init_wait(self._own, c10d.GroupMember.WORLD, ranks, name, kwargs.get("group_desc"))
+            with shown:
+                made = create(*args, **kwargs)
+            with contain_errors(self):
+                self.adopt(made[0], ranks, abort.find_gloo_thread(_own_threads() - before))
+            return made
+
+        self._wrappers.replace(c10d, "_new_process_group_helper", create, created)
+        for name in ("destroy_process_group", "_abort_process_group"):
+            if hasattr(c10d, name):
+                self._wrappers.replace(c10d, name, getattr(c10d, name), self._forgetting(getattr(c10d, name)))
+
+    def _forgetting(self, end: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(end)
+        def ended(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return end(*args, **kwargs)
+            finally:
+                with contain_errors(self):
+                    self._forget_destroyed()
+
+        return ended
+
+    def _patch_wait(self, work: Any) -> None:
+        original = self._wait = work.wait
+
+        @functools.wraps(original)
+        def wait(handle: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(handle, *args, **kwargs) if args or kwargs else original(handle)
+            except Exception as error:
+                if in_recorded_call():
+                    raise
+                told = self.translate(error)
+                if told is error:
+                    raise
+                raise told from error
+
+        work.wait = wait
+
+    def _say_what_is_missing(self, torch: Any) -> None:
+        kinds = {flight.kind for flight in self._counting.flights}
+        if "gloo" not in kinds:
+            self.missing.append("gloo: completed collectives are not counted, C++ callers have no entries")
+        if torch.distributed.is_nccl_available() and not kinds & {"nccl"}:
+            self.missing.append("NCCL: no flight recorder in JSON, completed collectives are not counted")
+        if os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")) == "0":
+            self.missing.append("the flight recorder is switched off (TORCH_FR_BUFFER_SIZE=0)")
+        for gap in self.missing:
+            log.info("recorder, torch %s: %s", getattr(torch, "__version__", "?"), gap)
+            self._own.event("recorder", gap)
+
+    # --- communicators
+
+    def member(self, group: Any) -> CommunicatorMember | None:
+        """This process on a communicator (None: the default one); None where it is no member of it."""
+        try:
+            return self.found[group]
+        except KeyError:
+            found = self._find(group)
+            if found is not None:
+                self.found[group] = found
+            return found
+        except TypeError:  # a list of ranks
+            return self._find(group)
+
+    def _find(self, given: Any) -> CommunicatorMember | None:
+        group = given
+        if group is None:
+            group = self._c10d.GroupMember.WORLD
+        elif not hasattr(group, "_get_sequence_number_for_group"):
+            group = self._resolved(group)
+        known = None if group is None else self._members.get(group)
+        return known if known is not None else self.adopt(group)
+
+    def _resolved(self, group: Any) -> Any:
+        """What functional collectives take for a communicator: a name, ranks, a mesh, or a mesh and its dimension."""
+        funcol = sys.modules.get(FUNCTIONAL_MODULE)
+        resolve = getattr(funcol, "_resolve_group_name", None)
+        if resolve is None or group is self._c10d.GroupMember.NON_GROUP_MEMBER:
+            return None
+        name = group if isinstance(group, str) else resolve(group, "")
+        return next((each for each, known in self._c10d._world.pg_names.items() if known == name), None)
+
+    def adopt(self, group: Any, ranks: Sequence[int] = (), loop: int = 0) -> CommunicatorMember | None:
+        """Begins to note what this process does on a communicator. `loop`: gloo's thread for it, if known."""
+        if group is None or group not in self._c10d._world.pg_map:
+            return None
+        with self._lock:
+            known = self._members.get(group)
+            if known is not None:
+                return known
+            world = self._c10d._world
+            name = str(world.pg_names[group])
+            self._worlds += not self._members
+            ranks = [int(rank) for rank in ranks or world.pg_group_ranks.get(group) or range(group.size())]
+            description = str(getattr(group, "group_desc", "") or "")
+            line = self.tape.open_line(
+                self._identity(group, name), digest64(str(sorted(ranks))), name, description,
+                str(world.pg_backend_config.get(group) or world.pg_map[group][0]), group.size(), group.rank(),
+                loop,
+            )  # fmt: skip
+            if line is None:
+                if not self._lost:
+                    log.warning("recorder: no room for communicator %s; it is not recorded", name)
+                self._lost.add(name)
+                return None
+            label = description if description not in ("", "undefined") else name
+            member = CommunicatorMember(group, line, name, label, ranks, group.rank())
+            if self._refuse and group.size() > 1:
+                member.run, member.board = self.run, self._board(member)
+            self._members[group] = member
+            self.found.clear()
+            self._watch()
+            return member
+
+    def _board(self, member: CommunicatorMember) -> OrderCheck | None:
+        try:
+            return OrderCheck(self.run, member.line.about[0], member.rank, self._own.path.stem, member.line.slot)
+        except (OSError, OverflowError) as error:
+            log.warning("recorder: calls on %s are not held against those of its peers: %s", member.label, error)
+            return None
+
+    def _identity(self, group: Any, name: str) -> int:
+        """Equal on all members: where they met, how often, and the communicator's name."""
+        store = self._c10d._world.pg_map[group][1]
+        store = getattr(store, "_underlying_non_prefix_store", store)
+        place = getattr(store, "port", None) or getattr(store, "path", "")
+        return digest64(f"{self.scope}|{place}|{self._worlds}|{name}")
+
+    def _forget_destroyed(self) -> None:
+        with self._lock:
+            for group, member in list(self._members.items()):
+                if group not in self._c10d._world.pg_map:
+                    del self._members[group]
+                    self._counting.forget(member)
+                    member.close()
+            self.found.clear()
+
+    # --- the thread
+
+    def _watch(self) -> None:
+        """Starts the thread with the first communicator: a process that has none pays for none."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._poll, name="lockstep-recorder", daemon=True)
+            self._thread.start()
+
+    def _poll(self) -> None:
+        while not self._stop.wait(POLL_S) and self._own.tape() is not None:
+            with contain_errors(self):
+                self.tick()
+
+    def tick(self) -> None:
+        """One look at everything; about 20 microseconds."""
+        self._own.beat()
+        self._counting.count(self._members.values())
+        if self._links:
+            self._watch_links()
+        for order in self.inbox.look():
+            with contain_errors(self):
+                self._obey(order)
+
+    def _watch_links(self) -> None:
+        for member in list(self._members.values()):
+            if member.hardened < 2 and member.line.about[5]:
+                abort.enable_keepalive(None, [member.line.about[5]])
+                member.hardened += 1
+
+    # --- orders
+
+    def _obey(self, order: commands.RankCommand) -> None:
+        if order.op == "dump":
+            done = self._dump(Path(order.body["folder"]))
+        elif order.op == "free":
+            done = self.free(order.body.get("communicator"))
+        else:
+            done = 0
+        self._own.event("order", f"{order.number} {order.op} {done}")
+
+    def _dump(self, folder: Path) -> int:
+        for flight in self._counting.flights:
+            text = flight.text()
+            raw = text.encode() if isinstance(text, str) else bytes(text)
+            name = self._own.path.stem + ("" if flight.kind == "gloo" else f"-{flight.kind}")
+            write_atomically(folder / f"{name}.json", raw)
+        return len(self._counting.flights)
+
+    def free(self, communicator: str | None = None) -> int:
+        """Breaks a communicator (by name, description or identity in hex; None: all) from inside; returns how many
+        connections."""
+        broken = 0
+        for member in list(self._members.values()):
+            names = (member.name, member.label, f"{member.line.about[0]:016x}")
+            if communicator is None or communicator in names:
+                backend = member.line.about[8].decode()
+                broken += sum(each.free() for each in abort.aborters_for(backend, member.group, member.line.about[5]))
+        return broken
+
+    def translate(self, error: Exception) -> Exception:
+        """The observer's verdict if the error is what it did to free this rank, else the error itself."""
+        try:
+            return self.inbox.translate(error)
+        except (OSError, ValueError) as trouble:
+            self.trouble(trouble)
+            return error
+
+    def trouble(self, error: Exception) -> None:
+        """Counts a failure in here; the first is logged."""
+        self.troubles += 1
+        if self.troubles == 1:
+            log.warning("the recorder failed (the job goes on, further failures are only counted)", exc_info=error)
+            with contain_errors(None):
+                self._own.event("recorder", f"failed: {error!r}")
+
+
+def _own_threads() -> set[int]:
+    try:
+        return abort.list_threads()
+    except OSError:
+        return set()
+
+
+_current: Recorder | None = None
+
+
+def current() -> Recorder | None:
+    """The process's recorder."""
+    return _current
+
+
+def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Recorder | None:
+    """Begins to record. Call it before the communicators are made; called again it changes only `scope`.
+
+    Returns None where there is nothing to record or nowhere to write it (no torch.distributed, no open beacon), and
+    where a torch is so different that it cannot be done, which is logged."""
+    global _current
+    if _current is not None:
+        _current.scope = scope
+        return _current
+    torch, own = importlib.import_module("torch"), writer.current_beacon()
+    tape = own.tape()
+    if tape is None or not importlib.import_module("torch.distributed").is_available():
+        return None
+    _current = made = Recorder(own, tape, refuse, links, scope)
+    atexit.register(uninstall)
+    with contain_errors(made):
+        made.attach(torch)
+    if made.troubles:
+        uninstall()
+    return _current
+
+
+def uninstall() -> None:
+    """Stops recording and puts torch.distributed back as it was."""
+    global _current
+    previous, _current = _current, None
+    if previous is not None:
+        atexit.unregister(uninstall)
+        previous.detach()
+
+
+def translate_error(error: Exception) -> Exception:
+    """`Recorder.translate`, for errors that come out of C++ callers (a backward pass) and meet no wrapper."""
+    return error if _current is None else _current.translate(error)
+
+
+def raise_if_stalled() -> None:
+    """Raises CollectiveStalled when the observer has let go of this rank: for the places where an error that came too
+    late must not be missed (before an optimizer step, a publish, a commit)."""
+    found = None if _current is None else _current.inbox.stalled(freed=True)
+    if found is not None:
+        raise found
+
+
+def _forget_in_child() -> None:
+    # A forked child shares the parent's mapping and has not its thread.
+    global _current
+    previous, _current = _current, None
+    if previous is not None:
+        previous.detach_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

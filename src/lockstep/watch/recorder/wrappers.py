@@ -1,0 +1,342 @@
+"""Wraps the functions of torch.distributed that communicate, under all their names.
+
+A function that calls another of them (object collectives, batches) is recorded once. The wrappers keep name,
+signature and documentation of what they wrap.
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from time import monotonic_ns
+from types import FrameType, ModuleType
+from typing import Any, Protocol
+
+from lockstep.base.errors import CollectiveRefused
+from lockstep.watch.beacon.call_ring import CallRings, pack_text_numbers
+from lockstep.watch.beacon.file_format import CALL_WORDS, CALLS_PER_RING, FLAG_ASYNC, FLAG_FAILED, LEFT_WORD
+from lockstep.watch.recorder.communicator import CallKey, CommunicatorMember
+from lockstep.watch.recorder.operations import (
+    FUNCTIONAL_OPERATIONS,
+    OPERATIONS,
+    ArgumentPositions,
+    CallSites,
+    Operation,
+    describe_call,
+    get_argument,
+    get_rank_argument,
+)
+
+_MAX_CACHED = 4096
+C10D_MODULE = "torch.distributed.distributed_c10d"
+FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
+
+
+class WrapperOwner(Protocol):
+    """The recorder, as the wrappers see it."""
+
+    tape: CallRings
+    sites: CallSites
+    found: dict[Any, CommunicatorMember | None]
+    """By what callers give for a communicator."""
+
+    def member(self, group: Any) -> CommunicatorMember | None: ...
+    def trouble(self, error: Exception) -> None: ...
+    def translate(self, error: Exception) -> Exception: ...
+
+
+_recording_threads: set[int] = set()
+"""The threads that are in a call that is noted and may call others, which are part of it."""
+
+
+def in_recorded_call() -> bool:
+    """Whether this thread is in a call that is noted, and whose errors are translated, already."""
+    return get_ident() in _recording_threads
+
+
+class CollectiveWrappers:
+    """Makes a wrapper per function and remembers what to put back."""
+
+    def __init__(self, owner: WrapperOwner, torch: Any) -> None:
+        self._owner, self._torch = owner, torch
+        self._wrapped: dict[int, tuple[Any, Any]] = {}
+        """By id of the original: it and its wrapper."""
+        self._put: list[tuple[ModuleType, str, Any]] = []
+        self._texts: dict[Any, tuple[int, str]] = {}
+        self._known: list[dict[Any, CallKey]] = []
+        """What calls are, for each wrapper."""
+        owner.tape.on_turn.append(self._forget)
+
+    def _forget(self) -> None:
+        for known in self._known:
+            known.clear()
+
+    def patch(self, module: ModuleType) -> None:
+        """The functions of torch.distributed or of its functional collectives."""
+        for name, form in (FUNCTIONAL_OPERATIONS if module.__name__ == FUNCTIONAL_MODULE else OPERATIONS).items():
+            original = module.__dict__.get(name)
+            if inspect.isfunction(original) and not hasattr(original, "__lockstep__"):
+                self.replace(module, name, original, self.wrapper_of(original, form))
+
+    def replace(self, module: ModuleType, name: str, original: Any, wrapper: Any) -> None:
+        wrapper.__lockstep__ = True
+        self._wrapped[id(original)] = original, wrapper
+        self._put.append((module, name, original))
+        setattr(module, name, wrapper)
+
+    def patch_copies(self) -> None:
+        """Names that other modules took with `from torch.distributed import ...` before we came."""
+        for module in list(sys.modules.values()):
+            names = getattr(module, "__dict__", None)
+            if not isinstance(module, ModuleType) or not names:
+                continue
+            for name, value in list(names.items()):
+                pair = self._wrapped.get(id(value))
+                if pair is not None and pair[0] is value:
+                    self._put.append((module, name, value))
+                    setattr(module, name, pair[1])
+
+    def undo(self) -> None:
+        for module, name, original in reversed(self._put):
+            setattr(module, name, original)
+        self._put.clear()
+        self._wrapped.clear()
+
+    def patch_functional(self, module: ModuleType) -> None:
+        """Functional collectives; and the compiler's table of what stands for which function: it has to know ours."""
+        remaps = getattr(module, "traceable_collective_remaps", {})
+        for original, wrapper in list(self._wrapped.values()):
+            if original in remaps:
+                remaps[wrapper] = remaps[original]
+        self.patch(module)
+
+    def wrapper_of(self, original: Callable[..., Any], form: Operation) -> Callable[..., Any]:
+        """What stands around a function of torch."""
+        if form.p2p or form.unseen:
+            return self._uncounted(original, form)
+        if original.__module__ == FUNCTIONAL_MODULE:
+            return self._traced(original, self._collective(original, form))
+        return self._collective(original, form)
+
+    def _traced(self, original: Callable[..., Any], noting: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiler looks into functional collectives: it is to see the original."""
+        torch = self._torch
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return noting(*args, **kwargs)
+
+        return wrapper
+
+    def _collective(self, original: Callable[..., Any], form: Operation) -> Callable[..., Any]:
+        """The common case, written for speed: docs/recorder.md says what a wrapper costs."""
+        owner, inside, getframe = self._owner, _recording_threads, sys._getframe
+        found, tape, words, look_up = owner.found, owner.tape, owner.tape.words, self._look_up
+        places = ArgumentPositions(original, form)
+        (group_at, group_name), (tensor_at, tensor_name) = places.group, places.tensor
+        roots, nests = places.root, _calls_others(original)
+        known: dict[Any, CallKey] = {}
+        self._known.append(known)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if inside and get_ident() in inside:
+                return original(*args, **kwargs)
+            at, member = -1, None
+            try:
+                group = args[group_at] if len(args) > group_at else kwargs.get(group_name)
+                try:
+                    member = found[group]
+                except (KeyError, TypeError):
+                    member = owner.member(group)
+                if member is not None:
+                    root = get_rank_argument(roots, args, kwargs, member.ranks) or 0 if roots else None
+                    tensor: Any = args[tensor_at] if len(args) > tensor_at else kwargs.get(tensor_name)
+                    frame = getframe(1)
+                    try:
+                        key = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
+                    except AttributeError:  # none, or a list of them
+                        key = id(frame.f_code), frame.f_lasti, root, None, tensor is None
+                    what = known.get(key) or look_up(form, tensor, root, frame, known, key)
+                    if nests:
+                        member.until = 0
+                    # Member.enter, written out
+                    member.issued = issued = member.issued + 1
+                    seq = issued + member.lead if issued < member.until else member.ask(issued)
+                    line = member.line
+                    calls = line.calls
+                    begin = line.ring + calls % CALLS_PER_RING * CALL_WORDS
+                    line.calls = calls = calls + 1
+                    words[begin] = calls
+                    words[begin + 1] = seq
+                    words[begin + 2] = issued
+                    words[begin + 3] = monotonic_ns()
+                    words[begin + 4] = 0
+                    words[begin + 5], words[begin + 6], _ = what
+                    where = tape.where
+                    words[begin + 7] = tape.find_where() if where is None else where
+                    words[begin + 8] = calls
+                    words[line.calls_word] = calls
+                    at = begin + LEFT_WORD
+                    if member.board is not None:
+                        member.hold_against(member.board, what, at)
+            except CollectiveRefused:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever goes wrong in here, the job goes on
+                owner.trouble(error)
+            if at < 0 or member is None:
+                return original(*args, **kwargs)
+            if nests:
+                inside.add(get_ident())
+            try:
+                result = original(*args, **kwargs)
+            except Exception as error:
+                _raise_translated(owner, member, at, error)
+                raise
+            finally:
+                if nests:
+                    inside.discard(get_ident())
+            try:
+                if result is None:
+                    words[at] = monotonic_ns()
+                else:
+                    member.line.leave(at, FLAG_ASYNC)
+                if nests:
+                    member.settle()
+            except Exception as error:  # noqa: BLE001
+                owner.trouble(error)
+            return result
+
+        return wrapper
+
+    def _described(self, form: Operation, tensors: Any, root: int | None, module: str) -> tuple[int, str]:
+        if not hasattr(tensors, "dtype"):
+            return describe_call(form, tensors, root, module)
+        key = form.operation, tensors.shape, tensors.dtype, root, module
+        known = self._texts.get(key)
+        if known is None:
+            if len(self._texts) >= _MAX_CACHED:
+                self._texts.clear()
+            known = self._texts[key] = describe_call(form, tensors, root, module)
+        return known
+
+    def _look_up(
+        self, form: Operation, tensors: Any, root: int | None, frame: FrameType, known: dict[Any, CallKey], key: Any
+    ) -> CallKey:
+        """What a call is; kept under `key` where that stands for it."""
+        owner = self._owner
+        site, where = owner.sites.find(frame)
+        direct = owner.sites.keep(frame)
+        signature, text = self._described(form, tensors, root, "" if direct else owner.sites.module(frame))
+        label = owner.tape.text(text)
+        what = signature, pack_text_numbers(label, site), where
+        if direct and (tensors is None or hasattr(tensors, "dtype")):
+            if len(known) >= _MAX_CACHED:
+                known.clear()
+            known[key] = what
+        return what
+
+    def _uncounted(self, original: Callable[..., Any], form: Operation) -> Callable[..., Any]:
+        """Point-to-point calls, and collectives that c10d keeps no account of: noted, and taken off its number."""
+        owner = self._owner
+        places = ArgumentPositions(original, form)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if in_recorded_call():
+                return original(*args, **kwargs)
+            with _recorded(owner, self._look_up, form, places, args, kwargs, sys._getframe(1)) as leave:
+                result = original(*args, **kwargs)
+                leave(result)
+                return result
+
+        return wrapper
+
+
+@contextlib.contextmanager
+def _recorded(
+    owner: WrapperOwner,
+    look_up: Callable[..., CallKey],
+    form: Operation,
+    places: ArgumentPositions,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    frame: FrameType,
+) -> Iterator[Callable[[Any], None]]:
+    member, at, before = None, -1, 0
+    try:
+        member = owner.member(_group_of(form, places, args, kwargs))
+        if member is not None:
+            before = member.sequence()
+            what = look_up(form, get_argument(places.tensor, args, kwargs), None, frame, {}, None)
+            if form.p2p:
+                at = member.pass_message(what, get_rank_argument(places.peer, args, kwargs, member.ranks))
+            else:
+                at = member.enter(what)
+    except CollectiveRefused:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong in here, the job goes on
+        owner.trouble(error)
+    flag = 0
+
+    def leave(result: Any) -> None:
+        nonlocal flag
+        flag = FLAG_ASYNC if result is not None and not isinstance(result, int) else 0
+
+    _recording_threads.add(get_ident())
+    try:
+        yield leave
+    except Exception as error:
+        if member is None or at < 0:
+            raise
+        left, at = at, -1
+        _raise_translated(owner, member, left, error)
+        raise
+    finally:
+        _recording_threads.discard(get_ident())
+        try:
+            if member is not None:
+                after = member.sequence()
+                member.offsets.skip(after, after - before - (0 if form.p2p else 1))
+                if at >= 0:
+                    member.line.leave(at, flag)
+        except Exception as error:  # noqa: BLE001
+            owner.trouble(error)
+
+
+def _group_of(form: Operation, places: ArgumentPositions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if form.operation == "batch_isend_irecv":
+        batch = args[0] if args else kwargs["p2p_op_list"]
+        return batch[0].group
+    return get_argument(places.group, args, kwargs)
+
+
+def _raise_translated(owner: WrapperOwner, member: CommunicatorMember, left: int, error: Exception) -> None:
+    """Notes that a call raised, and raises what the observer says of it, if anything."""
+    with contain_errors(owner):
+        member.line.leave(left, FLAG_FAILED)
+        member.settle()
+    told = owner.translate(error)
+    if told is not error:
+        raise told from error
+
+
+def _calls_others(function: Callable[..., Any]) -> bool:
+    """Whether it may call another function that is noted, which is then part of it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = set(code.co_names) if code is not None else set(OPERATIONS)
+    return bool(names & (OPERATIONS.keys() | FUNCTIONAL_OPERATIONS.keys()) - {function.__name__})
+
+
+@contextlib.contextmanager
+def contain_errors(owner: WrapperOwner | None) -> Iterator[None]:
+    """The edge of the recorder: what fails inside is counted and never reaches the job."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        if owner is not None:
+            owner.trouble(error)

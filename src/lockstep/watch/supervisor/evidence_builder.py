@@ -1,0 +1,333 @@
+"""Builds evidence from the reports of agents: pure functions; `message_store` keeps the reports between ticks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.watch.agent.report_messages import CALL_RECORD, Roster, StateReport, WaitReport, pack_member, pack_process
+from lockstep.watch.diagnosis.evidence import (
+    CallTable,
+    Evidence,
+    FloatArray,
+    IntArray,
+    MembershipTable,
+    ProcessTable,
+    WaitEdge,
+)
+from lockstep.watch.diagnosis.evidence_types import (
+    UNKNOWN,
+    CollectiveCall,
+    CommunicatorInfo,
+    Liveness,
+    ProcessInfo,
+    ProcessNote,
+    WaitCondition,
+)
+from lockstep.watch.supervisor.supervisor_settings import WaitAlias
+
+_PROCESS_DTYPE = np.dtype(
+    [("life", "i1"), ("code", "<i4"), ("ended", "<f4"), ("moved", "<f4"), ("active", "<f4"), ("same", "<f4")]
+)
+_MEMBER_DTYPE = np.dtype(
+    [("entered", "<i8"), ("completed", "<i8"), ("in", "<f4"), ("out", "<f4"), ("blocked", "i1"), ("blind", "u1")]
+)
+_CALL_DTYPE = np.dtype([("member", "<u4"), ("seq", "<i8"), ("signature", "<u8")])
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """What is known of a host, and when its last state came."""
+
+    roster: Roster
+    state: StateReport | None = None
+    at: float = float("nan")
+    about: Mapping[int, CollectiveCall] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class JobLayout:
+    """Where things lie; changes only with a roster."""
+
+    who: tuple[ProcessInfo, ...]
+    """Those of the hosts in the hosts' order, then those that nobody reports."""
+    unseen: int
+    """How many nobody reports."""
+    first_process: tuple[int, ...]
+    """By host."""
+    first_member: tuple[int, ...]
+    about: tuple[CommunicatorInfo, ...]
+    starts: IntArray
+    process: IntArray
+    """`[memberships]`"""
+    made_with: IntArray
+    record: IntArray
+    """`[memberships]`: which of all hosts' member records it is; the one behind the last where nobody reports it."""
+    membership: IntArray
+    """The other way round; -1 for a record whose place another host has taken over."""
+    by_name: Mapping[str, int]
+    by_role: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class _CommunicatorGroup:
+    """A communicator while the rosters are merged: member's rank in it -> (process, record, made with)."""
+
+    about: CommunicatorInfo
+    role: str
+    size: int = 0
+    ranks: tuple[int, ...] | None = None
+    members: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+
+def build_layout(rosters: Sequence[Roster], expected: Sequence[ProcessInfo] = ()) -> JobLayout:
+    """Merges rosters. `expected` are the processes that should be there, reported or not."""
+    who: list[ProcessInfo] = []
+    groups: dict[str, _CommunicatorGroup] = {}
+    first_process, first_member, records = [], [], 0
+    for roster in rosters:
+        first_process.append(len(who))
+        first_member.append(records)
+        _merge_roster(roster, len(who), records, groups)
+        who += roster.processes
+        records += len(roster.members)
+    seen = {(each.role, each.rank): index for index, each in enumerate(who)}
+    reported = len(who)
+    for each in expected:
+        if (each.role, each.rank) not in seen:
+            seen[each.role, each.rank] = len(who)
+            who.append(each)
+    for name in sorted(groups):
+        _fill_members(groups[name], name, who, seen, records)
+    in_order = [groups[name] for name in sorted(groups)]
+    rows = np.array([group.members[rank] for group in in_order for rank in sorted(group.members)], dtype=np.int64)
+    rows = rows.reshape(-1, 3)
+    membership = np.full(records + 1, -1, dtype=np.int64)
+    membership[rows[:, 1]] = np.arange(len(rows))
+    by_role: dict[str, list[int]] = {}
+    for index, each in enumerate(who):
+        by_role.setdefault(each.role, []).append(index)
+    return JobLayout(
+        who=tuple(who),
+        unseen=len(who) - reported,
+        first_process=tuple(first_process),
+        first_member=tuple(first_member),
+        about=tuple(group.about for group in in_order),
+        starts=np.cumsum([0, *(len(group.members) for group in in_order)], dtype=np.int64),
+        process=np.ascontiguousarray(rows[:, 0]),
+        made_with=np.ascontiguousarray(rows[:, 2]),
+        record=np.ascontiguousarray(rows[:, 1]),
+        membership=membership,
+        by_name={each.name: index for index, each in enumerate(who)},
+        by_role={role: tuple(indices) for role, indices in by_role.items()},
+    )
+
+
+def _merge_roster(roster: Roster, first: int, records: int, groups: dict[str, _CommunicatorGroup]) -> None:
+    own = []
+    for named in roster.communicators:
+        group = groups.setdefault(named.key, _CommunicatorGroup(named.about, ""))
+        group.size = max(group.size, named.size)
+        group.ranks = group.ranks or named.ranks
+        own.append(group)
+    for number, member in enumerate(roster.members):
+        group = own[member.communicator]
+        group.role = group.role or roster.processes[member.process].role
+        group.members[member.rank] = (first + member.process, records + number, member.made_with)
+
+
+def _fill_members(
+    group: _CommunicatorGroup, key: str, who: list[ProcessInfo], seen: dict[tuple[str, int], int], nobodys: int
+) -> None:
+    """Members that nobody reports are members still: without them, a collective would look complete."""
+    if len(group.members) >= group.size:
+        return
+    own_ranks = all(who[process].rank == rank for rank, (process, _, _) in group.members.items())
+    for rank in range(group.size):
+        if rank in group.members:
+            continue
+        if group.ranks is not None and rank < len(group.ranks):
+            place = (group.role, group.ranks[rank])
+        elif own_ranks and group.ranks is None:
+            place = (group.role, rank)
+        else:
+            place = (key, rank)
+        if place not in seen:
+            seen[place] = len(who)
+            known = place[0] == group.role
+            name = f"{group.role}-{place[1]}" if known else f"member {rank} of {group.about.name!r}"
+            who.append(ProcessInfo(name, group.role, place[1] if known else -1))
+        group.members[rank] = (seen[place], nobodys, UNKNOWN)
+
+
+def build_evidence(
+    layout: JobLayout,
+    heard: Sequence[HostState],
+    at: float,
+    host_s: float = 5.0,
+    aliases: Mapping[str, WaitAlias] | None = None,
+    listening_since: float = float("-inf"),
+) -> Evidence:
+    """Evidence from what was heard of every host, in the layout's order of hosts.
+
+    A host that was silent for `host_s` while somebody listened is lost, unless all are: then it is the listener who is
+    cut off, and the evidence is of when it heard last.
+    """
+    silent = [not at - max(listening_since, each.at) <= host_s for each in heard]
+    gaps = [gap for each in heard if each.state for gap in each.state.gaps]
+    gaps += [_silence_text(each, at) for each, lost in zip(heard, silent, strict=True) if lost]
+    cut_off = all(silent)
+    newest = max((each.at for each in heard if each.at == each.at), default=at)
+    at = min(at, newest) if cut_off else at
+    processes = _build_processes(layout, heard, [lost and not cut_off for lost in silent])
+    about: dict[int, CollectiveCall] = {}
+    for each in heard:
+        if each.about:
+            about.update(each.about)
+    return Evidence(
+        at=at,
+        processes=processes,
+        communicators=_build_communicators(layout, heard),
+        calls=_build_calls(layout, heard, about),
+        edges=_build_edges(layout, heard, aliases or {}),
+        gaps=gaps,
+    )
+
+
+def _silence_text(heard: HostState, at: float) -> str:
+    since = "ever" if np.isnan(heard.at) else f"for {at - heard.at:.0f} s"
+    return f"nothing heard of host {heard.roster.host} {since}"
+
+
+def _report_times(heard: Sequence[HostState], counts: Sequence[int], more: int) -> FloatArray:
+    """When the state came that a record is of."""
+    times = np.repeat(np.array([each.at for each in heard], dtype=np.float64), counts)
+    return np.concatenate([times, np.full(more, np.nan)])
+
+
+def _build_processes(layout: JobLayout, heard: Sequence[HostState], lost: Sequence[bool]) -> ProcessTable:
+    counts = [len(each.roster.processes) for each in heard]
+    nothing = pack_process()
+    parts = [each.state.processes if each.state else nothing * count for each, count in zip(heard, counts, strict=True)]
+    parts.append(pack_process(Liveness.UNSEEN) * layout.unseen)
+    table = np.frombuffer(b"".join(parts), dtype=_PROCESS_DTYPE)
+    at = _report_times(heard, counts, layout.unseen)
+    life = table["life"].copy()
+    if any(lost):
+        gone = np.concatenate([np.repeat(np.array(lost, dtype=bool), counts), np.zeros(layout.unseen, dtype=bool)])
+        life[gone & (life <= Liveness.STOPPED)] = Liveness.LOST
+    stage: list[str] = []
+    notes: dict[int, ProcessNote] = {}
+    for each, count, first in zip(heard, counts, layout.first_process, strict=True):
+        state = each.state
+        stage += state.stages if state and len(state.stages) == count else [""] * count
+        if state and state.notes:
+            notes.update({first + index: note for index, note in state.notes.items()})
+    return ProcessTable(
+        who=layout.who,
+        life=life,
+        exit_code=table["code"].copy(),
+        ended_at=at - table["ended"],
+        moved_at=at - table["moved"],
+        active_at=at - table["active"],
+        same_stack_since=at - table["same"],
+        stage=stage + [""] * layout.unseen,
+        notes=notes,
+        seen_at=at,
+    )
+
+
+def _build_communicators(layout: JobLayout, heard: Sequence[HostState]) -> MembershipTable:
+    counts = [len(each.roster.members) for each in heard]
+    nothing = pack_member()
+    parts = [each.state.members if each.state else nothing * count for each, count in zip(heard, counts, strict=True)]
+    parts.append(nothing)
+    table = np.frombuffer(b"".join(parts), dtype=_MEMBER_DTYPE).take(layout.record)  # a tenth of the time of an index
+    at = _report_times(heard, counts, 1).take(layout.record)
+    return MembershipTable(
+        about=layout.about,
+        starts=layout.starts,
+        process=layout.process,
+        entered=table["entered"].astype(np.int64),
+        completed=table["completed"].astype(np.int64),
+        entered_at=at - table["in"],
+        completed_at=at - table["out"],
+        ranks=layout.made_with,
+        blind=table["blind"].astype(np.bool_),
+        blocked=table["blocked"].astype(np.int8),
+    )
+
+
+def _build_calls(layout: JobLayout, heard: Sequence[HostState], about: Mapping[int, CollectiveCall]) -> CallTable:
+    parts = [each.state.calls if each.state else b"" for each in heard]
+    table = np.frombuffer(b"".join(parts), dtype=_CALL_DTYPE)
+    firsts = np.repeat(np.array(layout.first_member, dtype=np.int64), [len(part) // CALL_RECORD.size for part in parts])
+    membership = layout.membership.take(firsts + table["member"])
+    if (membership < 0).any():
+        table, membership = table[membership >= 0], membership[membership >= 0]
+    sites: dict[tuple[int, int], str] = {}
+    for each, first in zip(heard, layout.first_member, strict=True):
+        if each.state and each.state.sites:
+            for member, seq, site in each.state.sites:
+                sites[int(layout.membership[first + member]), seq] = site
+    return CallTable(
+        membership=membership,
+        seq=table["seq"].astype(np.int64),
+        signature=table["signature"].astype(np.uint64),
+        about=about,
+        sites=sites,
+    )
+
+
+def _build_edges(layout: JobLayout, heard: Sequence[HostState], aliases: Mapping[str, WaitAlias]) -> list[WaitEdge]:
+    return [
+        _build_edge(layout, first + wait.process, wait, each.at, aliases)
+        for each, first in zip(heard, layout.first_process, strict=True)
+        if each.state
+        for wait in each.state.waits
+    ]
+
+
+def _build_edge(
+    layout: JobLayout, process: int, wait: WaitReport, at: float, aliases: Mapping[str, WaitAlias]
+) -> WaitEdge:
+    on, needs, outside = _resolve_target(layout, wait.whom, aliases)
+    elsewhere = 0
+    if outside and wait.meeting:
+        on, outside = layout.by_role[layout.who[process].role], ""
+        if wait.expected is not None:
+            size = wait.expected.size
+            on = tuple(each for each in on if 0 <= layout.who[each].rank < size)
+            elsewhere = max(0, size - len({layout.who[each].rank for each in on}))
+    return WaitEdge(
+        process=process,
+        on=tuple(index for index in on if index != process),
+        outside=outside,
+        needs=needs if wait.needs is None else wait.needs,
+        kind=wait.kind,
+        why=wait.why,
+        since=at - wait.since,
+        moved_at=at - wait.moved,
+        until=at + wait.left,
+        main=wait.main,
+        idle=wait.idle,
+        meeting=wait.meeting,
+        members=wait.members,
+        elsewhere=elsewhere,
+    )
+
+
+def _resolve_target(
+    layout: JobLayout, whom: str, aliases: Mapping[str, WaitAlias]
+) -> tuple[tuple[int, ...], WaitCondition, str]:
+    """Processes, how many of them are needed, and the name where they are none of the job's."""
+    if whom in layout.by_name:
+        return (layout.by_name[whom],), WaitCondition.ALL, ""
+    if whom in aliases:
+        alias = aliases[whom]
+        return layout.by_role.get(alias.role, ()), alias.needs, ""
+    if whom in layout.by_role:
+        return layout.by_role[whom], WaitCondition.ALL, ""
+    names = whom.split(" and ")[0].split(", ")
+    several = tuple(layout.by_name[name] for name in names if name in layout.by_name)
+    return (several, WaitCondition.ALL, "") if several else ((), WaitCondition.ALL, whom)

@@ -1,0 +1,336 @@
+"""An incident: a verdict with everything collected around it, in a folder that is there completely or not at all.
+
+    incidents/20261121-231502-absent-policy-1/
+        verdict.json       the one form of verdicts
+        story.txt          what happened, in plain words
+        timeline.json      events of the last seconds of all processes, on one clock
+        beacons.json       what every process said of itself
+        processes.json     their lives, codes, use of the machine
+        stacks/NAME.txt    of the culprits and of one innocent (NAME.native.txt: with native frames)
+        logs/NAME.log      the last lines of each
+        dumps/NAME.json    flight recorders, where there are any
+        environment.json run.json machine.json told.json
+        findings.json      what is odd about the variables in environment.json: written by who hears of the incident
+
+Texts are redacted; sizes are bounded; a failure to write one never disturbs the run.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.base.secrets import redact, redact_text, secret_values
+from lockstep.base.text import summarize_list
+from lockstep.watch.diagnosis.evidence import Evidence
+from lockstep.watch.diagnosis.evidence_types import Liveness
+from lockstep.watch.diagnosis.verdict import Culprit, Verdict
+from lockstep.watch.supervisor.agent_connections import AgentConnection
+from lockstep.watch.supervisor.verdict_tracker import VerdictUpdate
+
+log = logging.getLogger(__name__)
+
+MAX_INCIDENTS = 100
+"""Incidents of a run that are kept; more say nothing new."""
+FILE_BYTES = 4 << 20
+TIMELINE_S = 60.0
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentContents:
+    """What an incident is written from."""
+
+    verdict: Verdict
+    wall: float
+    at_ns: int
+    """The monotonic clock of who judges."""
+    bundles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By host: what its agent gathered, see `gathering`."""
+    stacks: Mapping[str, Any] = field(default_factory=dict)
+    """By process: its threads, as `stacks.to_json` has them."""
+    native: Mapping[str, Any] = field(default_factory=dict)
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    """By host: nanoseconds that its monotonic clock is ahead."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    told: Sequence[Mapping[str, Any]] = ()
+    gaps: Sequence[str] = ()
+    dumps: Mapping[str, str] = field(default_factory=dict)
+    """Flight recorders, by file name."""
+
+
+def write_incident(root: Path, contents: IncidentContents, known: Collection[str] = ()) -> Path | None:
+    """Writes the folder and returns it; None, and a line in the log, where that is impossible. `known` are secrets."""
+    draft: Path | None = None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if sum(1 for each in root.iterdir() if each.is_dir()) >= MAX_INCIDENTS:
+            log.warning("no incident is written: %s has %d already", root, MAX_INCIDENTS)
+            return None
+        target = _free_folder(root, incident_name(contents.verdict, contents.wall))
+        draft = root / f".{target.name}.{os.getpid()}"
+        for path, text in incident_files(contents, known):
+            file = draft / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text[:FILE_BYTES], errors="replace")
+        draft.rename(target)
+    except OSError as error:
+        log.warning("the incident could not be written: %s", error)
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+        return None
+    return target
+
+
+def incident_name(verdict: Verdict, wall: float) -> str:
+    """`20261121-231502-absent-policy-1`."""
+    who = "+".join(culprit_name(each) for each in verdict.culprits[:_MAX_NAMED]) or "nobody"
+    more = "+more" if len(verdict.culprits) > _MAX_NAMED else ""
+    cleaned = re.sub(r"[^A-Za-z0-9._+-]+", "-", who + more)[:80]
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(wall))}-{verdict.kind}-{cleaned}"
+
+
+def _free_folder(root: Path, name: str) -> Path:
+    number, target = 1, root / name
+    while target.exists():
+        number += 1
+        target = root / f"{name}.{number}"
+    return target
+
+
+def incident_files(contents: IncidentContents, known: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Relative path and text of each file, redacted."""
+    environments = {host: bundle.get("environment", {}) for host, bundle in contents.bundles.items()}
+    hidden = set(known) | set(secret_values(os.environ))
+    for environment in environments.values():
+        hidden.update(secret_values(environment))
+    secrets = sorted(hidden - {""}, key=len, reverse=True)
+
+    def plain(text: str) -> str:
+        return redact_text(text, secrets)
+
+    def shown(values: Any) -> str:
+        return json.dumps(redact(values, secrets), indent=1, default=str, sort_keys=False) + "\n"
+
+    yield "verdict.json", shown(contents.verdict.json() | {"gaps": list(contents.gaps)})
+    yield "story.txt", plain(incident_story(contents))
+    yield "timeline.json", shown(incident_timeline(contents))
+    yield "beacons.json", shown(_by_host(contents, "beacons"))
+    yield "processes.json", shown(_by_host(contents, "processes"))
+    yield "machine.json", shown(_by_host(contents, "machine"))
+    yield "environment.json", shown(environments)
+    yield "run.json", shown(contents.facts)
+    yield "told.json", shown(list(contents.told))
+    for suffix, taken in (("", contents.stacks), (".native", contents.native)):
+        for name, threads in taken.items():
+            yield f"stacks/{_safe_name(name)}{suffix}.txt", plain(_stack_text(threads))
+    for name, text in contents.dumps.items():
+        yield f"dumps/{_safe_name(name)}", plain(text)
+    for bundle in contents.bundles.values():
+        for name, lines in bundle.get("logs", {}).items():
+            yield f"logs/{_safe_name(name)}.log", plain(lines + "\n")
+
+
+def _by_host(contents: IncidentContents, name: str) -> dict[str, Any]:
+    return {host: bundle.get(name) for host, bundle in contents.bundles.items()}
+
+
+def _safe_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name) or "-"
+
+
+def _stack_text(threads: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for thread in threads:
+        marks = [mark for mark, name in (("active", "active"), ("holds the GIL", "holds_gil")) if thread.get(name)]
+        lines.append(f"thread {thread['thread']} {thread['name']} {', '.join(marks)}".rstrip())
+        lines += [f"    {function} ({file}:{line})" for function, file, line in thread["frames"]]
+    return "\n".join(lines) + "\n" if lines else "no stack could be taken\n"
+
+
+def incident_timeline(contents: IncidentContents) -> list[dict[str, Any]]:
+    """Events of all beacons in the minute before the verdict, on one clock: `at_s` before (negative) the verdict."""
+    found = []
+    for host, bundle in contents.bundles.items():
+        ahead = contents.offsets.get(host, 0)
+        for name, state in (bundle.get("beacons") or {}).items():
+            for event in state.get("events", ()):
+                at_s = (event["at_ns"] - ahead - contents.at_ns) / 1e9
+                if at_s >= -TIMELINE_S:
+                    found.append((at_s, {"at_s": round(at_s, 4), "who": name, "host": host, "kind": event["kind"],
+                                         "text": event["text"]}))  # fmt: skip
+    for frame in contents.told:
+        at_s = frame["wall"] - contents.wall
+        if at_s >= -TIMELINE_S:
+            said = {"at_s": round(at_s, 4), "who": "supervisor", "host": "", "kind": frame["change"]}
+            found.append((at_s, said | {"text": frame["headline"]}))
+    return [event for _, event in sorted(found, key=lambda entry: entry[0])]
+
+
+def culprit_name(culprit: Culprit) -> str:
+    """`policy-1`: its name, else role and rank."""
+    if culprit.name:
+        return culprit.name
+    rank = "" if culprit.rank is None else f"-{culprit.rank}"
+    return f"{culprit.role or 'process'}{rank}"
+
+
+def verdict_headline(verdict: Verdict) -> str:
+    """One line: what is wrong, and whose line it is."""
+    if verdict.explanation:
+        return verdict.explanation
+    who = summarize_list(verdict.culprits, _MAX_NAMED, culprit_name) or "nobody is named"
+    where = next((each.where for each in verdict.culprits if each.where), "")
+    return f"{verdict.kind} ({who}){f' in {where}' if where else ''}"
+
+
+def incident_story(contents: IncidentContents) -> str:
+    """What happened, for a person who was not there."""
+    verdict = contents.verdict
+    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(contents.wall))
+    cause = "" if verdict.cause in ("", "unknown") else f", class {verdict.cause}"
+    parts = [f"{when}: {verdict.kind}{cause}, {verdict.level}, confidence {verdict.confidence:.2f}."]
+    parts.append(verdict.explanation or verdict_headline(verdict))
+    parts += [
+        f"{culprit_name(each)} (rank {each.rank}, role {each.role or '?'}, host {each.host or '?'}, pid {each.pid})"
+        + (f" is in {each.where}." if each.where else ".")
+        for each in verdict.culprits
+    ]
+    if verdict.collective is not None:
+        each = verdict.collective
+        site = f", called at {each.call_site}" if each.call_site else ""
+        parts.append(f"The collective is {each.operation or 'number'} #{each.seq} on {each.communicator!r}{site}.")
+    if verdict.waiting:
+        parts.append("Who waits:\n" + "\n".join(f"  - {_wait_text(each)}" for each in verdict.waiting))
+    if verdict.evidence:
+        parts.append(
+            "Evidence:\n" + "\n".join(f"  - {each.source or each.file}: {each.text}" for each in verdict.evidence)
+        )
+    if verdict.alternatives:
+        parts.append(
+            "It may also be " + ", ".join(f"{e.what} ({e.confidence:.2f})" for e in verdict.alternatives) + "."
+        )
+    if verdict.fix:
+        parts.append(f"What helps: {verdict.fix}")
+    if verdict.collect:
+        parts.append("What would tell more: " + "; ".join(verdict.collect))
+    if contents.gaps:
+        parts.append("What is missing here: " + "; ".join(contents.gaps))
+    return "\n\n".join(parts) + "\n"
+
+
+def _wait_text(waiting: Any) -> str:
+    since = "" if waiting.since_s is None else f" since {waiting.since_s:.0f} s"
+    return f"{waiting.who} waits for {waiting.on}{since}: {waiting.what}"
+
+
+def list_incidents(root: Path) -> list[Path]:
+    """The incidents of a run, oldest first; folders that are not complete are none."""
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        found = [each for each in root.iterdir() if (each / "verdict.json").is_file() and not each.name.startswith(".")]
+    return sorted(found)
+
+
+COLLECT_LIMIT_S = 1.0
+"""Who is told of a confirmed verdict may act at once, and then the stacks are others: nobody waits longer for them."""
+NATIVE_LIMIT_S = 4.0
+DUMP_WAIT_S = 0.5
+"""A rank looks for orders ten times a second, and writes its flight recorder in some 30 ms."""
+LOG_LINES = 200
+
+
+class IncidentCollection:
+    """One incident under way."""
+
+    def __init__(self, told: VerdictUpdate, evidence: Evidence, links: Sequence[AgentConnection], native: bool) -> None:
+        self.told, self.evidence = told, evidence
+        self._wall, self._began_ns = time.time(), time.monotonic_ns()
+        self._deadline = time.monotonic() + (NATIVE_LIMIT_S if native else COLLECT_LIMIT_S)
+        self._pending = 0
+        self._bundles: dict[str, dict[str, Any]] = {}
+        self._stacks: dict[str, Any] = {}
+        self._native: dict[str, Any] = {}
+        self._offsets = {link.host: link.clock.ns for link in links}
+        self._gaps: list[str] = []
+        self._dumps: dict[str, str] = {}
+        self._dumping: list[AgentConnection] = []
+        self._dumped_at = time.monotonic() + DUMP_WAIT_S
+        culprits = {(each.host, each.pid) for each in told.verdict.culprits}
+        innocent = self._innocent(culprits)
+        for link in links:
+            self._ask(link, culprits, innocent, native)
+
+    def done(self) -> bool:
+        """Whether all that will come has come."""
+        if self._dumping and time.monotonic() >= self._dumped_at:
+            for link in self._dumping:
+                link.ask("dumps", self._dumped, COLLECT_LIMIT_S)
+            self._dumping = []
+        return self._pending == 0 or time.monotonic() >= self._deadline
+
+    def contents(self, facts: Mapping[str, Any], frames: Sequence[Mapping[str, Any]]) -> IncidentContents:
+        """What an incident is written from."""
+        gaps = [*self.evidence.gaps, *self._gaps]
+        if self._pending:
+            gaps.append(f"{self._pending} answers of agents did not come within {COLLECT_LIMIT_S:g} s")
+        return IncidentContents(
+            self.told.verdict, self._wall, self._began_ns, self._bundles, self._stacks, self._native, self._offsets,
+            dict(facts), list(frames), gaps, self._dumps,
+        )  # fmt: skip
+
+    def _dumped(self, reply: dict[str, Any] | None) -> None:
+        self._pending -= 1
+        self._dumps.update((reply or {"dumps": {}})["dumps"])
+
+    def _innocent(self, culprits: set[tuple[str, int | None]]) -> int | None:
+        """Index of one that lives and is not accused, of those that wait if there are any."""
+        processes = self.evidence.processes
+        living = np.flatnonzero(processes.life == Liveness.RUNNING)
+        others = [int(i) for i in living if (processes.who[i].host, processes.who[i].pid) not in culprits]
+        waiting = {each.who for each in self.told.verdict.waiting}
+        return next((i for i in others if processes.who[i].name in waiting), others[0] if others else None)
+
+    def _ask(
+        self, link: AgentConnection, culprits: set[tuple[str, int | None]], innocent: int | None, native: bool
+    ) -> None:
+        here = [(i, who) for i, who in enumerate(self.evidence.processes.who) if who.host == link.host]
+        ordered = sorted(here, key=lambda entry: ((entry[1].host, entry[1].pid) not in culprits, entry[0] != innocent))
+        wanted = {who.pid: who.name for i, who in here if (who.host, who.pid) in culprits or i == innocent}
+        self._pending += 1
+
+        def collected(reply: dict[str, Any] | None) -> None:
+            self._pending -= 1
+            if reply is None:
+                self._gaps.append(f"host {link} answered nothing")
+            else:
+                self._bundles[link.host] = {key: value for key, value in reply.items() if key != "reply"}
+
+        def stacked(into: dict[str, Any]) -> Any:
+            def answered(reply: dict[str, Any] | None) -> None:
+                self._pending -= 1
+                for pid, threads in (reply or {"stacks": {}})["stacks"].items():
+                    into[wanted.get(int(pid), pid)] = threads
+
+            return answered
+
+        if wanted:
+            self._pending += 1
+            link.ask("stacks", stacked(self._stacks), COLLECT_LIMIT_S, pids=list(wanted))
+            if native:
+                self._pending += 1
+                link.ask("stacks", stacked(self._native), NATIVE_LIMIT_S, pids=list(wanted), native=True)
+        if here and len(self.evidence.communicators.about):
+            self._pending += 1  # of the answer to the question that follows
+            self._dumping.append(link)
+            link.ask("dump", lambda reply: None, COLLECT_LIMIT_S, names=[who.name for _, who in ordered])
+        link.ask("collect", collected, COLLECT_LIMIT_S, names=[who.name for _, who in ordered], lines=LOG_LINES)

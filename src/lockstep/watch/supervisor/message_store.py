@@ -1,0 +1,121 @@
+"""What agents have reported, kept between the supervisor's ticks.
+
+store = MessageStore(expected=processes_of_the_run, aliases={"the scorers": WaitAlias("reward", Needs.ANY)})
+store.receive(parse_report(frame), now) # every message of every agent diagnose(store.evidence(now), patience) # at
+every tick
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lockstep.watch.agent.report_messages import (
+    CALL_RECORD,
+    MEMBER_RECORD,
+    PROCESS_RECORD,
+    Roster,
+    StateReport,
+    decode_report,
+)
+from lockstep.watch.diagnosis.evidence import Evidence
+from lockstep.watch.diagnosis.evidence_types import ProcessInfo
+from lockstep.watch.supervisor.evidence_builder import HostState, JobLayout, build_evidence, build_layout
+from lockstep.watch.supervisor.supervisor_settings import WaitAlias
+
+_REMEMBERED_SIGNATURES = 4096
+"""Signatures of a host that are kept; a job with ever new shapes must not fill the supervisor's memory."""
+
+
+class MessageStore:
+    """What was heard, by host, and the layout that goes with it."""
+
+    def __init__(
+        self,
+        expected: Iterable[ProcessInfo] = (),
+        aliases: Mapping[str, WaitAlias] | None = None,
+        host_s: float = 5.0,
+    ) -> None:
+        self._expected, self._aliases, self._host_s = tuple(expected), dict(aliases or {}), host_s
+        self._hosts: dict[str, HostState] = {}
+        self._meetings: dict[str, frozenset[tuple[str, int, int]]] = {}
+        """By host: role, first and last rank of those who should come to its meetings."""
+        self._layout: JobLayout | None = None
+        self._asked = self._listening_since = float("-inf")
+
+    def receive(self, message: Mapping[str, Any], at: float) -> bool:
+        """Takes a message that came at `at`. False when its roster is not known: the agent should send it again.
+
+        Raises:
+            ValueError: it is no message of an agent.
+        """
+        said = decode_report(message)
+        known = self._hosts.get(said.host)
+        if isinstance(said, Roster):
+            if known is None or known.roster != said:
+                self._layout = None
+                self._hosts[said.host] = HostState(said, at=at)
+            return True
+        if known is None or known.roster.number != said.number:
+            return False
+        self._hosts[said.host] = _updated_host(known, said, at)
+        meetings = _rendezvous_ranks(known.roster, said)
+        if meetings != self._meetings.get(said.host, frozenset()):
+            self._meetings[said.host], self._layout = meetings, None
+        return True
+
+    def expect(self, processes: Iterable[ProcessInfo]) -> None:
+        """Who should be there from now on."""
+        self._expected, self._layout = tuple(processes), None
+
+    def forget(self, host: str) -> None:
+        """A host that has left the job: its silence means nothing."""
+        self._meetings.pop(host, None)
+        if self._hosts.pop(host, None) is not None:
+            self._layout = None
+
+    def evidence(self, at: float) -> Evidence:
+        """All that is known at `at`. To be asked several times in `host_s`: who does not ask for long was stopped
+        itself, and hears of silent hosts only after that."""
+        if at - self._asked > self._host_s / 2:
+            self._listening_since = at
+        self._asked = at
+        if self._layout is None:
+            self._hosts = dict(sorted(self._hosts.items()))
+            expected = [*self._expected, *_expected_processes(self._meetings.values())]
+            self._layout = build_layout([each.roster for each in self._hosts.values()], expected)
+        hosts = list(self._hosts.values())
+        return build_evidence(self._layout, hosts, at, self._host_s, self._aliases, self._listening_since)
+
+
+def _rendezvous_ranks(roster: Roster, said: StateReport) -> frozenset[tuple[str, int, int]]:
+    """Role, first and last rank of those who should come to the meetings of a host's processes."""
+    if not said.waits:
+        return frozenset()
+    return frozenset(
+        (roster.processes[wait.process].role, wait.expected.first, wait.expected.last)
+        for wait in said.waits
+        if wait.expected is not None
+    )
+
+
+def _expected_processes(meetings: Iterable[frozenset[tuple[str, int, int]]]) -> list[ProcessInfo]:
+    wanted = {(role, rank) for some in meetings for role, first, last in some for rank in range(first, last + 1)}
+    return [ProcessInfo(f"{role}-{rank}", role, rank) for role, rank in sorted(wanted)]
+
+
+def _updated_host(known: HostState, said: StateReport, at: float) -> HostState:
+    processes, members = len(known.roster.processes), len(known.roster.members)
+    if len(said.processes) != processes * PROCESS_RECORD.size or len(said.members) != members * MEMBER_RECORD.size:
+        raise ValueError(
+            f"state of host {said.host}: {len(said.processes)} and {len(said.members)} bytes, "
+            f"expected {processes} and {members} records of {PROCESS_RECORD.size} and {MEMBER_RECORD.size}"
+        )
+    if len(said.calls) % CALL_RECORD.size:
+        raise ValueError(
+            f"state of host {said.host}: {len(said.calls)} bytes of calls, not a multiple of {CALL_RECORD.size}"
+        )
+    if not said.about:
+        return HostState(known.roster, said, at, known.about)
+    about = {**known.about, **said.about}
+    for old in list(about)[: max(0, len(about) - _REMEMBERED_SIGNATURES)]:
+        del about[old]
+    return HostState(known.roster, said, at, about)

@@ -1,0 +1,125 @@
+"""A watched job on several nodes: one supervisor, on the node whose address is given, connects to the agents of all.
+
+All nodes get the same address, as torchrun's do with `--rdzv-endpoint`, and have the same token in
+`LOCKSTEP_TOKEN`.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.base.transport.frames import Connection, WireError
+from lockstep.watch.agent.service_discovery import ServiceAddress
+from lockstep.watch.supervisor.supervisor_client import SupervisorEvent, subscribe
+
+TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
+DEFAULT_PORT = 29477
+"""Where no port is given."""
+UNREACHABLE_AFTER_S = 60.0
+"""Without a supervisor for so long: that is said."""
+WATCH_GENERATION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorEndpoint:
+    """Where the agents of all nodes meet their supervisor."""
+
+    host: str
+    port: int
+    token: str
+
+    @staticmethod
+    def read(place: str) -> "SupervisorEndpoint":
+        """Of `HOST:PORT` or `HOST`, and the token in the environment.
+
+        Raises:
+            ValueError: there is no such host, the port is no number, or no token is set.
+        """
+        host, _, port = place.rpartition(":") if ":" in place else (place, "", str(DEFAULT_PORT))
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"--supervisor {place}: expected HOST:PORT")
+        if len(token) < 16:
+            raise ValueError(
+                f"--supervisor {place}: set {TOKEN_VARIABLE} on all nodes to the same 16 or more secret characters"
+            )
+        try:
+            return SupervisorEndpoint(socket.gethostbyname(host), int(port), token)
+        except OSError as error:
+            raise ValueError(f"--supervisor {place}: no host {host} ({error})") from error
+
+    @property
+    def run(self) -> str:
+        """The supervisor's run id, which all nodes know without asking."""
+        return f"watch-{hashlib.sha256(f'{self.port} {self.token}'.encode()).hexdigest()[:12]}"
+
+    def is_ours(self) -> bool:
+        """Whether the address is this node's, and nobody listens there yet."""
+        with socket.socket() as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind((self.host, self.port))
+            except OSError:
+                return False
+            return True
+
+    def our_address(self) -> str:
+        """The address by which the supervisor's node reaches this one."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((self.host, self.port))  # sends nothing
+            return str(route.getsockname()[0])
+
+
+class RemoteSupervisorClient:
+    """Makes a node's agent known to the supervisor on another node, and hears what that one says, in a thread of its
+    own; again whenever it was gone. The command goes on whether there is one or not.
+
+    `on_said` and `on_trouble` are called in that thread."""
+
+    def __init__(
+        self, meeting: SupervisorEndpoint, agent: ServiceAddress, name: str, on_said: Callable[[SupervisorEvent], None],
+        on_trouble: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._meeting, self._agent, self._name = meeting, agent, name
+        self._on_said, self._on_trouble = on_said, on_trouble
+        self._heard: set[tuple[int, float]] = set()
+        """Numbers and times: a supervisor that was started again counts from 1."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="joined", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_s: float = 7.0) -> None:
+        self._closing.set()
+        with contextlib.suppress(WaitTimeout):
+            waits.join(self._thread, whom="joined", why="its thread ends", timeout_s=timeout_s)
+
+    def _keep(self) -> None:
+        there = ServiceAddress(self._meeting.run, WATCH_GENERATION, self._meeting.host, self._meeting.port, 0)
+        last, told = time.monotonic(), False
+        while not self._closing.is_set():
+            try:
+                with subscribe(there, self._meeting.token, self._name) as connection:
+                    self._listen(connection)
+                    last, told = time.monotonic(), False
+            except WireError as error:
+                if not told and time.monotonic() - last > UNREACHABLE_AFTER_S:
+                    told = True
+                    self._on_trouble(f"no supervisor at {there.host}:{there.port}: this node is not judged ({error})")
+            self._closing.wait(1.0)
+
+    def _listen(self, connection: Connection) -> None:
+        connection.send(json.dumps({"id": "join", "op": "join", "agent": asdict(self._agent)}).encode())
+        while not self._closing.is_set():
+            frame = connection.recv(0.5)
+            message = {} if frame is None else json.loads(frame)
+            if "told" in message and (key := (int(message["told"]), float(message["wall"]))) not in self._heard:
+                self._heard.add(key)
+                self._on_said(SupervisorEvent.of(message))

@@ -1,0 +1,104 @@
+"""The supervisor's subscribers: their connections, their requests, and the frames they are sent.
+
+The supervisor waits for none of them: what a connection does not take at once is sent when it has room, and one
+that cannot be served is dropped. A late subscriber gets the frames that the others got before.
+"""
+
+import json
+import logging
+import selectors
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from lockstep.base.transport.auth_handshake import Listener
+from lockstep.base.transport.frames import Connection, WireError
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_FRAMES = 512
+"""So many of the last frames are kept for who comes late."""
+
+RequestHandler = Callable[[Connection, dict[str, Any]], dict[str, Any]]
+"""Answers a request; raises ValueError, KeyError or TypeError for one that cannot be served."""
+
+
+class Subscribers:
+    """Everybody who has connected, and those of them who listen.
+
+    Args:
+        selector: whose events have a callable as data; its owner calls it.
+        operations: by the word that requests name them with.
+    """
+
+    def __init__(
+        self, listener: Listener, selector: selectors.BaseSelector, operations: Mapping[str, RequestHandler]
+    ) -> None:
+        self._listener, self._selector, self._operations = listener, selector, operations
+        self._subscribers: dict[Connection, bool] = {}
+        self.frames: list[dict[str, Any]] = []
+        """The last that were told."""
+        selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    @property
+    def there(self) -> bool:
+        """Whether anybody listens."""
+        return any(self._subscribers.values())
+
+    def subscribe(self, connection: Connection, after: int) -> None:
+        """It listens from now on, and is told what was told after frame number `after`."""
+        self._subscribers[connection] = True
+        for frame in self.frames:
+            if frame["told"] > after:
+                self._send(connection, frame)
+
+    def tell(self, said: Mapping[str, Any]) -> None:
+        """Tells all who listen, as the frame with the next number."""
+        frame = {"told": self.frames[-1]["told"] + 1 if self.frames else 1, **said}
+        self.frames = [*self.frames[1 - REMEMBERED_FRAMES :], frame]
+        for connection, subscribed in list(self._subscribers.items()):
+            if subscribed:
+                self._send(connection, frame)
+
+    def close(self) -> None:
+        """Sends what can be sent, and ends all connections."""
+        for connection in list(self._subscribers):
+            with suppress(WireError):
+                connection.flush()
+            connection.close()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while (connection := self._listener.accept(0)) is not None:
+            self._subscribers[connection] = False
+            self._selector.register(connection, selectors.EVENT_READ, lambda c=connection: self._serve(c))
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            while connection in self._subscribers and (frame := connection.recv(0)) is not None:
+                message = json.loads(frame)
+                operation = self._operations.get(message["op"])
+                reply = {"error": "unknown operation"} if operation is None else operation(connection, message)
+                self._send(connection, {"reply": message["id"], **reply})
+        except (WireError, ValueError, KeyError, TypeError) as error:
+            if not isinstance(error, WireError):
+                log.warning("%s sent what cannot be served: %r", connection.peer.name, error)
+            self._drop(connection)
+
+    def _send(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        try:
+            connection.queue(json.dumps(message).encode())
+            connection.flush()
+        except WireError:
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        if self._subscribers.pop(connection, None) is not None:
+            unregister(self._selector, connection)
+            connection.close()
+
+
+def unregister(selector: selectors.BaseSelector, connection: Connection) -> None:
+    """The connection is looked at no more; it may be closed already."""
+    with suppress(KeyError, ValueError, OSError):
+        selector.unregister(connection)

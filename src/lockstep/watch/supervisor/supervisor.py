@@ -1,0 +1,358 @@
+"""The supervisor: a process that hears the agents of a run, judges twice a second, and tells who listens
+(`python -m lockstep.watch.supervisor.supervisor`, its settings as JSON on stdin).
+
+It is neither the controller nor an agent: it outlives the one, and the others restart without it. It leaves when the
+run has ended (controller and agents are gone, or somebody says `stop_agents`) or is another controller's. JSON frames:
+
+    {"id", "op": "subscribe", "pid", "start", "place", "after"} -> {"pid"}; told frames after number `after` follow
+    {"id", "op": "agents", "agents": [address, ...]} -> {}     who is to be heard from now on
+    {"id", "op": "join", "agent": address} -> {}     an agent that is to be heard as well
+    {"id", "op": "leave"} -> {}
+    <- {"told": n, "number", "change", "level", "verdict", "since_s", "wall", "incident", "headline", "who", "done"}
+
+`number` is the same for all that is said of one stall; `change` is told, updated or withdrawn; `to_verdict` the one
+form of verdicts; `done` what was done about it, at the level `act`. A confirmed verdict is told when its incident is on
+disk, a second later at most; who waits for its culprits in collectives is freed right after that.
+"""
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from lockstep.base.transport.auth_handshake import Listener
+from lockstep.base.transport.frames import Connection
+from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
+from lockstep.watch.beacon import writer
+from lockstep.watch.diagnosis.diagnose import diagnose
+from lockstep.watch.diagnosis.evidence import Evidence, drop_uninformative
+from lockstep.watch.diagnosis.verdict import VerdictLevel
+from lockstep.watch.procfs import processes
+from lockstep.watch.supervisor import incident
+from lockstep.watch.supervisor.agent_connections import AgentConnection
+from lockstep.watch.supervisor.incident import IncidentCollection
+from lockstep.watch.supervisor.message_store import MessageStore
+from lockstep.watch.supervisor.subscribers import Subscribers, unregister
+from lockstep.watch.supervisor.supervisor_settings import SupervisorSettings
+from lockstep.watch.supervisor.verdict_tracker import VerdictChange, VerdictTracker, VerdictUpdate
+
+log = logging.getLogger("lockstep.watch.supervisor.supervisor")
+
+CLOCK_SYNC_S = 30.0
+CALM_JUDGE_S = 4.0
+"""Between two judgements where all agents say that everybody moves: who is slow shows then, and nothing else can."""
+JUDGE_PACE_S = 0.05
+"""Between two judgements, per host."""
+HOST_LINGER_S = 5.0
+"""After the controller, a host that cannot be reached for so long has gone too."""
+
+
+class Supervisor:
+    """The process's state and its loop."""
+
+    def __init__(self, settings: SupervisorSettings, token: str) -> None:
+        self.settings, self._token = settings, token
+        self._selector = selectors.DefaultSelector()
+        ports = (settings.port, settings.port) if settings.port else None
+        self._listener = Listener(
+            token, settings.run, settings.generation, "supervisor", settings.host, ports, max_frame=64 << 20
+        )
+        self._audience = Subscribers(
+            self._listener,
+            self._selector,
+            {"subscribe": self._subscribe, "agents": self._agents, "join": self._join, "leave": self._leave},
+        )
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
+        self._dialled: SimpleQueue[tuple[AgentConnection, Connection]] = SimpleQueue()
+        self._links: dict[tuple[str, int], AgentConnection] = {}
+        self._inbox = MessageStore(aliases=settings.aliases, host_s=settings.patience.host_s)
+        self._tracker = VerdictTracker()
+        self._collections: list[IncidentCollection] = []
+        self._incidents: dict[int, Path] = {}
+        pid = settings.controller
+        self._controller = (pid, None if pid is None else processes.start_ticks(pid))
+        self._subscribed = False
+        self._ending = False
+        self._clock_at = 0.0
+        self._ticked = self._due = self._judged = 0.0
+        self._path = settings.folder / "supervisor.json"
+        self._set_agents(settings.agents)
+
+    def run(self) -> None:
+        """Watches until the run has ended."""
+        signal.signal(signal.SIGTERM, lambda number, frame: self._end())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        own = writer.open_beacon(self.settings.run, "supervisor", "supervisor", 0)
+        own.stage("watching")
+        me = ServiceAddress(
+            self.settings.run, self.settings.generation, self._listener.host, self._listener.port, os.getpid()
+        )
+        me.publish(self._path)
+        try:
+            while not self._ending and not self._run_is_over():
+                pause_s = min(self._due - time.monotonic(), 0.1 if self._collections else 1.0)
+                for key, _ in self._selector.select(max(0.0, pause_s)):
+                    key.data()
+                self._attach_dialled()
+                if time.monotonic() >= self._due:
+                    self._ticked = time.monotonic()
+                    self._due = self._ticked + 2 * self.settings.every_s
+                    self._tick()
+                    own.beat()
+                self._finish_collections()
+        finally:
+            self._clean_up()
+
+    # --- judging
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for link in self._links.values():
+            link.tick()
+            if now - self._clock_at >= CLOCK_SYNC_S or not link.clock.known:
+                link.set_clock()
+        if now - self._clock_at >= CLOCK_SYNC_S:
+            self._clock_at = now
+        self._follow()
+        self._ending |= is_superseded(self.settings.run, self.settings.generation)
+        if not any(link.host for link in self._links.values()):
+            return
+        calm = all(now < link.calm_until for link in self._links.values()) and not self._tracker.standing
+        if calm and now - self._judged < CALM_JUDGE_S:
+            return
+        self._judged = now
+        evidence = self._inbox.evidence(now)
+        verdicts = diagnose(drop_uninformative(evidence), self.settings.patience)
+        for told in self._tracker.update(verdicts, now):
+            self._happened(told, evidence)
+
+    def _happened(self, told: VerdictUpdate, evidence: Evidence) -> None:
+        fresh = told.verdict.level != VerdictLevel.NOTICE and told.number not in self._incidents
+        under_way = any(each.told.number == told.number for each in self._collections)
+        if fresh and told.change != VerdictChange.WITHDRAWN and not under_way:
+            links = [link for link in self._links.values() if link.host]
+            native = self.settings.on_stall == "dump"
+            self._collections.append(IncidentCollection(told, evidence, links, native))
+        else:
+            self._tell(told)
+
+    def _finish_collections(self) -> None:
+        for collection in [each for each in self._collections if each.done()]:
+            self._collections.remove(collection)
+            told = collection.told
+            if self.settings.incidents is not None:
+                contents = collection.contents(self.settings.facts, self._audience.frames[-50:])
+                path = incident.write_incident(self.settings.incidents, contents, (self._token,))
+                if path is not None:
+                    self._incidents[told.number] = path
+            self._tell(told)
+            self._free(told, collection.evidence)
+
+    def _free(self, told: VerdictUpdate, evidence: Evidence) -> None:
+        """Gives the verdict to all whom communicators connect with the culprits, as the exception of the collectives
+        that they are in, and ends those where that is asked for."""
+        who, verdict = evidence.processes.who, told.verdict
+        accused = {(each.host, each.pid) for each in verdict.culprits}
+        guilty = [index for index, each in enumerate(who) if (each.host, each.pid) in accused]
+        if not guilty:
+            return
+        names: dict[str, list[str]] = {}
+        for index in sorted(evidence.communicators.peers_of(guilty)):
+            names.setdefault(who[index].host, []).append(who[index].name)
+        asked = [(link, names[link.host]) for link in self._links.values() if link.host in names]
+        out: list[str] = []
+        left = len(asked)
+
+        def freed(reply: dict[str, Any] | None) -> None:
+            nonlocal left
+            left -= 1
+            out.extend([] if reply is None else reply["freed"])
+            if out and not left:
+                self._acted(told, f"{', '.join(out)} freed")
+
+        named = [who[index].name for index in guilty]
+        said = {"text": incident.verdict_headline(verdict), "verdict": verdict.json(), "culprits": named}
+        for link, theirs in asked:
+            link.ask("free", freed, 5.0, names=theirs, breaks=self.settings.on_stall == "free", **said)
+
+    def _acted(self, told: VerdictUpdate, done: str) -> None:
+        self._tracker.acted(told.number)
+        verdict = replace(told.verdict, level=VerdictLevel.ACT)
+        self._tell(replace(told, change=VerdictChange.UPDATED, verdict=verdict, at=time.monotonic()), done)
+
+    # --- telling
+
+    def _tell(self, told: VerdictUpdate, done: str = "") -> None:
+        path = self._incidents.get(told.number)
+        frame = {
+            "number": told.number,
+            "change": str(told.change),
+            "level": str(told.verdict.level),
+            "verdict": told.verdict.json(),
+            "since_s": told.at - told.since,
+            "wall": time.time(),
+            "incident": None if path is None else str(path),
+            "headline": incident.verdict_headline(told.verdict),
+            "who": [incident.culprit_name(each) for each in told.verdict.culprits],
+            "done": done,
+        }
+        log.info("%s %s: %s", told.change, told.verdict.level, done or frame["headline"])
+        self._audience.tell(frame)
+
+    # --- agents
+
+    def _set_agents(self, addresses: Sequence[ServiceAddress]) -> None:
+        wanted = {(each.host, each.port): each for each in addresses}
+        for key in [key for key in self._links if key not in wanted]:
+            link = self._links.pop(key)
+            if link.connection is not None:
+                unregister(self._selector, link.connection)
+            link.close()
+            if link.host:
+                self._inbox.forget(link.host)
+        for key, address in wanted.items():
+            if key not in self._links:
+                self._links[key] = AgentConnection(address, self._token, self.settings.generation, self._up)
+
+    def _follow(self) -> None:
+        """Where the one agent is gone and another has come in its place, that one is heard."""
+        if len(self._links) != 1 or any(link.connection is not None for link in self._links.values()):
+            return
+        with suppress(OSError, ValueError, TypeError):
+            address = ServiceAddress.read(self.settings.folder)
+            if (address.host, address.port) not in self._links and address.generation == self.settings.generation:
+                self._set_agents([address])
+
+    def _up(self, link: AgentConnection, connection: Connection) -> None:
+        """In a dialling thread."""
+        self._dialled.put((link, connection))
+        self._wake()
+
+    def _attach_dialled(self) -> None:
+        while True:
+            try:
+                link, connection = self._dialled.get_nowait()
+            except Empty:
+                return
+            if self._links.get((link.address.host, link.address.port)) is not link:
+                connection.close()
+                continue
+            link.attach(connection)
+            self._selector.register(connection, selectors.EVENT_READ, lambda link=link: self._hear(link))
+
+            def observed(reply: dict[str, Any] | None, link: AgentConnection = link) -> None:
+                if reply is not None:
+                    link.host = str(reply["host"])
+
+            every_s, notice_s = self.settings.every_s, self.settings.patience.notice_s
+            # What is told of a process grows old until the next look, and that must not look like standing still.
+            link.ask(
+                "observe", observed, 10.0, every_s=every_s, calm_s=max(every_s, min(3 * every_s, notice_s / 2)),
+                suspect_after_s=max(0.2, notice_s / 2),
+            )  # fmt: skip
+
+    def _hear(self, link: AgentConnection) -> None:
+        connection = link.connection
+        for message in link.hear():
+            kind = message.get("m")
+            if kind == "leaving":
+                link.left = True
+                self._inbox.forget(str(message["host"]))
+            elif kind in ("roster", "state") and not link.left:
+                self._receive(link, message)
+        if connection is not None and link.connection is None:
+            unregister(self._selector, connection)
+
+    def _receive(self, link: AgentConnection, message: Mapping[str, Any]) -> None:
+        try:
+            self._inbox.receive(message, time.monotonic())
+        except ValueError as error:
+            log.warning("%s: %s", link, error)
+            return
+        if message["m"] == "state":
+            link.calm_until = time.monotonic() + 4 * self.settings.every_s if message.get("calm") else 0.0
+        # News are judged as they come, but of many hosts' news several at once.
+        self._due = min(self._due, self._ticked + min(self.settings.every_s, JUDGE_PACE_S * len(self._links)))
+
+    # --- what is asked
+
+    def _subscribe(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+        if connection.peer.name == "controller" and message["place"] == processes.pid_namespace():
+            self._controller = (int(message["pid"]), int(message["start"]))
+        self._subscribed = True
+        self._audience.subscribe(connection, int(message["after"]))
+        return {"pid": os.getpid()}
+
+    def _agents(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+        self._set_agents([ServiceAddress(**each) for each in message["agents"]])
+        return {}
+
+    def _join(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+        self._set_agents([*(link.address for link in self._links.values()), ServiceAddress(**message["agent"])])
+        return {}
+
+    def _leave(self, connection: Connection, message: dict[str, Any]) -> dict[str, Any]:
+        self._ending = True
+        return {}
+
+    # --- beginning and end
+
+    def _run_is_over(self) -> bool:
+        """Whether nobody is left to watch, or to watch for."""
+        pid, start = self._controller
+        if pid is None:
+            if self._audience.there or not self._subscribed:
+                return False
+        elif processes.is_alive(pid, start):
+            return False
+        now = time.monotonic()
+        return not self._collections and all(
+            link.connection is None and (link.left or self._gone(link, now)) for link in self._links.values()
+        )
+
+    def _gone(self, link: AgentConnection, now: float) -> bool:
+        return link.down_since is not None and now - link.down_since >= HOST_LINGER_S
+
+    def _end(self) -> None:
+        self._ending = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError, OSError):
+            self._wake_out.send(b"\0")
+
+    def _woken(self) -> None:
+        with suppress(BlockingIOError):
+            while self._wake_in.recv(4096):
+                pass
+
+    def _clean_up(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._audience.close()
+        writer.close_beacon(remove=True)
+        ServiceAddress.withdraw(self._path)
+
+
+def main() -> None:
+    token = os.environ.pop("LOCKSTEP_TOKEN", "")
+    if not token:
+        sys.exit("LOCKSTEP_TOKEN is not set: the supervisor needs the run's token")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    Supervisor(SupervisorSettings.read(sys.stdin.read()), token).run()
+
+
+if __name__ == "__main__":
+    main()

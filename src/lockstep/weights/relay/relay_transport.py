@@ -1,0 +1,335 @@
+"""Weights for engines on other nodes than the trainer: the controller's side of the relays.
+
+Every node holds weights in its own shared memory. The node of the first trainer rank collects what ranks on other
+nodes wrote and commits a version; from there it spreads, each node that has it passing it on. A node whose relay
+fails or makes no progress is left behind, and brought up to date beside the run when an engine there needs the
+version.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import Stalled
+from lockstep.cluster.protocol import RemoteError, Worker
+from lockstep.cluster.rpc.futures import gather_outcomes, gather_results
+from lockstep.weights.errors import BufferHeld, LinkFailed
+from lockstep.weights.relay.api import ReceiveResult, RelayAPI
+from lockstep.weights.relay.broadcast_tree import (
+    RELAY_ERRORS,
+    SENDER_ANSWER_S,
+    BroadcastTree,
+    RelayTransfer,
+    is_permanent,
+)
+from lockstep.weights.relay.relay_manager import RELAY_POLL_S, ClusterNodes, RelayLauncher, RelayManager, RelayNode
+from lockstep.weights.shared_memory import ProcessLineage
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_transport import WriteVersion
+
+log = logging.getLogger(__name__)
+
+MAX_PUBLISH_TRIES = 5
+"""How often in one publish the trainer's nodes are asked for a version, each time with couriers that live."""
+
+
+class RelayTransport:
+    """Implements `lockstep.weights.weight_transport.WeightTransport`.
+
+    Args:
+        name: of the stores' folder in every node's shared memory.
+        limit_s: how long a node may make no progress.
+    """
+
+    def __init__(
+        self, cluster: ClusterNodes, hires: RelayLauncher, plan: WeightPlan, limit_s: float, name: str = "weights"
+    ) -> None:
+        self._cluster, self._limit_s = cluster, limit_s
+        self._posts = RelayManager(cluster, hires, plan, limit_s, name)
+        self._base = name
+        self._former: list[str] = []
+        """Stores that engines may have versions from until the next publish."""
+        self._nodes: dict[str, RelayNode] = {}
+        self._ranks: dict[str, list[int]] = {}
+        """Of the trainer, by node; the first node collects."""
+        self._writers: list[str] = []
+        """Names of the trainer's ranks."""
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()
+        """Of what is known of nodes; nothing is waited for with it."""
+        self._news = threading.Condition(self._lock)
+        self._published: int | None = None
+        self._publishing = False
+        self.received: dict[str, ReceiveResult] = {}
+        """By node: what its last transfer took."""
+        self._moves = 0
+        """Grows whenever bytes have moved."""
+
+    def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
+        homes = [self._node(worker) for worker in ranks]
+        with self._lock:
+            before = self._posts.writers
+            self._ranks, self._writers = {}, [worker.spec.name for worker in ranks]
+            for rank, node in enumerate(homes):
+                self._ranks.setdefault(node.info.name, []).append(rank)
+            self._posts.writers = len(ranks)
+            if before not in (0, len(ranks)):
+                self._former = [*self._former, self._posts.name]
+                self._posts.name = f"{self._base}-{len(ranks)}"
+        for node in self._homes:
+            self._posts.wait(node, "where ranks write their weights")
+        return [self._posts.folder(node) for node in homes]
+
+    def publish(self, version: int, write: WriteVersion) -> None:
+        claim = object()
+        self._publishing = True
+        try:
+            for node in self._homes:
+                self._claim(node, claim, urgent=True)
+            self._make_room()
+            wanted = {node.info.name: node for node in map(self._node, write())}
+            self._assemble(version)
+            self._spread(version, self._pass_on(version, wanted, claim))
+        finally:
+            self._publishing = False
+            self._release(claim)
+
+    def hanging(self) -> list[BufferHeld]:
+        with self._lock:
+            behind = [(node, node.courier) for node in self._nodes.values() if node.behind]
+        # A courier that waits for a reader is stuck, and says so all the same.
+        asked = [
+            (node, courier.submit(RelayAPI.readers))
+            for node, courier in behind
+            if courier is not None and courier.alive()
+        ]
+        answers = gather_outcomes([pending for _, pending in asked], "who reads weights", SENDER_ANSWER_S)
+        found = []
+        for (node, _), readers in zip(asked, answers, strict=True):
+            if not isinstance(readers, list):
+                node.behind = False  # it says nothing, and would take as long over it the next time
+            elif readers:
+                found.append(self._held(node, readers))
+        return found
+
+    def reads(self, engine: Worker, held: BufferHeld) -> bool:
+        known_as = self._cluster.node_of(engine).name
+        return known_as == held.node and any(engine.pid in each for each in held.readers)
+
+    def where(self, worker: Worker, version: int) -> str | None:
+        with self._lock:
+            served = self._node(worker).served
+        return served[0] if served is not None and served[1] == version else None
+
+    def fetch(self, worker: Worker, version: int) -> None:
+        node, claim, problem = self._node(worker), object(), ""
+        for _ in range(MAX_PUBLISH_TRIES):
+            try:
+                self._claim(node, claim)
+                with self._lock:
+                    if node.version == version or self._published != version:
+                        return
+                problem = self._spread(version, [node]).problem
+            finally:
+                self._release(claim)
+        if node.version != version and self._published == version:
+            whom, why = f"courier of {node.info.name}", f"weights of version {version}: {problem}"
+            raise Stalled("transfer", whom, why, self._limit_s, self._limit_s)
+
+    def moves(self) -> object:
+        return self._published, self._moves
+
+    def served(self) -> None:
+        with self._lock:
+            former, self._former = [name for name in self._former if name != self._posts.name], []
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            for name in former:
+                self._posts.discard(node, name)
+
+    # --- nodes
+
+    def _node(self, worker: Worker) -> RelayNode:
+        info = self._cluster.node_of(worker)
+        with self._lock:
+            known = self._nodes.get(info.name)
+            if known is None or known.info != info:
+                known = self._nodes[info.name] = RelayNode(info)
+            return known
+
+    @property
+    def _homes(self) -> list[RelayNode]:
+        """Where trainer ranks are; the first collects."""
+        return [self._nodes[name] for name in self._ranks]
+
+    def _claim(self, node: RelayNode, claim: object, urgent: bool = False) -> None:
+        """Waits until nobody else brings the node weights. To the trainer everybody else gives way."""
+
+        def free() -> bool:
+            return node.claim is None and (urgent or not node.urgent)
+
+        def moves() -> object:
+            # What the trainer does has bounds of its own.
+            return self.moves(), time.monotonic() if self._publishing and not urgent else None
+
+        with self._news:
+            node.urgent = node.urgent or urgent
+            try:
+                waits.condition(
+                    self._news, free, whom=f"courier of {node.info.name}", why="its transfer under way",
+                    stall_s=self._limit_s + SENDER_ANSWER_S, progress=moves,
+                )  # fmt: skip
+            finally:
+                node.urgent = node.urgent and not urgent
+            node.claim = claim
+
+    def _release(self, claim: object) -> None:
+        with self._news:
+            for node in self._nodes.values():
+                node.claim = None if node.claim is claim else node.claim
+            self._news.notify_all()
+
+    def _pass_on(self, version: int, wanted: dict[str, RelayNode], claim: object) -> list[RelayNode]:
+        """The version is there: whoever misses it is claimed now, and the trainer's other nodes are free."""
+        with self._news:
+            self._published = version
+            free = [node for node in wanted.values() if node.claim in (None, claim)]
+            # A courier that has failed is replaced by who needs it there: that may take longer than the run can wait.
+            missing = [node for node in free if node.version != version and node.fit]
+            self._release(claim)
+            for node in missing:
+                node.claim = claim
+        return missing
+
+    def _make_room(self) -> None:
+        """Sees to it that ranks can write: no courier that has failed holds what they want, and no reader.
+
+        Raises:
+            BufferHeld: one does.
+        """
+        for node in self._homes:
+            try:
+                self._posts.wait(node, "weights of the trainer")
+                readers = self._readers(node)
+            except RELAY_ERRORS as error:
+                node.stuck = node.stuck or isinstance(error, Stalled)
+                log.warning("%s: no courier: %s", node.info.name, error)  # collecting tries again
+                continue
+            if readers:
+                raise self._held(node, readers)
+
+    def _held(self, node: RelayNode, readers: Sequence[ProcessLineage]) -> BufferHeld:
+        return BufferHeld(Path(self._posts.folder(node)), node.info.name, tuple(map(tuple, readers)), self._limit_s)
+
+    def _readers(self, node: RelayNode) -> list[ProcessLineage]:
+        """Who has not let go of the node's spare buffer within the limit."""
+        end = time.monotonic() + self._limit_s
+        while True:
+            asked = node.call().submit(RelayAPI.readers)
+            (found,) = gather_results([asked], why="who reads weights", stall_s=self._limit_s)
+            if not found or time.monotonic() > end:
+                return found
+            waits.sleep(RELAY_POLL_S, f"readers of the weights on {node.info.name} come to their end")
+
+    # --- transfers
+
+    def _assemble(self, version: int) -> None:
+        """The first trainer node has the whole version, and commits it. What fails is tried again, with other couriers
+        where those have failed.
+
+        Raises:
+            Stalled: it did not get there; names the ranks whose part it was, as they have to make it again.
+            RemoteError: what no other try would mend.
+        """
+        began = time.monotonic()
+        home, *missing = self._homes
+        for attempt in range(MAX_PUBLISH_TRIES):
+            node = home
+            try:
+                while missing:
+                    node = missing[0]
+                    carried = self._carry(version, [home], [node], self._ranks[node.info.name])
+                    if carried.behind:
+                        raise LinkFailed(f"to {home.info.name}", node.info.name, carried.problem)
+                    missing.pop(0)
+                node = home
+                self._commit(home, version)
+                return
+            except RELAY_ERRORS as error:
+                if is_permanent(error):
+                    raise
+                log.warning("version %d, try %d of %d: %s", version, attempt + 1, MAX_PUBLISH_TRIES, error)
+                if isinstance(error, RemoteError):  # the commit: something is not there
+                    missing = self._homes[1:]
+                last = error
+        whom = ", ".join(self._writers[rank] for rank in self._ranks[node.info.name])
+        why = f"version {version} of the weights from {node.info.name}: {last}"
+        raise Stalled("transfer", whom, why, time.monotonic() - began, self._limit_s)
+
+    def _commit(self, home: RelayNode, version: int) -> None:
+        self._posts.wait(home, f"commit version {version}")
+        asked = home.call().submit(RelayAPI.commit, version)
+        try:
+            gather_results([asked], why=f"commit version {version}", stall_s=self._limit_s)
+        except Stalled:
+            home.stuck = True
+            raise
+        with self._lock:
+            home.served = home.folder, version
+
+    def _spread(self, version: int, missing: Sequence[RelayNode]) -> BroadcastTree:
+        """From the nodes that have it to those that have not; who fails is left behind."""
+        with self._lock:
+            having = [node for node in self._nodes.values() if node.version == version and node.fit]
+            holders = [node for node in having if self._posts.lives(node)] or self._homes[:1]
+            ranks = sorted(rank for some in self._ranks.values() for rank in some)
+        carried = self._carry(version, missing, holders, ranks)
+        for node in missing:
+            node.behind = node in carried.behind
+        for node in carried.behind:
+            log.warning("%s has no version %d of the weights; it is brought up to date later", node.info.name, version)
+        return carried
+
+    def _carry(
+        self, version: int, missing: Sequence[RelayNode], holders: Sequence[RelayNode], ranks: list[int]
+    ) -> BroadcastTree:
+        """A round from its beginning to its end."""
+        round_ = BroadcastTree(
+            version, missing, holders, ranks, self._posts.ready, self._begin, self._arrived, self._limit_s
+        )  # fmt: skip
+        last: object = None
+
+        def look() -> bool | None:
+            nonlocal last
+            if (now := round_.progress()) != last:
+                last, self._moves = now, self._moves + 1
+            if any(node.urgent for node in missing):
+                round_.give_up("the trainer writes a later version there")
+            return round_.look()
+
+        # The round has its own bound, which is reached before this one.
+        waits.poll(
+            look, kind="transfer", whom=", ".join(node.info.name for node in missing) or "nobody",
+            why=f"weights of version {version}", every_s=RELAY_POLL_S, progress=round_.progress,
+            stall_s=2 * self._limit_s + SENDER_ANSWER_S,
+        )  # fmt: skip
+        return round_
+
+    def _begin(self, source: RelayNode, target: RelayNode, version: int, ranks: list[int]) -> RelayTransfer:
+        return RelayTransfer.begin(source, target, version, ranks, next(self._numbers))
+
+    def _arrived(self, transfer: RelayTransfer, version: int) -> None:
+        received = transfer.received
+        assert received is not None
+        self.received[transfer.target.info.name] = received
+        log.info(
+            "%s: version %d, %.1f of %.1f MiB in %.2f s", transfer.link.name, version, received.sent / 2**20,
+            received.total / 2**20, received.seconds,
+        )  # fmt: skip
+        if received.whole:
+            with self._lock:
+                transfer.target.served = transfer.target.folder, version

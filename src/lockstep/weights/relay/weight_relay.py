@@ -1,0 +1,340 @@
+"""A node's relay: keeps the node's weight store, sends versions to other nodes and receives them.
+
+Bytes go from one node's shared memory into that of another: into the spare buffer, where they are checked against
+the checksums of the ranks that wrote them, and only then become the current version.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from torch._C._distributed_c10d import Store
+
+from lockstep.base import waits
+from lockstep.cluster.protocol import concurrent
+from lockstep.watch.beacon import writer
+from lockstep.weights.distributed_setup import connect_store, init_default_group, use_gloo_interface
+from lockstep.weights.errors import LinkFailed, NoStore, StaleVersion, TornWeights
+from lockstep.weights.relay import link_protocol
+from lockstep.weights.relay.api import ReceiveResult, RelayAPI, RelayLink, SendProgress
+from lockstep.weights.relay.link_protocol import (
+    Chunk,
+    RelayReceiverInfo,
+    changed_chunks,
+    chunk_bytes,
+    chunk_digest,
+    cut_chunks,
+)
+from lockstep.weights.relay.relay_links import (
+    FileLinkReceiver,
+    FileLinkSender,
+    GlooLink,
+    LinkReceiver,
+    LinkSender,
+    delete_stale_files,
+)
+from lockstep.weights.shared_memory import ProcessLineage, spare_buffer_readers
+from lockstep.weights.store_files import remove_store
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
+from lockstep.weights.write_records import ChecksumBlock, ChecksumMode, OutgoingVersion, WriteRecord
+
+log = logging.getLogger(__name__)
+
+KEPT_DIGESTS = 4
+"""Versions whose digests a sender remembers."""
+
+KEPT_OUTCOMES = 1000
+"""Links whose outcome a sender remembers."""
+
+LinkBackend = Literal["gloo", "files"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferHeader:
+    """What comes before the parcels."""
+
+    version: int
+    generation: int
+    limit: int
+    """Bytes of a parcel, at most: receiver and sender cut alike."""
+    which: list[int]
+    """Positions of the parcels that follow; the receiver has the others."""
+    kept: list[str]
+    """Digests of the others, in their order."""
+    marks: list[WriteRecord]
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> "TransferHeader":
+        found = json.loads(body)
+        marks = [
+            WriteRecord(**{**mark, "buckets": tuple(ChecksumBlock(**each) for each in mark["buckets"])})
+            for mark in found.pop("marks")
+        ]
+        return cls(**found, marks=marks)
+
+
+class WeightRelay(RelayAPI):
+    """One per node.
+
+    Args:
+        node: its name.
+        address: where other nodes reach it.
+        generation: of the run.
+        way: `gloo_choice`, or `incident_files` in `folder`, which all nodes see.
+        store_host, store_port: of the run's rendezvous store.
+        bucket_bytes: of a parcel, at most.
+        check: of what was received, against the checksums of those who wrote it.
+        delta: whether only parcels travel that have changed.
+        limit_s: how long a peer may make no progress.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        address: str,
+        generation: int,
+        way: LinkBackend,
+        store_host: str,
+        store_port: int,
+        bucket_bytes: int = 64 << 20,
+        check: ChecksumMode = "sampled",
+        delta: bool = False,
+        limit_s: float = 60.0,
+        folder: str | None = None,
+    ) -> None:
+        self.node, self.generation, self._way, self._limit_s = node, generation, way, limit_s
+        self._bucket_bytes, self._check, self._delta = bucket_bytes, check, delta
+        self._folder = None if folder is None else Path(folder)
+        self._meeting: Store = connect_store(store_host, store_port, f"gen{generation}/weights")
+        self._opened: WeightStore | None = None
+        self._sent: dict[int, SendProgress] = {}
+        self._digests: dict[tuple[int, int, tuple[int, ...]], list[bytes]] = {}
+        self._summing: set[tuple[int, int, tuple[int, ...]]] = set()
+        """Whose digests somebody is at."""
+        self._summed = 0
+        self._doubted = False
+        """Whether what this node has is not what the sender has, though it should be."""
+        self._lock = threading.Lock()
+        """Of digests; nothing is waited for with it."""
+        if way == "gloo":
+            use_gloo_interface(address)
+            init_default_group(f"gen{generation}/weights")
+
+    def create(self, folder: str, plan: str, writers: int) -> int | None:
+        self.close()
+        if self._way == "files":
+            delete_stale_files(self._shared_folder, self.generation, self.node)
+        self._opened = WeightStore.create(Path(folder), WeightPlan.from_json(plan), writers, self.generation)
+        return self._opened.version()
+
+    def commit(self, version: int) -> None:
+        self._store.commit(version)
+
+    def version(self) -> int | None:
+        return self._store.version()
+
+    def discard(self, folder: str) -> None:
+        remove_store(Path(folder))
+
+    def send(self, version: int, ranks: list[int], link: RelayLink) -> None:
+        work = self._store, version, ranks, link
+        threading.Thread(target=self._send, args=work, name=link.name, daemon=True).start()
+
+    @concurrent
+    def readers(self) -> list[ProcessLineage]:
+        return [] if self._opened is None else spare_buffer_readers(self._opened)
+
+    @concurrent
+    def sent(self, number: int) -> SendProgress:
+        return self._sent.get(number, SendProgress())
+
+    def receive(self, version: int, ranks: list[int], link: RelayLink) -> ReceiveResult:
+        if writer.current_beacon().stage_name != "receive":  # a stage that is told again would pass for progress
+            writer.current_beacon().stage("receive")
+        began, store = time.monotonic(), self._store
+        whole = len(ranks) == store.control.writers
+        newest = store.control.newest()
+        base = newest if self._delta and whole and not self._doubted else None
+        card = (
+            RelayReceiverInfo(store.plan.digest)
+            if base is None
+            else RelayReceiverInfo(store.plan.digest, base.generation, base.version)
+        )
+        with store.filling(version, ranks) as filling:
+            link_protocol.handshake_with_sender(self._meeting, link, store.plan, card, self._limit_s / 2)
+            inlet = self._inlet(link)
+            try:
+                header = self._expected(TransferHeader.decode(inlet.header()), version, ranks, link)
+                cut = cut_chunks(store.plan, header.marks, header.limit)
+                wanted = [cut[position] for position in header.which]
+                self._keep(store, cut, header, filling.memory)
+                inlet.receive(wanted, filling.memory, self._count)
+            finally:
+                inlet.close()
+            filling.keep(header.marks, self._check)
+        self._doubted = False
+        link_protocol.delete_link_keys(self._meeting, link)
+        sent, total = sum(map(chunk_bytes, wanted)), sum(map(chunk_bytes, cut))
+        return ReceiveResult(sent, total, time.monotonic() - began, whole)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+            if self._way == "files":
+                delete_stale_files(self._shared_folder, self.generation, self.node)
+                with contextlib.suppress(OSError):  # others have files there
+                    self._shared_folder.rmdir()
+
+    @property
+    def _store(self) -> WeightStore:
+        if self._opened is None:
+            raise NoStore(Path(self.node), "no store is open on this node; call create() first")
+        return self._opened
+
+    def _send(self, store: WeightStore, version: int, ranks: list[int], link: RelayLink) -> None:
+        """In a thread of its own."""
+        try:
+            with store.sending(version, ranks) as held:
+                self._hand_over(store, held, version, ranks, link)
+        except Exception as error:  # noqa: BLE001 - the controller asks for it
+            log.warning("%s: %s", link.name, error)
+            outcome = f"{type(error).__name__}: {error}"
+            self._ended(link, outcome)
+            link_protocol.refuse_transfer(self._meeting, link, outcome)
+        else:
+            self._ended(link, "")
+
+    def _ended(self, link: RelayLink, outcome: str) -> None:
+        for number in [each for each in list(self._sent) if each < link.number - KEPT_OUTCOMES]:
+            self._sent.pop(number, None)
+        self._sent[link.number] = replace(self.sent(link.number), outcome=outcome)
+
+    def _hand_over(
+        self, store: WeightStore, held: OutgoingVersion, version: int, ranks: Sequence[int], link: RelayLink
+    ) -> None:
+        cut = cut_chunks(store.plan, held.marks, self._bucket_bytes)
+
+        def look() -> None:
+            newest = store.control.newest()
+            if newest is not None and newest.generation == self.generation and newest.version > version:
+                raise StaleVersion(version, newest.version)  # the trainer wants this buffer
+
+        now = self._sum_up(cut, held, (self.generation, version, tuple(ranks)), link, look) if self._delta else []
+        card = link_protocol.handshake_with_receiver(self._meeting, link, store.plan, self._limit_s)
+        before = self._digests.get((card.generation, -1 if card.version is None else card.version, tuple(ranks)))
+        which = changed_chunks(before, now) if self._delta else list(range(len(cut)))
+        kept = [each.hex() for position, each in enumerate(now) if position not in set(which)]
+        header = TransferHeader(version, self.generation, self._bucket_bytes, which, kept, list(held.marks))
+        outlet = self._outlet(link)
+
+        def moved(count: int) -> None:
+            self._count(count)
+            sent = self.sent(link.number)
+            self._sent[link.number] = replace(sent, bytes=sent.bytes + count)
+            look()
+
+        try:
+            outlet.send(header.encode(), [cut[position] for position in which], held.memory, moved)
+        finally:
+            outlet.close()
+
+    def _sum_up(
+        self, cut: Sequence[Chunk], held: OutgoingVersion, key: tuple[int, int, tuple[int, ...]], link: RelayLink,
+        look: Callable[[], None],
+    ) -> list[bytes]:  # fmt: skip
+        """Digests of all parcels, made once for all receivers; they are told that it goes on."""
+
+        def going_on() -> object:
+            self._sent[link.number] = replace(self.sent(link.number), summed=self._summed)
+            link_protocol.report_preparing(self._meeting, link, self._summed)
+            return self._summed
+
+        def made() -> bool | None:
+            with self._lock:
+                if key in self._digests or key not in self._summing:
+                    self._summing.add(key)
+                    return True
+                return None
+
+        waits.poll(
+            made, kind="event", whom=f"courier of {self.node}", why="digests of the version", stall_s=self._limit_s,
+            progress=going_on,
+        )  # fmt: skip
+        try:
+            found = list(self._digests.get(key, []))
+            for parcel in cut[len(found) :]:
+                found.append(chunk_digest(parcel, held.memory))
+                self._summed += chunk_bytes(parcel)
+                going_on()
+                look()
+        finally:
+            self._summing.discard(key)
+        with self._lock:
+            self._digests[key] = found
+            while len(self._digests) > KEPT_DIGESTS:
+                del self._digests[next(iter(self._digests))]
+        return found
+
+    def _expected(self, header: TransferHeader, version: int, ranks: Sequence[int], link: RelayLink) -> TransferHeader:
+        """Raises LinkFailed where something else comes than was asked for."""
+        wanted = version, self.generation, list(ranks)
+        found = header.version, header.generation, [mark.rank for mark in header.marks]
+        if found != wanted:
+            what = "version {} of generation {} by ranks {}"
+            problem = f"{what.format(*found)} comes, {what.format(*wanted)} was asked for"
+            raise LinkFailed(link.name, link.sender, problem)
+        return header
+
+    def _keep(self, store: WeightStore, cut: Sequence[Chunk], header: TransferHeader, memory: memoryview) -> None:
+        """Copies from the current version what does not come. Raises TornWeights where that is not what the sender has:
+        then the next transfer brings everything."""
+        coming = set(header.which)
+        kept = [parcel for position, parcel in enumerate(cut) if position not in coming]
+        if not kept:
+            return
+        with store.current() as current:
+            for parcel, expected in zip(kept, header.kept, strict=True):
+                for run in parcel:
+                    memory[run.start : run.end] = current[run.start : run.end]
+                    self._count(run.length)
+                if chunk_digest(parcel, memory).hex() != expected:
+                    self._doubted = True
+                    start, length = parcel[0].start, chunk_bytes(parcel)
+                    name = next(each.name for each in reversed(store.plan.entries) if each.offset <= start)
+                    raise TornWeights(header.version, f"{name}, which was not sent", start, length)
+
+    def _outlet(self, link: RelayLink) -> LinkSender:
+        if self._way == "gloo":
+            return GlooLink(self._meeting, link, True, self._limit_s)
+        return FileLinkSender(self._shared_folder, self.generation, link)
+
+    def _inlet(self, link: RelayLink) -> LinkReceiver:
+        if self._way == "gloo":
+            return GlooLink(self._meeting, link, False, self._limit_s)
+        return FileLinkReceiver(
+            self._shared_folder,
+            self.generation,
+            link,
+            self._limit_s / 2,
+            lambda: link_protocol.refusal_reason(self._meeting, link),
+        )
+
+    @property
+    def _shared_folder(self) -> Path:
+        if self._folder is None:
+            raise ValueError("weights.folder: the transport files needs a folder that all nodes see")
+        return self._folder
+
+    def _count(self, count: int) -> None:
+        writer.current_beacon().add("bytes", count)

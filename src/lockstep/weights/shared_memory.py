@@ -1,0 +1,153 @@
+"""Weight sync within one host: the controller's transport over one store, and the engine's reader.
+
+Also finds the processes that still read the buffer that the next version needs.
+"""
+
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from torch import Tensor
+
+from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.cluster.protocol import Worker
+from lockstep.weights.errors import (
+    BufferHeld,
+)
+from lockstep.weights.store_files import (
+    BufferLease,
+    lease_holders,
+    remove_store,
+)
+from lockstep.weights.weight_plan import WeightPlan
+from lockstep.weights.weight_store import WeightStore
+from lockstep.weights.weight_transport import WriteVersion
+from lockstep.weights.write_records import (
+    ChecksumMode,
+)
+
+
+class StoreReader:
+    """Opens versions for an engine: `with reader(folder, version) as tensors: ...`. Keeps stores mapped."""
+
+    def __init__(self, check: ChecksumMode = "sampled") -> None:
+        self.check: ChecksumMode = check
+        self._stores: dict[Path, tuple[int, WeightStore]] = {}
+
+    @contextmanager
+    def __call__(self, folder: Path, version: int) -> Generator[Mapping[str, Tensor]]:
+        """The tensors of that version by name. Raises as `SharedWeights.reading`."""
+        with self._store(folder).reading(version, self.check) as weights:
+            yield weights.tensors
+
+    def _store(self, folder: Path) -> WeightStore:
+        control = folder / "control"
+        inode = control.stat().st_ino if control.exists() else -1
+        known = self._stores.get(folder)
+        if known is None or known[0] != inode:
+            self._stores[folder] = inode, WeightStore.open(folder)
+        return self._stores[folder][1]
+
+
+def complete_store_reader() -> StoreReader:
+    """One that looks at every byte."""
+    return StoreReader("complete")
+
+
+ProcessLineage = tuple[int, ...]
+"""Pid of a process and those of its parents: an engine may read by processes of its own."""
+
+
+def spare_buffer_readers(store: WeightStore) -> list[ProcessLineage]:
+    """Who holds the buffer of a store that is not current, but for this process. Nobody begins to: engines read what is
+    current, and couriers send what is marked. Does not wait."""
+    newest = store.control.newest()
+    path = store.folder / f"buffer-{0 if newest is None else 1 - newest.buffer}"
+    lease = BufferLease.take(path, exclusive=True)
+    if lease is not None:
+        lease.release()
+        return []
+    return [process_lineage(pid) for pid in lease_holders(path) if pid != os.getpid()]
+
+
+def process_lineage(pid: int) -> ProcessLineage:
+    try:
+        return pid, *(each.pid for each in psutil.Process(pid).parents())
+    except psutil.Error:
+        return (pid,)
+
+
+class SharedMemoryTransport:
+    """Implements `lockstep.weights.weight_transport.WeightTransport`. No process of its own, nothing is sent.
+
+    Args:
+        folder: of the store, in shared memory.
+        generation: of the run.
+        limit_s: how long a reader may keep memory that a version needs.
+    """
+
+    def __init__(self, folder: Path, plan: WeightPlan, generation: int, limit_s: float = 60.0) -> None:
+        self._folder, self._plan, self._generation, self._limit_s = folder, plan, generation, limit_s
+        self._store: WeightStore | None = None
+        self._former: WeightStore | None = None
+        """What engines serve from until the next publish, where the number of ranks has changed."""
+
+    @property
+    def store(self) -> WeightStore:
+        """The one that the next version goes to."""
+        if self._store is None:
+            raise RuntimeError("no store is open; call lay_out() first")
+        return self._store
+
+    def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
+        left = self._store
+        if left is None or left.control.writers != len(ranks):
+            folder = self._folder if left is None else self._folder.with_name(f"{self._folder.name}-{len(ranks)}")
+            self._store = WeightStore.create(folder, self._plan, len(ranks), self._generation)
+            if left is not None and self._former is None:
+                self._former = left
+            elif left is not None:  # nothing was published from it
+                _delete_store(left)
+        return [str(self.store.folder)] * len(ranks)
+
+    def publish(self, version: int, write: WriteVersion) -> None:
+        try:
+            waits.poll(
+                lambda: not spare_buffer_readers(self.store) or None, kind="lease", whom="engines",
+                why="they let go of the weights before the last", timeout_s=self._limit_s,
+            )  # fmt: skip
+        except WaitTimeout as error:
+            held = tuple(spare_buffer_readers(self.store))
+            if held:
+                raise BufferHeld(self.store.folder, "this host", held, self._limit_s) from error
+        write()
+        self.store.commit(version)
+
+    def hanging(self) -> list[BufferHeld]:
+        return []
+
+    def reads(self, engine: Worker, held: BufferHeld) -> bool:
+        return any(engine.pid in each for each in held.readers)
+
+    def where(self, worker: Worker, version: int) -> str | None:
+        stores = [self._store, self._former]
+        return next((str(each.folder) for each in stores if each is not None and each.version() == version), None)
+
+    def fetch(self, worker: Worker, version: int) -> None:
+        return
+
+    def moves(self) -> object:
+        return None
+
+    def served(self) -> None:
+        if self._former is not None:
+            _delete_store(self._former)
+            self._former = None
+
+
+def _delete_store(store: WeightStore) -> None:
+    remove_store(store.folder)
+    store.close()

@@ -1,0 +1,190 @@
+"""Buckets through device memory shared by CUDA IPC: two buffers in turn.
+
+A trainer rank shares them with the engine workers on its GPU: it fills one and announces it at the run's store;
+each worker copies the bucket into memory of its own and confirms; then the buffer is filled again. Every buffer is
+mapped once in a channel's life.
+"""
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from lockstep.weights.distributed_setup import wait_for_key
+from lockstep.weights.stream.channel import StreamChannel
+from lockstep.weights.stream.tensor_buckets import TensorBucket, bytes_with_trailer
+
+_HANDLE_FIELDS = ("handle", "ref_counter_handle", "event_handle")
+_OFFSET_FIELDS = ("storage_bytes", "storage_offset", "ref_counter_offset")
+
+
+class IpcMemory(Protocol):
+    """Of one kind of device."""
+
+    def known_as(self, device: torch.device) -> str:
+        """What all processes of the host call the device, whatever number it has in each."""
+
+    def shelf(self, size: int, device: torch.device) -> Tensor:
+        """New memory, uint8 `[size]`."""
+
+    def export(self, shelf: Tensor) -> dict[str, Any]:
+        """What one other process opens it by (JSON); another process needs one of its own."""
+
+    def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
+        """The memory of another process, uint8 `[size]`. It is that process's: it must outlive this view."""
+
+
+class CudaIpcMemory:
+    """CUDA IPC, by the functions that torch's own queues of tensors use."""
+
+    def known_as(self, device: torch.device) -> str:
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def shelf(self, size: int, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def export(self, shelf: Tensor) -> dict[str, Any]:
+        return export_handle(shelf)
+
+    def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
+        return open_handle(handle, device)
+
+
+def export_handle(tensor: Tensor) -> dict[str, Any]:
+    """What another process on this GPU opens a contiguous tensor by, once: torch counts, in memory that belongs to this
+    one export, whether that process still has it."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, found = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    (_, _, _, offset, _, _, _, handle, storage_bytes, storage_offset, _, counter, counter_offset, event, sync) = found
+    texts = {"handle": handle, "ref_counter_handle": counter, "event_handle": event}
+    return {
+        **{name: base64.b64encode(value).decode() for name, value in texts.items()},
+        "size": tensor.numel(),
+        "offset": offset,
+        "storage_bytes": storage_bytes,
+        "storage_offset": storage_offset,
+        "ref_counter_offset": counter_offset,
+        "event_sync_required": sync,
+    }
+
+
+def open_handle(found: Mapping[str, Any], device: torch.device) -> Tensor:
+    """The tensor behind `export_handle`, uint8 `[size]`, in the process that opens it; `device` is this process's
+    number of that GPU."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    handle, counter, event = (base64.b64decode(found[name]) for name in _HANDLE_FIELDS)
+    storage_bytes, storage_offset, counter_offset = (found[name] for name in _OFFSET_FIELDS)
+    made: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+        Tensor, torch.Size([found["size"]]), (1,), found["offset"], torch.storage.TypedStorage, torch.uint8,
+        device.index or 0, handle, storage_bytes, storage_offset, False, counter, counter_offset, event,
+        found["event_sync_required"],
+    )  # fmt: skip
+    return made
+
+
+BUFFER_COUNT = 2
+
+
+class IpcBufferWriter:
+    """A trainer rank's end.
+
+    Args:
+        lots: all of a version; the largest one decides the size.
+        readers: names of the workers on this device.
+    """
+
+    def __init__(
+        self, store: Store, channel: StreamChannel, lots: Sequence[TensorBucket], readers: Sequence[str], memory: IpcMemory,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._store, self._channel, self._readers, self._device = store, channel, list(readers), device
+        size = max(map(bytes_with_trailer, lots))
+        self._memory = [memory.shelf(size, device) for _ in range(BUFFER_COUNT)]
+        for reader in readers:
+            handles = [memory.export(shelf) for shelf in self._memory]
+            store.set(f"{channel.number}/shelves/{reader}", json.dumps(handles))
+        self._put = 0
+        self._version = 0
+        self._key = memory.known_as(device)
+
+    def free(self, lot: TensorBucket, version: int) -> Tensor:
+        """Memory for a lot, once all readers have what was in it. Raises LinkFailed, naming who has not."""
+        self._version = version
+        if lot.number >= BUFFER_COUNT:
+            self._taken(lot.number - BUFFER_COUNT)
+        return self._memory[lot.number % BUFFER_COUNT][: bytes_with_trailer(lot)]
+
+    def put(self, lot: TensorBucket, buffer: Tensor) -> None:
+        """The lot is in its memory: tells the readers."""
+        _synchronize(self._device)
+        self._store.set(self._name(f"there/{self._key}", lot.number), "1")
+        self._put = lot.number + 1
+
+    def flush(self) -> None:
+        """Waits until the readers have everything."""
+        for number in range(max(0, self._put - BUFFER_COUNT), self._put):
+            self._taken(number)
+
+    def close(self) -> None:
+        """Gives the memory back once no reader has it open."""
+        self._memory.clear()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+    def _taken(self, number: int) -> None:
+        for reader in self._readers:
+            key = self._name(f"taken/{reader}", number)
+            wait_for_key(
+                self._store, key, self._channel.name, reader, timeout_s=self._channel.limit_s, notice_after_s=None
+            )
+            self._store.delete_key(key)
+        self._store.delete_key(self._name(f"there/{self._key}", number))
+
+    def _name(self, what: str, number: int) -> str:
+        return f"{self._channel.number}/{self._version}/{what}/{number}"
+
+
+class IpcBufferReader:
+    """An engine worker's end. Raises LinkFailed where no trainer rank is on its device."""
+
+    def __init__(
+        self, store: Store, channel: StreamChannel, name: str, memory: IpcMemory, device: torch.device
+    ) -> None:
+        self._store, self._channel, self._me, self._device = store, channel, name, device
+        self._key = memory.known_as(device)
+        raw = wait_for_key(
+            store, f"{channel.number}/shelves/{name}", channel.name, f"a trainer rank on GPU {self._key}",
+            timeout_s=channel.limit_s, notice_after_s=None,
+        )  # fmt: skip
+        handles: list[dict[str, Any]] = json.loads(raw)
+        self._memory = [memory.open(handle, device) for handle in handles]
+
+    def lots(self, lots: Sequence[TensorBucket], version: int) -> Iterator[Tensor]:
+        """Each in memory of its own."""
+        start = f"{self._channel.number}/{version}"
+        for lot in lots:
+            there = f"{start}/there/{self._key}/{lot.number}"
+            wait_for_key(
+                self._store, there, self._channel.name, "the trainer rank on this GPU",
+                timeout_s=self._channel.limit_s, notice_after_s=None,
+            )  # fmt: skip
+            own = self._memory[lot.number % BUFFER_COUNT][: bytes_with_trailer(lot)].clone()
+            _synchronize(self._device)
+            self._store.set(f"{start}/taken/{self._me}/{lot.number}", "1")
+            yield own
+
+    def close(self) -> None:
+        """Lets go of the trainer's memory."""
+        self._memory.clear()
+
+
+def _synchronize(device: torch.device) -> None:
+    """What was copied is there: another process sees memory, not streams."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

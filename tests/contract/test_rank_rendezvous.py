@@ -1,0 +1,88 @@
+"""Real processes at a real store, some of which never come."""
+
+import json
+import logging
+import multiprocessing
+import threading
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.base.folders import new_run_id
+from lockstep.train import distributed
+from lockstep.train.distributed import RanksMissing, wait_for_ranks
+from lockstep.watch.beacon import writer
+
+NAMES = ["policy-0 on node-a", "policy-1 on node-a", "policy-2 on node-b"]
+BOUND_S = 5.0
+
+
+def _rank(folder: Path, port: int, rank: int, imported: Barrier) -> None:
+    logging.basicConfig(filename=folder / f"{rank}.log", level=logging.INFO)
+    distributed.RENDEZVOUS_S = BOUND_S
+    imported.wait(120)
+    store = "127.0.0.1", port
+    try:
+        distributed.join_ranks(rank, len(NAMES), torch.device("cpu"), store, "gen1/policy/0", 60, names=NAMES)
+        said = {"missing": []}
+    except RanksMissing as error:
+        said = {"missing": list(error.missing), "text": str(error)}
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize("coming", [(0, 1), (1, 2), (0, 1, 2)], ids=["without-2", "without-0", "all"])
+def test_who_did_not_come_is_named_by_everybody_who_did(tmp_path: Path, coming: tuple[int, ...]) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    imported = context.Barrier(len(coming))
+    ranks = [context.Process(target=_rank, args=(tmp_path, store.port, rank, imported), daemon=True) for rank in coming]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(120)
+    missing = [name for rank, name in enumerate(NAMES) if rank not in coming]
+    for rank in coming:
+        said = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert said["missing"] == missing
+        if missing:
+            assert f"{missing[0]} of 3 ranks did not come" in said["text"]
+    if coming == (0, 1):
+        lines = (tmp_path / "0.log").read_text().splitlines()
+        assert len([line for line in lines if "2 of 3 ranks are there, missing: policy-2 on node-b" in line]) >= 2
+
+
+def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:
+    """By their names as processes: the console and the supervisor read it."""
+    seen: list[str] = []
+
+    def rank_0() -> None:
+        seen.append(str(threading.get_native_id()))
+        wait_for_ranks(store, 0, 3, NAMES, 120.0)
+
+    store = dist.HashStore()
+    thread = threading.Thread(target=rank_0, daemon=True)
+
+    def until(whom: str) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            wait = writer.current_beacon().waiting(int(seen[0])) if seen else None
+            if wait is not None and wait.whom == whom and wait.kind == "rendezvous":
+                return
+            assert time.monotonic() < deadline, wait
+            time.sleep(0.01)
+
+    writer.open_beacon(new_run_id("meets"), "policy-0", "policy", 0)
+    thread.start()
+    try:
+        until("policy-1, policy-2")
+        store.set("joined/1", "{}")
+        until("policy-2")
+        store.set("joined/2", "{}")
+        thread.join(30)
+    finally:
+        writer.close_beacon()
+    assert json.loads(store.get("over")) == []

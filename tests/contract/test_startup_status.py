@@ -1,0 +1,90 @@
+"""Who is awaited is told while it is: with real workers, one of which waits for somebody itself."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_services import Plain
+
+from lockstep.base.folders import new_run_id
+from lockstep.cluster.local_cluster import LocalCluster
+from lockstep.cluster.protocol import WorkerSpec
+from lockstep.cluster.rpc.futures import gather_results
+from lockstep.cluster.rpc.remote_worker import worker_and_node
+from lockstep.config.cluster import LocalClusterConfig as Config
+from lockstep.config.loader import check_config
+from lockstep.models.tiny_model import make_tiny
+from lockstep.run.telemetry.run_reporter import format_wait, startup_status
+from lockstep.train.api import TrainerAPI
+from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.beacon_records import WaitRecord
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    run = new_run_id("awaited")
+    writer.open_beacon(run, "controller", "controller", 0)
+    with LocalCluster(Config(device="cpu"), run, tmp_path / "run", 1) as made:
+        yield made
+    writer.close_beacon()
+
+
+def test_who_is_awaited_and_what_they_wait_for(cluster: LocalCluster) -> None:
+    one, two = cluster.start([WorkerSpec(f"w-{n}", "tester", n, "cluster_services:Plain") for n in range(2)])
+    told: list[str] = []
+    alone = threading.Event()
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if text.startswith("w-1 (load) for") and "w-1 is in stage collecting, waits for w-9 (its scores)" in text:
+            alone.set()
+
+    with startup_status(tell, cluster.doing):
+        waiting = [one.submit(Plain.sleep, 1.5), two.submit(Plain.wait_for, "w-9", 4.0)]
+        gather_results(waiting, why="load")
+    assert any(text.startswith("w-0, w-1 (load) for") for text in told), told
+    assert alone.is_set(), f"w-0 had come: {told}"
+    assert told[-1] == "", "nobody is awaited any more"
+    assert cluster.doing("w-9") == ""
+
+
+@pytest.mark.slow
+def test_who_is_missing_at_the_rendezvous_is_told_to_who_waits_for_the_trainer(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    make_tiny(tmp_path / "model", hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, max_length=32)
+    values = {
+        "recipe": "sft", "name": "x", "steps": 1, "model": {"path": str(tmp_path / "model")}, "data": {"path": "d"},
+        "trainer": {"ranks": 2, "threads": 1}, "token_budget": 32,
+    }  # fmt: skip
+    host, port = cluster.store()
+    arguments = {"config": check_config(values, "test").model_dump(mode="json"), "world": 2, "device": "cpu"}
+    arguments |= {"store_host": host, "store_port": port}
+    specs = [
+        WorkerSpec(f"policy-{n}", "policy", n, "lockstep.train.trainer_service:TrainerService", arguments | {"rank": n})
+        for n in range(2)
+    ]
+    ranks = cluster.start(specs)
+    names = [worker_and_node(rank) for rank in ranks]
+    first = ranks[0].submit(TrainerAPI.setup, names)
+    there, told = threading.Event(), []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if "policy-0 is in stage setup, waits for policy-1 (all ranks are there)" in text and not there.is_set():
+            there.set()
+            ranks[1].submit(TrainerAPI.setup, names)
+
+    with startup_status(tell, cluster.doing):
+        gather_results([first], why="load the model")
+    assert there.is_set(), told
+
+
+def test_the_line_says_what_two_of_them_do() -> None:
+    wait = WaitRecord("event", "a, b, c and 5 more", "start", 1_000_000_000, None, 0, 1, "MainThread")
+    said = format_wait(wait, lambda name: {"b": "is stopped"}.get(name, ""), 13_000_000_000)
+    assert said == "a, b, c and 5 more (start) for 12s: b is stopped"
+    assert format_wait(None, lambda name: "", 0) == ""

@@ -1,0 +1,161 @@
+"""A process that has imported what the controller needs, and forks controllers: the same program as `lockstep`,
+without the seven CPU seconds of importing torch that each of the many runs here would pay.
+
+`python zygote.py FD`: one JSON request per line on the socket FD, one JSON answer each:
+    {"argv", "cwd", "env", "output", "hold"} -> {"pid"}     {"poll": pid} -> {"code": exit code, null while it runs}
+"""
+
+import atexit
+import ctypes
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PRELOAD = ("torch", "transformers", "pandas", "matplotlib.figure", "lockstep.cli.train_run", "lockstep.cli.top")
+PR_SET_PDEATHSIG = 1
+STOP_WHEN, TRAINER = "LOCKSTEP_TEST_STOP_WHEN", "LOCKSTEP_TEST_TRAINER"
+MIDWAY = "LOCKSTEP_TEST_MIDWAY"
+
+
+def serve(control: socket.socket) -> dict | None:
+    """Answers requests. Returns the request in a child that is to become a controller, None at the end."""
+    codes: dict[int, int] = {}
+    with control.makefile("r", encoding="utf-8") as requests:
+        for line in requests:
+            request = json.loads(line)
+            if "poll" in request:
+                control.sendall(json.dumps({"code": poll(request["poll"], codes)}).encode() + b"\n")
+                continue
+            pid = os.fork()
+            if pid == 0:
+                return request
+            control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+    return None
+
+
+def poll(pid: int, codes: dict[int, int]) -> int | None:
+    if pid not in codes:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    return codes.get(pid)
+
+
+def become(request: dict, control: socket.socket) -> None:
+    """Turns the child into `lockstep ARGV` and runs it to its end."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)  # tests that are killed leave nothing
+    control.close()
+    os.setsid()
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.closerange(3, 256)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = ["lockstep", *request["argv"]]
+    match request["hold"]:
+        case {"file": file}:
+            stop_when(file)
+        case {"stage": stage, "seconds": seconds, "at_end": at_end}:
+            hold(stage, seconds, at_end)
+        case {"keep_every_s": seconds}:
+            importlib.import_module("lockstep.run.rollout_buffer").KEEP_EVERY_S = seconds
+        case {"trainer": file, "how": how}:
+            with_sitecustomize(TRAINER, f"{how}:{file}")
+        case {"replacements_for": ranks}:
+            refuse_more(ranks)
+        case {"midway": folder}:
+            read_midway(folder)
+    from lockstep.cli import app
+
+    try:
+        app()
+    except SystemExit as end:
+        # Its own end, without the second that an interpreter takes to forget torch.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(bool(end.code)))
+
+
+def hold(stage: str, seconds: float, at_end: bool) -> None:
+    """Makes a stage last longer that is over before anybody could look."""
+    from lockstep.run.telemetry.run_reporter import StageTimers
+
+    original = StageTimers.__call__
+
+    @contextmanager
+    def held(self: StageTimers, name: str) -> Iterator[None]:
+        with original(self, name):
+            if name == stage and not at_end:
+                time.sleep(seconds)
+            yield
+            if name == stage and at_end:
+                time.sleep(seconds)
+
+    StageTimers.__call__ = held  # type: ignore[method-assign]
+
+
+def refuse_more(most: int) -> None:
+    """There is no host any more on which as many trainer ranks could be started as were there in the beginning."""
+    from lockstep.cluster.protocol import Worker, WorkerDied
+    from lockstep.run.worker_launcher import WorkerLauncher
+
+    original = WorkerLauncher.ranks
+
+    def ranks(self: WorkerLauncher, count: int) -> list[Worker]:
+        if count > most:
+            raise WorkerDied(f"policy-{count - 1}", count - 1, 1, "no host")
+        return original(self, count)
+
+    WorkerLauncher.ranks = ranks  # type: ignore[method-assign]
+
+
+def stop_when(file: str) -> None:
+    """Stops this process and those that it starts once the file (a pattern) exists, as `stop/sitecustomize.py` says."""
+    folder = with_sitecustomize(STOP_WHEN, file)
+    sys.path.insert(0, str(folder))
+    importlib.import_module("sitecustomize")
+    sys.path.pop(0)
+
+
+def read_midway(folder: str) -> None:
+    """Engines take weights by `midway_reader.py`, which stands still where files in the folder say so."""
+    from lockstep.run.worker_launcher import WEIGHT_READERS
+
+    WEIGHT_READERS["complete"] = "midway_reader:complete"
+    os.environ[MIDWAY] = folder
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+
+
+def with_sitecustomize(variable: str, value: str) -> Path:
+    """Lets processes that this one starts import `stop/sitecustomize.py`, which does what the variable says."""
+    folder = Path(__file__).with_name("stop")
+    os.environ[variable] = value
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return folder
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    sys.path.pop(0)  # the folder of this file, which the command has not
+    for module in PRELOAD:
+        importlib.import_module(module)
+    request = serve(control)
+    if request is not None:
+        become(request, control)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    Path("/proc/self/comm").write_text("zygote")
+    main()

@@ -1,0 +1,119 @@
+"""Secrets are refused in a config, and blacked out elsewhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lockstep.base.secrets import HIDDEN, find_secrets, is_secret_name, redact, redact_text, secret_kind, secret_values
+from lockstep.config.errors import ConfigError
+from lockstep.config.loader import check_config
+
+# Made up; put together here so that scanners of repositories do not take them for real ones.
+SECRETS = {
+    "an API key": ["sk-" + "proj-7Gq1vR4nTz8LxWc2Yb5M", "sk-" + "ant-api03-AAAAbbbbCCCCdddd1111"],
+    "a service's key": ["gsk_" + "a1B2" * 12],
+    "a Hugging Face token": ["hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ012345"],
+    "a GitHub token": ["ghp_" + "0123456789abcdefghijABCDEFGHIJ012345", "github_pat_" + "11ABCDEFG0" * 4],
+    "a GitLab token": ["glpat-" + "x1Y2z3A4b5C6d7E8f9G0"],
+    "a cloud key": ["AKIA" + "IOSFODNN7EXAMPLE", "AIza" + "SyA1bC2dE3fG4hI5jK6lM7nO8pQ9rS0tU1"],
+    "a Slack token": ["xoxb-" + "123456789012-abcdefGHIJKL"],
+    "a signed token": ["eyJhbGciOiJIUzI1NiJ9." + "eyJzdWIiOiIxMjM0In0." + "dBjftJeZ4CVPmB92K27u"],
+    "a private key": ["-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----"],
+    "a bearer token": ["Bearer 9f8e7d6c5b4a39281706f5e4"],
+    "an URL with a password": ["https://me:hunter2hunter2@models.example/v1"],
+    "an URL with a token": ["http://models.example/score?x=1&api_key=abcdefgh12"],
+}
+HARMLESS = [
+    "sk-experiment-with-a-long-name-2",
+    "Qwen/Qwen2.5-0.5B-Instruct", "runs/sk-learn", "hf_hub", "user@example", "https://host:8000/v1", "task-sk-1",
+    "0123456789=", "<|im_end|>", "git@host:repo.git", "https://host/a?tokens=12", "Score: 10", "the bearer of news",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, each in SECRETS.items() for text in each])
+def test_secrets_are_known_by_their_form(kind: str, text: str) -> None:
+    assert secret_kind(text) == kind
+    for around in (text, f"before {text} after", json.dumps({"x": text})):
+        assert secret_kind(around) is not None
+        hidden = redact_text(around)
+        assert HIDDEN in hidden
+        assert not any(part in hidden for part in (text, "hunter2", "9f8e7d6c", "abcdefgh12", "MIIEow"))
+    assert list(find_secrets({"a": [{"b": text}]})) == [("a.0.b", kind)]
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_ordinary_values_stay(text: str) -> None:
+    assert secret_kind(text) is None and redact_text(text) == text
+    assert list(find_secrets({"path": text})) == []
+
+
+def test_names_tell_secrets_whose_form_does_not() -> None:
+    for name in ("api_key", "WANDB_API_KEY", "token", "db.password", "client-secret", "apikey", "auth"):
+        assert is_secret_name(name), name
+    for name in ("max_tokens", "eos_token", "pad_token", "api_key_env", "keyboard", "monkey", "tokenizer", "author"):
+        assert not is_secret_name(name), name
+    drawn = "9f8e7d6c5b4a39281706f5e4d3c2b1a0"
+    assert list(find_secrets({"arguments": {"token": drawn}})) == [("arguments.token", "a key or password")]
+    for value in ("<|reserved_special_token_123|>", "final_answer_column_2", "some words of 2023 and 2024"):
+        assert list(find_secrets({"arguments": {"answer_key": value, "token": value}})) == []
+    assert list(find_secrets({"arguments": {"token": "</s>", "key": "answer", "checksum": drawn}})) == []
+
+
+def test_redacting_keeps_the_shape() -> None:
+    values = {"api_key": "x", "n": 1, "list": [{"token": "y"}, "hf_" + "a" * 30], "none": None, "eos_token": "</s>"}
+    assert redact(values) == {
+        "api_key": HIDDEN, "n": 1, "list": [{"token": HIDDEN}, HIDDEN], "none": None, "eos_token": "</s>",
+    }  # fmt: skip
+
+
+def test_values_of_variables_are_hidden_wherever_they_turn_up() -> None:
+    environment = {"MY_API_KEY": "plainwords-but-secret", "HOME": "somewhere-long", "SHORT_KEY": "abc", "NO_KEY": ""}
+    known = secret_values(environment)
+    assert known == ("plainwords-but-secret",)
+    assert (
+        redact_text("401: plainwords-but-secret is wrong, somewhere-long", known)
+        == f"401: {HIDDEN} is wrong, somewhere-long"
+    )
+    assert redact({"a": "x plainwords-but-secret"}, known) == {"a": f"x {HIDDEN}"}
+
+
+BASE: dict[str, Any] = {"recipe": "grpo", "name": "x", "steps": 1, "model": {"path": "m"}, "data": {"path": "d"}}
+
+
+@pytest.mark.parametrize(
+    ("term", "field"),
+    [
+        (
+            {"kind": "judge", "model": "m", "api_key_env": SECRETS["a Hugging Face token"][0]},
+            "reward.terms.0.api_key_env",
+        ),
+        ({"kind": "judge", "model": "m", "extra": {"key": SECRETS["an API key"][0]}}, "reward.terms.0.extra.key"),
+        ({"kind": "http", "url": SECRETS["an URL with a password"][0]}, "reward.terms.0.url"),
+        (
+            {"kind": "function", "path": "a.py:f", "arguments": {"password": "Tr0ub4dor-and-3-more"}},
+            "arguments.password",
+        ),
+    ],
+)
+def test_a_config_with_a_secret_is_refused_and_the_secret_not_repeated(
+    tmp_path: Path, term: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(BASE | {"reward": {"terms": [term]}}, "file.yaml")
+    said = str(caught.value)
+    assert field in said and "put it into the environment" in said
+    for secret in (*(text for each in SECRETS.values() for text in each), "hunter2hunter2", "Tr0ub4dor"):
+        assert secret not in said
+
+
+def test_what_is_wrong_with_a_field_does_not_repeat_a_secret_beside_it() -> None:
+    from lockstep.config.loader import _to_problem
+    from lockstep.config.recipes import GRPOConfig
+
+    secret = SECRETS["a Hugging Face token"][0]
+    item = {"loc": ("model", "path"), "type": "string_type", "input": secret, "msg": "Input should be text"}
+    assert secret not in str(_to_problem(item, GRPOConfig))
+    assert yaml.safe_load(HIDDEN) == ["hidden"] or HIDDEN  # stays readable where it is dumped as YAML

@@ -1,0 +1,304 @@
+"""Frames, the handshake, and whoever else talks to the port."""
+
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lockstep.base.transport.auth_handshake import Listener, connect
+from lockstep.base.transport.frames import (
+    BULK_BYTES,
+    Connection,
+    ConnectionClosed,
+    FrameTooLarge,
+    HandshakeRefused,
+    SendTimeout,
+)
+
+TOKEN = "a-token-that-stays-here"
+
+
+def dial(listener: Listener, **changes: object) -> Connection:
+    arguments: dict = {"token": TOKEN, "run": "r", "generation": 1, "name": "client", "timeout_s": 5.0} | changes
+    return connect("127.0.0.1", listener.port, **arguments)
+
+
+@contextmanager
+def accepting(listener: Listener, timeout_s: float = 5.0) -> Iterator[list[Connection | None]]:
+    accepted: list[Connection | None] = []
+    thread = threading.Thread(target=lambda: accepted.append(listener.accept(timeout_s)))
+    thread.start()
+    yield accepted
+    thread.join(timeout_s + 5)
+    assert not thread.is_alive()
+
+
+@contextmanager
+def pair(**changes: object) -> Iterator[tuple[Connection, Connection]]:
+    with Listener(TOKEN, "r", 1, name="server", **changes) as listener:
+        with accepting(listener) as accepted:
+            client = dial(listener)
+        assert accepted[0] is not None
+        with client, accepted[0] as server:
+            yield client, server
+
+
+def test_both_sides_know_each_other() -> None:
+    with pair() as (client, server):
+        assert (server.peer.name, server.peer.run, server.peer.generation) == ("client", "r", 1)
+        assert client.peer.name == "server"
+
+
+def test_frames_arrive_whole_and_in_order() -> None:
+    with pair() as (client, server):
+        frames = [b"", b"x", b"ab" * 5000, bytes(range(256)) * 40]
+        for frame in frames:
+            client.send(frame[:3], frame[3:])
+        assert [server.recv(2) for _ in frames] == frames
+        assert server.recv(0) is None
+
+
+def test_all_frames_that_are_here_are_heard_at_once() -> None:
+    sizes = (0, 1, 4087, 4088, 4089, 70_000, 3)
+    with pair() as (client, server):
+        for size in sizes:
+            client.send(b"z" * size)
+        heard: list[int] = []
+        while len(heard) < len(sizes):
+            select.select([server], [], [], 5.0)
+            heard += [len(frame) for frame in server.frames()]
+        assert heard == list(sizes) and list(server.frames()) == []
+        client.send(b"last")
+        client.close()
+        select.select([server], [], [], 5.0)
+        assert list(server.frames()) == [b"last"]
+        with pytest.raises(ConnectionClosed):
+            list(server.frames())
+
+
+def test_what_was_read_ahead_is_heard_by_whoever_reads_next() -> None:
+    with pair() as (client, server):
+        client.queue(b"one")
+        client.queue(b"two")
+        assert client.flush()
+        select.select([server], [], [], 5.0)
+        assert next(server.frames()) == b"one"
+        assert server.recv(0) == b"two"
+
+
+def test_a_part_may_be_empty() -> None:
+    """As the payload is of an exception with a long traceback."""
+    with pair() as (here, there):
+        for size in (1, 5000):
+            here.queue(b"x" * size, b"", b"")
+            assert here.flush() and not here.pending
+            assert there.recv(5.0) == b"x" * size
+
+
+def test_a_large_frame_crosses_while_the_other_reads_in_pieces() -> None:
+    with pair() as (client, server):
+        data = os.urandom(1 << 20) * 16
+        thread = threading.Thread(target=client.send, args=(data,))
+        thread.start()
+        got = None
+        while got is None:
+            got = server.recv(0.001)
+        thread.join(5)
+        assert bytes(got) == data
+        assert client.bulk > len(data) - BULK_BYTES  # what the last call sends may be less than counts
+        assert server.bulk >= len(data)
+
+
+def test_threads_may_send_at_once() -> None:
+    with pair() as (client, server):
+        frames = {bytes([i]) * (200_000 + i) for i in range(8)}
+        threads = [threading.Thread(target=client.send, args=(frame,)) for frame in frames]
+        for thread in threads:
+            thread.start()
+        assert {bytes(server.recv(5) or b"") for _ in frames} == frames
+        for thread in threads:
+            thread.join(5)
+
+
+def test_sending_to_a_peer_that_does_not_read_is_bounded() -> None:
+    with pair() as (client, _server):
+        began = time.monotonic()
+        with pytest.raises(SendTimeout):
+            client.send(bytes(64 << 20), timeout_s=0.3)
+        assert time.monotonic() - began < 3
+        assert client.closed
+
+
+def test_queue_and_flush_never_block() -> None:
+    with pair() as (client, server):
+        client.queue(bytes(32 << 20))
+        began = time.monotonic()
+        assert not client.flush()
+        assert client.pending
+        assert time.monotonic() - began < 1
+        got = None
+        while got is None:
+            got = server.recv(0.001)
+            client.flush()
+        assert len(got) == 32 << 20
+        assert not client.pending
+
+
+def test_limits_hold_on_both_sides() -> None:
+    with pair(max_frame=1000) as (client, server):
+        with pytest.raises(FrameTooLarge):
+            server.send(bytes(1001))
+        client.send(bytes(1001))
+        with pytest.raises(FrameTooLarge):
+            server.recv(2)
+        with pytest.raises(ConnectionClosed):
+            client.recv(2)
+
+
+def test_a_closed_peer_is_an_error_not_a_wait() -> None:
+    with pair() as (client, server):
+        server.close()
+        with pytest.raises(ConnectionClosed):
+            client.recv(5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [({"token": "wrong"}, "token"), ({"run": "other"}, "run"), ({"generation": 0}, "generation")],
+)
+def test_strangers_are_refused_with_the_reason(changes: dict, code: str) -> None:
+    with Listener(TOKEN, "r", 1) as listener, accepting(listener, 0.5) as accepted:
+        with pytest.raises(HandshakeRefused) as refusal:
+            dial(listener, **changes)
+        assert refusal.value.code == code
+        assert TOKEN not in str(refusal.value)
+    assert accepted == [None]
+
+
+def test_a_newer_generation_makes_the_older_stale() -> None:
+    with Listener(TOKEN, "r", 1) as listener:
+        with accepting(listener) as accepted:
+            newer = dial(listener, generation=2)
+        assert accepted[0] is not None
+        with accepting(listener, 0.5), pytest.raises(HandshakeRefused, match="generation 1 is stale, 2"):
+            dial(listener)
+        assert listener.highest == 2
+        newer.close()
+
+
+def test_a_listener_without_the_token_is_refused_by_the_client() -> None:
+    """An impostor on the port says yes to everybody; the client wants its proof."""
+    impostor = socket.create_server(("127.0.0.1", 0))
+
+    def play() -> None:
+        peer, _ = impostor.accept()
+        peer.sendall(b"LKSTEP\x01\n" + bytes(32))
+        peer.recv(4096)
+        reply = json.dumps({"code": None, "run": "r", "generation": 1, "name": "server"}).encode()
+        peer.sendall((32 + len(reply)).to_bytes(2, "big") + bytes(32) + reply)
+        time.sleep(0.5)
+        peer.close()
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    with pytest.raises(HandshakeRefused, match="does not know this run's token"):
+        connect("127.0.0.1", impostor.getsockname()[1], token=TOKEN, run="r", generation=1, name="c", timeout_s=3)
+    thread.join(5)
+    impostor.close()
+
+
+def test_the_token_never_travels() -> None:
+    seen = bytearray()
+    with Listener(TOKEN, "r", 1) as listener, socket.create_server(("127.0.0.1", 0)) as proxy:
+
+        def relay() -> None:
+            inner, _ = proxy.accept()
+            outer = socket.create_connection(("127.0.0.1", listener.port))
+            ends = {inner: outer, outer: inner}
+            while True:
+                ready, _, _ = select.select(list(ends), [], [], 2)
+                for end in ready:
+                    data = end.recv(65536)
+                    if not data:
+                        return
+                    seen.extend(data)
+                    ends[end].sendall(data)
+                if not ready:
+                    return
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        with accepting(listener) as accepted:
+            client = connect(
+                "127.0.0.1", proxy.getsockname()[1], token=TOKEN, run="r", generation=1, name="c", timeout_s=5
+            )
+        assert accepted[0] is not None
+        client.close()
+        thread.join(5)
+    assert len(seen) > 100
+    assert TOKEN.encode() not in seen
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x00" * 5000, b"LKSTEP\x01\n\xff\xff", b"LKSTEP\x01\n\x00\x01x", b""],
+)
+def test_garbage_loses_its_own_connection_only(garbage: bytes) -> None:
+    with Listener(TOKEN, "r", 1, handshake_s=0.3) as listener:
+        stranger = socket.create_connection(("127.0.0.1", listener.port))
+        stranger.sendall(garbage)
+        with accepting(listener) as accepted:
+            client = dial(listener)
+        server = accepted[0]
+        assert server is not None
+        assert listener.accept(0.5) is None
+        stranger.settimeout(2)
+        with pytest.raises((ConnectionError, EOFError)):  # the greeting, then the end
+            while True:
+                if not stranger.recv(100):
+                    raise EOFError
+        client.send(b"still here")
+        assert server.recv(2) == b"still here"
+        client.close()
+        server.close()
+
+
+def test_silent_peers_are_dropped_and_bounded_in_number() -> None:
+    with Listener(TOKEN, "r", 1, handshake_s=30) as listener:
+        strangers = []
+        for _ in range(300):
+            strangers.append(socket.create_connection(("127.0.0.1", listener.port)))
+            listener.accept(0)
+        assert len(listener._half_open) <= 256
+        with accepting(listener) as accepted:
+            dial(listener).close()
+        assert accepted[0] is not None
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_nobody_listening_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.raises(ConnectionClosed, match="refused"):
+        connect("127.0.0.1", port, token=TOKEN, run="r", generation=1, name="c", timeout_s=2)
+
+
+def test_a_listener_can_stand_in_a_selector() -> None:
+    with Listener(TOKEN, "r", 1) as listener:
+        poller = select.poll()
+        poller.register(listener, select.POLLIN)
+        assert not poller.poll(0)
+        thread = threading.Thread(target=lambda: dial(listener).close())
+        thread.start()
+        connection = None
+        while connection is None and poller.poll(3000):
+            connection = listener.accept(0)
+        assert connection is not None
+        thread.join(5)

@@ -1,0 +1,137 @@
+"""How a failed run is told: briefly, with the user's own lines."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.cli.failure_message import describe_failure, show_failure, user_frames
+from lockstep.cluster.protocol import RemoteError, WorkerDied
+from lockstep.cluster.rpc.service_runner import failure_message
+from lockstep.config.errors import ConfigError, ConfigProblem
+from lockstep.ledger.errors import LedgerFull
+from lockstep.ledger.ledger import Ledger
+from lockstep.models.errors import ModelError
+from lockstep.rewards.api import RewardError
+from lockstep.run.errors import NotStarted
+
+
+def users_module(folder: Path, text: str) -> dict:
+    file = folder / "users.py"
+    file.write_text(text)
+    names: dict = {}
+    exec(compile(text, str(file), "exec"), names)
+    return names
+
+
+def remote(error: BaseException) -> RemoteError:
+    """As it arrives from a worker."""
+    told = failure_message(1, error)
+    return RemoteError("policy-1", 1, told.kind, told.message, told.traceback, told.code)
+
+
+def caught(call, *arguments) -> BaseException:
+    with pytest.raises(Exception) as info:
+        call(*arguments)
+    error = info.value
+    assert error.__traceback__ is not None
+    return error.with_traceback(error.__traceback__.tb_next)  # without the frame of this function, a user's too
+
+
+def test_of_a_workers_traceback_the_users_frames_are_shown(tmp_path: Path) -> None:
+    names = users_module(tmp_path, "import json\n\n\ndef read(text):\n    return json.loads(text)\n")
+    told = describe_failure(remote(caught(names["read"], "{")))
+    assert told.what.startswith("policy-1: JSONDecodeError: Expecting property name")
+    assert told.lines[:2] == [f'File "{tmp_path}/users.py", line 5, in read', "  return json.loads(text)"]
+    assert "json/" not in "".join(told.lines)
+
+
+def test_without_any_lockstep_says_where_it_was() -> None:
+    told = describe_failure(
+        remote(caught(RewardError, 1, 2, 3, 4, 5, 6, 7, 8))
+    )  # too many arguments: raised outside of lockstep
+    assert (told.what.partition(": ")[2].partition(":")[0], told.lines) == ("TypeError", [])
+    told = describe_failure(remote(caught(LedgerFull, Path("x"), "many", 1)))
+    assert told.what.startswith("policy-1: ValueError")
+    assert "ledger/errors.py" in told.lines[0] and "need" in told.lines[1]
+
+
+def test_an_error_of_ours_needs_no_traceback() -> None:
+    told = describe_failure(remote(ModelError("model.path", "x", "is torn", "fetch it again")))
+    assert (told.what, told.lines) == ("policy-1: ModelError: model.path = 'x': is torn; fetch it again", [])
+
+
+def test_of_a_stuck_process_the_users_frames_are_shown_innermost_last(tmp_path: Path) -> None:
+    """What faulthandler wrote twice, of two threads."""
+    file = tmp_path / "stuck.py"
+    file.write_text(
+        "import faulthandler, json, sys, threading, time\n"
+        "def score(): wait_for_ever()\n"
+        "def wait_for_ever(): time.sleep(1.0)\n"
+        "threading.Thread(target=threading.Event().wait, args=(2,), daemon=True).start()\n"
+        "print('scorer-0 starts', file=sys.stderr)\n"
+        "faulthandler.dump_traceback_later(0.3, repeat=True)\n"
+        "score()\n"
+    )
+    log = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=60, check=True).stderr
+    assert log.count("most recent call first") >= 2
+    frames = user_frames(f"--- end of the log of scorer-0 ---\n{log}")
+    assert [line.rpartition(" in ")[2] for line in frames] == ["<module>", "score", "wait_for_ever"]
+    told = describe_failure(RewardError("f.py:score", "did not finish", "0:1#2", 1, "42", traceback=log))
+    assert told.lines == ["it was in", *frames]
+    assert told.facts == [("sample", "0:1#2 (row 1 of the data)"), ("completion", "'42'")]
+
+
+def test_the_log_of_a_dead_worker_ends_the_telling() -> None:
+    log = "\n".join(f"line {n}" for n in range(40))
+    told = describe_failure(WorkerDied("engine-0", 0, -9, log))
+    assert told.what.startswith("engine-0 was ended by SIGKILL (was memory short?")
+    assert (told.lines[0], told.lines[-1], len(told.lines)) == ("line 28", "line 39", 12)
+    assert describe_failure(WorkerDied("engine-0", 0, 3, log)).what == "engine-0 exited with 3; the end of its log:"
+    assert describe_failure(WorkerDied("engine-0", 0, None, log)).what == "engine-0 vanished"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (ConfigError("run.yaml", [ConfigProblem("steps", "is required")]), "run.yaml: steps: is required"),
+        (WaitTimeout("queue", "engines", "step 3", 2.0), "waited 2.0 s for engines (queue): step 3"),
+        (KeyError("lr"), "KeyError: 'lr'"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_errors(error: Exception, what: str) -> None:
+    assert describe_failure(error).what == what
+
+
+def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = RewardError("f.py:score", "raised [bold]", "0:1#2", 1, "\x1b[31m[red]", traceback="Traceback\n  [x]\n")
+    Ledger.create(tmp_path / "run", {}).close()
+    show_failure(error, tmp_path / "run")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "error reward f.py:score: raised [bold]",
+        "  sample      0:1#2 (row 1 of the data)",
+        "  completion  '\\x1b[31m[red]'",
+        "",
+        "    Traceback",
+        "      [x]",
+        "",
+        f"go on with: lockstep train --resume {tmp_path}/run",
+        f"everything that is known: {tmp_path}/run/logs",
+    ]
+
+
+def test_a_run_that_never_began_is_not_offered_for_resuming(tmp_path: Path, capsys) -> None:
+    try:
+        raise NotStarted(tmp_path / "run", tmp_path / "run.failed-1") from ValueError("no")
+    except NotStarted as error:
+        show_failure(error, tmp_path / "run")
+    err = capsys.readouterr().err
+    assert err.startswith("error ValueError: no\n") and "--resume" not in err and "/logs" not in err
+    assert f"{tmp_path}/run is kept as {tmp_path}/run.failed-1" in err
+    show_failure(KeyError("a bug"), tmp_path / "run")
+    assert capsys.readouterr().err == "error KeyError: 'a bug'\n", "there is no run to go on with"

@@ -1,0 +1,228 @@
+"""Places that are reserved for processes: where they go when nodes are lost, and in which order."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lockstep.base.bounded_wait import WaitTimeout
+from lockstep.cluster.placement.assignment import Assignment, DoesNotFit, NodesBusy
+from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest
+from lockstep.cluster.placement.reservations import (
+    AllocatorUnavailable,
+    ProcessPlacement,
+    Reservation,
+    ReservationConflict,
+    ReservationTable,
+)
+from lockstep.config.cluster import PlacementConfig
+
+
+class Ground:
+    """Nodes with GPUs, of which each reservation takes some until it is given back."""
+
+    def __init__(self, **gpus: int) -> None:
+        self.gpus, self.free = dict(gpus), {name: list(range(count)) for name, count in gpus.items()}
+        self.groups: dict[str, tuple[str, list[int]]] = {}
+        self.refused: list[Exception] = []
+
+    def look(self) -> list[NodeResources]:
+        return [
+            NodeResources(name, name, name, 64, count, 64, len(self.free[name])) for name, count in self.gpus.items()
+        ]  # fmt: skip
+
+    def reserve(self, assignment: Assignment) -> list[Reservation]:
+        if self.refused:
+            raise self.refused.pop()
+        found = []
+        for share in assignment.shares:
+            node, name = share.node.id, f"group-{len(self.groups)}"
+            taken, self.free[node] = self.free[node][: share.gpus], self.free[node][share.gpus :]
+            assert len(taken) == share.gpus
+            self.groups[name] = node, taken
+            gpus = {
+                each: tuple(str(taken[slot]) for slot in assignment.slots.get(each, ())) for each in share.processes
+            }
+            found.append(Reservation(name, node, gpus))
+        return found
+
+    def give_back(self, group: str) -> None:
+        node, taken = self.groups[group]
+        if node in self.gpus:
+            self.free[node] += taken
+
+    def loses(self, node: str, places: ReservationTable) -> None:
+        del self.gpus[node]
+        for group in places.lose(node):
+            self.give_back(group)
+
+
+def run(ranks: int, engines: int = 0, width: int = 1) -> list[ProcessRequest]:
+    found = [ProcessRequest(f"policy-{rank}", "policy", rank, 1, 1) for rank in range(ranks)]
+    return found + [ProcessRequest(f"engine-{rank}", "rollout", rank, 1, width) for rank in range(engines)]
+
+
+def settled(ground: Ground, wanted: list[ProcessRequest], **placement: Any) -> ReservationTable:
+    places = ReservationTable(wanted, PlacementConfig(**placement))
+    places.settle(ground.look, ground.reserve, 5.0, 1.0)
+    return places
+
+
+def nodes_of(places: ReservationTable, wanted: list[ProcessRequest]) -> dict[str, str]:
+    found = {each.name: places.of(each.name) for each in wanted}
+    return {name: place.node for name, place in found.items() if place is not None}
+
+
+def test_one_group_for_each_node() -> None:
+    ground, wanted = Ground(a=4, b=4), run(8)
+    places = settled(ground, wanted)
+    assert [(each.node, len(each.gpus)) for each in places.held] == [("a", 4), ("b", 4)]
+    assert places.of("policy-5") == ProcessPlacement("b", ("1",)) and places.of("scorer-0") is None
+    assert "policy-5" in places and "scorer-0" not in places
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    with caplog.at_level(logging.INFO, "lockstep.cluster.placement.reservations"):
+        yield lambda level: [record.message for record in caplog.records if record.levelno == level]
+
+
+def test_what_others_take_meanwhile_is_looked_for_again(told: Any) -> None:
+    ground = Ground(a=4)
+    ground.refused = [ReservationConflict("others have taken it"), AllocatorUnavailable("nobody says")]
+    places = settled(ground, run(4))
+    assert places.of("policy-3") == ProcessPlacement("a", ("3",))
+    assert told(logging.WARNING) == [
+        "nobody says", "others have taken it",
+        "policy-0..3: on a (a), which has 4 of 64 CPUs and 4 of 4 GPUs for them",
+    ]  # fmt: skip
+
+
+def test_where_nobody_waited_the_places_are_noted(told: Any) -> None:
+    settled(Ground(a=4), run(1, 1))
+    assert told(logging.INFO) == ["policy-0, engine-0: on a (a), which has 2 of 64 CPUs and 2 of 4 GPUs for them"]
+    assert not told(logging.WARNING)
+
+
+def test_waiting_for_others_has_the_limit_and_what_can_never_be_is_refused(told: Any) -> None:
+    ground = Ground(a=4)
+    ground.free["a"] = []
+    with pytest.raises(WaitTimeout):
+        ReservationTable(run(4), PlacementConfig()).settle(ground.look, ground.reserve, 0.6, 1.0)
+    assert told(logging.WARNING) == [
+        "policy-0..3 wait for 4 GPUs and 4 CPUs (1 GPU and 1 CPU on one node): a has 4 of 4 GPUs in use"
+    ]
+    with pytest.raises(DoesNotFit):
+        settled(ground, run(5))
+
+
+def test_all_of_a_lost_node_move_and_others_stay() -> None:
+    ground, wanted = Ground(a=4, b=4), run(8)
+    places = settled(ground, wanted, policy={"nodes": 2, "gpus_per_node": 4})
+    ground.loses("b", places)
+    assert set(nodes_of(places, wanted).values()) == {"a"} and len(nodes_of(places, wanted)) == 4
+    ground.gpus |= {"c": 2, "d": 2}
+    ground.free |= {"c": [0, 1], "d": [0, 1]}
+    places.move("policy-6", ground.look(), ground.reserve)
+    assert [(each.node, sorted(each.gpus)) for each in places.held] == [
+        ("a", ["policy-0", "policy-1", "policy-2", "policy-3"]),
+        ("c", ["policy-4", "policy-5"]),
+        ("d", ["policy-6", "policy-7"]),
+    ]
+
+
+def test_a_node_that_comes_back_is_free_for_those_who_were_there() -> None:
+    ground, wanted = Ground(a=4, b=4), run(8)
+    places = settled(ground, wanted)
+    ground.loses("b", places)
+    with pytest.raises(NodesBusy):
+        places.move("policy-4", ground.look(), ground.reserve)
+    ground.gpus["b"], ground.free["b"] = 4, [0, 1, 2, 3]
+    places.move("policy-4", ground.look(), ground.reserve)
+    assert sorted(nodes_of(places, wanted).values()) == ["a"] * 4 + ["b"] * 4
+
+
+def test_ranks_go_first_where_there_is_not_enough_for_all() -> None:
+    ground, wanted = Ground(a=4, b=4), run(4, 4)
+    places = settled(ground, wanted)
+    assert nodes_of(places, wanted)["policy-0"] == "a"
+    ground.gpus["c"], ground.free["c"] = 4, [0, 1]
+    ground.loses("a", places)
+    with pytest.raises(NodesBusy):
+        places.move("policy-0", ground.look(), ground.reserve)
+    ground.free["c"] = [0, 1, 2, 3]
+    places.move("policy-0", ground.look(), ground.reserve)
+    ground.loses("b", places)
+    with pytest.raises(PlacementError):
+        places.move("engine-0", ground.look(), ground.reserve)
+    ground.gpus["d"], ground.free["d"] = 1, [0]
+    places.move("engine-2", ground.look(), ground.reserve)
+    assert places.of("engine-2") == ProcessPlacement("d", ("0",)) and places.of("engine-0") is None
+
+
+def test_an_engine_does_not_take_what_homeless_ranks_need() -> None:
+    ground, wanted = Ground(a=4), run(3, 1)
+    places = settled(ground, wanted)
+    ground.gpus["b"], ground.free["b"] = 3, [0, 1, 2]
+    ground.loses("a", places)
+    with pytest.raises(PlacementError):
+        places.move("engine-0", ground.look(), ground.reserve)
+    places.move("policy-1", ground.look(), ground.reserve)
+    assert nodes_of(places, wanted) == {f"policy-{rank}": "b" for rank in range(3)}
+
+
+def test_fewer_ranks_have_the_places_of_those_that_are_none_any_more() -> None:
+    ground, wanted = Ground(a=2, b=2), run(4)
+    places = settled(ground, wanted)
+    ground.loses("a", places)
+    places.muster(["policy-0", "policy-1"], {"b"})
+    assert nodes_of(places, wanted) == {"policy-0": "b", "policy-1": "b"}
+    assert places.of("policy-0") == ProcessPlacement("b", ("0",)) and places.of("policy-1") == ProcessPlacement(
+        "b", ("1",)
+    )
+    places.muster([f"policy-{rank}" for rank in range(4)], {"b"})
+    assert nodes_of(places, wanted) == {"policy-0": "b", "policy-1": "b"}, "who has a place keeps it"
+
+
+def test_ranks_that_are_none_any_more_get_no_place() -> None:
+    ground, wanted = Ground(a=2, b=2), run(4)
+    places = settled(ground, wanted)
+    ground.loses("a", places)
+    places.muster(["policy-0", "policy-1", "policy-2"], {"b"})
+    ground.gpus["c"], ground.free["c"] = 2, [0, 1]
+    places.move("policy-1", ground.look(), ground.reserve)
+    assert len(nodes_of(places, wanted)) == 3 and len(ground.free["c"]) == 1
+
+
+def test_shared_gpus_move_together_and_engines_without_their_ranks_alone() -> None:
+    ground, wanted = Ground(a=2, b=2), run(4, 2, 2)
+    places = settled(ground, wanted, colocate="all")
+    assert places.of("engine-0") == ProcessPlacement("a", ("0", "1"))
+    ground.gpus["c"], ground.free["c"] = 2, [0, 1]
+    ground.loses("b", places)
+    places.move("engine-1", ground.look(), ground.reserve)
+    assert places.of("engine-1") == ProcessPlacement("c", ("0", "1")) and places.of("policy-3") == ProcessPlacement(
+        "c", ("1",)
+    )
+    ground.loses("c", places)
+    places.muster(["policy-0", "policy-1"], {"a"})
+    ground.gpus["d"], ground.free["d"] = 2, [0, 1]
+    places.move("engine-1", ground.look(), ground.reserve)
+    assert places.of("engine-1") == ProcessPlacement("d", ("0", "1"))
+
+
+def test_why_somebody_waits_is_told_once(told: Any) -> None:
+    places = ReservationTable(run(1), PlacementConfig())
+    for text in ("one", "one", "another", "one"):
+        places.tell(text)
+    assert told(logging.WARNING) == ["one", "another", "one"]
+
+
+def test_what_is_held_survives_a_controller() -> None:
+    ground, wanted = Ground(a=4, b=4), run(8)
+    first = settled(ground, wanted)
+    from dataclasses import asdict
+
+    again = ReservationTable(wanted, PlacementConfig(), [Reservation.from_json(asdict(each)) for each in first.held])
+    assert nodes_of(again, wanted) == nodes_of(first, wanted) and again.of("policy-7") == first.of("policy-7")

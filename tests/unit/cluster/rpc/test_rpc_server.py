@@ -1,0 +1,122 @@
+"""The controller's I/O thread among many connections."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.base.transport import auth_handshake
+from lockstep.cluster.cluster_node import ClusterNode
+from lockstep.cluster.protocol import NodeInfo, WorkerSpec
+from lockstep.cluster.rpc.remote_worker import RemoteWorker
+from lockstep.cluster.rpc.rpc_messages import (
+    AckMessage,
+    CallMessage,
+    ResultMessage,
+    ResumeMessage,
+    pack_message,
+    unpack_to_worker,
+)
+from lockstep.cluster.rpc.rpc_server import RpcServer
+
+TOKEN, RUN = "t" * 32, "hub-test"
+HOST = ClusterNode(NodeInfo("here", "127.0.0.1", Path("none")), Path("none"), Path("none"))
+
+
+class Echo:
+    """A service's signatures."""
+
+    def say(self, text: str) -> str: ...  # type: ignore[empty-body]
+
+
+class Peer:
+    """A worker's end of the wire."""
+
+    def __init__(self, hub: RpcServer, name: str) -> None:
+        self.handle = RemoteWorker(WorkerSpec(name, "x", 0, "none:None"), HOST, RUN, 1, 60, 60, hub.restless)
+        hub.add(self.handle)
+        host, port = hub.address
+        self.connection = auth_handshake.connect(host, port, token=TOKEN, run=RUN, generation=1, name=name)
+        self.connection.send(*pack_message(ResumeMessage(0, 1)))
+
+    def hear(self) -> tuple[Any, memoryview]:
+        frame = self.connection.recv(10.0)
+        assert frame is not None
+        return unpack_to_worker(frame)
+
+
+@pytest.fixture
+def hub() -> Iterator[RpcServer]:
+    made = RpcServer(TOKEN, RUN, 1, lambda: None)
+    yield made
+    made.close()
+
+
+def until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_only_a_connection_with_something_left_is_looked_after(hub: RpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    modified: list[int] = []
+    modify = hub._selector.modify
+    monkeypatch.setattr(hub._selector, "modify", lambda *given: (modified.append(1), modify(*given))[1])
+    with ExitStack() as closing:
+        peers = [Peer(hub, f"peer-{number}") for number in range(12)]
+        for peer in peers:
+            closing.callback(peer.connection.close)
+        until(lambda: all(peer.handle.connection is not None for peer in peers))
+        for peer in peers:
+            peer.handle.submit(Echo.say, "short")
+            assert isinstance(peer.hear()[0], CallMessage)
+        assert modified == [], "what leaves at once needs no watching"
+        large = "x" * (24 << 20)  # more than the buffers of both ends
+        peers[0].handle.submit(Echo.say, large)
+        until(lambda: modified == [1])
+        call, payload = peers[0].hear()
+        assert isinstance(call, CallMessage) and len(payload) > len(large)
+        until(lambda: modified == [1, 1])
+
+
+def test_answers_are_acknowledged_with_the_next_call_or_soon(hub: RpcServer) -> None:
+    peer = Peer(hub, "peer-0")
+    with peer.connection:
+        until(lambda: peer.handle.connection is not None)
+        pendings = [peer.handle.submit(Echo.say, text) for text in "ab"]
+        calls = [peer.hear()[0] for _ in pendings]
+        assert [call.arrived for call in calls] == [[], []]
+        peer.connection.send(*pack_message(ResultMessage(calls[0].id), b"\0" * 16))
+        until(pendings[0].done)
+        third = peer.handle.submit(Echo.say, "c")
+        told: list[int] = []
+        while not told:  # by the call, unless the half second was over before
+            message = peer.hear()[0]
+            told += message.ids if isinstance(message, AckMessage) else message.arrived
+        assert told == [calls[0].id] and not third.done()
+        peer.connection.send(*pack_message(ResultMessage(calls[1].id), b"\0" * 16))
+        while not isinstance(message := peer.hear()[0], AckMessage):
+            assert isinstance(message, CallMessage)
+        assert message.ids == [calls[1].id], "without another call as well"
+
+
+def test_a_connection_that_breaks_is_forgotten_and_another_takes_its_place(hub: RpcServer) -> None:
+    peer = Peer(hub, "peer-0")
+    until(lambda: peer.handle.connection is not None)
+    first = peer.handle.connection
+    pending = peer.handle.submit(Echo.say, "a")
+    peer.connection.close()
+    until(lambda: peer.handle.connection is None and not hub._connections)
+    again = auth_handshake.connect(*hub.address, token=TOKEN, run=RUN, generation=1, name="peer-0")
+    with again:
+        again.send(*pack_message(ResumeMessage(0, 1)))
+        until(lambda: peer.handle.connection is not None)
+        assert peer.handle.connection is not first
+        frame = again.recv(10.0)
+        assert frame is not None and isinstance(unpack_to_worker(frame)[0], CallMessage), "what it owes is asked again"
+        assert not pending.done()
+        assert len(hub._connections) == 1

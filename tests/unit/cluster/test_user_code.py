@@ -1,0 +1,52 @@
+"""Processes that run users' code: whose fault it is that one is gone."""
+
+import pytest
+
+from lockstep.cluster.protocol import WorkerDied
+from lockstep.cluster.user_code import MAX_LOST_NODES, UserCodeNotLoaded, retry_lost_nodes, wait_until_loaded
+
+WITH_NODE = WorkerDied("scorer-0", 0, None, "", "its node b is lost")
+BY_ITSELF = WorkerDied("scorer-0", 0, -11, "Segmentation fault")
+
+
+class Answer:
+    """What a process answers, or ends with."""
+
+    def __init__(self, ends: WorkerDied | None = None) -> None:
+        self.ends = ends
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, why: str, stall_s: float | None = None) -> str:
+        if self.ends is not None:
+            raise self.ends
+        return why
+
+
+def test_who_only_went_with_its_node_is_not_to_blame_for_what_it_loaded() -> None:
+    assert wait_until_loaded(Answer(), "rewards.py", "scorer-0", lambda: None) == "loading rewards.py"
+    with pytest.raises(WorkerDied, match="its node b is lost"):
+        wait_until_loaded(Answer(WITH_NODE), "rewards.py", "scorer-0", lambda: None)
+    with pytest.raises(UserCodeNotLoaded, match="its process was ended by signal 11 while loading") as caught:
+        wait_until_loaded(Answer(BY_ITSELF), "rewards.py", "scorer-0", lambda: None)
+    assert "Segmentation fault" in caught.value.log_tail
+
+
+@pytest.mark.parametrize("lost", range(MAX_LOST_NODES + 1))
+def test_what_was_lost_with_its_node_is_done_again_a_few_times(lost: int, caplog: pytest.LogCaptureFixture) -> None:
+    coming = iter([Answer(WITH_NODE if number < lost else None) for number in range(MAX_LOST_NODES + 1)])
+    if lost < MAX_LOST_NODES:
+        assert retry_lost_nodes(lambda: next(coming).result("scores"), "scores") == "scores"
+    else:
+        with pytest.raises(WorkerDied):
+            retry_lost_nodes(lambda: next(coming).result("scores"), "scores")
+    told = ["scorer-0 vanished (its node b is lost); another scores in its place"] * min(lost, MAX_LOST_NODES - 1)
+    assert caplog.messages == told
+
+
+def test_what_ended_by_itself_is_not_done_again() -> None:
+    coming = iter([Answer(BY_ITSELF), Answer()])
+    with pytest.raises(WorkerDied, match="exited with -11"):
+        retry_lost_nodes(lambda: next(coming).result("scores"), "scores")
+    assert next(coming).ends is None

@@ -1,0 +1,329 @@
+"""Packing sample by sample, as one would write it down: what the columns must come to, bit by bit."""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lockstep.data.forest import Segment, Tree
+from lockstep.data.micro_batch import MicroBatch
+from lockstep.data.packing_plan import PAIRS_PER_TOKEN
+from lockstep.data.samples import Rollouts
+
+Packing = str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Segments of one tree that go into one row together."""
+
+    tree: int
+    segments: tuple[int, ...]
+    """Ancestors first; closed under ancestors."""
+    terms: tuple[tuple[int, int], ...]
+    """(segment, term) of each loss term that this piece owns."""
+    path: bool
+    """Whether the segments are one path that the row holds as a single segment."""
+    tokens: int
+    pairs: int
+
+    @property
+    def cost(self) -> float:
+        return self.tokens + self.pairs / PAIRS_PER_TOKEN
+
+
+def plain_trees(rollouts: Rollouts, advantages: np.ndarray, mask_truncated: bool = False) -> list[Tree]:
+    """Of completions without turns."""
+    trees = []
+    for g, group in enumerate(rollouts.groups):
+        segments = [Segment(group.prompt.tokens)]
+        for k, each in enumerate(group.completions):
+            if len(each.tokens) and not (mask_truncated and each.finish == "length"):
+                size = len(each.tokens)
+                given = advantages[g, k]
+                fields = {
+                    "engine_logprob": each.logprobs,
+                    "advantage": np.full(size, given, np.float32) if given.ndim == 0 else given[:size],
+                }
+                number = g * len(group.completions) + k
+                segments.append(Segment(each.tokens, 0, np.ones(size, np.bool_), fields, number))
+        trees.append(Tree(segments, group.prompt.uid, len(group.completions)))
+    return trees
+
+
+def plain_rows(trees: Sequence[Tree], ranks: int, budget: int, mode: Packing) -> list[list[MicroBatch]]:
+    """`[ranks][micro-batches]`, without weights."""
+    first: list[list[int]] = []
+    names = sorted({name for tree in trees for segment in tree.segments for name in segment.fields})
+    values: dict[str, list[float]] = {name: [] for name in names}
+    numbers: list[int] = []
+    for tree in trees:
+        first.append([])
+        for segment in tree.segments:
+            first[-1].append(len(numbers))
+            for term, sequence in enumerate(segment.sequences):
+                for token in segment.wanted.tolist():
+                    numbers.append(sequence)
+                    for name in names:
+                        values[name].append(np.atleast_2d(segment.fields[name])[term, token])
+    fields = {name: np.asarray(each, np.float32) for name, each in values.items()}
+    hands = schedule(list(enumerate(trees)), ranks, budget, mode)
+    flat = np.asarray(numbers, np.int32)
+    return [[_row(trees, pieces, first, fields, flat) for pieces in hand] for hand in hands]
+
+
+def _row(
+    trees: Sequence[Tree],
+    pieces: Sequence[Piece],
+    first: list[list[int]],
+    fields: dict[str, np.ndarray],
+    numbers: np.ndarray,
+) -> MicroBatch:
+    if not pieces:
+        return _empty_row(list(fields))
+    tokens: list[np.ndarray] = []
+    lengths: list[int] = []
+    parents: list[int] = []
+    sources, targets, index = [], [], []
+    end = 0
+    for piece in pieces:
+        segments = trees[piece.tree].segments
+        start: dict[int, int] = {}
+        place: dict[int, int] = {-1: -1}
+        if piece.path:
+            lengths.append(piece.tokens)
+            parents.append(-1)
+        for position in piece.segments:
+            segment = segments[position]
+            start[position] = end
+            end += segment.tokens.size
+            tokens.append(segment.tokens)
+            if not piece.path:
+                place[position] = len(lengths)
+                lengths.append(segment.tokens.size)
+                parents.append(place[segment.parent])
+        for position, term in piece.terms:
+            segment = segments[position]
+            wanted = segment.wanted
+            before = -1  # never taken: the first token of a root is no target
+            if segment.parent >= 0:
+                before = start[segment.parent] + segments[segment.parent].tokens.size - 1
+            sources.append(np.where(wanted == 0, before, start[position] + wanted - 1))
+            targets.append(segment.tokens[wanted])
+            own = first[piece.tree][position] + term * wanted.size
+            index.append(np.arange(own, own + wanted.size, dtype=np.int64))
+    where = np.concatenate(index)
+    return MicroBatch(
+        tokens=np.concatenate(tokens).astype(np.int32),
+        lengths=np.asarray(lengths, np.int32),
+        parents=np.asarray(parents, np.int32),
+        sources=np.concatenate(sources).astype(np.int32),
+        targets=np.concatenate(targets).astype(np.int32),
+        index=where,
+        fields={name: values[where] for name, values in fields.items()},
+        sequences=numbers[where],
+    )
+
+
+def _empty_row(names: Sequence[str]) -> MicroBatch:
+    """One token of weight zero: a rank without work enters the same collectives as the others."""
+    zero = np.zeros(1, np.int32)
+    return MicroBatch(
+        tokens=zero,
+        lengths=np.ones(1, np.int32),
+        parents=np.full(1, -1, np.int32),
+        sources=zero.copy(),
+        targets=zero.copy(),
+        index=np.full(1, -1, np.int64),
+        fields={name: np.zeros(1, np.float32) for name in names},
+        sequences=np.full(1, -1, np.int32),
+    )
+
+
+def paths(tree: Tree, index: int) -> list[Piece]:
+    """One piece per sequence of the tree: its own copy of everything from the root on."""
+    members: dict[int, list[tuple[int, int]]] = {}
+    for position, segment in enumerate(tree.segments):
+        for term, sequence in enumerate(segment.sequences):
+            if segment.wanted.size:
+                members.setdefault(sequence, []).append((position, term))
+    return [_piece(tree, index, tree.path(terms[-1][0]), terms, True) for terms in members.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What cutting a tree needs to know of it, whatever the limit."""
+
+    wanted: list[int]
+    """Segments with targets."""
+    ancestors: set[int]
+    """Of those."""
+    leaves: list[list[int]]
+    """Paths to those that are nobody's ancestors, longest first."""
+    length: list[int]
+    """Tokens of each segment."""
+
+
+def outline(tree: Tree) -> Outline:
+    wanted = [position for position, segment in enumerate(tree.segments) if segment.wanted.size]
+    ancestors = {above for position in wanted for above in tree.path(position)[:-1]}
+    leaves = [tree.path(position) for position in wanted if position not in ancestors]
+    length = [int(segment.tokens.size) for segment in tree.segments]
+    leaves.sort(key=lambda path: (-sum(length[position] for position in path), path[-1]))
+    return Outline(wanted, ancestors, leaves, length)
+
+
+def cut(tree: Tree, index: int, limit: int, known: Outline | None = None) -> list[Piece]:
+    """The tree in pieces of at most `limit` tokens, or of one path where that is longer.
+
+    Each leaf goes where it needs the fewest new tokens, longest path first; ancestors are repeated in every
+    piece that needs them. All losses of a sequence belong to the first piece that has its last segment: a sequence is
+    never cut, so that what depends on all of it (its ratio, say) is known where it is computed. Leaves that nothing is
+    to be learned from are left out.
+    """
+    known = known or outline(tree)
+    wanted, ancestors, leaves, length = known.wanted, known.ancestors, known.leaves, known.length
+    groups: list[set[int]] = []
+    sizes: list[int] = []
+    if sum(length[position] for position in {*ancestors, *wanted}) <= limit:
+        groups, leaves = [{*ancestors, *wanted}] if wanted else [], []
+    for path in leaves:
+        added = [sum(length[position] for position in path if position not in group) for group in groups]
+        fitting = [g for g in range(len(groups)) if sizes[g] + added[g] <= limit]
+        if fitting:
+            best = min(fitting, key=lambda g: (added[g], -sizes[g], g))
+            groups[best].update(path)
+            sizes[best] += added[best]
+        else:
+            groups.append(set(path))
+            sizes.append(sum(length[position] for position in path))
+    last = {sequence: position for position in wanted for sequence in tree.segments[position].sequences}
+    pieces = []
+    for group in groups:
+        whole = {sequence for sequence, position in last.items() if position in group}
+        terms = [
+            (position, term)
+            for position in wanted
+            for term, sequence in enumerate(tree.segments[position].sequences)
+            if sequence in whole
+        ]
+        last = {sequence: position for sequence, position in last.items() if sequence not in whole}
+        pieces.append(_piece(tree, index, sorted(group), terms, False))
+    return pieces
+
+
+def _piece(tree: Tree, index: int, segments: list[int], terms: list[tuple[int, int]], path: bool) -> Piece:
+    above: dict[int, int] = {}
+    tokens = pairs = 0
+    for position in segments:
+        segment = tree.segments[position]
+        size = int(segment.tokens.size)
+        above[position] = 0 if segment.parent < 0 else above[segment.parent] + tree.segments[segment.parent].tokens.size
+        tokens += size
+        pairs += size * above[position] + size * (size + 1) // 2
+    return Piece(index, tuple(segments), tuple(terms), path, tokens, int(pairs))
+
+
+def schedule(trees: Sequence[tuple[int, Tree]], ranks: int, budget: int, mode: Packing) -> list[list[list[Piece]]]:
+    """`[ranks][micro-batches][pieces]`: the rows of every rank; a row without pieces is an empty micro-batch.
+
+    Args:
+        trees: (index, tree) of the trees to place.
+        budget: tokens of a row, enough for the longest sequence (`check_token_budget`).
+    """
+    if mode != "forest":
+        pieces = [piece for index, tree in trees for piece in paths(tree, index)]
+        return deal([[piece] for piece in pieces] if mode == "single" else fill(pieces, ranks, budget), ranks)
+    outlined = [(index, tree, outline(tree)) for index, tree in trees]
+    whole = [piece for index, tree, known in outlined for piece in cut(tree, index, budget, known)]
+    best = deal(fill(whole, ranks, budget), ranks)
+    shortest = duration(best)
+    # Few large trees leave ranks idle: smaller pieces repeat some prompts, but may end sooner.
+    for limit in _smaller_limits(whole, ranks, budget):
+        pieces = [piece for index, tree, known in outlined for piece in cut(tree, index, limit, known)]
+        candidate = deal(fill(pieces, ranks, budget), ranks)
+        if (took := duration(candidate)) < shortest:
+            best, shortest = candidate, took
+    return best
+
+
+def _smaller_limits(pieces: Sequence[Piece], ranks: int, budget: int) -> list[int]:
+    largest = max((piece.tokens for piece in pieces if len(piece.terms) > 1), default=0)
+    total = sum(piece.tokens for piece in pieces)
+    rounds = max(1, math.ceil(total / (ranks * budget)))
+    shares = [total / (ranks * n) * slack for n in (rounds, rounds + 1) for slack in (1.5, 1.25, 1.0)]
+    return sorted({math.ceil(share) for share in shares if share < largest}, reverse=True)
+
+
+def fill(pieces: Sequence[Piece], ranks: int, budget: int) -> list[list[Piece]]:
+    """Rows of at most `pair_test_budget` tokens, few and of about equal cost."""
+    order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].cost, i))
+    dense = _first_fit([pieces[i] for i in order], budget)
+    total = sum(piece.tokens for piece in pieces)
+    for rounds in range(max(1, math.ceil(total / (ranks * budget))), math.ceil(len(dense) / ranks) + 1):
+        level = _least_loaded([pieces[i] for i in order], ranks * rounds, budget)
+        if level is not None:
+            return level
+    return dense
+
+
+def _least_loaded(pieces: Sequence[Piece], count: int, budget: int) -> list[list[Piece]] | None:
+    rows: list[list[Piece]] = [[] for _ in range(count)]
+    room = [budget] * count
+    smallest = min((piece.tokens for piece in pieces), default=0)
+    loads = [(0.0, row) for row in range(count)]  # a heap: thousands of ranks have thousands of rows
+    for piece in pieces:
+        full = []
+        while loads and room[loads[0][1]] < piece.tokens:
+            load = heapq.heappop(loads)
+            if room[load[1]] >= smallest:
+                full.append(load)
+        if not loads:
+            return None
+        cost, row = loads[0]
+        heapq.heapreplace(loads, (cost + piece.cost, row))
+        for load in full:
+            heapq.heappush(loads, load)
+        rows[row].append(piece)
+        room[row] -= piece.tokens
+    return rows
+
+
+def _first_fit(pieces: Sequence[Piece], budget: int) -> list[list[Piece]]:
+    rows: list[list[Piece]] = []
+    room = np.empty(len(pieces), np.int64)
+    for piece in pieces:
+        row = int((room[: len(rows)] >= piece.tokens).argmax()) if rows else 0
+        if not rows or room[row] < piece.tokens:
+            row = len(rows)
+            rows.append([])
+            room[row] = budget
+        rows[row].append(piece)
+        room[row] -= piece.tokens
+    return rows
+
+
+def row_cost(row: Sequence[Piece]) -> float:
+    return sum(piece.cost for piece in row)
+
+
+def deal(rows: Sequence[list[Piece]], ranks: int) -> list[list[list[Piece]]]:
+    """Hands rows to ranks, the same number to each: rows of like cost are computed at the same time."""
+    rows = sorted((row for row in rows if row), key=row_cost, reverse=True)
+    rounds = max(1, math.ceil(len(rows) / ranks))
+    hands: list[list[list[Piece]]] = [[] for _ in range(ranks)]
+    load = [0.0] * ranks
+    for n in range(rounds):
+        turn = [*rows[n * ranks : (n + 1) * ranks]]
+        turn += [[] for _ in range(ranks - len(turn))]
+        for rank, row in zip(sorted(range(ranks), key=lambda r: (load[r], r)), turn, strict=True):
+            hands[rank].append(sorted(row, key=lambda piece: (piece.tree, piece.segments)))
+            load[rank] += row_cost(row)
+    return hands
+
+
+def duration(hands: Sequence[Sequence[Sequence[Piece]]]) -> float:
+    """Cost of a step: in every round all ranks wait for the slowest."""
+    return sum(max(row_cost(row) for row in turn) for turn in zip(*hands, strict=True))

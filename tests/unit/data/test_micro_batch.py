@@ -1,0 +1,117 @@
+"""Packing by columns: bit by bit what packing sample by sample comes to, and what a rank gets of it."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_packing import plain_rows, plain_trees
+from test_packing import MODES, longest, random_trees, rollouts
+from turn_samples import conversations
+
+from lockstep.cluster.rpc.codec import decode_payload, encode_payload
+from lockstep.data.forest import Forest
+from lockstep.data.forest_builder import forest_from_rollouts
+from lockstep.data.micro_batch import EncodedMicroBatches, MicroBatch, MiniBatch
+from lockstep.data.packing import pack
+
+
+def columns(row: MicroBatch) -> dict[str, np.ndarray]:
+    names = ("tokens", "lengths", "parents", "sources", "targets", "index", "sequences")
+    fields = {name: values for name, values in row.fields.items() if name != "weight"}
+    return {name: getattr(row, name) for name in names} | fields
+
+
+def same(made: list[list[MicroBatch]], wanted: list[list[MicroBatch]], *, index: bool = True) -> None:
+    assert [len(rank) for rank in made] == [len(rank) for rank in wanted]
+    for mine, other in zip(chain(*made), chain(*wanted), strict=True):
+        one, two = columns(mine), columns(other)
+        assert set(one) == set(two)
+        for name in set(one) - (set() if index else {"index"}):
+            assert one[name].dtype == two[name].dtype, name
+            assert one[name].tolist() == two[name].tolist(), name
+
+
+@settings(max_examples=150, deadline=None)
+@given(random_trees(), st.integers(1, 5), st.integers(0, 40), st.sampled_from(MODES))
+def test_trees_of_any_shape_come_to_the_same_rows(trees, ranks, slack, mode) -> None:
+    budget = longest(trees) + slack
+    same(pack(trees, ranks, budget, mode).everything().ranks, plain_rows(trees, ranks, budget, mode))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 40), min_size=5, max_size=5), min_size=1, max_size=8),
+    st.integers(1, 12),
+    st.integers(0, 150),
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+def test_groups_come_to_the_same_rows(lengths, ranks, slack, mode, truncated, seed) -> None:
+    random = np.random.default_rng(seed)
+    data = rollouts(lengths, random.integers(1, 12, len(lengths)).tolist(), seed)
+    for group in data.groups:
+        for each in group.completions:
+            each.finish = "length" if random.random() < 0.2 else "stop"
+    advantages = random.normal(size=(len(lengths), 5, 40) if seed % 2 else (len(lengths), 5)).astype(np.float32)
+    trees = plain_trees(data, advantages, truncated)
+    made = forest_from_rollouts(data, advantages, truncated)
+    batch = pack(made, ranks, 52 + slack, mode)
+    same(batch.everything().ranks, plain_rows(trees, ranks, 52 + slack, mode))
+    again = Forest.of(list(made))
+    for name, values in vars(Forest.of(trees)).items():
+        for other in (made, again):
+            known = getattr(other, name)
+            if isinstance(values, dict):
+                assert {key: each.tolist() for key, each in values.items()} == {k: v.tolist() for k, v in known.items()}
+            else:
+                assert np.array_equal(values, known), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(conversations(), st.sampled_from(MODES), st.integers(1, 9), st.integers(0, 30))
+def test_conversations_come_to_the_same_rows(given, mode, ranks, slack) -> None:
+    budget = max(3 + len(each.tokens) for group in given.groups for each in group.completions) + slack
+    trees = forest_from_rollouts(given, np.ones((2, 4)))
+    same(pack(trees, ranks, budget, mode).everything().ranks, plain_rows(list(trees), ranks, budget, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [1, 3, 64, 300])
+def test_many_groups_come_to_the_same_rows(mode, ranks) -> None:
+    random = np.random.default_rng(ranks)
+    lengths = np.minimum(1 + random.exponential(60, (64, 8)).astype(int), 300).tolist()
+    data = rollouts(lengths, random.integers(20, 120, 64).tolist())
+    advantages = np.ones((64, 8), np.float32)
+    made = pack(forest_from_rollouts(data, advantages), ranks, 1024, mode).everything()
+    same(made.ranks, plain_rows(plain_trees(data, advantages), ranks, 1024, mode))
+
+
+def received(minibatch: MiniBatch) -> list[list[MicroBatch]]:
+    """What every rank has of its rows when they have travelled."""
+    return [
+        decode_payload(bytearray(encode_payload(hand)), EncodedMicroBatches).rows() for hand in minibatch.rows.hands()
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(random_trees(), st.integers(1, 5), st.integers(0, 20), st.sampled_from(MODES))
+def test_a_rank_gets_its_rows(trees, ranks, slack, mode) -> None:
+    minibatch = pack(trees, ranks, longest(trees) + slack, mode).everything()
+    found = received(minibatch)
+    same(found, minibatch.ranks, index=False)
+    for mine, other in zip(chain(*found), chain(*minibatch.ranks), strict=True):
+        assert mine.fields["weight"].tolist() == other.fields["weight"].tolist()
+        assert mine.layout.lengths == other.layout.lengths
+
+
+def test_advantages_for_fewer_tokens_than_a_completion_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="advantages for 2 tokens, and a completion of 3"):
+        forest_from_rollouts(rollouts([[3, 2]], [5]), np.zeros((1, 2, 2)))
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="segment 0 of sample '0:1' has no tokens"):
+        forest_from_rollouts(rollouts([[3], [2]], [5, 0]), np.zeros((2, 1)))

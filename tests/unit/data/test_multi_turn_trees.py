@@ -1,0 +1,102 @@
+"""Conversations as trees: a shared turn is there once, and is learned once for everybody who has it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_packing import observed
+from turn_samples import TURNS, conversation, conversations
+
+from lockstep.config.algorithm import PPOClip
+from lockstep.data.forest_builder import forest_from_rollouts
+from lockstep.data.packing import pack
+from lockstep.data.samples import Group, Prompt, Rollouts
+
+MODES = ("forest", "block", "single")
+
+
+def expected(rollouts: Rollouts, advantages: np.ndarray) -> list[tuple[object, ...]]:
+    """(sequence, token, context, advantage, log-probability) of what the model wrote, read off the completions."""
+    found = []
+    size = len(rollouts.groups[0].completions)
+    for g, group in enumerate(rollouts.groups):
+        for k, each in enumerate(group.completions):
+            whole = [*group.prompt.tokens.tolist(), *each.tokens.tolist()]
+            for i in np.flatnonzero(each.mask):
+                context = tuple(whole[: len(group.prompt.tokens) + i])
+                values = (float(advantages[g, k]), float(each.logprobs[i]))
+                found.append((g * size + k, int(each.tokens[i]), context, *values))
+    return sorted(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(conversations(), st.sampled_from(MODES), st.integers(1, 3), st.integers(0, 30), st.integers(0, 2**16))
+def test_what_the_model_wrote_comes_out_once_per_completion(rollouts, mode, ranks, slack, seed) -> None:
+    advantages = np.random.default_rng(seed).normal(size=(2, 4)).astype(np.float32)
+    longest = max(3 + len(each.tokens) for group in rollouts.groups for each in group.completions)
+    batch = pack(forest_from_rollouts(rollouts, advantages), ranks, longest + slack, mode)
+    seen = observed(batch.everything())
+    assert sorted((s, token, context, *values[:2]) for _, s, token, context, values in seen) == expected(
+        rollouts, advantages
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(conversations())
+def test_weights_count_what_the_model_wrote(rollouts) -> None:
+    lengths = np.array([each.generated for group in rollouts.groups for each in group.completions])
+    batch = pack(forest_from_rollouts(rollouts, np.ones((2, 4))), 1, 500)
+    for aggregation, wanted in {
+        "token-mean": np.repeat(1 / lengths.sum(), lengths.size),
+        "seq-mean-token-mean": 1 / lengths / lengths.size,
+    }.items():
+        (minibatch,) = batch.minibatches(loss=PPOClip(aggregation=aggregation))
+        for row in (row for rank in minibatch.ranks for row in rank):
+            np.testing.assert_allclose(row.fields["weight"], wanted[row.sequences], rtol=1e-5)
+
+
+def test_shared_turns_are_computed_once() -> None:
+    random = np.random.default_rng(0)
+    turns = [([(0, 0), (1, 1)], 0), ([(0, 0), (1, 1)], 3), ([(0, 0)], 2), ([(1, 0)], 0)]
+    completions = [conversation(str(k), said, last, random) for k, (said, last) in enumerate(turns)]
+    rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([9, 9], np.int32), ""), completions)])
+    (tree,) = forest_from_rollouts(rollouts, np.arange(4.0)[None])
+    assert [(s.tokens.tolist(), s.parent, s.sequences) for s in tree.segments] == [
+        ([9, 9], -1, ()),
+        ([5, 1], 0, (0, 1, 2)),
+        ([5, 6, 2, 3], 1, (0, 1)),
+        (TURNS[0], 2, (0,)),
+        (TURNS[3], 2, (1,)),
+        (TURNS[2], 1, (2,)),
+        ([5, 6, 1, 5], 0, (3,)),
+    ]
+    tree.check()
+    assert tree.segments[1].fields["advantage"][:, 0].tolist() == [0, 1, 2]  # the model wrote the first token
+
+
+def test_completions_that_are_all_alike_are_one_segment() -> None:
+    random = np.random.default_rng(0)
+    completions = [conversation(str(k), [(0, 0)], 1, random) for k in range(3)]
+    rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([9], np.int32), ""), completions)])
+    (tree,) = forest_from_rollouts(rollouts, np.zeros((1, 3)))
+    assert len(tree.segments) == 2 and tree.samples == 3
+    assert pack([tree], 1, 100).targets == 3 * 3
+
+
+def test_a_mask_that_does_not_fit_is_refused() -> None:
+    completion = conversation("r7", [(0, 0)], 1, np.random.default_rng(0))
+    completion.mask = completion.mask[:-1]
+    rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([9], np.int32), ""), [completion])])
+    with pytest.raises(ValueError, match=r"r7.*mask"):
+        forest_from_rollouts(rollouts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(conversations(), st.sampled_from(MODES), st.integers(1, 3), st.integers(0, 30))
+def test_no_sequence_is_cut(rollouts, mode, ranks, slack) -> None:
+    """What depends on all tokens of a completion (GSPO's ratio) is known in its row, without asking other ranks."""
+    longest = max(3 + len(each.tokens) for group in rollouts.groups for each in group.completions)
+    batch = pack(forest_from_rollouts(rollouts), ranks, longest + slack, mode)
+    rows = [row for rank in batch.everything().ranks for row in rank]
+    owners = [set(row.sequences[row.index >= 0].tolist()) for row in rows]
+    assert sum(map(len, owners)) == len(set().union(*owners)) == 8

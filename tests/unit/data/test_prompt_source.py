@@ -1,0 +1,238 @@
+"""Prompts of every format, in order, within the context."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_tokenizers import BLOCKS, STRICT, TURNS, characters
+
+from lockstep.config.data import DatasetConfig
+from lockstep.data.chat_templates import TokenizerError
+from lockstep.data.dataset_rows import DataError, DatasetRows
+from lockstep.data.datasets import load_rows
+from lockstep.data.sample_sources import PromptSource
+
+
+@pytest.fixture
+def rows_of(tmp_path):
+    def make(rows: list[dict], **options: Any) -> tuple[DatasetRows, DatasetConfig]:
+        path = tmp_path / "data.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        cfg = DatasetConfig(path=str(path), **options)
+        return load_rows(cfg), cfg
+
+    return make
+
+
+@pytest.fixture
+def source(rows_of):
+    def make(rows: list[dict], tokenizer: Any = None, limit: int = 200, seed: int = 0, **options: Any) -> PromptSource:
+        return PromptSource(*rows_of(rows, **options), tokenizer or characters(TURNS), seed, limit)
+
+    return make
+
+
+def test_prompt_and_answer(source) -> None:
+    prompt = source([{"prompt": "1+1", "answer": "2", "level": {"a": 1}}]).prompt(0, epoch=3)
+    assert (prompt.uid, prompt.row, prompt.text, prompt.messages) == ("3:0", 0, "1+1", None)
+    assert prompt.answer == "2"
+    assert prompt.columns == {"answer": "2", "level": {"a": 1}}
+    assert prompt.tokens.dtype == np.int32
+    assert characters().decode(prompt.tokens).replace(" ", "") == "1+1"
+
+
+@pytest.mark.parametrize("column", ["question", "problem", "query", "instruction"])
+def test_known_names_of_prompts_and_answers(source, column) -> None:
+    prompt = source([{column: "1+1", "solution": 2}]).prompt(0)
+    assert (prompt.text, prompt.answer) == ("1+1", 2)
+
+
+def test_prompt_without_an_answer_keeps_all_columns(source) -> None:
+    prompt = source([{"prompt": "x", "target_length": 7, "kind": None}]).prompt(0)
+    assert (prompt.answer, prompt.columns) == (None, {"target_length": 7, "kind": None})
+
+
+def test_template_and_chosen_columns(source) -> None:
+    data = [{"q": "1+1", "a": "2", "answer": "no", "prompt": "neither"}]
+    made = source(data, template="Q: {prompt}\nA:", prompt_column="q", answer_column="a").prompt(0)
+    assert (made.text, made.answer) == ("Q: 1+1\nA:", "2")
+
+
+def test_text_through_the_chat_template(source) -> None:
+    made = source([{"prompt": "hi", "answer": "2"}], chat=True, system="be").prompt(0)
+    assert made.text == "<|system|>be<eos>\n<|user|>hi<eos>\n<|assistant|>"
+    assert made.messages is None
+    assert made.tokens.size == 11  # one token per mark and character
+
+
+def test_conversation_up_to_its_last_assistant_turn(source) -> None:
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    made = source([{"messages": messages, "id": 5}]).prompt(0)
+    assert made.text == "<|user|>a<eos>\n<|assistant|>b<eos>\n<|user|>c<eos>\n<|assistant|>"
+    assert (made.messages, made.answer, made.columns) == (messages[:3], "d", {"id": 5})
+    open_end = source([{"messages": messages[:3]}]).prompt(0)
+    assert (open_end.text, open_end.answer) == (made.text, None)
+
+
+def test_own_system_message_stays_alone(source) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert source([{"messages": messages}], system="other").prompt(0).text.startswith("<|system|>s<eos>\n<|user|>u")
+
+
+def test_tool_turns_and_tools_reach_the_template(source) -> None:
+    template = "{% if tools %}[{{ tools[0].name }}]{% endif %}" + TURNS
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+        {"role": "tool", "content": "r"},
+    ]
+    template = template.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0].name }}")
+    for tools in ([{"name": "f"}], json.dumps([{"name": "f"}])):
+        made = source([{"messages": messages, "tools": tools}], characters(template)).prompt(0)
+        assert made.text == "[f]<|user|>u<eos>\n<|assistant|>f<eos>\n<|tool|>r<eos>\n<|assistant|>"
+    with pytest.raises(DataError, match="column 'tools': not JSON"):
+        source([{"messages": messages, "tools": "[f"}], characters(template))
+
+
+def test_begun_answer_is_continued(source) -> None:
+    prompt = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "So"}]
+    assert source([{"prompt": prompt}]).prompt(0).text == "<|user|>u<eos>\n<|assistant|>So"
+
+
+def test_trl_prompt_completion_of_both_kinds(source) -> None:
+    made = source([{"prompt": "a", "completion": "b", "hint": 1}]).prompt(0)
+    assert (made.text, made.answer, made.columns) == ("a", "b", {"hint": 1})
+    talk = {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
+    made = source([talk]).prompt(0)
+    assert (made.text, made.answer, made.messages) == ("<|user|>a<eos>\n<|assistant|>", "b", talk["prompt"])
+
+
+def test_verl_columns_stay_as_they_are(source) -> None:
+    row = {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "q"}],
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"index": 0, "split": "train"},
+        "ability": "math",
+    }
+    made = source([row]).prompt(0)
+    assert made.text == "<|user|>q<eos>\n<|assistant|>"
+    assert made.answer == "72"
+    assert made.columns == {name: value for name, value in row.items() if name != "prompt"}
+
+
+def test_plain_text_is_a_prompt(source) -> None:
+    assert source([{"text": "Once"}]).prompt(0).text == "Once"
+
+
+def test_beginning_of_sequence_only_for_plain_text(source) -> None:
+    tokenizer = characters(TURNS, bos=True)
+    assert source([{"prompt": "a"}], tokenizer).prompt(0).tokens[0] == tokenizer.bos_token_id
+    assert tokenizer.bos_token_id not in source([{"prompt": "a"}], tokenizer, chat=True).prompt(0).tokens
+
+
+def test_take_is_a_pure_function_of_the_position(source) -> None:
+    data = [{"prompt": f"p{i}", "answer": str(i)} for i in range(7)]
+    one = source(data, seed=5)
+    uids = [prompt.uid for prompt in one.take(0, 21)]
+    assert sorted(uids) == sorted(f"{epoch}:{row}" for epoch in range(3) for row in range(7))
+    assert uids[:7] != [f"0:{row}" for row in range(7)]
+    assert [p.uid for p in source(data, seed=5).take(5, 6)] == uids[5:11]
+    assert [p.uid for p in source(data, seed=6).take(0, 21)] != uids
+    assert one.named(uids[9]).text == f"p{uids[9][2:]}"
+    assert [p.uid for p in source(data, shuffle=False).take(6, 2)] == ["0:6", "1:0"]
+
+
+def test_long_prompts_are_refused_or_dropped(source, caplog) -> None:
+    data = [{"prompt": "x" * n} for n in (3, 9, 4, 10)]
+    with pytest.raises(DataError, match=r"the prompt has 9 tokens, more than the 5 that fit.*overlong") as error:
+        source(data, limit=5)
+    assert error.value.place == "line 2"
+    made = source(data, limit=5, overlong="drop")
+    assert (len(made), made.dropped) == (2, 2)
+    assert sorted(prompt.row for prompt in made.take(0, 2)) == [0, 2]
+    assert "2 of 4 rows are longer than 5 tokens and dropped" in caplog.text
+    with pytest.raises(DataError, match="each of the 4 rows is longer than 2 tokens"):
+        source(data, limit=2, overlong="drop")
+
+
+def user(content: object) -> list[dict]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("bad", "column", "message"),
+    [
+        ({"answer": "1"}, "prompt", "the row has no such column"),
+        ({"prompt": "a"}, "answer", "the row has no such column"),
+        ({"prompt": "", "answer": "1"}, "prompt", "is empty"),
+        ({"prompt": None, "answer": "1"}, "prompt", "is empty"),
+        ({"prompt": [], "answer": "1"}, "prompt", "is empty"),
+        ({"prompt": 7, "answer": "1"}, "prompt", "expected text or messages, found int"),
+        ({"prompt": ["hi"], "answer": "1"}, "prompt", "message 0 is str"),
+        ({"prompt": [{"from": "human", "value": "x"}], "answer": "1"}, "prompt", "no role.*ShareGPT"),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "prompt", r"message 0 \(user\) has no content"),
+    ],
+)
+def test_bad_rows_are_refused_with_line_and_column(source, bad, column, message) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        source([{"prompt": "fine", "answer": "1"}, bad])
+    assert (error.value.place, error.value.column) == ("line 2", column)
+
+
+def test_missing_and_ambiguous_columns_are_refused(source) -> None:
+    with pytest.raises(DataError, match=r"column 'promt': there is no such column. Did you mean 'prompt'\?"):
+        source([{"prompt": "a"}], prompt_column="promt")
+    with pytest.raises(DataError, match=r"'answer' and 'solution' could both be the answer. Set data.answer_column"):
+        source([{"prompt": "a", "solution": "1", "answer": "2"}])
+    with pytest.raises(DataError, match=r"'prompt' and 'question' could both be the prompt"):
+        source([{"prompt": "a", "question": "1", "answer": "2"}])
+    with pytest.raises(DataError, match=r"no column is known to be a prompt, among x, y. .*prompt_column"):
+        source([{"x": "a", "y": "1"}])
+    with pytest.raises(DataError, match="column 'messages': there is no such column"):
+        source([{"prompt": "a"}], format="messages")
+    with pytest.raises(DataError, match="column 'completion': there is no such column"):
+        source([{"prompt": "a"}], format="prompt_completion")
+    verl = {"data_source": "x", "prompt": user("a"), "reward_model": {"style": "rule"}}
+    with pytest.raises(DataError, match="line 1, column 'reward_model': has no ground_truth"):
+        source([verl])
+    with pytest.raises(DataError, match="is a conversation where the prompt is text"):
+        source([{"prompt": "a", "completion": user("x")}])
+    with pytest.raises(DataError, match="nothing comes before"):
+        source([{"messages": [{"role": "assistant", "content": "x"}]}])
+
+
+def test_tokenizer_without_a_template_is_refused(source) -> None:
+    with pytest.raises(TokenizerError, match=r"has no chat template. Set model.chat_template"):
+        source([{"messages": user("a")}], characters())
+    with pytest.raises(TokenizerError, match="chat template"):
+        source([{"prompt": "a"}], characters(), chat=True)
+
+
+def test_settings_that_do_not_fit_the_data_are_refused(source) -> None:
+    with pytest.raises(DataError, match=r"data.chat is false"):
+        source([{"messages": user("a")}], chat=False)
+    with pytest.raises(DataError, match=r"data.template is for text"):
+        source([{"messages": user("a")}], template="{prompt}")
+    with pytest.raises(ValueError, match=r"does not contain \{prompt\}"):
+        source([{"prompt": "a"}], template="Q:")
+    with pytest.raises(ValueError, match="other braces must be doubled"):
+        source([{"prompt": "a"}], template='{"q": "{prompt}"}')
+
+
+def test_conversation_that_the_template_refuses(source) -> None:
+    with pytest.raises(DataError, match=r"line 1: the chat template refuses the conversation: user first"):
+        source([{"messages": [{"role": "system", "content": "s"}, *user("a")]}], characters(STRICT))
+
+
+def test_generation_blocks_do_not_disturb_prompts(source) -> None:
+    assert source([{"messages": user("a")}], characters(BLOCKS)).prompt(0).text == "<|user|>a<eos><|assistant|>"
+
+
+def test_a_row_without_the_answer_that_the_reward_compares_with_is_refused(rows_of) -> None:
+    rows, cfg = rows_of([{"prompt": "1", "answer": "1"}, {"prompt": "2", "answer": None}])
+    assert PromptSource(rows, cfg, characters(TURNS), 0, 9).prompt(1).answer is None
+    with pytest.raises(DataError, match=r"line 2: there is no answer\. .* set data\.answer_column"):
+        PromptSource(rows, cfg, characters(TURNS), 0, 9, answers=True)

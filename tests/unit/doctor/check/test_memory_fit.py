@@ -1,0 +1,148 @@
+"""Memory and time of a config, against formulas written out by hand, and time-outs that are too short."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from lockstep.config.loader import check_config
+from lockstep.doctor.check.rules import memory_fit, step_durations
+from lockstep.doctor.check.rules.memory_fit import ProcessMemory, engine_memory_parts, trainer_memory_parts
+from lockstep.doctor.check.rules.model_shape import model_shape_of
+from lockstep.doctor.output.findings import Finding
+from lockstep.run.planning.resources import ModelFacts
+from lockstep.run.planning.run_plan import trainer_memory
+
+QWEN_7B = {  # https://huggingface.co/Qwen/Qwen2.5-7B/blob/main/config.json
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+SHAPE = model_shape_of(QWEN_7B)
+H100 = ProcessMemory("cuda", 80 << 30, "NVIDIA H100 80GB HBM3")
+BASE: dict[str, Any] = {
+    "recipe": "grpo", "name": "x", "steps": 1, "model": {"path": "m"}, "data": {"path": "d.jsonl"},
+    "reward": {"terms": [{"kind": "exact_match"}]}, "rollout": {"sampling": {"max_tokens": 1024}},
+}  # fmt: skip
+
+
+def config(**changes: Any) -> Any:
+    return check_config(BASE | changes, "x")
+
+
+def by_id(findings: list[Finding]) -> dict[str, Finding]:
+    return {each.id: each for each in findings}
+
+
+def test_a_7b_has_as_many_parameters_as_its_card_says() -> None:
+    assert SHAPE.parameters == 7_615_616_512
+    assert SHAPE.kv_bytes(2) == 2 * 28 * 4 * 128 * 2
+
+
+def test_states_are_sixteen_bytes_a_parameter_over_the_ranks_of_a_copy() -> None:
+    parts = trainer_memory_parts(config(trainer={"ranks": 8, "replicas": 2}), SHAPE)
+    assert parts["weights"] + parts["gradients"] + parts["optimizer"] == 16 * SHAPE.parameters // 4
+    assert parts["activations"] == 34 * 4096 * 3584 * 28
+    assert parts["gathered"] == 2 * (2 * 152064 * 3584 + 3584 + 2 * SHAPE.per_layer[0])
+    recomputed = trainer_memory_parts(config(trainer={"ranks": 8, "activation_checkpointing": True}), SHAPE)
+    assert parts["activations"] == 17 * recomputed["activations"]
+
+
+def test_it_is_what_the_plan_of_a_run_says_but_for_what_is_gathered() -> None:
+    facts = ModelFacts(SHAPE.parameters, 28, 3584, 152064, 4, 128, 131072, "bfloat16")
+    for trainer in ({"ranks": 4}, {"ranks": 2, "activation_checkpointing": True}):
+        run = config(trainer=trainer, loss={"kl": {"coefficient": 0.1}}, model={"path": "m", "dtype": "bfloat16"})
+        parts = trainer_memory_parts(run, SHAPE)
+        assert sum(parts.values()) - parts["gathered"] == pytest.approx(trainer_memory(run, facts), abs=8)
+
+
+def test_a_7b_does_not_fit_one_gpu_and_what_would_make_it_fit_does() -> None:
+    policy = by_id(memory_fit.judge_memory(config(), SHAPE, H100))["memory-policy"]
+    assert policy.severity == "error" and "trainer.ranks=4" in policy.fix and policy.source
+    for words in ({"trainer": {"ranks": 4}},):
+        assert by_id(memory_fit.judge_memory(config(**words), SHAPE, H100))["memory-policy"].severity == "ok"
+    too_few = by_id(memory_fit.judge_memory(config(trainer={"ranks": 2}), SHAPE, H100))["memory-policy"]
+    assert too_few.severity == "error"
+
+
+def test_an_engine_that_has_no_room_for_keys_and_values_is_found() -> None:
+    small = ProcessMemory("cuda", 15 << 30, "small")
+    vllm = {"engine": {"kind": "vllm"}, "sampling": {"max_tokens": 1024}}
+    engine = by_id(memory_fit.judge_memory(config(rollout=vllm), SHAPE, small))["memory-engine"]
+    assert engine.severity == "error" and "tensor_parallel_size=2" in engine.fix
+    fine = by_id(memory_fit.judge_memory(config(rollout=vllm), SHAPE, H100))["memory-engine"]
+    room = int((0.9 * (80 << 30) - 2 * SHAPE.parameters) // (SHAPE.kv_bytes(2) * 2048))
+    assert fine.severity == "ok" and f"{room:,} sequences of 2,048 tokens" in fine.seen
+
+
+def test_an_engine_and_a_trainer_that_share_gpus_must_both_have_room() -> None:
+    shared: dict[str, Any] = {
+        "placement": {"colocate": "all"}, "trainer": {"ranks": 4}, "cluster": {"kind": "ray"},
+        "rollout": {"engine": {"kind": "vllm", "count": 4}, "sampling": {"max_tokens": 1024}},
+    }  # fmt: skip
+    found = by_id(memory_fit.judge_memory(config(**shared), SHAPE, H100))["memory-shared"]
+    assert found.severity == "error" and "trainer.offload.optimizer=true" in found.fix
+    away = shared | {"trainer": {"ranks": 4, "offload": {"parameters": True, "optimizer": True}}}
+    assert "memory-shared" not in by_id(memory_fit.judge_memory(config(**away), SHAPE, H100))
+
+
+def test_a_host_that_has_too_little_is_an_error_and_one_that_is_not_known_is_said_so() -> None:
+    on_cpu = config(cluster={"device": "cpu"})
+    assert by_id(memory_fit.judge_memory(on_cpu, SHAPE, ProcessMemory("cpu", 32 << 30)))["memory"].severity == "error"
+    assert by_id(memory_fit.judge_memory(config(), SHAPE, ProcessMemory("cuda", 0)))["memory"].severity == "unchecked"
+
+
+def test_builtin_engines_hold_the_cache_that_they_are_told() -> None:
+    engine = {"engine": {"cache_tokens": 1000}, "sampling": {"max_tokens": 64}}
+    assert engine_memory_parts(config(rollout=engine), SHAPE)["keys and values"] == 1000 * SHAPE.kv_bytes(2)
+
+
+def test_stages_of_a_step() -> None:
+    run = config(trainer={"ranks": 8}, prompts_per_step=64, group_size=8)
+    speed = step_durations.gpu_speed(H100.name)
+    assert speed is not None and speed.flops == 989e12
+    took = step_durations.step_durations(run, SHAPE, speed)
+    tokens = 64 * 8 * 2048
+    assert took.train == pytest.approx(6 * SHAPE.active * tokens / 8 / (0.35 * 989e12), rel=0.1), "and attention"
+    # One token for 256 sequences reads all weights once: 14 GB at half of 3.35 TB/s, and the keys and values.
+    assert took.rollout > 2 * 1024 * 2 * SHAPE.active / (0.5 * 3.35e12)
+    assert took.publish == pytest.approx(2 * SHAPE.parameters / 1e9)
+    assert all(value > 0 for value in asdict(took).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "name"),
+    [
+        ({"trainer": {"ranks": 8, "collective_timeout_s": 5}}, {}, "trainer.collective_timeout_s"),
+        ({"weights": {"receiver_limit_s": 0.01}}, {}, "weights.receiver_limit_s"),
+        ({"cluster": {"stall_limit_s": 10}}, {}, "cluster.stall_limit_s"),
+        ({}, {"VLLM_ENGINE_READY_TIMEOUT_S": "5"}, "VLLM_ENGINE_READY_TIMEOUT_S"),
+        ({}, {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1"}, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"),
+    ],
+)
+def test_time_outs_shorter_than_what_they_bound(changes: Any, environment: dict[str, str], name: str) -> None:
+    found = [
+        each
+        for each in step_durations.judge_durations(config(**changes), SHAPE, H100.name, environment)
+        if "timeout" in each.id
+    ]
+    assert found and all(name in each.seen and each.severity == "error" for each in found)
+
+
+def test_defaults_and_long_time_outs_are_left_alone() -> None:
+    for changes in ({}, {"trainer": {"ranks": 8, "collective_timeout_s": 7200}}):
+        found = step_durations.judge_durations(
+            config(**changes), SHAPE, H100.name, {"VLLM_ENGINE_READY_TIMEOUT_S": "3600"}
+        )
+        assert not [each for each in found if each.id == "timeout-short"]
+
+
+def test_a_gpu_whose_speed_is_not_known_gives_no_numbers() -> None:
+    run = config(trainer={"ranks": 2, "collective_timeout_s": 5})
+    *_, last = step_durations.judge_durations(run, SHAPE, "NVIDIA Something", {})
+    assert last.severity == "unchecked" and "trainer.collective_timeout_s=5 s" in last.seen
+
+
+def test_the_largest_collective_is_named() -> None:
+    found = by_id(step_durations.judge_durations(config(trainer={"ranks": 2}), SHAPE, "", {}))["largest-collective"]
+    assert "embedding, head and last norm" in found.seen and f"{2 * SHAPE.largest_unit / 2**20:,.1f} MiB" in found.seen

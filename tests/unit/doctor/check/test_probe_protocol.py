@@ -1,0 +1,302 @@
+"""What a head and probes make of each other where one of them is of another version, broken, or means ill."""
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.base.transport import auth_handshake
+from lockstep.base.transport.frames import Connection, WireError
+from lockstep.cli.terminal import show_note, show_refusal
+from lockstep.doctor.check.cluster import host_comparison, host_pairs, rendezvous_rules
+from lockstep.doctor.check.cluster.probe_rendezvous import CheckHead, ProbeRendezvous
+from lockstep.doctor.check.probe import probe_protocol
+from lockstep.doctor.check.probe.host_probe import ProbeDismissed, ProbeNotJoined, serve_probe
+from lockstep.doctor.check.probe.probe_protocol import (
+    CHECK_RUN,
+    PROTOCOL_VERSION,
+    ProbeInfo,
+    ProtocolVersion,
+    own_protocol_version,
+    receive_message,
+    send_message,
+)
+
+TOKEN = "a-check's-token"
+HOME = "127.0.0.1"
+CARD = asdict(ProbeInfo("odd", "odd", HOME))
+NESTED = b"[" * 200_000
+
+
+class Odd:
+    """A launcher of one proper probe, `good`, and of one that answers as it is told, `odd`."""
+
+    hosts = ("good", "odd")
+    addresses: Mapping[str, str] = {}
+
+    def __init__(self, *said: bytes | dict[str, Any], greeting: dict[str, Any] | None = None) -> None:
+        self._said = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in said]
+        self._greeting = asdict(own_protocol_version()) if greeting is None else greeting
+        self.heard: list[dict[str, Any]] = []
+        self._threads: list[threading.Thread] = []
+
+    def start(self, head: str, port: int, token: str) -> None:
+        def good() -> None:
+            with contextlib.suppress(ProbeDismissed):
+                serve_probe(head, port, token, "good", None, host_comparison.answer_look)
+
+        def odd() -> None:
+            with dialled(port) as connection, contextlib.suppress(WireError):
+                send_message(connection, self._greeting)
+                for answer in self._said:
+                    self.heard.append(receive_message(connection, 10.0) or {})
+                    connection.send(answer, timeout_s=5.0)
+                while (order := receive_message(connection, 10.0)) is not None:
+                    self.heard.append(order)
+
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (good, odd)]
+        for thread in self._threads:
+            thread.start()
+
+    def failed(self) -> Mapping[str, str]:
+        return {}
+
+    def stop(self) -> None:
+        for thread in self._threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in self._threads)
+
+
+def dialled(port: int) -> Connection:
+    return auth_handshake.connect(
+        HOME, port, token=TOKEN, run=CHECK_RUN, generation=0, name="odd", timeout_s=5.0, max_frame=1 << 24
+    )
+
+
+def met(
+    launcher: Odd, then: Callable[[CheckHead, ProbeRendezvous], Any] = lambda head, meeting: None
+) -> tuple[ProbeRendezvous, Any]:
+    try:
+        with CheckHead(TOKEN, HOME) as head:
+            meeting = head.gather(launcher, bound_s=5.0, kernels=1)
+            return meeting, then(head, meeting)
+    finally:
+        launcher.stop()
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        {}, NESTED, b"\xff", b"3", {**CARD, "hostname": 5}, {**CARD, "address": "nonsense.invalid"},
+        {**CARD, "resolves_to": 3}, {**CARD, "ports": {"x": "y"}}, {**CARD, "ports": {"x": 70000}},
+        {**CARD, "taken": {"x": "y"}}, {**CARD, "interfaces": [1, 2]}, {"error": "no such thing"},
+        {**CARD, "hostname": "h" * 100_000},
+    ],
+)  # fmt: skip
+def test_a_probe_that_says_nonsense_of_its_host_is_lost_and_nobody_else(card: bytes | dict[str, Any]) -> None:
+    meeting, _ = met(Odd(card))
+    assert list(meeting.joined) == ["good"] and list(meeting.lost) == ["odd"]
+    found = {each.id: each for each in rendezvous_rules.judge_rendezvous(meeting) if each.severity == "error"}
+    assert found["rendezvous-lost"].host == "odd" and len(found["rendezvous-lost"].seen) < 1000
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {}, {"ms": [1.0], "failed": []}, {"ms": ["a", "b"], "failed": []}, {"ms": [0, 0], "failed": [{"peer": "x"}]},
+        b'{"ms": [NaN, 1], "failed": []}', {"ms": [0, -1], "failed": []},
+        {"ms": [0, 0], "failed": [{"peer": "nobody", "label": "1", "port": 1}]},
+    ],
+)  # fmt: skip
+def test_a_probe_that_says_nonsense_of_its_peers_is_lost_by_name(answer: bytes | dict[str, Any]) -> None:
+    _, found = met(Odd(CARD, answer), lambda head, meeting: host_pairs.test_host_pairs(head, meeting.joined))
+    assert list(found.lost) == ["odd"]
+
+
+def test_a_probe_of_another_version_is_told_from_one_that_is_not_there() -> None:
+    launcher = Odd(greeting={"protocol": PROTOCOL_VERSION + 1, "lockstep": "7.0"})
+    meeting, _ = met(launcher)
+    assert list(meeting.joined) == ["good"] and not meeting.missing and not meeting.lost
+    (found,) = (each for each in rendezvous_rules.judge_rendezvous(meeting) if each.id == "rendezvous-version")
+    assert found.severity == "error" and found.host == "odd"
+    assert "lockstep 7.0" in found.seen and f"lockstep {own_protocol_version().lockstep}" in found.seen
+    assert launcher.heard[0]["do"] == "leave" and "lockstep 7.0" in launcher.heard[0]["why"]
+
+
+@pytest.mark.parametrize("greeting", [{}, {"protocol": "x", "lockstep": 1}])
+def test_a_probe_that_does_not_say_its_version_is_of_another_one(greeting: dict[str, Any]) -> None:
+    meeting, _ = met(Odd(greeting=greeting))
+    assert list(meeting.joined) == ["good"] and "unknown" in meeting.other["odd"]
+
+
+class Playing:
+    """A head that gives a probe its orders one by one."""
+
+    def __init__(self, *given: Mapping[str, Any]) -> None:
+        self.answers: list[dict[str, Any]] = []
+        self.said: list[str] = []
+        with auth_handshake.Listener(TOKEN, CHECK_RUN, 0, "head", HOME) as listener:
+            self.port = listener.port
+            thread = threading.Thread(target=self._serve, daemon=True)
+            thread.start()
+            connection = listener.accept(10.0)
+            assert connection is not None
+            with connection:
+                self.greeting = receive_message(connection, 5.0)
+                for order in given:
+                    send_message(connection, order)
+                    if order["do"] != "leave":
+                        self.answers.append(receive_message(connection, 20.0) or {})
+                if given and given[-1]["do"] == "leave":
+                    thread.join(10)
+            thread.join(10)
+        assert not thread.is_alive()
+
+    def _serve(self) -> None:
+        try:
+            serve_probe(HOME, self.port, TOKEN, "a", None, say=self.said.append)
+        except ProbeDismissed as error:
+            self.said.append(str(error))
+
+
+def test_an_order_that_cannot_be_carried_out_is_answered_and_the_probe_goes_on() -> None:
+    played = Playing(
+        {"do": "card"}, {"do": "card", "ports": [0]}, {"do": "reach", "hosts": 3}, {"do": "rate", "target": []},
+        {"do": "ranks", "what": "start"}, {"do": "card", "ports": [], "kernels": 1}, {"do": "leave"},
+    )  # fmt: skip
+    assert [set(each) for each in played.answers[:5]] == [{"error"}] * 5
+    assert played.answers[5]["address"] == HOME
+    assert played.greeting == asdict(own_protocol_version())
+
+
+def test_whoever_started_a_probe_hears_what_becomes_of_it() -> None:
+    done = Playing({"do": "leave"})
+    assert "joined the check" in done.said[0] and "has what it needs" in done.said[1]
+    (_, sent_away) = Playing({"do": "leave", "why": "nobody expects it"}).said
+    assert "nobody expects it" in sent_away
+    (_, gone) = Playing().said
+    assert "gone" in gone
+    said: list[str] = []
+    with socket.socket() as unused:
+        unused.bind((HOME, 0))
+        with pytest.raises(ProbeNotJoined):
+            serve_probe(HOME, unused.getsockname()[1], TOKEN, "a", bound_s=0.5, say=said.append)
+    assert len(said) == 1 and "refused" in said[0].lower() and "tried for 0 s more" in said[0]
+
+
+# ---------------------------------------------------------------- what a head may have a probe do
+
+TASK = {
+    "world": 2, "ranks": [0, 1], "host": HOME, "port": 0, "address": HOME, "device": "cpu", "bytes": 1 << 20,
+    "bound_s": 20, "communicators": [], "serve": True, "command": "rm",
+}  # fmt: skip
+
+
+def test_a_head_sets_five_variables_and_no_other() -> None:
+    for name in probe_protocol.RankVariable.__args__:  # type: ignore[attr-defined]
+        probe_protocol.parse_start_ranks({"spec": TASK, "environment": {name: "1"}})
+    for name in ("NCCL_NET_PLUGIN", "NCCL_DEBUG_FILE", "NCCL_TOPO_DUMP_FILE", "LD_PRELOAD", "PYTHONPATH", "GLOO_"):
+        with pytest.raises(ValueError, match="environment"):
+            probe_protocol.parse_start_ranks({"spec": TASK, "environment": {name: "/tmp/x.so"}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bytes": 1 << 40}, {"ranks": list(range(10_000))}, {"ranks": []}, {"bound_s": 1e9}, {"device": "x"},
+        {"address": "somewhere.invalid"}, {"communicators": [{"name": "x", "backend": "mpi"}]}, {"bound_s": "nan"},
+    ],
+)  # fmt: skip
+def test_what_a_head_asks_of_ranks_is_limited(change: dict[str, Any]) -> None:
+    assert "command" not in probe_protocol.parse_start_ranks({"spec": TASK, "environment": {}}).spec.json()
+    with pytest.raises(ValueError, match="spec"):
+        probe_protocol.parse_start_ranks({"spec": {**TASK, **change}, "environment": {}})
+
+
+def test_what_a_head_asks_of_peers_is_limited() -> None:
+    reach = {"hosts": [("a", HOME, {"1": 1})], "dial_s": 1, "bound_s": 5, "lanes": 64}
+    probe_protocol.parse_reach_order(reach)
+    for change in ({"lanes": 10**6}, {"bound_s": 1e6}, {"hosts": [("a", "x.invalid", {})]}):
+        with pytest.raises(ValueError):
+            probe_protocol.parse_reach_order({**reach, **change})
+    with pytest.raises(ValueError, match="seconds"):
+        probe_protocol.parse_rate_order({"target": ("a", HOME, 1, "1"), "seconds": 1e9, "dial_s": 1})
+
+
+# ---------------------------------------------------------------- anything at all
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["ms", "failed", "lines", "rank", "pair", "ports", "hosts", "spec", "name", "address"])
+            | st.text(max_size=4), inner, max_size=6,
+        )
+    ),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from([*CARD, *TASK, "ms", "failed", "lines", "hosts", "spec", "needs"]), _JSON))
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_is_read_or_refused(message: dict[str, Any]) -> None:
+    readers: list[Callable[[dict[str, Any]], object]] = [
+        lambda each: probe_protocol.read_probe_info("a", each), lambda each: probe_protocol.reach_answer_reader(["a", "b"])("a", each),
+        lambda each: probe_protocol.read_rate_answer("a", each), lambda each: probe_protocol.read_start_ranks_answer("a", each),
+        lambda each: probe_protocol.await_ranks_answer_reader({"a": [0]}, 1)("a", each), probe_protocol.parse_card_order, probe_protocol.parse_reach_order, probe_protocol.parse_rate_order,
+        probe_protocol.parse_start_ranks, probe_protocol.parse_await_ranks,
+    ]  # fmt: skip
+    for read in readers:
+        with contextlib.suppress(ValueError):
+            read({**message})
+
+
+def test_ranks_of_other_hosts_are_not_spoken_for() -> None:
+    read = probe_protocol.await_ranks_answer_reader({"a": [0], "b": [1]}, 2)
+    assert read("a", {"lines": [{"port": 4}, {"rank": 0, "at": "done"}]}).lines[0].at == "done"
+    for line in ({"rank": 1, "at": "done"}, {"rank": 0, "pair": [0, 7]}):
+        with pytest.raises(ValueError, match="none of this host's"):
+            read("a", {"lines": [line]})
+
+
+# ---------------------------------------------------------------- a listener that does not know the token
+
+ESCAPES = "\x1b]0;pwned\x07\x1b[31mred"
+
+
+@pytest.mark.parametrize("body", [json.dumps({"code": "token", "why": ESCAPES * 100}).encode(), b"[" * 60_000])
+def test_a_stranger_that_is_joined_gets_no_further_than_a_refusal(
+    body: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server((HOME, 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b"LKSTEP\x01\n" + b"n" * 32)
+                connection.recv(4096)
+                reply = b"m" * 32 + body
+                connection.sendall(struct.pack(">H", len(reply)) + reply)
+                time.sleep(0.2)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ProbeNotJoined) as refused:
+            serve_probe(HOME, server.getsockname()[1], TOKEN, "a", bound_s=2.0)
+    assert len(str(refused.value)) < 600
+    show_refusal(refused.value)
+    show_note(str(refused.value))
+    assert not {"\x1b", "\x07"} & set(capsys.readouterr().err)
+
+
+def test_a_greeting_is_cut_to_what_a_line_holds() -> None:
+    assert len(str(ProtocolVersion(10**300, "x" * 10_000))) < 120

@@ -1,0 +1,84 @@
+"""What ranks and hosts say of themselves, compared."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.doctor.judge.detectors.rank_differences import minority_ranks
+from lockstep.doctor.judge.log_diagnosis import explain
+from tests.unit.doctor.job_logs import raised, steps, watchdog, write
+
+
+@pytest.mark.parametrize(
+    ("told", "odd"),
+    [
+        ([(0, 2, "a")], (2,)),
+        ([(0, 2, "a"), (1, 2, "a"), (2, 0, "b")], (2,)),
+        ([(3, 0, "a"), (1, 0, "a")], (0,)),
+        ([(0, 3, "a"), (3, 0, "b"), (1, 3, "a"), (2, 3, "a")], (3,)),
+        ([(0, 1, "a")], ()),
+        ([(0, 1, "a"), (1, 0, "b")], ()),
+        ([(1, None, "a")], ()),
+        ([], ()),
+    ],
+)
+def test_who_is_alone(told: list[tuple[int, int | None, str]], odd: tuple[int, ...]) -> None:
+    assert minority_ranks(told) == odd
+
+
+@given(st.lists(st.sampled_from("aab"), min_size=2, max_size=12))
+def test_where_all_tell_the_minority_is_named(shapes: list[str]) -> None:
+    told = [(rank, next(peer for peer, its in enumerate(shapes) if its != own), own)
+            for rank, own in enumerate(shapes) if len(set(shapes)) > 1]  # fmt: skip
+    fewer = min("ab", key=shapes.count)
+    tie = shapes.count("a") == shapes.count("b") or not told
+    assert minority_ranks(told) == (() if tie else tuple(rank for rank, own in enumerate(shapes) if own == fewer))
+
+
+def _print(shape: int) -> str:
+    return f"CollectiveFingerPrint(SequenceNumber=9, OpType=ALLREDUCE, TensorShape=[{shape}], TensorDtypes=Float)"
+
+
+def test_the_one_with_another_shape_is_named(tmp_path: Path) -> None:
+    said = "RuntimeError: Detected mismatch between collectives on ranks. Rank {} is running collective: {}, but Rank {} is running collective: {}."  # noqa: E501
+    lines = [line for rank in range(4) for line in steps(rank, 5)]
+    lines += raised(0, said.format(0, _print(4096), 3, _print(1)))
+    verdict = explain([write(tmp_path, train=lines)]).verdict
+    assert verdict.cause == "uneven_data" and [each.rank for each in verdict.culprits] == [3]
+
+
+def _banner(host: str, version: str) -> str:
+    return f"{host}:700:731 [0] NCCL INFO NCCL version {version}+cuda12.4"
+
+
+def test_hosts_with_different_versions_of_nccl(tmp_path: Path) -> None:
+    lines = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.5"), _banner("gn3", "2.18.3")]
+    lines += ["gn3:700:731 [0] bootstrap.cc:77 NCCL WARN Message truncated : received 1024 bytes instead of 256"]
+    verdict = explain([write(tmp_path, train=lines)]).verdict
+    assert verdict.cause == "version_mismatch"
+    assert [each.host for each in verdict.culprits] == ["gn3"]
+
+
+def test_versions_that_work_together_are_no_fault(tmp_path: Path) -> None:
+    lines = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.6"), *steps(0, 400), "Training completed"]
+    assert explain([write(tmp_path, train=lines)]).verdict.cause == "benign"
+    same = [_banner("gn1", "2.21.5"), _banner("gn2", "2.21.5")]
+    assert explain([write(tmp_path / "b", train=same)]).verdict.cause != "version_mismatch"
+
+
+def _bars(until: int, of: int, what: str = "Epoch 0") -> list[str]:
+    """A file of a rank with a progress bar of its own."""
+    return [f"{what}:  90%|####9| {at}/{of} [12:40<00:03, 1.63it/s]" for at in range(until - 5, until + 1)]
+
+
+def test_a_rank_that_counts_to_a_smaller_total_has_fewer_batches(tmp_path: Path) -> None:
+    waiting = {f"rank{rank}": [*_bars(500, 501), *watchdog(rank, 900)] for rank in (0, 1, 3)}
+    verdict = explain([write(tmp_path / "uneven", **waiting, rank2=_bars(500, 500))]).verdict
+    assert verdict.cause == "uneven_data" and [each.rank for each in verdict.culprits] == [2]
+    assert "500 and 501" in verdict.explanation and any(each.file == "rank2.log" for each in verdict.evidence)
+    under_way = explain([write(tmp_path / "under_way", **waiting, rank2=_bars(300, 500))]).verdict
+    assert "500 and 501" not in under_way.explanation
+    other = explain([write(tmp_path / "other", **waiting, rank2=_bars(100, 100, "Tokenizing"))]).verdict
+    assert "totals" not in other.explanation

@@ -1,0 +1,244 @@
+"""What the structure of a job says where no line does."""
+
+from pathlib import Path
+
+from lockstep.doctor.judge.log_diagnosis import explain
+from lockstep.watch.diagnosis.verdict import Verdict
+from tests.unit.doctor.job_logs import LOST, TIMED_OUT, raised, state, steps, waited, watchdog, write
+
+
+def judged(folder: Path, **files: list[str]) -> Verdict:
+    return explain([write(folder, **files)]).verdict
+
+
+def ranks(verdict: Verdict) -> list[int | None]:
+    return [each.rank for each in verdict.culprits]
+
+
+def test_a_rank_that_left_its_loop_had_fewer_batches(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 40), *waited(0, "all_reduce", line=54)],
+        rank1=[*steps(1, 40), *waited(1, "all_reduce", line=54)],
+        rank2=[*steps(2, 36), *waited(2, "barrier", line=71)],
+    )
+    assert verdict.cause == "uneven_data" and ranks(verdict) == [2]
+    assert verdict.collective is not None and verdict.collective.operation == "allreduce"
+    assert {each.file for each in verdict.evidence} >= {"rank2.log"}
+
+
+def test_ranks_in_another_branch_of_the_same_step_diverged(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 40), *waited(0, "all_reduce", line=30, function="dense_first")],
+        rank1=[*steps(1, 40), *waited(1, "all_reduce", line=20, function="sparse_first")],
+        rank2=[*steps(2, 40), *waited(2, "all_reduce", line=30, function="dense_first")],
+    )
+    assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [1]
+
+
+def test_a_rank_that_still_tokenises(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=waited(0, "barrier", line=33, function="load"),
+        rank1=waited(1, "barrier", line=33, function="load"),
+        rank2=[f"Tokenizing train split: {at}%|##| {at}/100 [00:{at}<00:10, 8it/s]" for at in range(10, 60, 10)],
+    )
+    assert verdict.cause == "slow_rank_preprocess" and ranks(verdict) == [2]
+
+
+def test_a_rank_that_saves_a_checkpoint(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 20), "2026-11-21 14:11:00,000 saving checkpoint to out/step_20"],
+        rank1=[*steps(1, 20), *waited(1, "all_reduce", line=54)],
+        rank2=[*steps(2, 20), *waited(2, "all_reduce", line=54)],
+    )
+    assert verdict.cause == "checkpoint_timeout" and ranks(verdict) == [0]
+
+
+def test_a_stack_tells_what_the_silent_rank_does(tmp_path: Path) -> None:
+    stack = ['Process 77: python train.py', 'Thread 77 (idle): "MainThread"', "    write (torch/serialization.py:8)",
+             "    save_checkpoint (main.py:148)", "    main (main.py:139)"]  # fmt: skip
+    verdict = judged(
+        tmp_path,
+        rank0=steps(0, 20),
+        rank1=[*steps(1, 20), *waited(1, "all_reduce", line=54)],
+        pyspy_rank0=stack,
+    )
+    assert verdict.cause == "checkpoint_timeout" and ranks(verdict) == [0]
+
+
+def test_who_is_behind_never_entered(tmp_path: Path) -> None:
+    lines = [line for rank in range(4) for line in steps(rank, 8)]
+    lines += watchdog(0, 9, "ALLGATHER") + watchdog(1, 9, "ALLGATHER")
+    lines += state(0, 9, 8) + state(1, 9, 8) + state(2, 8, 8) + state(3, 8, 8)
+    verdict = judged(tmp_path, train=lines)
+    assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [2, 3]
+    assert verdict.collective is not None and verdict.collective.operation == "allgather"
+
+
+def test_other_sizes_under_one_number(tmp_path: Path) -> None:
+    lines = [line for rank in range(2) for line in steps(rank, 9)]
+    verdict = judged(tmp_path, train=[*lines, *watchdog(0, 9, numel=94705057), *watchdog(1, 9, numel=1)])
+    assert verdict.cause in ("uneven_data", "rank_divergent_branch")
+    assert verdict.confidence < 0.8
+
+
+def test_all_in_the_first_collective_of_one_host(tmp_path: Path) -> None:
+    lines = watchdog(0, 1) + watchdog(1, 1) + state(0, 1, 0) + state(1, 1, 0)
+    verdict = judged(tmp_path, train=["world_size: 2", *lines])
+    assert verdict.cause == "p2p_path_broken"
+
+
+def test_everybody_receives(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, **{f"rank{at}": [*steps(at, 9), *waited(at, "recv", line=9)] for at in range(3)})
+    assert verdict.cause == "rank_divergent_branch"
+
+
+def test_a_time_out_alone_is_unknown(tmp_path: Path) -> None:
+    lines = ["world size: 8", *steps(0, 30), *watchdog(0, 30, numel=1)]
+    verdict = judged(tmp_path, train=lines)
+    assert verdict.cause == "unknown" and not verdict.culprits
+
+
+def test_an_exception_comes_before_its_victims(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 9), *waited(0, "all_reduce", line=54, last=LOST)],
+        rank1=[*steps(1, 9), *raised(1, "ZeroDivisionError: division by zero")],
+        rank2=[*steps(2, 9), *waited(2, "all_reduce", line=54, last=TIMED_OUT)],
+    )
+    assert verdict.cause == "rank_exception_masked" and ranks(verdict) == [1]
+    assert verdict.culprits[0].where == "step() at train.py:12"
+
+
+def test_stacks_alone(tmp_path: Path) -> None:
+    def taken(pid: int, *frames: str) -> list[str]:
+        return [f"Process {pid}: python", f'Thread {pid} (active): "MainThread"', *(f"    {each}" for each in frames)]
+
+    waiting = ("barrier (torch/distributed/distributed_c10d.py:1)", "train (trainer.py:2)")
+    verdict = judged(
+        tmp_path,
+        train=steps(0, 50),
+        pyspy_node1=[*taken(1, *waiting), *taken(2, *waiting), *taken(3, *waiting)],
+        pyspy_node2=[*taken(4, *waiting), *taken(5, "tokenize (data.py:3)", "load (data.py:9)", "main (train.py:4)")],
+    )
+    assert verdict.cause == "slow_rank_preprocess"
+    assert [each.pid for each in verdict.culprits] == [5]
+    assert verdict.collective is not None and verdict.collective.operation == "barrier"
+
+
+def test_functions_of_everyday_names_are_no_collectives() -> None:
+    from lockstep.doctor.judge.collective_waits import collective_of_frames
+    from lockstep.doctor.logs.stack_traces import TraceFrame
+
+    assert collective_of_frames([TraceFrame("/usr/lib/python3.11/http/client.py", 9, "send")]) == ""
+    assert collective_of_frames([TraceFrame("/venv/torch/distributed/distributed_c10d.py", 9, "send")]) == "send"
+    assert collective_of_frames([TraceFrame("/home/u/train.py", 9, "sync", "dist.broadcast(x, 0)")]) == "broadcast"
+
+
+def test_a_barrier_in_the_same_function_is_another_branch(tmp_path: Path) -> None:
+    verdict = judged(
+        tmp_path,
+        rank0=[*steps(0, 40), *waited(0, "barrier", line=71)],
+        rank1=[*steps(1, 40), *waited(1, "all_reduce", line=54)],
+        rank2=[*steps(2, 40), *waited(2, "all_reduce", line=54)],
+    )
+    assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [0]
+
+
+def test_a_rank_that_has_no_data_left(tmp_path: Path) -> None:
+    lines = [line for rank in range(3) for line in steps(rank, 9)]
+    lines += ["[rank2] StopIteration: loader exhausted, leaving the training loop", "[rank2] waiting for the others"]
+    verdict = judged(tmp_path, train=[*lines, *watchdog(0, 40), *watchdog(1, 40)])
+    assert verdict.cause == "uneven_data" and ranks(verdict) == [2]
+
+
+def test_that_all_are_through_tells_nothing_of_the_one_that_does_not_come(tmp_path: Path) -> None:
+    lines = [line for rank in range(3) for line in [*steps(rank, 9), f"[rank{rank}] epoch 3 done"]]
+    verdict = judged(tmp_path, train=[*lines, *watchdog(0, 40), *watchdog(1, 40)])
+    assert verdict.cause != "uneven_data"
+
+
+def test_a_merged_log_that_has_kept_only_the_end_of_a_traceback(tmp_path: Path) -> None:
+    lines = [f"2026-11-21 14:05:00 | INFO | rank={rank} | step 3 loss 1.1" for rank in range(4)]
+    lines += ["2026-11-21 14:20:00 | ERROR | rank=0 | KeyError: 'label'"]
+    lines += [
+        f"2026-11-21 14:30:00 | ERROR | rank={rank} | {watchdog(rank, 40)[0].split('] ', 2)[2]}" for rank in (1, 2, 3)
+    ]
+    verdict = judged(tmp_path, train=lines)
+    assert verdict.cause == "rank_exception_masked" and ranks(verdict) == [0]
+
+
+def test_calls_that_did_not_match_once_and_were_overcome(tmp_path: Path) -> None:
+    said = (
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=5, OpType=ALLREDUCE, TensorShape=[10], TensorDtypes=Float), but Rank 0 "
+        "is running collective: CollectiveFingerPrint(SequenceNumber=5, OpType=BROADCAST, TensorShape=[3])."
+    )
+    assert explain([write(tmp_path, train=[*steps(0, 9), said, *steps(0, 40, 9)])]).verdict.cause == "benign"
+    left = explain([write(tmp_path / "last", train=[*steps(0, 9), said])]).verdict
+    assert left.cause == "rank_divergent_branch"
+
+
+def _taken(rank: int, *frames: str) -> list[str]:
+    return [
+        f"Process {rank}: python train.py",
+        f'Thread {rank} (active): "MainThread"',
+        *(f"    {at}" for at in frames),
+    ]
+
+
+def test_a_rank_whose_stack_waits_in_another_call_is_not_slow(tmp_path: Path) -> None:
+    gathers = ("all_gather_into_tensor (torch/distributed/distributed_c10d.py:3798)",
+               "fetch_sub_module (deepspeed/runtime/zero/partitioned_param_coordinator.py:310)",
+               "_sample (transformers/generation/utils.py:3206)", "evaluation_loop (train.py:205)")  # fmt: skip
+    waits = ("barrier (torch/distributed/distributed_c10d.py:4159)", "evaluation_loop (train.py:212)")
+    timed_out = [line for rank in (0, 1) for line in [*steps(rank, 9), *watchdog(rank, 77, "ALLGATHER")]]
+    verdict = judged(
+        tmp_path / "sharded", train=timed_out, pyspy_rank0=_taken(0, *gathers), pyspy_rank1=_taken(1, *gathers),
+        pyspy_rank2=_taken(2, *waits),
+    )  # fmt: skip
+    assert verdict.cause == "zero3_generate_desync" and ranks(verdict) == [2]
+    plain = ("all_gather (torch/distributed/distributed_c10d.py:3798)", "sync_metrics (train.py:90)")
+    verdict = judged(
+        tmp_path / "plain", train=timed_out, pyspy_rank0=_taken(0, *plain), pyspy_rank1=_taken(1, *plain),
+        pyspy_rank2=_taken(2, *waits),
+    )  # fmt: skip
+    assert verdict.cause == "rank_divergent_branch" and ranks(verdict) == [2]
+
+
+def test_that_the_engine_died_is_no_exception_of_the_one_who_says_so(tmp_path: Path) -> None:
+    said = "[rank0]: RuntimeError: Engine core proc EngineCore_DP0 died unexpectedly, shutting down client."
+    assert judged(tmp_path, train=[*steps(0, 3), said]).cause != "rank_exception_masked"
+
+
+def test_an_analysis_of_dumps_that_names_other_sizes_adds_nothing_to_those_of_the_watchdogs(tmp_path: Path) -> None:
+    lines = [line for rank in range(2) for line in steps(rank, 9)]
+    said = "error msg: Culprit rank 1; Error type: SIZE_OR_SYNTAX_MISMATCH, Expected input sizes: '[[9]]'"
+    verdict = judged(tmp_path, train=[*lines, *watchdog(0, 9, numel=94705057), *watchdog(1, 9, numel=1)], dumps=[said])
+    assert verdict.confidence < 0.8
+    assert {verdict.cause, verdict.alternatives[0].what} == {"rank_divergent_branch", "uneven_data"}
+
+
+def _took(seconds: list[float]) -> list[str]:
+    return [f"2026-11-21 14:{at:02d}:00,000 - INFO - outer all_reduce of 6e9 params took {each} s"
+            for at, each in enumerate(seconds)]  # fmt: skip
+
+
+def test_a_collective_that_takes_longer_and_longer_meets_its_time_out(tmp_path: Path) -> None:
+    ends = [line for rank in range(4) for line in watchdog(rank, 61)]
+    verdict = judged(tmp_path, all=[*_took([500.0, 540.5, 571.0, 596.5]), *ends])
+    assert verdict.cause == "slow_collective_timeout"
+    steady = judged(tmp_path / "steady", all=[*_took([20.0, 21.5, 22.0, 23.0]), *ends])
+    assert steady.cause != "slow_collective_timeout"
+
+
+def test_a_rank_that_was_done_when_its_peers_had_given_up_was_slow(tmp_path: Path) -> None:
+    ends = [line for rank in range(3) for line in watchdog(rank, 61)]
+    late = "(WorkerDict pid=1207) rank 3 {} done in {} s"
+    verdict = judged(tmp_path, all=[*ends, late.format("rollout", 611.8)])
+    assert verdict.cause == "slow_collective_timeout" and ranks(verdict) == [3]
+    assert judged(tmp_path / "b", all=[*ends, late.format("checkpoint", 611.8)]).cause == "checkpoint_timeout"
+    assert judged(tmp_path / "c", all=[*ends, late.format("rollout", 11.8)]).cause != "slow_collective_timeout"

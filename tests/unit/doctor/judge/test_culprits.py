@@ -1,0 +1,333 @@
+"""Who is named."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.doctor.judge.log_diagnosis import explain
+from lockstep.watch.diagnosis.verdict import Verdict
+from tests.unit.doctor.job_logs import raised, steps, watchdog, write
+
+
+def judged(folder: Path, **files: list[str]) -> Verdict:
+    return explain([write(folder, **files)]).verdict
+
+
+def names(verdict: Verdict) -> list[int | str]:
+    return [each.rank if each.rank is not None else each.name for each in verdict.culprits]
+
+
+def test_a_process_is_one_rank_with_and_without_its_number(tmp_path: Path) -> None:
+    assertion = "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: block: [8,0,0], thread: [3,0,0] Assertion `srcIndex < srcSelectDimSize` failed."  # noqa: E501
+    lines = [
+        f"(Trainer pid=812, ip=10.0.0.8) {assertion}",
+        "(Trainer pid=812, ip=10.0.0.8) [rank5]: RuntimeError: CUDA error: device-side assert triggered",
+        "(Trainer pid=813, ip=10.0.0.9) [rank6]: RuntimeError: NCCL communicator was aborted on rank 6.",
+    ]
+    verdict = judged(tmp_path, job=lines)
+    assert verdict.cause == "cuda_kernel_error" and names(verdict) == [5]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "cause"),
+    [
+        ("RuntimeError: CUDA error: invalid device ordinal", 1, "gpu_binding"),
+        ("kernel: Out of memory: Killed process 771 (python) total-vm:9kB, anon-rss:5kB", -9, "host_oom"),
+    ],
+)
+def test_the_number_on_the_host_is_the_rank_of_a_job_on_one(tmp_path: Path, fault: str, code: int, cause: str) -> None:
+    lines = [
+        fault,
+        f"E0301 11:00:00.000 1 api.py:874] failed (exitcode: {code}) local_rank: 4 (pid: 771) of binary: py",
+    ]
+    verdict = judged(tmp_path, job=[*steps(0, 3), *lines])
+    assert verdict.cause == cause and names(verdict) == [4]
+    several = [f"{rank}: {line}" for rank in range(0, 64, 8) for line in steps(rank, 3)] + steps(63, 3)
+    assert names(judged(tmp_path / "many", job=[*several, *lines])) != [4]
+
+
+def test_a_service_that_a_message_names(tmp_path: Path) -> None:
+    said = "requests.exceptions.ReadTimeout: HTTPConnectionPool(host='scorer-2', port=9000): Read timed out."
+    verdict = judged(tmp_path, job=[*steps(0, 3), f"(Rewards pid=11) {said}"])
+    assert verdict.cause == "remote_service_timeout" and names(verdict) == ["scorer-2"]
+    hub = raised(3, said.replace("scorer-2", "huggingface.co"))
+    assert names(judged(tmp_path / "hub", job=hub)) == [3]
+
+
+def test_a_pod_that_ran_out_of_memory(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, pods=["NAME  READY  STATUS  RESTARTS", "llama-worker-3  0/1  OOMKilled  2  44m"])
+    assert verdict.cause == "host_oom" and names(verdict) == ["llama-worker-3"]
+
+
+def test_a_port_that_went_down_is_named_before_the_peer_that_does_not_answer(tmp_path: Path) -> None:
+    lines = [
+        "gn4:3301:3388 [2] transport/net_ib.cc:1295 NCCL WARN NET/IB : Got completion from peer 10.0.14.7<51220> with "
+        "status=12 opcode=0 len=0 vendor err 129 (Recv) hca mlx5_3",
+    ]
+    alone = judged(tmp_path / "alone", job=lines)
+    assert alone.cause == "ib_rdma_fault" and names(alone) == ["10.0.14.7"]
+    kernel = ["[60211.4] mlx5_core 0000:5e:00.0 mlx5_3: Port: 1 Link DOWN"]
+    verdict = judged(tmp_path / "both", job=lines, **{"dmesg-gn4": kernel})
+    assert verdict.cause == "ib_rdma_fault" and names(verdict) == ["mlx5_3"]
+    assert verdict.culprits[0].host == "gn4"
+    event = ["gn4:3301:3390 [2] transport/net_ib.cc:93 NCCL WARN NET/IB : mlx5_3:1 Got async event : port error"]
+    verdict = judged(tmp_path / "event", job=[*event, *lines])
+    assert verdict.cause == "ib_rdma_fault" and names(verdict) == ["mlx5_3"]
+
+
+LINK = [
+    "[Fri Mar 07 09:11:40 2025] ixgbe 0000:5e:00.0 ens2f0: NIC Link is Down",
+    "[Fri Mar 07 09:11:42 2025] bond1: now running without any active interface!",
+]
+UNREACHED = (
+    "gn4:71:99 [0] misc/socket.cc:58 NCCL WARN socketProgressOpt: Call to recv from 10.9.0.7<47037> failed : "
+    "No route to host"
+)
+
+
+def test_a_host_without_link_is_named_before_the_peers_it_cannot_reach(tmp_path: Path) -> None:
+    here = judged(tmp_path / "here", job=[UNREACHED], **{"dmesg-gn4": LINK})
+    assert here.cause == "network_blocked" and names(here) == ["gn4"]
+    elsewhere = judged(tmp_path / "elsewhere", job=[UNREACHED], **{"dmesg-gn5": LINK})
+    assert names(elsewhere) == ["10.9.0.7"]
+    up = ["[Fri Mar 07 09:11:50 2025] bond1: active interface up!"]
+    again = judged(tmp_path / "again", job=[UNREACHED], **{"dmesg-gn4": [*LINK, *up]})
+    assert names(again) == ["10.9.0.7"]
+
+
+def test_the_head_that_does_not_answer_is_named_and_not_its_clients(tmp_path: Path) -> None:
+    said = "[2025-01-14 10:00:31,551 E 90 90] (raylet) gcs_rpc_client.h:179: Failed to connect to GCS"
+    lines = [f"{said} at address 10.1.0.3:6379 within 5 seconds.", f"{said} within 60 seconds. GCS may be dead."]
+    verdict = judged(tmp_path, **{"node-a": lines, "node-b": lines})
+    assert verdict.cause == "ray_node_or_gcs" and names(verdict) == ["10.1.0.3"]
+
+
+def test_a_master_whose_name_does_not_resolve_is_named_by_the_line_that_tells_it(tmp_path: Path) -> None:
+    lines = ["ValueError: host not found: Name or service not known"]
+    told = ["2026-11-21 14:10:00,000 INFO main(batch_size=12, master=sft-master-0:23456)", *lines]
+    verdict = judged(tmp_path / "told", **{"sft-worker-1": told})
+    assert verdict.cause == "master_unreachable" and names(verdict) == ["sft-master-0"]
+    alone = judged(tmp_path / "alone", job=raised(3, lines[0]))
+    assert alone.cause == "master_unreachable" and names(alone) == [3]
+
+
+def test_who_lost_the_store_had_come_to_the_rendezvous(tmp_path: Path) -> None:
+    short = "[rank0]: DistStoreError: Timed out after 9 seconds waiting for clients. 4/6 clients joined."
+    gone = [f"[rank{rank}]: torch.distributed.DistNetworkError: failed to recv, got 0 bytes" for rank in (4, 5)]
+    files = {"gn-1": [short], "gn-2": ["installing packages"], "gn-3": gone}
+    verdict = judged(tmp_path, **files)
+    assert verdict.cause == "rendezvous_incomplete" and names(verdict) == ["gn-2"]
+
+
+def test_the_rank_that_builds_an_index_for_all(tmp_path: Path) -> None:
+    said = [" > WARNING: could not find index map files, building the indices on rank 0 ..."]
+    waiting = [line for rank in range(1, 4) for line in watchdog(rank, seq=3, numel=1)]
+    verdict = judged(tmp_path, job=[*said, *waiting])
+    assert verdict.cause == "slow_rank_preprocess" and names(verdict) == [0]
+
+
+@pytest.mark.parametrize("where", [" on rank 0", ""])
+def test_the_rank_that_alone_saves(tmp_path: Path, where: str) -> None:
+    said = [f"2026-11-21 14:20:00,000 trainer INFO saving checkpoint at step 440{where}"]
+    own = watchdog(0, seq=60, operation="_ALLGATHER_BASE", numel=4096)
+    waiting = [line for rank in range(1, 4) for line in watchdog(rank, seq=60, numel=1)]
+    verdict = judged(tmp_path, job=[*said, *own, *waiting])
+    assert verdict.cause in ("checkpoint_timeout", "rank_divergent_branch") and names(verdict) == [0]
+    every = [f"2026-11-21 14:20:00,000 trainer INFO saving checkpoint at step 440 on rank {rank}" for rank in range(4)]
+    together = judged(tmp_path / "all", job=[*every, *(line for rank in range(4) for line in watchdog(rank, seq=60))])
+    assert names(together) == []
+
+
+def _call(*frames: tuple[str, str]) -> tuple[tuple[str, int, str, str], ...]:
+    return tuple((file, 10, "f", source) for file, source in frames)
+
+
+_TRAINER = "/venv/lib/python3.11/site-packages/transformers/trainer.py"
+_MODULE = "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py"
+_KIT = "/venv/lib/python3.11/site-packages/kit/make.py"
+
+
+@pytest.mark.parametrize(
+    ("last", "frames", "cause"),
+    [
+        (
+            "TypeError: MyTrainer.compute_loss() got an unexpected keyword argument 'num_items'",
+            _call(("train.py", "trainer.train()"), (_TRAINER, "loss = self.compute_loss(model, num_items=n)")),
+            "version_mismatch",
+        ),
+        (
+            "TypeError: Llama.forward() got an unexpected keyword argument 'num_items'",
+            _call(("train.py", "trainer.train()"), (_TRAINER, "out = model(x, num_items=n)"),
+                  (_MODULE, "return self._call_impl(*args, **kwargs)"),
+                  (_MODULE, "return forward_call(*args, **kwargs)")),
+            "version_mismatch",
+        ),
+        (
+            "TypeError: GRPOConfig.__init__() got an unexpected keyword argument 'max_prompts'",
+            _call(("train.py", "config = GRPOConfig(max_prompts=3)")),
+            "config_error",
+        ),
+        (
+            "TypeError: EngineArgs.__init__() got an unexpected keyword argument 'tp_size'",
+            _call(("train.py", "Engine(m, tp_size=2)"), (_KIT, "args = EngineArgs(")),
+            "config_error",
+        ),
+        (
+            "TypeError: build() got an unexpected keyword argument 'lrr'",
+            _call(("train.py", "make(lrr=1)"), (_KIT, "return build(**kwargs)")),
+            "rank_exception_masked",
+        ),
+    ],
+)  # fmt: skip
+def test_an_argument_that_a_library_gives_and_one_that_the_user_gives(
+    tmp_path: Path, last: str, frames: tuple[tuple[str, int, str, str], ...], cause: str
+) -> None:
+    assert judged(tmp_path, job=raised(0, last, *frames)).cause == cause
+
+
+def test_an_exception_of_a_rank_needs_no_heading(tmp_path: Path) -> None:
+    """Loggers and those who post logs leave the frames out."""
+    lines = ["[rank2]: FileNotFoundError: [Errno 2] No such file or directory: '/data/train.jsonl'"]
+    verdict = judged(tmp_path / "file", job=[*steps(0, 5), *lines])
+    assert verdict.cause == "storage_fault" and names(verdict) == [2]
+    verdict = judged(tmp_path / "odd", job=[*steps(0, 5), "[rank3]: lib.shapes.OddError: these do not fit"])
+    assert verdict.cause == "rank_exception_masked" and names(verdict) == [3]
+    logged = "[2026-11-21 14:10:06] CRITICAL [lib.util:158, rank=6] Uncaught OddThing: these do not fit"
+    verdict = judged(tmp_path / "logged", job=[*steps(0, 5), f"{logged}: Error: none"])
+    assert names(verdict) == [6]
+
+
+BARRIER = "RuntimeError: Rank 2 failed to pass monitoredBarrier in 600000 ms"
+VERSIONS = (
+    "gpu-a:10:21 [0] init.cc:811 NCCL WARN Mismatched NCCL version detected : rank 0 version 22703 rank 8 version 22602"
+)
+MISMATCH = (
+    "error msg: Culprit rank 22; Error type: COLLECTIVE_TYPE_MISMATCH, Expected collective type: 'all_reduce' does not "
+    "match found collective type: 'all_gather', Culprit rank 110; Error type: COLLECTIVE_TYPE_MISMATCH, Expected"
+)
+NO_FAMILY = "[rank0]: ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)"
+EFA = (
+    "libfabric:4517:17085::efa:cq:efa_rdm_txe_handle_error():737<warn> err: 5, message: Invalid address My EFA addr: "
+    "fi_addr_efa://[fe80::13]:0:10 My host id: i-0d Peer EFA addr: fi_addr_efa://[fe80::b8]:0:9 Peer host id: i-0ce6d"
+)
+OFI = "ip-10-3-6-7:45:45 [4] NCCL WARN NET/OFI Request 0x7f1c completed with error. RC: 5. Error: Invalid address."
+XIDS = [
+    "[7.1] NVRM: Xid (PCI:0000:ed:00): 145, RLW_SRC_TRACK Nonfatal XC0 i0 Link -1 (0x00000004 0x80000000)",
+    "[7.2] NVRM: Xid (PCI:0000:dc:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 00 (0x026001c6 0x00000000)",
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "who"),
+    [
+        ([f"[rank0]: {BARRIER}"], [2]),
+        ([VERSIONS], [0, 8]),
+        ([MISMATCH], [22, 110]),
+        (["gpu-a:10:10 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to eth2", NO_FAMILY], ["eth2"]),
+        (["gpu-a:10:10 [0] NCCL INFO Bootstrap : Using [0]eth3:10.0.0.2<0>", NO_FAMILY], ["eth3"]),
+        ([EFA, OFI], ["i-0ce6d"]),
+        (XIDS, ["0000:dc:00"]),
+        (["RuntimeError: Rank 4, node n7, device 0, iteration 31: Unexpected result nan (message='found NaN')"], [4]),
+        (["node-2: Host key verification failed.",
+          "node-1: [rank0]: torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 8/16 "
+          "clients joined."], ["node-2"]),
+    ],
+)  # fmt: skip
+def test_who_a_message_names(tmp_path: Path, lines: list[str], who: list[int | str]) -> None:
+    assert names(judged(tmp_path, job=[*steps(0, 5), *lines])) == who
+
+
+def test_who_listens_on_the_loopback_address_has_the_wrong_interface(tmp_path: Path) -> None:
+    lines = [
+        f"(Wrapper pid=4{rank}, ip=10.7.1.{rank}) [rank{rank}]: RuntimeError: Gloo connectFullMesh failed with "
+        f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR: refused, "
+        f"remote=[127.0.0.1]:188{rank} (rank={rank}, size=16, local=[127.0.0.1])"
+        for rank in (8, 9)
+    ]
+    verdict = judged(tmp_path, job=lines)
+    assert verdict.cause == "wrong_network_interface" and names(verdict) == ["127.0.0.1"]
+
+
+def test_a_traceback_in_torchruns_summary_is_its_ranks(tmp_path: Path) -> None:
+    lines = [
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : 2026-11-21_14:47:11",
+        "  host      : n1",
+        "  rank      : 11 (local_rank: 3)",
+        "  exitcode  : 1 (pid: 343)",
+        "  error_file: /tmp/e.json",
+        "  traceback : Traceback (most recent call last):",
+        '    File "/app/train.py", line 33, in step',
+        '      loss = batch["labels"]',
+        "  KeyError: 'labels'",
+        "  ",
+        "============================================================",
+    ]
+    for prefix in ("", "2025-06-11T10:00:00.123456789Z stderr F ", "2026-11-21 14:47:12,100 "):
+        verdict = judged(tmp_path, n1=[f"{prefix}{line}" for line in lines])
+        assert verdict.cause == "rank_exception_masked" and names(verdict) == [11], prefix
+
+
+def test_a_task_that_is_no_rank_is_its_host(tmp_path: Path) -> None:
+    lines = [
+        "0: [rank3]: RuntimeError: NCCL communicator was aborted on rank 3.",
+        "1: slurmstepd: error: execve(): /envs/rl/bin/torchrun: No such file or directory",
+        "srun: error: gpu-b02: task 1: Exited with exit code 2",
+    ]
+    assert names(judged(tmp_path, job=lines)) == ["gpu-b02"]
+
+
+def test_a_number_that_nobody_has_among_many_who_timed_out_is_silent(tmp_path: Path) -> None:
+    said = [line for rank in range(16) if rank != 3 for line in watchdog(rank, seq=55)]
+    assert names(judged(tmp_path / "one", job=said)) == [3]
+    said = [line for rank in range(16) if rank % 2 for line in watchdog(rank, seq=55)]
+    assert names(judged(tmp_path / "half", job=said)) == []
+
+
+def test_who_is_waited_for_prepares_data(tmp_path: Path) -> None:
+    last = (
+        "RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value "
+        "store by key '0', but store->get('0') got error: Socket Timeout"
+    )
+    frames = (("/app/train.py", 9, "load", "with first():"), ("/lib/training_args.py", 9, "main_process_first", "x"))
+    lines = raised(1, last, *frames)
+    verdict = judged(tmp_path, job=[line.removeprefix("[rank1]: ") for line in lines])
+    assert verdict.cause == "slow_rank_preprocess" and names(verdict) == [0]
+
+
+def test_the_first_who_ended_is_to_blame_for_what_nobody_says(tmp_path: Path) -> None:
+    lines = [
+        "tracker: Network error (ConnectTimeout), entering retry loop.",
+        "requests.exceptions.ReadTimeout: Read timed out.",
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : 2026-11-21_14:47:11",
+        "  host      : n1",
+        "  rank      : 11 (local_rank: 3)",
+        "  exitcode  : 1 (pid: 343)",
+    ]
+    verdict = judged(tmp_path, job=lines)
+    assert verdict.cause == "remote_service_timeout" and names(verdict) == [11]
+
+
+def test_a_container_that_says_every_line_is_not_to_blame_where_a_rank_fell(tmp_path: Path) -> None:
+    lines = [
+        "Fatal Python error: Segmentation fault",
+        "E0611 10:45:14.690000 331 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -11) "
+        "local_rank: 4 (pid: 344) of binary: /usr/bin/python3",
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  time      : 2026-11-21_14:47:11",
+        "  host      : n1",
+        "  rank      : 4 (local_rank: 4)",
+        "  exitcode  : -11 (pid: 344)",
+    ]
+    for prefix in ("trainer-1  | ", "(Runner pid=7123, ip=10.0.0.77) ", "0: "):
+        verdict = judged(tmp_path / prefix[0], job=[f"{prefix}{line}" for line in lines])
+        assert names(verdict) == [4]
+
+
+def test_a_message_that_lists_culprits_names_more_than_the_structure_shows(tmp_path: Path) -> None:
+    said = [*watchdog(0, seq=39, numel=1025), *watchdog(22, seq=39, numel=262144), MISMATCH]
+    assert names(judged(tmp_path, job=said)) == [22, 110]

@@ -1,0 +1,137 @@
+"""What looks like a cause and is none: lists of guesses, ends, waits of an engine; and ends that tell nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.doctor.judge.log_diagnosis import explain
+from lockstep.watch.diagnosis.verdict import Verdict
+from tests.unit.doctor.job_logs import raised, steps, watchdog, write
+
+_SILENT = "INFO [shm_broadcast.py:466] No available shared memory broadcast block found in 60 seconds."
+
+
+def judged(folder: Path, **files: list[str]) -> Verdict:
+    return explain([write(folder, **files)]).verdict
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "worker.py:1851 -- Raylet is terminated: ip=10.1.0.5, id=ab12. Termination is unexpected. Possible reasons "
+            "include: (1) SIGKILL by the user or system OOM killer, (2) Invalid memory access from Raylet causing "
+            "SIGSEGV or SIGBUS, (3) Other termination signals.",
+            "ray_node_or_gcs",
+        ),
+        ("python: Bus error (core dumped)", "shm_too_small"),
+    ],
+)
+def test_a_list_of_possible_causes_is_no_evidence(tmp_path: Path, said: str, cause: str) -> None:
+    verdict = judged(tmp_path, driver=[*steps(0, 9), said])
+    assert verdict.cause == cause
+    if cause == "ray_node_or_gcs":
+        assert "shm_too_small" not in [each.what for each in verdict.alternatives]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "ERROR [core.py:1099] TimeoutError: RPC call to sample_tokens timed out.",
+        "ERROR [multiproc_executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down executor.",
+    ],
+)
+def test_an_engine_that_waits_for_its_worker_does_not_accuse_the_path_between_gpus(tmp_path: Path, end: str) -> None:
+    verdict = judged(tmp_path, serve=[_SILENT, _SILENT, end])
+    assert verdict.cause == "vllm_engine_failure"
+    assert "p2p_path_broken" not in [each.what for each in verdict.alternatives]
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["slurmstepd: error: *** STEP 4410.0 ON gpu-03 CANCELLED AT 2026-11-21T14:20:21 ***", "Terminated"],
+)
+def test_an_end_from_outside_counts_where_nothing_failed_before(tmp_path: Path, end: str) -> None:
+    verdict = judged(tmp_path, job=[*steps(0, 9), end])
+    assert verdict.cause == "external_kill" and verdict.confidence < 0.8
+    assert judged(tmp_path, job=[*steps(0, 9), *raised(1, "KeyError: 'x'"), end]).cause == "rank_exception_masked"
+    assert judged(tmp_path, job=[*steps(0, 9), *watchdog(1, 9), end]).cause != "external_kill"
+
+
+def test_the_gpu_that_throttles_is_the_one_that_all_wait_for(tmp_path: Path) -> None:
+    def rank(number: int, state: str) -> list[str]:
+        said = f"step {{}} clocks_event_reasons.hw_thermal_slowdown {state}"
+        return [said.format(at) for at in range(20)] + (watchdog(number, 20) if state != "Active" else [])
+
+    verdict = judged(tmp_path, rank0=rank(0, "Not Active"), rank1=rank(1, "Active"), rank2=rank(2, "Not Active"))
+    assert verdict.cause == "gpu_hardware_fault" and [each.rank for each in verdict.culprits] == [1]
+
+
+_LIMIT = "slurmstepd: error: *** JOB 77 ON gpu-03 CANCELLED AT 2026-11-21T{} DUE TO TIME LIMIT ***"
+
+
+def test_a_time_limit_does_not_explain_a_failure_long_before_it(tmp_path: Path) -> None:
+    lines = [*steps(0, 9), *steps(1, 9), *raised(1, "KeyError: 'label'")]
+    hung = judged(tmp_path, job=[*lines, _LIMIT.format("20:00:00")])
+    assert hung.cause == "rank_exception_masked" and [each.rank for each in hung.culprits] == [1]
+    assert judged(tmp_path, job=[*steps(0, 9), _LIMIT.format("14:10:10")]).cause == "external_kill"
+
+
+def test_a_time_limit_after_a_refused_update_of_weights(tmp_path: Path) -> None:
+    said = '2026-11-21 14:10:30 INFO:     10.0.0.2:5470 - "POST /update_weights_from_distributed HTTP/1.1" 500 Error'
+    verdict = judged(tmp_path, serve=[said], train=[*steps(0, 9), _LIMIT.format("20:00:00")])
+    assert verdict.cause == "vllm_weight_sync" and verdict.confidence < 0.8
+
+
+def test_a_launcher_that_ends_a_helper_after_a_good_end(tmp_path: Path) -> None:
+    closing = (
+        "W1121 14:12:00.118000 331 torch/elastic/multiprocessing/api.py:897] Sending process 340 closing signal SIGTERM"
+    )
+    good = [*steps(0, 9), "{'train_runtime': 412.2, 'train_loss': 0.81}", closing, "job finished with exit code 0"]
+    assert judged(tmp_path, job=good).cause == "benign"
+    assert (
+        judged(tmp_path, job=[*steps(0, 9), closing, "srun: error: n3: task 3: Exited with exit code 1"]).cause
+        != "benign"
+    )
+
+
+def test_a_loss_that_stays_nan_is_not_healed_by_a_good_end(tmp_path: Path) -> None:
+    def row(at: int, loss: str) -> str:
+        return f"{{'loss': {loss}, 'grad_norm': {loss}, 'learning_rate': 1e-05, 'epoch': {at / 100}}}"
+
+    end = "{'train_runtime': 412.2, 'train_loss': 0.8, 'epoch': 1.0}"
+    good = [row(at, "0.5") for at in range(1, 60)]
+    lasting = [row(at, "nan") for at in range(60, 99)]
+    assert judged(tmp_path, job=[*good, *lasting, end]).cause == "nan_or_inf"
+    assert (
+        judged(tmp_path, job=[*good, row(60, "nan"), *[row(at, "0.5") for at in range(61, 99)], end]).cause == "benign"
+    )
+    assert judged(tmp_path, job=[*lasting[:9], *[row(at, "0.5") for at in range(71, 99)], end]).cause == "benign"
+
+
+def test_an_exception_of_which_only_the_last_line_is_left(tmp_path: Path) -> None:
+    gone = "[rank8]: FileNotFoundError: [Errno 2] No such file or directory: '/data/sft/train.jsonl'"
+    lost = "[rank0]: torch.distributed.DistBackendError: [0] store->get('0') got error: Connection reset by peer"
+    verdict = judged(tmp_path, node1=[*steps(0, 9), lost], node2=[gone])
+    assert verdict.cause == "storage_fault" and [each.rank for each in verdict.culprits] == [8]
+    refused = "[rank1]: my.checks.ShapeMismatchError: rows differ"
+    assert judged(tmp_path / "last", job=[*steps(0, 9), refused]).cause == "rank_exception_masked"
+
+
+def test_an_exception_on_one_line_that_did_no_harm(tmp_path: Path) -> None:
+    said = "ValueError: row 17 has no label, left out"
+    assert judged(tmp_path, job=[*steps(0, 9), said, *steps(0, 9, 9)]).cause == "benign"
+    assert judged(tmp_path, job=[*steps(0, 9), said, "Training completed"]).cause == "benign"
+    quoted = "completion: 'ValueError: row 17 has no label'"
+    assert judged(tmp_path, job=[*steps(0, 9), quoted, *steps(0, 1, 9)]).cause == "benign"
+
+
+def test_lines_that_were_broken_at_a_width(tmp_path: Path) -> None:
+    plan = "INFO a plan of how the layers of the model are dealt to stages and to devices of each host of this job"
+    cause = "KeyError: 'a label that is missing in some of the rows of the data that this rank was given to work on'"
+    whole = [plan, *steps(0, 9), *watchdog(0, 40), *watchdog(1, 40), *raised(2, cause)]
+    broken = [line[at : at + 72] for line in whole for at in range(0, len(line), 72)]
+    verdict = judged(tmp_path, job=broken)
+    assert verdict.cause == "rank_exception_masked" and [each.rank for each in verdict.culprits] == [2]
+    assert verdict.collective is not None and verdict.collective.operation == "allreduce"
+    assert all(each.text in broken[each.line - 1] for each in verdict.evidence if each.line)

@@ -1,0 +1,52 @@
+"""What is dated outside of a job is no cause of its end."""
+
+from pathlib import Path
+
+from lockstep.doctor.judge.log_diagnosis import explain
+from tests.unit.doctor.job_logs import raised, steps, write
+
+_KILLED = "Out of memory: Killed process 1881 (python3) total-vm:912331200kB, anon-rss:502331200kB"
+_XID = "NVRM: Xid (PCI:0000:3f:00): 79, pid=1, name=python, GPU has fallen off the bus."
+_JOB = [*steps(0, 9), "2026-11-21 14:11:00,000 [rank 3] ERROR stop", *raised(3, "KeyError: 'x'")]
+
+
+def cause(folder: Path, kernel: str, job: list[str] = _JOB) -> tuple[str, float]:
+    verdict = explain([write(folder, dmesg=[kernel], train=job)]).verdict
+    return verdict.cause, verdict.confidence
+
+
+def test_a_kill_of_another_day(tmp_path: Path) -> None:
+    assert cause(tmp_path, f"[Thu Nov 19 03:00:01 2026] {_KILLED}")[0] == "rank_exception_masked"
+    assert cause(tmp_path, f"[Mon Nov 23 03:00:01 2026] {_KILLED}")[0] == "rank_exception_masked"
+
+
+def test_a_kill_while_the_job_ran(tmp_path: Path) -> None:
+    found, sure = cause(tmp_path, f"[Sat Nov 21 14:10:05 2026] {_KILLED}")
+    assert found == "host_oom" and sure > 0.8
+
+
+def test_a_kill_by_a_clock_of_another_zone_is_possible(tmp_path: Path) -> None:
+    lines = [*steps(0, 9), "2026-11-21 14:11:00,000 [rank 3] ERROR stop"]
+    found, sure = cause(tmp_path, f"[Sat Nov 21 07:10:05 2026] {_KILLED}", lines)
+    assert found == "host_oom" and sure < 0.6
+
+
+def test_a_fault_of_the_hardware_lasts_and_is_not_sure(tmp_path: Path) -> None:
+    found, sure = cause(tmp_path, f"[Thu Nov 19 03:00:01 2026] {_XID}", steps(0, 2))
+    assert found == "gpu_hardware_fault" and sure < 0.6
+    assert cause(tmp_path, f"[Thu Nov 19 03:00:01 2026] {_XID}")[0] == "rank_exception_masked"
+
+
+def test_nobody_knows_when_a_log_without_times_at_its_end_ended(tmp_path: Path) -> None:
+    bars = [f"{at}%|#    | {at}/100 [{at}:00<99:00, 1.0s/it]" for at in range(90)]
+    assert cause(tmp_path, f"[Sun Nov 22 14:10:05 2026] {_KILLED}", [*steps(0, 9), *bars])[1] > 0.8
+    assert cause(tmp_path, f"[Thu Nov 19 14:10:05 2026] {_KILLED}", [*bars, *steps(0, 9)])[1] > 0.8
+
+
+def test_old_lines_that_an_epilog_prints(tmp_path: Path) -> None:
+    kernel = [f"[Fri Nov 20 03:09:58 2026] {_XID}", f"[Fri Nov 20 03:10:58 2026] {_KILLED}"]
+    verdict = explain([write(tmp_path, slurm=[*_JOB, "--- last kernel messages ---", *kernel])]).verdict
+    assert verdict.cause == "rank_exception_masked" and verdict.confidence >= 0.6
+    now = ["[Fri Nov 20 03:10:58 2026] nvidia: loaded", f"[Sat Nov 21 14:10:58 2026] {_XID}"]
+    verdict = explain([write(tmp_path / "now", slurm=[*_JOB, "--- last kernel messages ---", *now])]).verdict
+    assert verdict.cause == "gpu_hardware_fault"

@@ -1,0 +1,77 @@
+"""Tracebacks put together."""
+
+from lockstep.doctor.logs.stack_traces import parse_traceback
+
+_LINES = """Traceback (most recent call last):
+  File "/home/u/train.py", line 12, in step
+    x = f(y)
+        ^^^^
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 9, in forward
+    raise ValueError(
+ValueError: The shapes do not fit:
+  expected [4, 4]
+  found [4, 5]
+
+During handling of the above exception, another exception occurred:
+"""
+
+
+def _read(text: str) -> list[tuple[int, str]]:
+    return list(enumerate(text.splitlines(), 10))
+
+
+def test_type_message_and_the_line_of_the_user() -> None:
+    found = parse_traceback(_read(_LINES))
+    assert found is not None
+    assert (found.type, found.number, found.first) == ("ValueError", 16, 10)
+    assert found.message.splitlines() == ["The shapes do not fit:", "  expected [4, 4]", "  found [4, 5]"]
+    assert found.where == "step() at train.py:12"
+    assert found.frames[0].source == "x = f(y)"
+
+
+def test_a_remote_one_ends_with_what_the_task_raised() -> None:
+    found = parse_traceback(_read("""Traceback (most recent call last):
+  File "/home/u/main.py", line 1, in <module>
+    ray.get(x)
+ray.exceptions.RayTaskError(KeyError): ray::Worker.step() (pid=4, ip=10.0.0.7, actor_id=1)
+  File "/home/u/worker.py", line 3, in step
+    batch["x"]
+KeyError: 'x'"""))  # fmt: skip
+    assert found is not None
+    assert (found.type, found.ip, found.where) == ("KeyError", "10.0.0.7", "step() at worker.py:3")
+
+
+def test_an_actor_that_could_not_be_made_ends_with_what_its_constructor_raised() -> None:
+    found = parse_traceback(_read("""Traceback (most recent call last):
+  File "/home/u/main.py", line 1, in <module>
+    ray.get(x)
+ray.exceptions.ActorDiedError: The actor died because of an error raised in its creation task, \
+ray::W.__init__() (pid=4, ip=10.0.0.7)
+  File "/home/u/worker.py", line 3, in __init__
+    config.rollout.n
+AttributeError: 'NoneType' object has no attribute 'n'"""))  # fmt: skip
+    assert found is not None
+    assert (found.type, found.ip, found.where) == ("AttributeError", "10.0.0.7", "__init__() at worker.py:3")
+
+
+def test_what_a_constructor_raised_needs_no_heading() -> None:
+    said = "Exception raised in creation task: The actor died because of an error raised in its creation task, "
+    found = parse_traceback(_read(f"""{said}ray::LLMRayActor.__init__() (pid=4, ip=10.0.0.7, actor_id=1, repr=<x>)
+  File "/home/u/vllm_engine.py", line 3, in __init__
+    self.llm = vllm.LLM(*args)
+  File "/venv/lib/python3.11/site-packages/vllm/config.py", line 9, in verify
+    raise ValueError(
+ValueError: heads (28) must be divisible by tensor parallel size (8)"""))  # fmt: skip
+    assert found is not None
+    assert (found.type, found.ip, found.where) == ("ValueError", "10.0.0.7", "__init__() at vllm_engine.py:3")
+
+
+def test_a_remote_one_that_is_cut_off_is_kept() -> None:
+    found = parse_traceback(_read("""Traceback (most recent call last):
+  File "/home/u/main.py", line 1, in <module>
+ray.exceptions.RayTaskError(KeyError): ray::Worker.step() (pid=4, ip=10.0.0.7)"""))  # fmt: skip
+    assert found is not None and found.type.startswith("ray.exceptions.RayTaskError")
+
+
+def test_one_without_an_end_is_none() -> None:
+    assert parse_traceback(_read('Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()')) is None

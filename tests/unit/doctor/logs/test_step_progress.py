@@ -1,0 +1,28 @@
+"""Counters on lines of all kinds."""
+
+import pytest
+
+from lockstep.doctor.logs.step_progress import parse_step
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("step 14 loss 0.5", (0, 14, 0, False)),
+        ("iteration 3/10", (0, 3, 10, False)),
+        (" 45%|####  | 45/100 [00:10<00:12, 4.5it/s]", (0, 45, 100, True)),
+        ("Epoch 2:  45%|####  | 45/100 [00:10<00:12, 4.5it/s, v_num=0]", (2, 45, 100, True)),
+        ("Epoch: [3][ 20/100]", (3, 20, 100, False)),
+        ("epoch 3/5", (3, 0, 5, False)),
+        ("[rank1] epoch 4 batch 11 loss 0.75", (4, 11, 0, False)),
+        ("Epoch: 2, Step: 30/100, loss 0.5", (2, 30, 100, False)),
+        ("{'loss': 1.9, 'grad_norm': 3.0, 'learning_rate': 1e-05, 'epoch': 0.12}", (0, 120000, 0, False)),
+        ("{'loss': '1.9', 'num_tokens': '2.1e+05', 'epoch': '1.5'}", (1, 500000, 0, False)),
+        ("{'loss': '1.9', 'epoch': '8.5e-05'}", (0, 85, 0, False)),
+        ("{'loss': 1.9, " + "'rewards/a/mean': 0.25, " * 40 + "'epoch': 0.5}", (0, 500000, 0, False)),
+        ("nothing to count here", None),
+        ("port 29500 is in use", None),
+    ],
+)
+def test_what_a_line_counts(line: str, expected: tuple[int, int, int, bool] | None) -> None:
+    assert parse_step(line) == expected

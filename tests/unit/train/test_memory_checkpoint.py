@@ -1,0 +1,106 @@
+"""A rank's state in shared memory: whole or not there, whenever its writer was killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.train.errors import MemoryCheckpointMissing, SharedMemoryFull
+from lockstep.train.memory_checkpoint import MemoryCheckpoints, newest_memory_checkpoint
+
+
+def state(version: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "a": torch.randn(5, 3, generator=generator),
+        "empty": torch.zeros(0, 3),
+        "bf": torch.randn(7, generator=generator).bfloat16(),
+        "random": torch.arange(9, dtype=torch.uint8) + version,
+        "scalar": torch.tensor(float(version)),
+    }
+
+
+def test_what_was_written_is_read_by_another(tmp_path: Path) -> None:
+    copies = MemoryCheckpoints(tmp_path, 0, 1)
+    for version in range(1, 6):
+        copies.write(version, state(version), {"optimizer_step": 10 * version})
+        assert newest_memory_checkpoint(tmp_path, 1) == version
+        into = {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
+        facts = MemoryCheckpoints(tmp_path, 0, 1).read(version, into)
+        assert facts == {"optimizer_step": 10 * version}
+        assert all(torch.equal(into[name], tensor) for name, tensor in state(version).items())
+    copies.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "rank-0-0",
+        "rank-0-0.json",
+        "rank-0-1",
+        "rank-0-1.json",
+    ]
+
+
+def test_the_version_that_all_ranks_have(tmp_path: Path) -> None:
+    ranks = [MemoryCheckpoints(tmp_path, rank, 2) for rank in range(2)]
+    assert newest_memory_checkpoint(tmp_path, 2) is None
+    ranks[0].write(1, state(1), {})
+    assert newest_memory_checkpoint(tmp_path, 2) is None
+    ranks[1].write(1, state(1), {})
+    ranks[0].write(2, state(2), {})
+    assert newest_memory_checkpoint(tmp_path, 2) == 1, "one rank died before it had copied its part"
+    assert newest_memory_checkpoint(tmp_path, 1) is None, "divided among two, it is of no use to one"
+
+
+def test_a_version_that_is_made_again_takes_its_own_place(tmp_path: Path) -> None:
+    """One rank had copied version 2 when the other died: they go on from 1, and have it until 2 is whole again."""
+    ranks = [MemoryCheckpoints(tmp_path, rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.write(1, state(1), {})
+    ranks[0].write(2, state(2), {})
+    ranks[0].write(2, state(2), {})
+    assert newest_memory_checkpoint(tmp_path, 2) == 1
+    ranks[1].write(2, state(2), {})
+    assert newest_memory_checkpoint(tmp_path, 2) == 2
+
+
+def test_a_copy_of_other_tensors_is_refused(tmp_path: Path) -> None:
+    MemoryCheckpoints(tmp_path, 0, 1).write(1, state(1), {})
+    with pytest.raises(MemoryCheckpointMissing, match="other tensors"):
+        MemoryCheckpoints(tmp_path, 0, 1).read(1, {"a": torch.zeros(5, 4)})
+    with pytest.raises(MemoryCheckpointMissing, match="there is none"):
+        MemoryCheckpoints(tmp_path, 0, 1).read(2, state(1))
+
+
+def test_a_writer_that_is_killed_leaves_the_copy_before(tmp_path: Path) -> None:
+    big = {"x": torch.zeros(4_000_000)}
+    MemoryCheckpoints(tmp_path, 0, 1).write(1, big, {})
+    for _ in range(5):
+        pid = os.fork()
+        if pid == 0:
+            copies, version = MemoryCheckpoints(tmp_path, 0, 1), 2
+            while True:
+                copies.write(version, {"x": torch.full((4_000_000,), float(version))}, {})
+                version += 1
+        before = newest_memory_checkpoint(tmp_path, 1)
+        while newest_memory_checkpoint(tmp_path, 1) in (before, None):
+            pass
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        version = newest_memory_checkpoint(tmp_path, 1)
+        assert version is not None
+        MemoryCheckpoints(tmp_path, 0, 1).read(version, big)
+        assert (big["x"] == version).all(), "whole"
+        for path in tmp_path.glob("*.json"):
+            path.unlink()
+        MemoryCheckpoints(tmp_path, 0, 1).write(1, {"x": torch.ones(4_000_000)}, {})
+
+
+def test_no_room_is_an_error_and_not_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SharedMemoryFull, match="shm-size"):
+        MemoryCheckpoints(tmp_path, 0, 1).write(1, state(1), {})
+    assert newest_memory_checkpoint(tmp_path, 1) is None and not (tmp_path / "rank-0-0").exists()

@@ -1,0 +1,189 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.config.algorithm import CISPO, GSPO, CrossEntropy, ImportanceCorrection, KLPenalty, PolicyLoss, PPOClip
+from lockstep.data.micro_batch import MicroBatch
+from lockstep.train.objective import (
+    METRIC_NAMES,
+    LossOutput,
+    MetricAccumulator,
+    ReducedMetrics,
+    check_fields,
+    compute_loss,
+    required_fields,
+)
+
+
+def values(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def metrics(outcome: LossOutput, loss: PolicyLoss | CrossEntropy) -> dict[str, float]:
+    meter = MetricAccumulator(torch.device("cpu"))
+    meter.add(outcome)
+    return ReducedMetrics(meter.vector(values(0.0)[0])[None]).metrics(loss)
+
+
+def test_cross_entropy_is_the_weighted_sum_of_negative_log_probabilities() -> None:
+    logprobs = values(-1.0, -2.0, -4.0).requires_grad_()
+    outcome = compute_loss(CrossEntropy(), {"weight": values(0.5, 0.25, 0.0)}, logprobs, None)
+    assert outcome.loss.item() == pytest.approx(1.0)
+    outcome.loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-0.5, -0.25, 0.0]
+    assert metrics(outcome, CrossEntropy()) == pytest.approx({"loss": 1.0, "tokens": 2, "logprob": -1.5})
+
+
+def test_a_policy_loss_by_hand() -> None:
+    loss = PPOClip(
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=3.0,
+        entropy_coefficient=0.5,
+        kl=KLPenalty(coefficient=0.1, estimator="k2"),
+        importance=ImportanceCorrection(kind="truncate", cap=1.5),
+        old_logprobs="trainer",
+    )
+    ratios = [1.0, 1.5, 0.5, 4.0]  # as it is; clipped high; clipped low; dual clip
+    old = values(-1.0, -2.0, -1.5, -3.0)
+    logprobs = (old + torch.tensor(ratios).log()).requires_grad_()
+    engine = old - values(0.1, 0.0, 1.0, -0.2)
+    fields = {
+        "weight": values(0.1, 0.2, 0.3, 0.4),
+        "advantage": values(2.0, 1.0, -1.0, -2.0),
+        "old_logprob": old,
+        "engine_logprob": engine,
+        "reference_logprob": logprobs.detach() + values(0.0, 1.0, -1.0, 2.0),
+    }
+    outcome = compute_loss(loss, fields, logprobs, values(1.0, 2.0, 3.0, 4.0))
+    corrections = [math.exp(0.1), 1.0, 1.5, math.exp(-0.2)]
+    objectives = [-2.0, -1.3, 0.8, 6.0]
+    weights = [0.1, 0.2, 0.3, 0.4]
+    policy = sum(w * o * c for w, o, c in zip(weights, objectives, corrections, strict=True))
+    kl = 0.1 * (0.2 * 0.5 + 0.3 * 0.5 + 0.4 * 2.0)
+    entropy = -0.5 * (0.1 + 0.4 + 0.9 + 1.6)
+    told = metrics(outcome, loss)
+    assert told["loss"] == pytest.approx(outcome.loss.item(), rel=1e-6) == pytest.approx(policy + kl + entropy)
+    assert told["policy_loss"] == pytest.approx(policy)
+    assert told["kl_loss"] == pytest.approx(kl)
+    assert told["entropy_loss"] == pytest.approx(entropy)
+    assert told["entropy"] == pytest.approx(2.5)
+    assert told["kl"] == pytest.approx((0 + 0.5 + 0.5 + 2.0) / 4)
+    assert told["ratio"] == pytest.approx(sum(ratios) / 4)
+    assert (told["clip_low"], told["clip_high"], told["clip_dual"]) == (0.25, 0.25, 0.25)
+    assert told["clip_fraction"] == pytest.approx(0.75)
+    assert told["engine_gap_mean"] == pytest.approx((0.1 + 0 + 1.0 + 0.2) / 4)
+    assert told["engine_gap_max"] == pytest.approx(1.0)
+    assert told["importance_weight"] == pytest.approx(sum(corrections) / 4)
+    assert told["importance_cut"] == pytest.approx(0.25)
+    outcome.loss.backward()
+    assert logprobs.grad is not None
+    # clipped tokens have the gradient of the KL alone: weight * coefficient * (policy - reference)
+    assert logprobs.grad[1:].tolist() == pytest.approx([-0.2 * 0.1, 0.3 * 0.1, -0.4 * 0.1 * 2], rel=1e-5)
+
+
+def test_targets_without_weight_add_nothing_whatever_they_hold() -> None:
+    loss = PPOClip(kl=KLPenalty(coefficient=0.1), entropy_coefficient=0.1)
+    logprobs = values(-1.0, -torch.inf).requires_grad_()
+    fields = {name: values(-1.0, torch.nan) for name in ("advantage", "engine_logprob", "reference_logprob")}
+    outcome = compute_loss(loss, fields | {"weight": values(1.0, 0.0)}, logprobs, values(1.0, torch.nan))
+    told = metrics(outcome, loss)
+    assert all(math.isfinite(value) for value in told.values())
+    assert told["tokens"] == 1
+    assert told["entropy"] == 1.0
+
+
+def test_a_step_of_empty_microbatches_has_finite_metrics() -> None:
+    loss = PPOClip()
+    fields = {name: values(0.0) for name in required_fields(loss)}
+    logprobs = values(-3.0).requires_grad_()
+    outcome = compute_loss(loss, fields, logprobs, values(1.0))
+    outcome.loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [0.0]
+    assert set(metrics(outcome, loss).values()) == {0.0}
+
+
+def test_terms_that_are_off_are_not_told() -> None:
+    fields = {"weight": values(1.0), "advantage": values(1.0), "engine_logprob": values(-1.0)}
+    told = metrics(compute_loss(PPOClip(), fields, values(-1.0), values(1.0)), PPOClip())
+    assert "kl" not in told
+    assert "importance_weight" not in told
+    assert told["loss"] == -1.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "missing"),
+    [
+        (CrossEntropy(), None),
+        (PPOClip(), None),
+        (PPOClip(old_logprobs="trainer"), "old_logprob"),
+        (PPOClip(old_logprobs="trainer", importance=ImportanceCorrection(kind="truncate")), "old_logprob"),
+        (PPOClip(old_logprobs="trainer", importance=ImportanceCorrection(kind="mask")), "old_logprob"),
+        (GSPO(), None),
+        (CISPO(), None),
+        (PPOClip(kl=KLPenalty(coefficient=0.1)), "reference_logprob"),
+        (PPOClip(kl=KLPenalty(coefficient=0.1, where="reward")), None),
+    ],
+)
+def test_which_fields_a_loss_needs(loss: PolicyLoss | CrossEntropy, missing: str | None) -> None:
+    one = np.ones(1, np.int32)
+    fields = {name: np.ones(1, np.float32) for name in ("weight", "advantage", "engine_logprob")}
+    packed = MicroBatch(one, one, -one, 0 * one, one, one.astype(np.int64), fields, one)
+    if missing is None:
+        check_fields([packed], loss)
+    else:
+        with pytest.raises(ValueError, match=f"no field '{missing}'"):
+            check_fields([packed], loss)
+
+
+def test_ranks_and_microbatches_are_added_up_and_the_first_bad_one_is_found() -> None:
+    vectors = []
+    for rank in range(3):
+        meter = MetricAccumulator(torch.device("cpu"))
+        for number in range(4):
+            bad = (rank, number) in {(1, 2), (1, 3), (2, 0)}
+            told = {"tokens": values(2.0)[0], "loss": values(0.5)[0], "logprob": values(-rank)[0]}
+            told["engine_gap_max"] = values(rank + number)[0]
+            meter.add(LossOutput(values(math.nan if bad else 0.5)[0], told))
+        vectors.append(meter.vector(values(math.inf if rank == 0 else 2.0)[0]))
+    assert vectors[0].shape == (2 + len(METRIC_NAMES),)
+    totals = ReducedMetrics(torch.stack(vectors))
+    assert totals.bad_microbatches == [(1, 2), (2, 0)]
+    assert totals.bad_gradients == [0]
+    told_of_all = totals.metrics(PPOClip())
+    assert told_of_all["tokens"] == 24
+    assert told_of_all["loss"] == pytest.approx(6.0)
+    assert told_of_all["logprob"] == pytest.approx(-(4 + 8) / 24)
+    assert told_of_all["engine_gap_max"] == 5
+
+
+def test_importance_of_sequences_and_masks() -> None:
+    old, engine = values(-1.0, -1.0, -1.0, -1.0), values(-1.3, -1.2, -0.9, -1.9)
+    fields = {"weight": values(0.25, 0.25, 0.25, 0.25), "advantage": values(1.0, 1.0, 1.0, 1.0)}
+    fields |= {"old_logprob": old, "engine_logprob": engine}
+    sequences = torch.tensor([0, 0, 0, 1])
+    first, second = math.exp(0.3 + 0.2 - 0.1), math.exp(0.9)
+    for kind, floor, expected in (("truncate", 0.0, [first] * 3 + [2.0]), ("mask", 1.5, [0.0] * 4)):
+        correction = ImportanceCorrection(kind=kind, level="sequence", floor=floor)
+        loss = PPOClip(old_logprobs="trainer", importance=correction)
+        outcome = compute_loss(loss, fields, old.clone(), values(1.0, 1.0, 1.0, 1.0), sequences)
+        assert outcome.loss.item() == pytest.approx(-sum(expected) / 4, rel=1e-5)
+        told = metrics(outcome, loss)
+        assert told["importance_weight"] == pytest.approx(sum(expected) / 4, rel=1e-5)
+        assert told["importance_weight_max"] == pytest.approx(second, rel=1e-5)
+        assert told["importance_cut"] == (0.25 if kind == "truncate" else 1.0)
+        with pytest.raises(ValueError, match="needs the sequences"):
+            compute_loss(loss, fields, old, values(1.0, 1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("loss", [GSPO(), PPOClip(importance=ImportanceCorrection(level="sequence"))])
+def test_rows_made_by_hand_must_name_their_sequences(loss: PolicyLoss) -> None:
+    one = np.ones(1, np.int32)
+    fields = {name: np.ones(1, np.float32) for name in ("weight", "advantage", "engine_logprob")}
+    with pytest.raises(ValueError, match="which sequence"):
+        check_fields([MicroBatch(one, one, -one, 0 * one, one, one.astype(np.int64), fields)], loss)

@@ -1,0 +1,326 @@
+"""What an agent sees of real processes, without asking them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.base.bounded_wait import track_wait
+from lockstep.base.folders import new_run_id
+from lockstep.watch.agent.process_monitor import ProcessMonitor, StageDurations
+from lockstep.watch.agent.report_builder import ReportBuilder
+from lockstep.watch.agent.report_messages import PROCESS_RECORD, decode_report, encode_report
+from lockstep.watch.agent.worker_spawner import WorkerProcess
+from lockstep.watch.attach.run_observer import RunObserver, run_of_process
+from lockstep.watch.beacon import writer
+from lockstep.watch.diagnosis.evidence_types import Liveness
+from lockstep.watch.diagnosis.verdict import StallThresholds, VerdictKind
+from lockstep.watch.procfs import processes
+from lockstep.watch.procfs.processes import PidfdHandle
+from lockstep.watch.supervisor.agent_connections import ClockOffset
+
+CHILD = "import sys; sys.stdin.readline(); "
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    name = new_run_id("eyes")
+    writer.open_beacon(name, "policy-0", "policy", 0).stage("train")
+    yield name
+    writer.close_beacon(remove=True)
+
+
+def until(check: object, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not check():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_look_says_who_is_there_and_moves(run: str) -> None:
+    eyes, teller = ProcessMonitor(run), ReportBuilder("here")
+    eyes.look({})
+    roster, state = teller.tell(eyes)
+    (who,) = roster.processes
+    assert (who.name, who.role, who.rank, who.pid, who.host) == ("policy-0", "policy", 0, os.getpid(), "here")
+    life, _, ended, moved, _, same = PROCESS_RECORD.unpack(state.processes)
+    assert life == Liveness.RUNNING and moved < 5 and ended != ended and same != same and state.stages == ("train",)
+    writer.current_beacon().progress("steps", 1)
+    eyes.look({})
+    again, state = teller.tell(eyes)
+    assert again is roster and PROCESS_RECORD.unpack(state.processes)[3] < moved + 5
+    assert decode_report(encode_report(roster)) == roster and decode_report(encode_report(state)) == state
+
+
+def test_a_wait_is_told_with_its_age(run: str) -> None:
+
+    with track_wait("future", "reward-0", "scores of step 7"):
+        eyes = ProcessMonitor(run)
+        eyes.look({})
+        _, state = ReportBuilder("here").tell(eyes)
+    (wait,) = state.waits
+    assert (wait.process, wait.whom, wait.kind, wait.main, wait.idle) == (0, "reward-0", "future", True, False)
+
+
+@pytest.mark.parametrize(
+    ("how", "life", "code"),
+    [
+        ("sys.exit(0)", Liveness.LEFT, 0),
+        ("sys.exit(3)", Liveness.DEAD, 3),
+        ("import os; os.abort()", Liveness.DEAD, -6),
+    ],
+)
+def test_the_end_of_somebody_elses_child_is_known_with_its_code(run: str, how: str, life: Liveness, code: int) -> None:
+    """A grandchild: its parent collects it before anybody looks."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]);"
+         "print(p.pid, flush=True); p.wait(); print('over', flush=True); sys.stdin.readline()", CHILD + how],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert parent.stdin is not None and parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    end = PidfdHandle(pid)
+    assert end.exit_code() is None
+    parent.stdin.write("\n")
+    parent.stdin.flush()
+    assert parent.stdout.readline() == "over\n"
+    known = end.exit_code()
+    end.close()
+    parent.kill()
+    parent.wait()
+    assert known in (code, None)
+    if known is None:
+        pytest.skip("this kernel tells exit codes to parents only (Linux before 6.15)")
+    assert (Liveness.LEFT if known == 0 else Liveness.DEAD) == life
+
+
+@pytest.fixture
+def child(run: str) -> Iterator["subprocess.Popen[str]"]:
+    """A rank of the run, policy-1, that sleeps in its stage."""
+    script = (
+        "import sys, time; from lockstep.watch.beacon import writer;"
+        f"beacon.open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True); time.sleep(60)"
+    )
+    made = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert made.stdout is not None and made.stdout.readline() == "up\n"
+        yield made
+    finally:
+        made.kill()
+        made.wait()
+
+
+def test_a_stopped_process_is_seen_as_stopped(run: str, child: "subprocess.Popen[str]") -> None:
+    eyes = ProcessMonitor(run)
+    eyes.look({})
+    assert eyes.seen["policy-1"].life is Liveness.RUNNING
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: processes.process_state(child.pid) == "T")
+    eyes.look({}, held=child.pid)  # for a stack of ours
+    assert eyes.seen["policy-1"].life is Liveness.RUNNING
+    eyes.look({})
+    seen = eyes.seen["policy-1"]
+    assert seen.life is Liveness.STOPPED
+    stopped = seen.ended_ns
+    assert 0 < stopped <= time.monotonic_ns()
+    eyes.look({})
+    assert seen.ended_ns == stopped
+    child.kill()
+    child.wait()
+    (ended,) = eyes.look({})
+    assert ended.name == "policy-1" and ended.life is Liveness.DEAD and ended.exit_code in (-9, -(2**31))
+    assert eyes.look({}) == []
+
+
+def test_two_moments_of_a_stop_are_not_one_long_one(run: str, child: "subprocess.Popen[str]") -> None:
+    eyes = ProcessMonitor(run)
+    eyes.look({})
+    seen = eyes.seen["policy-1"]
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: processes.process_state(child.pid) == "T")
+    eyes.look({})
+    first = seen.ended_ns
+    eyes.look({})
+    assert seen.life is Liveness.STOPPED and seen.ended_ns == first > seen.moved_ns
+    _, state = ReportBuilder("here").tell(eyes)
+    ended = [PROCESS_RECORD.unpack_from(state.processes, at)[2] for at in (0, PROCESS_RECORD.size)]
+    assert ended[0] != ended[0] and 0 <= ended[1] < 5, "since when it is stopped, not since when nothing moved"
+    os.kill(child.pid, signal.SIGCONT)
+    until(lambda: processes.process_state(child.pid) == "S")
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: processes.process_state(child.pid) == "T")
+    eyes.look({})
+    assert seen.life is Liveness.STOPPED and seen.ended_ns > first
+
+
+def test_who_looks_late_says_of_nobody_that_it_did_nothing(
+    run: str, monkeypatch: pytest.MonkeyPatch, child: "subprocess.Popen[str]"
+) -> None:
+    from lockstep.watch.agent import process_monitor as module
+
+    monkeypatch.setattr(module, "CALM_S", 0.0)
+    until(lambda: processes.process_state(child.pid) == "S")
+    eyes = ProcessMonitor(run)
+    for _ in range(3):
+        eyes.look({})
+    seen = eyes.seen["policy-1"]
+    before = seen.active_ns
+    eyes.look({})
+    assert seen.active_ns == before
+    monkeypatch.setattr(module, "LATE_SAMPLE_S", 0.0)
+    eyes.look({})
+    assert seen.active_ns > before
+
+
+def test_work_counts_as_activity_and_waiting_does_not(run: str) -> None:
+    script = (
+        "import sys, time; from lockstep.watch.beacon import writer;"
+        f"beacon.open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True);"
+        "sys.stdin.readline(); end = time.process_time() + 1.0\n"
+        "while time.process_time() < end: pass\n"
+        "print('done', flush=True); sys.stdin.readline()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+    try:
+        assert child.stdin is not None and child.stdout is not None and child.stdout.readline() == "up\n"
+        until(lambda: processes.process_state(child.pid) == "S")
+        eyes = ProcessMonitor(run)
+        eyes.look({})
+        seen = eyes.seen["policy-1"]
+        began = seen.active_ns
+        time.sleep(0.2)
+        eyes.look({})
+        assert seen.active_ns == began
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "done\n"
+        eyes.look({})
+        assert seen.active_ns > began
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_it_is_calm_while_everybody_moves_or_has_nothing_to_do(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.watch.agent import process_monitor as module
+    from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
+
+    eyes = ProcessMonitor(run)
+    eyes.look({})
+    assert eyes.calm()
+    monkeypatch.setattr(module, "CALM_S", 0.0)
+    assert not eyes.calm()
+    with track_wait("condition", "controller", WAITING_FOR_WORK):
+        eyes.look({})
+        assert eyes.calm()
+
+
+def test_suspects_are_those_that_stand_still_and_are_not_idle(run: str) -> None:
+    from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
+
+    eyes = ProcessMonitor(run)
+    eyes.look({})
+    assert list(eyes.suspects(60.0)) == []
+    assert [seen.name for seen in eyes.suspects(0.0)] == ["policy-0"]
+    with track_wait("condition", "controller", WAITING_FOR_WORK):
+        eyes.look({})
+        assert list(eyes.suspects(0.0)) == []
+
+
+def test_stages_that_ended_are_what_others_are_held_against(run: str) -> None:
+    eyes = ProcessMonitor(run)
+    eyes.look({})
+    writer.current_beacon().stage("save")
+    eyes.look({})
+    assert 0 < eyes.history.expected_s("policy", "train") < 60
+    assert eyes.history.expected_s("policy", "save") != eyes.history.expected_s("policy", "save")
+
+
+def test_the_longest_of_a_stage_counts() -> None:
+    history = StageDurations()
+    for took in (3, 7, 5):
+        history.stage_ended("policy", "train", 10, 10 + took * 10**9)
+    history.stage_ended("policy", "", 1, 10**12)
+    assert history.longest == {("policy", "train"): 7.0}
+
+
+def test_the_quickest_answer_sets_the_clock() -> None:
+    clock = ClockOffset()
+    assert not clock.known and clock.ns == 0
+    clock.add(0, 1_000_000 + 400, 800)
+    clock.add(1000, 1_000_000 + 1000 + 900, 2000)
+    assert clock.ns == 1_000_000
+    clock.add(5000, 1, 4000)
+    assert len(clock.samples) == 2
+    for number in range(20):
+        clock.add(number, number, number + 100)
+    assert len(clock.samples) == clock.window
+
+
+def test_one_that_ended_and_was_replaced_explains_nothing_any_more(run: str) -> None:
+    eyes, teller = ProcessMonitor(run), ReportBuilder("here")
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE)
+    before = WorkerProcess("engine-0", child.pid, processes.start_ticks(child.pid) or 0, [], "log", False, time.time())
+    eyes.look({"engine-0": before})
+    child.kill()
+    before.exit_code = child.wait(10)
+    eyes.look({"engine-0": before})
+    assert eyes.seen["engine-0"].life == Liveness.DEAD
+    eyes.forget("engine-0", 60.0)
+    eyes.look({"engine-0": before})
+    assert "engine-0" in eyes.seen, "what it left can be collected for a while"
+    eyes.forget("engine-0", 0.0)
+    eyes.forget("policy-0", 0.0)
+    eyes.look({"engine-0": before})
+    assert eyes.seen == {} and teller.tell(eyes)[0].processes == (), "nor does its beacon bring it back"
+    again = WorkerProcess(
+        "engine-0", os.getpid(), processes.start_ticks(os.getpid()) or 0, [], "log", False, time.time()
+    )
+    eyes.look({"engine-0": again})
+    assert eyes.seen["engine-0"].living, "the name is somebody's again"
+
+
+WAITS = """
+from lockstep.base.bounded_wait import track_wait
+import sys, time
+from lockstep.watch.beacon import writer
+from lockstep.base import waits
+own = writer.open_beacon(sys.argv[1], sys.argv[2], "policy", int(sys.argv[2][-1]))
+own.stage("train")
+print("up", flush=True)
+if sys.argv[2] == "policy-0":
+    with track_wait("future", "policy-1", "a step"):
+        time.sleep(600)
+time.sleep(600)
+"""
+
+
+def test_who_passes_by_sees_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    run = new_run_id("look")
+    children = [
+        subprocess.Popen([sys.executable, "-c", WAITS, run, name], stdout=subprocess.PIPE, text=True)
+        for name in ("policy-0", "policy-1")
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None and child.stdout.readline() == "up\n"
+        assert run_of_process(children[1].pid) == run and run_of_process(1) is None
+        onlooker = RunObserver(run, StallThresholds(notice_s=0.2))
+        until(lambda: onlooker.look())
+        (verdict,) = onlooker.look()
+        assert [each.pid for each in verdict.culprits] == [children[1].pid]
+        os.kill(children[1].pid, signal.SIGKILL)
+        until(lambda: any(each.kind is VerdictKind.DEAD for each in onlooker.look()))
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()

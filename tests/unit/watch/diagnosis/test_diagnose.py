@@ -1,0 +1,837 @@
+"""Snapshots written by hand: what is told of each fault of the matrix, and what is not."""
+
+import json
+import textwrap
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.watch.diagnosis.diagnose import diagnose
+from lockstep.watch.diagnosis.evidence import CallTable, Evidence, MembershipTable, ProcessTable, WaitEdge
+from lockstep.watch.diagnosis.evidence_types import (
+    NO_EXIT_CODE,
+    CollectiveCall,
+    CommunicatorInfo,
+    Liveness,
+    ProcessInfo,
+    ProcessNote,
+    WaitCondition,
+)
+from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict, VerdictKind, VerdictLevel, first_verdict
+
+AT = 1000.0
+NAN = float("nan")
+DOCS = Path(__file__).parents[3] / "docs" / "diagnosis.md"
+
+
+@dataclass
+class One:
+    """A process, and how it was `still` seconds ago for the last time."""
+
+    name: str
+    life: Liveness = Liveness.RUNNING
+    code: int = NO_EXIT_CODE
+    ended: float = NAN
+    still: float = 60.0
+    cpu: float | None = None
+    stack: float | None = None
+    stage: str = "train"
+    host: str = "a"
+    note: ProcessNote = field(default_factory=ProcessNote)
+
+
+@dataclass
+class Group:
+    """A communicator: members, what each has entered and completed, and since when."""
+
+    name: str
+    members: list[int]
+    entered: list[int]
+    completed: list[int]
+    since: float = 60.0
+    description: str = ""
+    ranks: list[int] | None = None
+    blind: bool = False
+    calls: dict[tuple[int, int], tuple[CollectiveCall, str]] = field(default_factory=dict)
+    """By (process, sequence number)."""
+
+
+ALL = CollectiveCall("all_reduce", "[4]", "float32")
+
+
+def policy(count: int, **odd: One) -> list[One]:
+    """Ranks that wait since a minute; `p1=...` replaces one."""
+    return [odd.get(f"p{i}", One(f"policy-{i}")) for i in range(count)]
+
+
+def snapshot(processes: list[One], groups: list[Group] | None = None, edges: list[WaitEdge] | None = None) -> Evidence:
+    groups = groups or []
+    who = []
+    for each in processes:
+        role, _, rank = each.name.rpartition("-")
+        who.append(
+            ProcessInfo(each.name, role or each.name, int(rank) if rank.isdigit() else 0, each.host, 100 + len(who))
+        )
+    ago = [each.still for each in processes]
+    columns = {
+        "moved_at": [AT - s for s in ago],
+        "active_at": [AT - (s if each.cpu is None else each.cpu) for s, each in zip(ago, processes, strict=True)],
+        "same_stack_since": [AT - (s if e.stack is None else e.stack) for s, e in zip(ago, processes, strict=True)],
+    }
+    rows: list[tuple[int, int, int]] = []
+    about: dict[int, CollectiveCall] = {}
+    sites: dict[tuple[int, int], str] = {}
+    first_row = 0
+    for group in groups:
+        for (process, seq), (call, site) in group.calls.items():
+            member = first_row + group.members.index(process)
+            signature = hash((call.operation, call.shapes, call.dtype, call.root)) & (2**63 - 1)
+            rows.append((member, seq, signature))
+            about[signature] = call
+            if site:
+                sites[member, seq] = site
+        first_row += len(group.members)
+    table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+    flat = [(g, i) for g in groups for i in range(len(g.members))]
+    return Evidence(
+        AT,
+        ProcessTable(
+            who=who,
+            life=np.array([each.life for each in processes], dtype=np.int8),
+            exit_code=np.array([each.code for each in processes], dtype=np.int32),
+            ended_at=np.array([each.ended for each in processes]),
+            moved_at=np.array(columns["moved_at"]),
+            active_at=np.array(columns["active_at"]),
+            same_stack_since=np.array(columns["same_stack_since"]),
+            stage=[each.stage for each in processes],
+            notes={i: each.note for i, each in enumerate(processes)},
+        ),
+        MembershipTable(
+            about=[CommunicatorInfo(g.name, g.description, "gloo") for g in groups],
+            starts=np.cumsum([0, *(len(g.members) for g in groups)]),
+            process=np.array([g.members[i] for g, i in flat], dtype=np.int64),
+            entered=np.array([g.entered[i] for g, i in flat], dtype=np.int64),
+            completed=np.array([g.completed[i] for g, i in flat], dtype=np.int64),
+            entered_at=np.array([AT - g.since for g, _ in flat]),
+            completed_at=np.array([AT - g.since - 1 for g, _ in flat]),
+            ranks=np.array([-1 if g.ranks is None else g.ranks[i] for g, i in flat], dtype=np.int64),
+            blind=np.array([g.blind for g, _ in flat], dtype=np.bool_),
+        ),
+        CallTable(table[:, 0], table[:, 1], table[:, 2].astype(np.uint64), about, sites),
+        edges or [],
+    )
+
+
+def fsdp(late: int | None = 1, count: int = 4, seq: int = 412, since: float = 60.0) -> Group:
+    """All but one are in all_reduce #412."""
+    entered = [seq - (i == late) for i in range(count)]
+    calls = {(i, seq): (ALL, "train.py:40 in step") for i in range(count) if i != late}
+    return Group("fsdp", list(range(count)), entered, [seq - 1] * count, since, calls=calls)
+
+
+def only(verdicts: list[Verdict]) -> Verdict:
+    assert len(verdicts) == 1, [(str(v.kind), v.explanation) for v in verdicts]
+    return verdicts[0]
+
+
+def names(verdict: Verdict) -> list[str]:
+    return [each.name for each in verdict.culprits]
+
+
+def check(
+    verdicts: list[Verdict], kind: VerdictKind, culprits: list[str], level: VerdictLevel = VerdictLevel.CONFIRMED
+) -> Verdict:
+    verdict = only(verdicts)
+    assert (verdict.kind, verdict.level, names(verdict)) == (kind, level, culprits), verdict.explanation
+    return verdict
+
+
+def wait(process: int, *on: int, since: float = 60.0, **more: object) -> WaitEdge:
+    return WaitEdge(process, on, since=AT - since, moved_at=AT - since, **more)  # type: ignore[arg-type]
+
+
+# --- one process
+
+
+def test_stopped() -> None:
+    job = snapshot(policy(4, p1=One("policy-1", Liveness.STOPPED, still=5.0, host="b")), [fsdp(since=5.0)])
+    verdict = check(diagnose(job), VerdictKind.ABSENT, ["policy-1"])
+    assert verdict.confidence >= 0.9
+    assert verdict.explanation.startswith("rank 1 (policy, host b) is stopped by a signal or a debugger")
+    assert verdict.collective is not None
+    assert (verdict.collective.communicator, verdict.collective.seq) == ("fsdp", 412)
+    assert verdict.collective.call_site == "train.py:40 in step"
+
+
+def test_stopped_inside_of_the_collective() -> None:
+    group = Group("fsdp", [0, 1, 2], [412] * 3, [411] * 3, since=5.0)
+    check(
+        diagnose(snapshot(policy(3, p1=One("policy-1", Liveness.STOPPED, still=5.0)), [group])),
+        VerdictKind.ABSENT,
+        ["policy-1"],
+    )
+
+
+def test_stopped_for_a_moment_only_is_none() -> None:
+    """py-spy stops whom it looks at, one that has done nothing for long among them."""
+    assert diagnose(snapshot(policy(4, p1=One("policy-1", Liveness.STOPPED, still=0.2)), [fsdp(since=1.0)])) == []
+    idle = One("policy-1", Liveness.STOPPED, still=300.0, ended=AT - 0.1)
+    assert diagnose(snapshot(policy(4, p1=idle), [fsdp(since=1.0)])) == []
+
+
+def test_stopped_for_a_moment_as_of_a_look_that_is_old() -> None:
+    """The agent was late itself: nobody knows whether the process is stopped still."""
+    job = snapshot(policy(4, p1=One("policy-1", Liveness.STOPPED, still=300.0, ended=AT - 8.5)), [fsdp(since=9.0)])
+    looked = replace(job, processes=replace(job.processes, seen_at=np.full(4, AT - 8.0)))
+    assert diagnose(looked) == []
+    check(diagnose(job), VerdictKind.ABSENT, ["policy-1"])
+
+
+def test_a_suspended_job_is_no_fault() -> None:
+    job = snapshot([One(f"policy-{i}", Liveness.STOPPED) for i in range(4)], [fsdp()])
+    assert all(each.level is VerdictLevel.NOTICE for each in diagnose(job))
+
+
+def test_killed() -> None:
+    dead = One("policy-1", Liveness.DEAD, -9, AT - 0.5, still=0.5)
+    verdict = check(diagnose(snapshot(policy(4, p1=dead), [fsdp(since=0.4)])), VerdictKind.DEAD, ["policy-1"])
+    assert verdict.confidence >= 0.9
+    assert verdict.cause == "unknown"
+    assert {each.what for each in verdict.alternatives} == {"host_oom", "external_kill"}
+    assert verdict.collective is not None
+
+
+def test_ended_nobody_knows_how() -> None:
+    """A job that is over, looked at too late; unless somebody waits."""
+    gone = {f"p{rank}": One(f"policy-{rank}", Liveness.DEAD, NO_EXIT_CODE, AT - 0.5, still=0.5) for rank in range(4)}
+    assert diagnose(snapshot(policy(4, **gone), [])) == []
+    assert diagnose(snapshot(policy(4, p1=gone["p1"]), [fsdp(since=0.4)])) == []
+    check(diagnose(snapshot(policy(4, p1=gone["p1"]), [fsdp(since=8.0)])), VerdictKind.DEAD, ["policy-1"])
+
+
+def test_killed_for_memory() -> None:
+    dead = One("policy-1", Liveness.DEAD, -9, AT - 1, note=ProcessNote(cause="host_oom"))
+    verdict = check(diagnose(snapshot(policy(4, p1=dead), [fsdp()])), VerdictKind.DEAD, ["policy-1"])
+    assert verdict.cause == "host_oom"
+    assert "memory" in verdict.fix
+
+
+def test_raised_and_the_others_saw_resets() -> None:
+    odd = {
+        "p0": One("policy-0", Liveness.DEAD, 1, AT - 4.0, note=RESET),
+        "p1": One("policy-1", Liveness.DEAD, 1, AT - 3.0, note=ProcessNote(error="ValueError: bad label 7")),
+        "p2": One("policy-2", Liveness.DEAD, -6, AT - 2.0),
+    }
+    verdict = check(diagnose(snapshot(policy(4, **odd), [fsdp()])), VerdictKind.DEAD, ["policy-1"])
+    assert verdict.cause == "rank_exception_masked"
+    assert "ValueError: bad label 7" in verdict.explanation
+
+
+RESET = ProcessNote(error="RuntimeError: [pair.cc:547] Connection closed by peer [10.0.0.2]:4242")
+GIVEN_UP = ProcessNote(
+    error="RuntimeError: [unbound_buffer.cc:84] Timed out waiting 60000ms for recv operation to complete"
+)
+
+
+FREED = ProcessNote(
+    error="lockstep.base.errors.CollectiveStalled: rank 1 has ended (OSError: No space left on device)",
+    cause="storage_fault",
+)
+REFUSED = ProcessNote(
+    error="lockstep.base.errors.CollectiveRefused: collective #412 does not fit: rank 0 is about to enter ...",
+    cause="rank_exception_masked",
+)
+
+
+def test_who_ended_by_our_verdict_is_not_accused() -> None:
+    """Whatever the verdict's text says, and also when nothing else is left to explain their ends."""
+    freed = One("policy-0", Liveness.DEAD, 1, AT - 1, note=FREED)
+    stopped = One("policy-1", Liveness.STOPPED, still=60.0)
+    check(diagnose(snapshot(policy(3, p0=freed, p1=stopped), [fsdp(count=3)])), VerdictKind.ABSENT, ["policy-1"])
+    assert diagnose(snapshot(policy(3, p0=freed, p2=replace(freed, name="policy-2")))) == []
+
+
+def test_plain_ends_that_others_saw_are_effects_whatever_class_was_noted() -> None:
+    died = One("policy-1", Liveness.DEAD, -9, AT - 2.0, note=ProcessNote(error="killed by SIGKILL"))
+    reset = One("policy-0", Liveness.DEAD, 1, AT - 2.1, note=replace(RESET, cause="rank_exception_masked"))
+    check(diagnose(snapshot(policy(3, p0=reset, p1=died), [fsdp(count=3)])), VerdictKind.DEAD, ["policy-1"])
+
+
+def test_who_is_refused_or_aborted_need_not_be_wrong() -> None:
+    """The later of two ranks is refused, and gloo aborts who receives: the calls tell who was wrong."""
+    for code, note in ((1, REFUSED), (-6, ProcessNote(error="ended by SIGABRT"))):
+        later = One("policy-0", Liveness.DEAD, code, AT - 0.5, note=note)
+        for size, wrong in ((4, ["policy-1"]), (2, ["policy-0", "policy-1"])):
+            group = Group("fsdp", list(range(size)), [412] * size, [411] * size)
+            group.calls = calls_of(
+                *((p, [ALL, ALL, CollectiveCall("barrier") if p == 1 else ALL]) for p in range(size))
+            )
+            check(diagnose(snapshot(policy(size, p0=later), [group])), VerdictKind.MISMATCH, wrong)
+
+
+def test_nobody_is_confirmed_while_who_decides_is_on_the_way() -> None:
+    """Two of three differ, and the third has not come there yet."""
+    group = Group("fsdp", [0, 1, 2], [412, 412, 411], [411, 411, 411], 1.0)
+    group.calls = calls_of((0, [ALL, ALL, ALL]), (1, [ALL, ALL, CollectiveCall("barrier")]), (2, [ALL, ALL]))
+    for still, level in ((0.2, VerdictLevel.NOTICE), (30.0, VerdictLevel.CONFIRMED)):
+        verdicts = diagnose(snapshot(policy(3, p2=One("policy-2", still=still)), [replace(group, since=still)]))
+        assert [each.level for each in verdicts if each.kind is VerdictKind.MISMATCH] == [level]
+    beyond = replace(group, entered=[412, 412, 413], since=0.2)
+    beyond.calls = {key: call for key, call in group.calls.items() if key[0] != 2}
+    verdicts = diagnose(snapshot(policy(3, p2=One("policy-2", still=0.2)), [beyond]))
+    assert {each.level for each in verdicts if each.kind is VerdictKind.MISMATCH} == {VerdictLevel.NOTICE}
+    later = One("policy-0", Liveness.DEAD, 1, AT - 0.5, note=REFUSED)
+    moving = One("policy-2", still=0.2)
+    assert {v.level for v in diagnose(snapshot(policy(3, p0=later, p2=moving), [group]))} == {VerdictLevel.NOTICE}
+
+
+def test_who_passed_over_a_collective_in_which_another_waits_is_the_odd_one() -> None:
+    """Rank 1 went to the barrier at the end while rank 0 waits for it in their own communicator; rank 2 is refused."""
+    world = Group("world", [0, 1, 2], [6, 7, 7], [6, 6, 6], 30.0)
+    world.calls = {
+        (1, 7): (CollectiveCall("barrier"), ""),
+        (2, 7): (CollectiveCall("broadcast", "[32]", "float32", 0), ""),
+    }
+    left = Group("left", [0, 1], [10, 9], [9, 9], 30.0)
+    refused = One("policy-2", Liveness.DEAD, 1, AT - 30, note=REFUSED)
+    verdict = check(diagnose(snapshot(policy(3, p2=refused), [world, left])), VerdictKind.MISMATCH, ["policy-1"])
+    assert 0.6 <= verdict.confidence < 0.8
+
+
+def test_members_that_disagree_on_a_communicator_wait_for_each_other_while_it_is_made() -> None:
+    def making(process: int, members: str) -> WaitEdge:
+        others = tuple(int(each) for each in members.split(", ") if int(each) != process)
+        return wait(process, *others, kind="rendezvous", meeting="late (3)", members=members)
+
+    lists = {0: "0, 1, 2", 1: "0, 1", 2: "0, 1, 2"}
+    edges = [making(process, members) for process, members in lists.items()]
+    verdict = check(diagnose(snapshot(policy(3), edges=edges)), VerdictKind.MISMATCH, ["policy-1"])
+    assert "makes late (3) of ranks 0, 1, where the others make it of ranks 0, 1, 2" in verdict.explanation
+    assert verdict.confidence >= 0.8
+    two = diagnose(snapshot(policy(3), edges=[making(0, "0, 1"), making(1, "0, 1, 2")]))
+    assert first_verdict(two) is not None and two[0].confidence < 0.8
+    agreed = [making(process, "0, 1, 2") for process in range(3)]
+    assert [each for each in diagnose(snapshot(policy(3), edges=agreed)) if each.culprits] == []
+
+
+def test_who_a_launcher_ends_is_no_culprit() -> None:
+    """torchrun ends all others with SIGTERM when one has failed."""
+    ended = ProcessNote(error="ended by SIGTERM from outside", cause="external_kill")
+    odd = {
+        "p0": One("policy-0", Liveness.DEAD, -15, AT - 2.0, note=ended),
+        "p1": One(
+            "policy-1",
+            Liveness.DEAD,
+            1,
+            AT - 3.0,
+            note=ProcessNote(error="ValueError: bad", cause="rank_exception_masked"),
+        ),
+    }
+    check(diagnose(snapshot(policy(3, **odd), [fsdp(count=3)])), VerdictKind.DEAD, ["policy-1"])
+
+
+def test_resets_are_effects_of_who_left() -> None:
+    """The neighbours of a rank that exits early see their connections reset; nobody may be left to wait for it."""
+    left, fell = One("policy-1", Liveness.LEFT, 0, AT - 9), One("policy-0", Liveness.DEAD, 1, AT - 8.5, note=RESET)
+    two = Group("fsdp", [0, 1], [412, 411], [412, 411], 9.0)
+    check(diagnose(snapshot([fell, left], [two])), VerdictKind.DEAD, ["policy-1"])
+    check(diagnose(snapshot(policy(4, p0=fell, p1=left), [fsdp(since=9.0)])), VerdictKind.DEAD, ["policy-1"])
+
+
+def test_who_gave_up_is_an_effect_of_who_stands_still() -> None:
+    ranks = [One(f"policy-{i}", Liveness.DEAD, 1, AT - 2, note=GIVEN_UP) for i in range(4)]
+    ranks[1] = One("policy-1", still=62.0, note=ProcessNote(where="score() at reward.py:31"))
+    group = replace(fsdp(since=62.0), completed=[412, 411, 412, 412])
+    verdict = check(diagnose(snapshot(ranks, [group])), VerdictKind.ABSENT, ["policy-1"])
+    assert "has not entered all_reduce #412 on 'fsdp', for which others gave up" in verdict.explanation
+    ranks[1] = One("policy-1", Liveness.STOPPED, still=62.0)
+    check(diagnose(snapshot(ranks, [group])), VerdictKind.ABSENT, ["policy-1"])
+
+
+def test_exception_texts_give_classes() -> None:
+    for error, cause in (
+        ("OSError: [Errno 28] No space left on device: 'step-7.safetensors'", "storage_fault"),
+        ("OSError: [Errno 98] Address already in use", "port_in_use"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "rank_oom"),
+        ("RuntimeError: unable to write to file </dev/shm/x>: No space left on device (28)", "shm_too_small"),
+    ):
+        dead = One("policy-1", Liveness.DEAD, 1, AT - 1, note=ProcessNote(error=error))
+        assert only(diagnose(snapshot(policy(2, p1=dead), [fsdp(count=2)]))).cause == cause
+
+
+def test_an_action_of_ours_is_no_cause() -> None:
+    dead = One("policy-1", Liveness.DEAD, -9, AT - 1, note=ProcessNote(ours=True))
+    assert diagnose(snapshot(policy(4, p1=dead))) == []
+
+
+def test_left_early() -> None:
+    left = One("policy-1", Liveness.LEFT, 0, AT - 9)
+    verdict = check(diagnose(snapshot(policy(4, p1=left), [fsdp(since=8.0)])), VerdictKind.DEAD, ["policy-1"])
+    assert "ended with exit code 0" in verdict.explanation
+    assert verdict.alternatives[0].what == "uneven_data"
+
+
+def test_one_too_many_at_the_end() -> None:
+    """All others have left in peace: the one that waits made a call that nobody else makes."""
+    ranks = [One(f"policy-{i}", Liveness.LEFT, 0, AT - 9) for i in range(4)]
+    ranks[2] = One("policy-2")
+    group = Group("fsdp", [0, 1, 2, 3], [411, 411, 412, 411], [411] * 4, 8.0)
+    check(diagnose(snapshot(ranks, [group])), VerdictKind.MISMATCH, ["policy-2"])
+
+
+def test_who_leaves_when_all_is_done_is_no_fault() -> None:
+    ranks = [One("policy-0", Liveness.LEFT, 0, AT - 1), One("policy-1", still=0.1)]
+    assert diagnose(snapshot(ranks, [Group("fsdp", [0, 1], [9, 9], [9, 9], 1.0)])) == []
+
+
+# --- alive and still, or not
+
+
+def test_still_in_the_reward() -> None:
+    asleep = One("policy-1", note=ProcessNote(where="score() at reward.py:31"), host="b", still=41.0)
+    soon = diagnose(snapshot(policy(4, p1=replace(asleep, still=5.0)), [fsdp(since=5.0)]))
+    notice = check(soon, VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE)
+    assert notice.confidence <= 0.6
+    late = check(diagnose(snapshot(policy(4, p1=asleep), [fsdp(since=41.0)])), VerdictKind.ABSENT, ["policy-1"])
+    assert late.explanation.startswith(
+        "rank 1 (policy, host b) has not entered all_reduce #412 on 'fsdp'; "
+        "it is in score() at reward.py:31 since 41 s."
+    )
+    assert "2 others wait" in late.explanation
+    assert late.confidence < 0.8
+
+
+def test_history_makes_patient() -> None:
+    """A stage that took a minute before may take three."""
+    known = One("policy-1", note=ProcessNote(expected_s=60.0), still=100.0)
+    job = snapshot(policy(4, p1=known), [fsdp(since=100.0)])
+    assert only(diagnose(job)).level is VerdictLevel.NOTICE
+    assert only(diagnose(job, StallThresholds(history_factor=1.0))).level is VerdictLevel.CONFIRMED
+
+
+def test_a_busy_loop_is_a_notice_for_long() -> None:
+    busy = One("policy-1", still=100.0, cpu=0.0)
+    notice = check(
+        diagnose(snapshot(policy(4, p1=busy), [fsdp(since=100.0)])),
+        VerdictKind.ABSENT,
+        ["policy-1"],
+        VerdictLevel.NOTICE,
+    )
+    assert "policy-1: equal stacks for 100 s" in [each.text for each in notice.evidence]
+    forever = replace(busy, still=401.0)
+    check(diagnose(snapshot(policy(4, p1=forever), [fsdp(since=401.0)])), VerdictKind.ABSENT, ["policy-1"])
+
+
+def test_a_checkpoint_to_a_slow_disk_moves() -> None:
+    writing = One("policy-1", still=300.0, cpu=0.2, stack=0.3, stage="checkpoint")
+    notice = only(diagnose(snapshot(policy(4, p1=writing), [fsdp(since=300.0)])))
+    assert notice.level is VerdictLevel.NOTICE
+    assert notice.confidence < 0.5
+
+
+def test_a_slow_healthy_rank_is_slow() -> None:
+    working = One("policy-1", still=0.1)
+    group = fsdp(since=20.0)
+    verdict = check(
+        diagnose(snapshot(policy(4, p1=working), [group])), VerdictKind.SLOW, ["policy-1"], VerdictLevel.NOTICE
+    )
+    assert verdict.confidence < 0.5
+
+
+def test_working_while_others_wait_is_no_news() -> None:
+    """It computes, its counters move, and most others have not come either."""
+    working = {f"p{i}": One(f"policy-{i}", still=0.5) for i in range(3)}
+    group = Group("fsdp", [0, 1, 2, 3], [411, 411, 411, 412], [411] * 4, since=10.0)
+    assert diagnose(snapshot(policy(4, **working), [group])) == []
+
+
+def test_work_without_counters_is_told_late() -> None:
+    """CPU is used in changing places, no counter moves: told after ten times the notice, or its own history."""
+    edges = [wait(0, 1, kind="call", why="step 7", since=20.0)]
+    working = One("policy-1", still=20.0, cpu=0.1, stack=0.1)
+    assert diagnose(snapshot([One("controller"), working], [], edges)) == []
+    later = [replace(edges[0], since=AT - 40.0, moved_at=AT - 40.0)]
+    long = replace(working, still=40.0)
+    told = check(
+        diagnose(snapshot([One("controller"), long], [], later)), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE
+    )
+    assert told.confidence < 0.5
+    known = replace(long, note=ProcessNote(expected_s=60.0))
+    assert diagnose(snapshot([One("controller"), known], [], later)) == []
+
+
+def test_bytes_under_way_are_no_news() -> None:
+    moving = [One(f"policy-{i}", still=10.0, cpu=0.1) for i in range(4)]
+    assert diagnose(snapshot(moving, [fsdp(late=None, since=10.0)])) == []
+
+
+def test_stillness_counts_until_somebody_was_seen_last() -> None:
+    """News of a host stop for half a minute: nobody on it becomes still by that."""
+    job = snapshot(policy(4, p1=One("policy-1", still=60.0)), [fsdp(since=60.0)])
+    late = replace(job, processes=replace(job.processes, seen_at=np.array([AT, AT - 30.0, AT, AT])))
+    assert only(diagnose(late)).level is VerdictLevel.NOTICE
+    assert only(diagnose(job)).level is VerdictLevel.CONFIRMED
+
+
+def test_nothing_known_of_its_movement_is_no_proof() -> None:
+    job = snapshot(policy(4), [fsdp(since=600.0)])
+    job.processes.moved_at[1] = job.processes.active_at[1] = job.processes.same_stack_since[1] = NAN
+    notice = check(diagnose(job), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE)
+    assert "whether it uses CPU, disk or network" in notice.collect
+
+
+# --- mismatches
+
+
+def calls_of(
+    *each: tuple[int, list[CollectiveCall]], first_seq: int = 410
+) -> dict[tuple[int, int], tuple[CollectiveCall, str]]:
+    return {(p, first_seq + i): (call, "") for p, calls in each for i, call in enumerate(calls)}
+
+
+def mismatch(odd: CollectiveCall, count: int = 4) -> list[Verdict]:
+    group = Group("fsdp", list(range(count)), [412] * count, [411] * count)
+    group.calls = calls_of(*((p, [ALL, ALL, odd if p == 1 else ALL]) for p in range(count)))
+    return diagnose(snapshot(policy(count), [group]))
+
+
+def test_operation_shape_dtype_and_root() -> None:
+    for odd, words in (
+        (
+            CollectiveCall("all_gather", "[4]", "float32"),
+            "called all_gather([4], float32) where the others called all_reduce",
+        ),
+        (CollectiveCall("all_reduce", "[5]", "float32"), "with shape [5] where the others have [4]"),
+        (CollectiveCall("all_reduce", "[4]", "float64"), "with dtype float64 where the others have float32"),
+        (CollectiveCall("all_reduce", "[4]", "float32", 1), "with root 1 where the others have None"),
+    ):
+        verdict = check(mismatch(odd), VerdictKind.MISMATCH, ["policy-1"])
+        assert words in verdict.explanation
+        assert verdict.confidence >= 0.9
+        assert verdict.cause == "rank_divergent_branch"
+
+
+def test_two_members_have_no_majority() -> None:
+    verdict = check(mismatch(CollectiveCall("barrier"), count=2), VerdictKind.MISMATCH, ["policy-0", "policy-1"])
+    assert verdict.confidence < 0.5
+    assert verdict.collect
+
+
+def test_the_schedule_knows_who_is_right() -> None:
+    group = Group(
+        "fsdp", [0, 1], [412] * 2, [411] * 2, calls=calls_of((0, [ALL] * 3), (1, [ALL, ALL, CollectiveCall("barrier")]))
+    )
+    job = snapshot(policy(2), [group])
+    right = int(job.calls.signature[0])
+    scheduled = replace(job, calls=replace(job.calls, schedule={(0, 412): right}))
+    assert check(diagnose(scheduled), VerdictKind.MISMATCH, ["policy-1"]).confidence >= 0.9
+
+
+def test_an_abort_is_an_effect_of_a_mismatch() -> None:
+    """gloo aborts whoever gets the larger message."""
+    group = Group("fsdp", [0, 1, 2], [412] * 3, [411] * 3, 5.0)
+    odd = CollectiveCall("all_reduce", "[8]", "float32")
+    group.calls = calls_of(*((p, [ALL, ALL, odd if p == 1 else ALL]) for p in range(3)))
+    reset = ProcessNote(error="RuntimeError: Connection reset by peer")
+    odd_ends = {
+        "p0": One("policy-0", Liveness.DEAD, -6, AT - 4),
+        "p2": One("policy-2", Liveness.DEAD, 1, AT - 3, note=reset),
+    }
+    check(diagnose(snapshot(policy(3, **odd_ends), [group])), VerdictKind.MISMATCH, ["policy-1"])
+
+
+def test_a_call_skipped() -> None:
+    norm, grads = CollectiveCall("all_reduce", "[1]", "float32"), CollectiveCall("reduce_scatter", "[64]", "float32")
+    group = Group("fsdp", [0, 1, 2], [414, 413, 414], [411] * 3)
+    group.calls = calls_of((0, [ALL, norm, grads, ALL]), (1, [ALL, grads, ALL]), (2, [ALL, norm, grads, ALL]))
+    verdict = check(diagnose(snapshot(policy(3), [group])), VerdictKind.MISMATCH, ["policy-1"])
+    assert "skipped all_reduce([1], float32)" in verdict.explanation
+    assert verdict.collective is not None
+    assert verdict.collective.seq == 411
+
+
+def test_a_call_too_many_of_the_same_kind() -> None:
+    """gloo pairs it in silence; only the lines of the calls tell."""
+    lines = ["a.py:1", "a.py:2", "a.py:3", "a.py:1", "a.py:2"]
+    odd = ["a.py:1", "a.py:2", "a.py:2", "a.py:3", "a.py:1"]
+    group = Group("fsdp", [0, 1, 2, 3], [415, 414, 415, 415], [414] * 4)
+    for p in range(4):
+        for i, line in enumerate(odd if p == 1 else lines):
+            group.calls[p, 410 + i] = (ALL, line)
+    verdict = check(diagnose(snapshot(policy(4), [group])), VerdictKind.MISMATCH, ["policy-1"])
+    assert "one call too many at a.py:2" in verdict.explanation
+
+
+def test_lines_that_differ_by_branch_are_no_mismatch() -> None:
+    group = fsdp(late=1, since=60.0)
+    for p in range(4):
+        for seq in range(405, 412):
+            group.calls[p, seq] = (ALL, "root.py:7" if p == 0 else "other.py:9")
+    check(diagnose(snapshot(policy(4), [group])), VerdictKind.ABSENT, ["policy-1"])
+
+
+def test_made_with_other_members() -> None:
+    group = replace(fsdp(late=None), ranks=[4, 3, 4, 4])
+    verdict = check(diagnose(snapshot(policy(4), [group])), VerdictKind.MISMATCH, ["policy-1"])
+    assert "made 'fsdp' with another list of members" in verdict.explanation
+
+
+# --- deadlocks
+
+
+def test_two_communicators_in_another_order() -> None:
+    a = Group("a", [0, 1, 2, 3], [6, 5, 6, 6], [5] * 4)
+    b = Group("b", [0, 1, 2, 3], [3, 4, 3, 3], [3] * 4)
+    verdict = check(diagnose(snapshot(policy(4), [a, b])), VerdictKind.CYCLE, ["policy-1"])
+    assert any("#6 on 'a'" in each.text for each in verdict.evidence)
+    assert any("#4 on 'b'" in each.text for each in verdict.evidence)
+
+
+def test_who_goes_on_behind_an_asynchronous_collective_is_in_no_deadlock() -> None:
+    a, b = Group("a", [0, 1], [6, 5], [5] * 2), Group("b", [0, 1], [3, 4], [3] * 2)
+    working = snapshot(policy(2, p1=One("policy-1", still=0.5)), [a, b])
+    assert all(each.level is VerdictLevel.NOTICE for each in diagnose(working))
+    known = replace(working, communicators=replace(working.communicators, blocked=np.array([1, -1, -1, 0], np.int8)))
+    assert all(each.kind is not VerdictKind.CYCLE for each in diagnose(known))
+
+
+def test_two_ranks_in_each_others_way_are_both_named() -> None:
+    a, b = Group("a", [0, 1], [6, 5], [5] * 2), Group("b", [0, 1], [3, 4], [3] * 2)
+    assert check(diagnose(snapshot(policy(2), [a, b])), VerdictKind.CYCLE, ["policy-0", "policy-1"]).confidence < 0.8
+
+
+def test_a_cycle_through_a_call() -> None:
+    """Rank 0 waits for the scorer, which waits for rank 0."""
+    ranks = [One("policy-0"), One("policy-1"), One("reward-0")]
+    edges = [wait(0, 2, kind="future", why="scores"), wait(2, 0, kind="queue", why="the next batch")]
+    check(diagnose(snapshot(ranks, [fsdp(late=0, count=2)], edges)), VerdictKind.CYCLE, ["policy-0", "reward-0"])
+
+
+def test_a_cycle_through_a_call_that_moves_is_a_notice() -> None:
+    """Another thread of the scorer may be about to answer."""
+    ranks = [One("policy-0"), One("reward-0", cpu=0.1)]
+    edges = [wait(0, 1, kind="future", why="scores"), wait(1, 0, kind="queue", why="the next batch")]
+    check(diagnose(snapshot(ranks, [], edges)), VerdictKind.CYCLE, ["policy-0", "reward-0"], VerdictLevel.NOTICE)
+
+
+def test_a_knot_and_a_way_out() -> None:
+    ranks = [One("a-0"), One("b-0"), One("c-0", still=0.1)]
+    knot = [wait(0, 1, 1, needs=WaitCondition.ANY), wait(1, 0, needs=WaitCondition.ANY)]
+    check(diagnose(snapshot(ranks, [], knot)), VerdictKind.CYCLE, ["a-0", "b-0"])
+    out = [wait(0, 1, 2, needs=WaitCondition.ANY), wait(1, 0, needs=WaitCondition.ANY)]
+    assert all(each.kind is not VerdictKind.CYCLE for each in diagnose(snapshot(ranks, [], out)))
+
+
+# --- entered by all
+
+
+def test_device_lag() -> None:
+    group = Group("fsdp", [0, 1, 2, 3], [412] * 4, [412, 411, 412, 412])
+    verdict = check(diagnose(snapshot(policy(4), [group])), VerdictKind.DEVICE_LAG, ["policy-1"])
+    assert "as 3 others have" in verdict.explanation
+
+
+def test_in_flight() -> None:
+    ranks = [One(f"policy-{i}", host="ab"[i // 2]) for i in range(4)]
+    verdict = check(diagnose(snapshot(ranks, [fsdp(late=None)])), VerdictKind.IN_FLIGHT, [])
+    assert verdict.alternatives[0].what == "network_blocked"
+    moving = [replace(each, cpu=0.1) for each in ranks]
+    assert only(diagnose(snapshot(moving, [fsdp(late=None)]))).level is VerdictLevel.NOTICE
+
+
+def test_a_host_that_all_have_in_common() -> None:
+    """Three hosts, two collectives in flight, both with host b."""
+    ranks = [One(f"policy-{i}", host="aabbcc"[i]) for i in range(6)]
+    one = Group("x", [0, 2], [5, 5], [4, 4])
+    two = Group("y", [3, 4], [5, 5], [4, 4])
+    fine = Group("z", [1, 5], [5, 5], [5, 5])
+    check(diagnose(snapshot(ranks, [one, two, fine])), VerdictKind.IN_FLIGHT, ["policy-2", "policy-3"])
+
+
+# --- who is unknown
+
+
+def test_no_evidence_is_no_guilt() -> None:
+    group = fsdp()
+    job = snapshot(policy(4, p1=One("policy-1", Liveness.UNSEEN)), [group])
+    job.communicators.entered[1] = job.communicators.completed[1] = -1
+    verdict = check(diagnose(job), VerdictKind.UNKNOWN, [], VerdictLevel.NOTICE)
+    assert "policy-1" in verdict.collect[0]
+
+
+def test_blind_counts_accuse_nobody() -> None:
+    verdict = only(diagnose(snapshot(policy(4), [replace(fsdp(), blind=True)])))
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.UNKNOWN, ())
+
+
+def test_who_may_be_in_a_receive_is_not_confirmed() -> None:
+    pipeline = Group("pp", [1, 3], [7, 7], [7, 7], blind=True)
+    verdict = check(
+        diagnose(snapshot(policy(4), [fsdp(), pipeline])), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE
+    )
+    assert any("receive" in each for each in verdict.collect)
+
+
+def test_a_count_older_than_the_wait_accuses_nobody() -> None:
+    job = snapshot(policy(4), [fsdp(since=4.0)])
+    late = replace(job, processes=replace(job.processes, seen_at=np.array([AT, AT - 4.5, AT, AT])))
+    assert only(diagnose(late)).kind is VerdictKind.UNKNOWN
+
+
+def test_a_lost_host() -> None:
+    ranks = policy(4, p1=One("policy-1", Liveness.LOST, host="b"))
+    job = snapshot(ranks, [fsdp(since=20.0)])
+    seen = replace(job, processes=replace(job.processes, seen_at=np.array([AT, AT - 20, AT, AT])))
+    notice = check(diagnose(seen), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE)
+    assert "host b is not heard of" in notice.explanation
+    assert notice.alternatives[0].what == "network_blocked"
+    check(diagnose(seen, StallThresholds(still_s=15.0)), VerdictKind.ABSENT, ["policy-1"])
+
+
+def test_who_never_joined() -> None:
+    ranks = policy(4, p3=One("policy-3", Liveness.UNSEEN))
+    edges = [
+        wait(p, *(q for q in range(4) if q != p), kind="rendezvous", why="init_process_group", meeting="world")
+        for p in range(3)
+    ]
+    verdict = check(diagnose(snapshot(ranks, [], edges)), VerdictKind.ABSENT, ["policy-3"])
+    assert verdict.cause == "rendezvous_incomplete"
+    assert verdict.confidence < 0.8
+
+
+def test_who_is_busy_elsewhere_while_others_join() -> None:
+    edges = [wait(p, *(q for q in range(4) if q != p), kind="rendezvous", meeting="world-3") for p in range(3)]
+    verdict = check(diagnose(snapshot(policy(4), [], edges)), VerdictKind.ABSENT, ["policy-3"])
+    assert verdict.cause == "rendezvous_incomplete"
+    assert verdict.explanation.startswith("rank 3 (policy, host a) has not joined world-3")
+
+
+# --- roles and edges
+
+
+def test_the_chain_ends_at_a_stopped_scorer() -> None:
+    ranks = [*policy(4), One("reward-0", Liveness.STOPPED, still=60.0, host="b")]
+    edges = [wait(1, 4, kind="future", why="scores of step 7")]
+    verdict = check(diagnose(snapshot(ranks, [fsdp()], edges)), VerdictKind.ABSENT, ["reward-0"])
+    assert [(each.who, each.on) for each in verdict.waiting] == [("rank 0", "rank 1"), ("rank 1", "reward-0")]
+    assert (
+        "Rank 0 waits for rank 1 (all_reduce #412 on 'fsdp') since 60 s, which waits for reward-0 (future: scores of "
+        "step 7)." in verdict.explanation
+    )
+    assert verdict.collective is not None
+    assert verdict.collective.communicator == "fsdp"
+    text = textwrap.indent(json.dumps(verdict.json(), indent=2), "    ")
+    assert text in DOCS.read_text(), text
+
+
+def test_an_engine_killed_while_others_go_on() -> None:
+    ranks = [One("controller"), One("engine-0", Liveness.DEAD, -9, AT - 1), One("engine-1", still=0.1)]
+    edges = [wait(0, 1, 2, needs=WaitCondition.ANY, kind="queue", why="completions")]
+    check(diagnose(snapshot(ranks, [], edges)), VerdictKind.DEAD, ["engine-0"])
+
+
+def test_an_engine_stopped_while_others_go_on() -> None:
+    ranks = [One("controller"), One("engine-0", Liveness.STOPPED, still=9.0), One("engine-1", still=0.1)]
+    edges = [wait(0, 1, 2, needs=WaitCondition.ANY, kind="queue", why="completions")]
+    check(diagnose(snapshot(ranks, [], edges)), VerdictKind.ABSENT, ["engine-0"])
+
+
+def test_a_long_rollout_is_none_to_blame() -> None:
+    ranks = [One("controller"), One("engine-0", still=0.1), One("engine-1", still=500.0)]
+    edges = [wait(0, 1, 2, needs=WaitCondition.ANY, kind="queue", why="completions", since=500.0)]
+    assert all(
+        each.level is VerdictLevel.NOTICE and each.confidence < 0.5 for each in diagnose(snapshot(ranks, [], edges))
+    )
+
+
+def test_an_answer_from_outside_that_never_comes() -> None:
+    ranks = policy(4)
+    edges = [wait(1, outside="judge.example:8000", kind="http", why="scores of step 7")]
+    verdict = only(diagnose(snapshot(ranks, [fsdp()], edges)))
+    assert (verdict.kind, verdict.level, verdict.cause) == (
+        VerdictKind.ABSENT,
+        VerdictLevel.CONFIRMED,
+        "remote_service_timeout",
+    )
+    assert names(verdict) == ["judge.example:8000"]
+    assert verdict.culprits[0].rank is None
+    slow = only(diagnose(snapshot(policy(4, p1=One("policy-1", cpu=0.1)), [fsdp()], edges)))
+    assert slow.level is VerdictLevel.NOTICE
+
+
+def test_an_answer_from_outside_has_as_long_as_it_was_granted() -> None:
+    """A judge that thinks: nobody can look at it, and who asked it gives up by itself."""
+    edge = wait(1, outside="judge.example:8000", kind="http", why="scores of step 7")
+    granted = only(diagnose(snapshot(policy(4), [fsdp()], [replace(edge, until=AT + 1.0)])))
+    assert granted.level is VerdictLevel.NOTICE and names(granted) == ["judge.example:8000"]
+    assert (
+        only(diagnose(snapshot(policy(4), [fsdp()], [replace(edge, until=AT - 1.0)]))).level is VerdictLevel.CONFIRMED
+    )
+
+
+def test_a_dead_controller_explains_idle_workers() -> None:
+    ranks = [One("controller", Liveness.DEAD, -9, AT - 30), *(One(f"policy-{i}") for i in range(3))]
+    group = Group("fsdp", [1, 2, 3], [9, 8, 9], [8, 8, 8])
+    edges = [wait(2, 0, why="the next call", idle=True)]
+    check(diagnose(snapshot(ranks, [group], edges)), VerdictKind.DEAD, ["controller"])
+
+
+def test_answered_and_idle_is_no_deadlock() -> None:
+    """The controller waits for two workers, one of which has answered and waits for its next call."""
+    ranks = [One("controller"), One("policy-0"), One("policy-1", still=0.1)]
+    edges = [wait(0, 1, 2, kind="call", why="step 7"), wait(1, 0, why="the next call", idle=True)]
+    assert diagnose(snapshot(ranks, [], edges)) == []
+    ranks[2] = One("policy-1", still=10.0)
+    check(diagnose(snapshot(ranks, [], edges)), VerdictKind.ABSENT, ["policy-1"], VerdictLevel.NOTICE)
+
+
+def test_all_are_idle_and_somebody_waits() -> None:
+    ranks = [One("controller"), One("policy-0")]
+    edges = [wait(0, 1, kind="call", why="step 7"), wait(1, 0, why="the next call", idle=True)]
+    check(diagnose(snapshot(ranks, [], edges)), VerdictKind.STARVED, [])
+
+
+def test_waits_of_background_threads_hold_nobody_up() -> None:
+    ranks = [One("policy-0", still=0.1), One("reward-0")]
+    assert diagnose(snapshot(ranks, [], [wait(0, 1, main=False)])) == []
+
+
+# --- several at once
+
+
+def test_two_culprits_of_one_wait_are_one_verdict() -> None:
+    group = Group("fsdp", [0, 1, 2, 3], [412, 411, 412, 411], [411] * 4)
+    odd = {"p1": One("policy-1", Liveness.STOPPED), "p3": One("policy-3", Liveness.STOPPED)}
+    check(diagnose(snapshot(policy(4, **odd), [group])), VerdictKind.ABSENT, ["policy-1", "policy-3"])
+
+
+def test_two_incidents_are_two_verdicts() -> None:
+    ranks = [
+        *policy(4, p1=One("policy-1", Liveness.STOPPED)),
+        One("critic-0", Liveness.DEAD, -9, AT - 2),
+        One("critic-1"),
+    ]
+    verdicts = diagnose(snapshot(ranks, [fsdp(), Group("critic", [4, 5], [3, 4], [3, 3])]))
+    assert {(each.kind, *names(each)) for each in verdicts} == {
+        (VerdictKind.ABSENT, "policy-1"),
+        (VerdictKind.DEAD, "critic-0"),
+    }
+    assert first_verdict(verdicts) is verdicts[0]
+
+
+def test_healthy_is_silence() -> None:
+    ranks = [One(f"policy-{i}", still=0.2) for i in range(4)]
+    assert diagnose(snapshot(ranks, [fsdp(since=0.5)])) == []
+    assert diagnose(snapshot(ranks)) == []
+    assert diagnose(snapshot([])) == []
+
+
+def test_a_meeting_to_which_all_have_come_and_that_does_not_end_is_told() -> None:
+    """As where members make a communicator with different lists of members."""
+    edges = [wait(p, *(q for q in range(3) if q != p), kind="rendezvous", meeting="late") for p in range(3)]
+    verdict = check(diagnose(snapshot(policy(3), edges=edges)), VerdictKind.UNKNOWN, [])
+    assert "all have come to late, and nobody goes on" in verdict.explanation.lower()
+    assert verdict.confidence <= 0.5 and verdict.collect
+    soon = [replace(each, since=AT - 1.0, moved_at=AT - 1.0) for each in edges]
+    assert diagnose(snapshot([replace(each, still=1.0) for each in policy(3)], edges=soon)) == []

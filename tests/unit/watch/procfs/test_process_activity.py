@@ -1,0 +1,190 @@
+"""What counts as doing something, seen from outside; and what does not, however loaded the machine is."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from lockstep.watch.procfs import process_activity, processes
+from lockstep.watch.procfs.process_activity import DISK_WAIT_SAMPLES, RUNNABLE_SAMPLES, HostCounters, ProcessActivity
+
+EVERY_S = 0.1
+BOUND_S = 30.0
+POLLS = "import threading, time; threading.Thread(target=lambda: [time.sleep(0.1) for _ in range(9999)]).start();"
+
+
+@contextmanager
+def running(code: str, *words: str, **options: object) -> Iterator["subprocess.Popen[str]"]:
+    """Python that has said that it is up."""
+    argv = [sys.executable, "-c", "print('up', flush=True)\n" + code, *words]
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, **options)  # type: ignore[call-overload]
+    try:
+        assert child.stdout is not None and child.stdout.readline() == "up\n"
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def looks(pid: int, count: int) -> list[bool]:
+    """What so many looks say, the first excepted, which cannot know."""
+    activity, found = ProcessActivity(pid), []
+    for _ in range(count + 1):
+        usage = processes.process_usage(pid, moved=True)
+        assert usage is not None
+        found.append(activity.seen(usage, time.monotonic_ns(), HostCounters()))
+        time.sleep(EVERY_S)
+    return found[1:]
+
+
+def ever(pid: int, settle: int = 3) -> bool:
+    """Whether it is active at some look, those of its beginning excepted; looks for long where it is not."""
+    end = time.monotonic() + BOUND_S
+    while time.monotonic() < end:
+        if any(looks(pid, settle + 2 * RUNNABLE_SAMPLES)[settle:]):
+            return True
+    return False
+
+
+DOES: dict[str, str] = {
+    "computes": "while True: pass",
+    "in a thread": "import threading; t = threading.Thread(target=lambda: [sum(range(99999)) for _ in iter(int, 1)]);"
+    "t.start(); t.join()",
+    "in a child": "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])",
+    "in children that end": "import subprocess, time\n"
+    "while True: subprocess.run(['/bin/sh', '-c', 'for i in 1 2 3 4 5 6 7 8; do /bin/true; done'])",
+    "reads": "import time; f = open('/dev/zero', 'rb', 0)\nwhile True: f.read(65536); time.sleep(0.1)",
+    "a child reads": "import subprocess, sys; subprocess.run([sys.executable, '-c', \"import time\\n"
+    "f = open('/dev/zero', 'rb', 0)\\nwhile True: f.read(65536); time.sleep(0.1)\"])",
+}
+
+
+@pytest.mark.parametrize("what", DOES)
+def test_it_does_something(what: str) -> None:
+    with running(f"import os; os.setpgid(0, 0)\n{DOES[what]}") as child:
+        try:
+            assert ever(child.pid)
+        finally:
+            os.killpg(child.pid, 9)
+
+
+def test_an_answer_that_is_streamed_is_something() -> None:
+    """128 bytes twenty times a second: hardly any CPU, and no byte that Linux counts for the process."""
+    server = socket.create_server(("127.0.0.1", 0))
+    with running("import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+                 "while s.recv(4096): pass", str(server.getsockname()[1])) as child:  # fmt: skip
+        connection, _ = server.accept()
+        end = threading.Event()
+
+        def stream() -> None:
+            while not end.wait(0.05):
+                connection.send(bytes(128))
+
+        thread = threading.Thread(target=stream)
+        thread.start()
+        try:
+            assert ever(child.pid)
+        finally:
+            end.set()
+            thread.join()
+            connection.close()
+            server.close()
+
+
+def test_bytes_on_sockets_are_counted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            names = [os.fstat(each.fileno()).st_ino for each in (client, accepted)]
+            assert {*names} <= process_activity.socket_inodes([os.getpid()])
+            before = process_activity.tcp_bytes_by_inode()
+            client.sendall(bytes(5000))
+            time.sleep(0.1)  # until it is acknowledged
+            unread = process_activity.tcp_bytes_by_inode()
+            assert len(accepted.recv(5000, socket.MSG_WAITALL)) == 5000
+            after = process_activity.tcp_bytes_by_inode()
+    assert [unread[each] - before[each] for each in names] == [5000, 0], "what nobody has read is nobody's"
+    assert [after[each] - before[each] for each in names] == [5000, 5000]
+
+
+@contextmanager
+def crowd(count: int) -> Iterator[Callable[[], None]]:
+    """Busy loops on one core, and what a child calls to be there too."""
+    core = {min(os.sched_getaffinity(0))}
+
+    def join() -> None:
+        os.sched_setaffinity(0, core)
+
+    with ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(running("while True: pass", preexec_fn=join))
+        yield join
+
+
+def test_who_is_starved_would_do_something() -> None:
+    """It gets a hundredth of a core: less than what polls beside a stuck thread uses on an idle machine."""
+    with crowd(2) as join, running("import os; os.nice(19)\nwhile True: pass", preexec_fn=join) as child:
+        assert ever(child.pid, settle=6)
+
+
+def test_a_little_work_now_and_then_is_something_on_a_loaded_machine() -> None:
+    """It gets a tenth of what it wants: its CPU time does not tell it from what polls."""
+    code = "import time\nwhile True:\n    time.sleep(0.6); end = time.monotonic() + 0.1\n"
+    code += "    while time.monotonic() < end: pass"
+    with crowd(4) as join, running(f"import os; os.nice(5)\n{code}", preexec_fn=join) as child:
+        assert ever(child.pid)
+
+
+def test_who_is_stuck_does_nothing_on_a_loaded_machine() -> None:
+    """A stuck main thread, and one beside it that wakes ten times a second, as beacons and recorders do."""
+    with crowd(2) as join, running(POLLS + "time.sleep(600)", preexec_fn=join) as child:
+        time.sleep(1.0)
+        found = looks(child.pid, 40)
+    assert sum(found) <= 2, found
+
+
+def test_an_uninterruptible_wait_is_something_while_the_disks_move(tmp_path: Path) -> None:
+    """Who spawns waits so until the other has begun its program; this one waits for somebody who writes to it."""
+    os.mkfifo(tmp_path / "fifo")
+    code = "import os, sys; os.posix_spawn('/bin/true', ['true'], {}, "
+    code += "file_actions=[(os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)])"
+    with running(code, str(tmp_path / "fifo")) as child:
+        end = time.monotonic() + BOUND_S
+        while processes.process_state(child.pid) != "D":
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+        def seen(moved: Callable[[int], int]) -> list[bool]:
+            activity, found = ProcessActivity(child.pid), []
+            for number in range(DISK_WAIT_SAMPLES + 4):
+                usage = processes.process_usage(child.pid, moved=True)
+                assert usage is not None
+                found.append(activity.seen(usage, 10**9 * (1 + number), HostCounters(moved(number))))
+            return found[-2:]
+
+        try:
+            assert seen(lambda number: number << 20) == [True, True]
+            assert seen(lambda number: 7 << 20) == [False, False]
+        finally:
+            with (tmp_path / "fifo").open("wb"):
+                pass
+
+
+def test_rest_compares_nothing_with_long_ago() -> None:
+    """Whoever moved by itself for a while is looked at anew, not by what was before."""
+    with running("import time; time.sleep(600)") as child:
+        before = None
+        while (now := processes.process_usage(child.pid, moved=True)) != before:  # it has begun to sleep
+            before = now
+            time.sleep(0.2)
+        activity, usage = ProcessActivity(child.pid), processes.process_usage(child.pid, moved=True)
+        assert usage is not None and activity.seen(usage, 10**9, HostCounters())
+        activity.rest(usage, 2 * 10**9)
+        assert [activity.seen(usage, number * 10**9, HostCounters()) for number in range(3, 7)] == [False] * 4

@@ -1,0 +1,148 @@
+"""Finding the sockets that a thread waits for, and shutting them down, here and in another process."""
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from lockstep.watch.recorder import abort
+
+PR_SET_NAME = 15
+
+
+class Loop:
+    """A thread like gloo's: it sleeps in `epoll_wait` on a listener, and on one end of a connection."""
+
+    def __init__(self, name: bytes = b"") -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.far = socket.create_connection(self.listener.getsockname())
+        self.near, _ = self.listener.accept()
+        self._wake, self._woken = os.pipe()
+        self._epoll = select.epoll()
+        for each in (self.listener.fileno(), self.near.fileno()):
+            self._epoll.register(each, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._epoll.modify(self.near.fileno(), 0)  # what happens to it is not the thread's business here
+        self._name, self._started = name, threading.Event()
+        self.native = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._started.wait(10)
+
+    def _run(self) -> None:
+        self.native = threading.get_native_id()
+        if self._name:
+            ctypes.CDLL(None).prctl(PR_SET_NAME, self._name, 0, 0, 0)
+        self._started.set()
+        while self._wake not in [ready for ready, _ in self._epoll.poll()]:
+            pass
+
+    def broken(self) -> bool:
+        """Whether the far end sees that the connection is shut down."""
+        return bool(select.select([self.far], [], [], 0)[0]) and self.far.recv(1) == b""
+
+    def end(self) -> None:
+        os.write(self._woken, b"x")
+        self._thread.join(10)
+        self._epoll.close()
+        for each in (self.listener, self.far, self.near):
+            each.close()
+        os.close(self._wake)
+        os.close(self._woken)
+
+
+@contextmanager
+def loop(name: bytes = b"") -> Iterator[Loop]:
+    made = Loop(name)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def test_a_communicator_is_broken_and_no_other() -> None:
+    with loop() as one, loop() as other:
+        assert abort.abort_gloo(None, [one.native]) == 1
+        assert one.broken() and not other.broken()
+        socket.create_connection(one.listener.getsockname(), 5).close()  # gloo ends the process if its listener fails
+
+
+def test_all_of_them_by_name() -> None:
+    with loop(b"gloo_tcp_loop") as one, loop(b"gloo_tcp_loop") as two, loop() as other:
+        assert abort.gloo_threads() == {one.native, two.native}
+        assert abort.abort_gloo() == 2
+        assert one.broken() and two.broken() and not other.broken()
+
+
+def test_the_thread_that_came_with_a_communicator() -> None:
+    before = abort.list_threads()
+    with loop() as unnamed:
+        idle = threading.Event()
+        sleeper = threading.Thread(target=idle.wait, args=(30,))
+        sleeper.start()
+        assert abort.find_gloo_thread(abort.list_threads() - before) == unnamed.native
+        with loop(b"gloo_tcp_loop") as named:
+            assert abort.find_gloo_thread(abort.list_threads() - before) == named.native
+        with loop():
+            assert abort.find_gloo_thread(abort.list_threads() - before) == 0  # two, and no telling which
+        idle.set()
+        sleeper.join(10)
+
+
+def test_a_stopped_process_is_broken_from_outside() -> None:
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        there = Loop()
+        theirs.sendall(f"{there.native} {there.far.fileno()}".encode())
+        there.far.settimeout(60)
+        theirs.sendall(b"E" if there.far.recv(1) == b"" else b"?")
+        os._exit(0)
+    try:
+        ours.settimeout(60)
+        native, _ = ours.recv(100).split()
+        os.kill(child, signal.SIGSTOP)
+        assert abort.abort_gloo(child, [int(native)]) == 1
+        os.kill(child, signal.SIGCONT)
+        assert ours.recv(1) == b"E"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_who_is_gone_has_nothing_to_break() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert abort.gloo_epolls(child) == {}
+    with pytest.raises(ProcessLookupError):
+        abort.abort_gloo(child)
+
+
+def test_links_are_watched() -> None:
+    with loop() as one:
+        assert abort.enable_keepalive(None, [one.native]) == 1
+        assert one.near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert one.near.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
+        assert one.listener.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+
+
+def test_every_backend_of_a_communicator_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[object] = []
+    fake = types.SimpleNamespace(_abort_process_group=aborted.append)
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", fake)  # type: ignore[arg-type]
+    group = object()
+    assert [type(each) for each in abort.aborters_for("cpu:gloo,cuda:gloo", group, 7)] == [abort.GlooAborter]
+    both = abort.aborters_for("cpu:gloo,cuda:nccl", group, 7)
+    assert [type(each) for each in both] == [abort.GlooAborter, abort.NcclAborter]
+    assert abort.aborters_for("nccl", group, 0)[0].free() == 1 and aborted == [group]
+    assert abort.aborters_for("mpi", group, 0) == []

@@ -1,0 +1,97 @@
+"""Orders from the observer to the ranks."""
+
+import pickle
+import threading
+
+import pytest
+
+from lockstep.base.errors import CollectiveRefused, CollectiveStalled
+from lockstep.watch.recorder import commands
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+
+
+def test_orders_reach_those_they_are_for_once_and_in_order():
+    mine, other = commands.CommandInbox("run-1", "policy-0"), commands.CommandInbox("run-1", "policy-1")
+    assert not mine.watched and mine.look() == []
+    assert commands.send_command("run-1", "dump", ["policy-0"], folder="/x") == 1
+    assert commands.send_command("run-1", "verdict", None, text="why", verdict={"kind": "dead"}) == 2
+    found = mine.look()
+    assert [(each.number, each.op, each.body.get("folder")) for each in found] == [
+        (1, "dump", "/x"),
+        (2, "verdict", None),
+    ]
+    assert mine.verdict is not None and mine.verdict.body["verdict"] == {"kind": "dead"}
+    assert [each.number for each in other.look()] == [2]
+    assert mine.look() == [] and mine.watched
+
+
+def test_what_was_ordered_before_a_rank_began_is_not_for_it():
+    commands.send_command("run-1", "verdict", None, text="of the last life")
+    late = commands.CommandInbox("run-1", "policy-0")
+    assert late.look() == [] and late.verdict is None and late.watched
+
+
+def test_half_a_line_and_garbage_are_left_alone():
+    inbox = commands.CommandInbox("run-1", "policy-0")
+    path = commands.open_command_file("run-1")
+    with path.open("a") as file:
+        file.write('nonsense\n{"n": 1}\n[]\n{"n": 5, "op": "dump", "names": null, "wall": 1.0}\n{"n": 6, "op": "du')
+    assert [each.number for each in inbox.look()] == [5]
+    with path.open("a") as file:
+        file.write('mp", "names": null, "wall": 1.0}\n')
+    assert [each.number for each in inbox.look()] == [6]
+    path.write_text("")
+    assert inbox.look() == []
+    with pytest.raises(ValueError, match="limit"):
+        commands.send_command("run-1", "verdict", None, text="x" * commands.MAX_LINE_BYTES)
+
+
+def test_many_may_order_at_once():
+    inbox = commands.CommandInbox("run-1", "policy-0")
+    threads = [
+        threading.Thread(target=lambda: [commands.send_command("run-1", "dump", None) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [each.number for each in inbox.look()] == list(range(1, 81))
+
+
+def test_errors_travel():
+    stalled = pickle.loads(pickle.dumps(CollectiveStalled("why", {"kind": "dead"}, "closed by peer")))
+    assert (str(stalled), stalled.verdict, stalled.was) == ("why", {"kind": "dead"}, "closed by peer")
+    refused = pickle.loads(
+        pickle.dumps(CollectiveRefused("fsdp", 3, "barrier at a.py:1", "all_reduce at a.py:2", 1, 0))
+    )
+    assert (refused.communicator, refused.number, refused.rank, refused.peer) == ("fsdp", 3, 1, 0)
+    assert "rank 1 is about to enter barrier at a.py:1, but rank 0 has entered all_reduce at a.py:2" in str(refused)
+
+
+def test_a_broken_connection_becomes_the_verdict():
+    inbox = commands.CommandInbox("run-1", "policy-0")
+    broken = RuntimeError("Connection closed by peer [127.0.0.1]:5")
+    assert inbox.translate(broken) is broken  # nobody watches: at once
+    commands.send_command("run-1", "dump", None, folder="/x")
+    commands.send_command("run-1", "verdict", None, text="rank 1 is dead", verdict={"kind": "dead"})
+    again = RuntimeError("Connection closed by peer [127.0.0.1]:5")
+    found = inbox.translate(again)
+    assert isinstance(found, CollectiveStalled) and (str(found), found.verdict) == ("rank 1 is dead", {"kind": "dead"})
+    assert found.was == str(again) and inbox.translate(found) is found
+    for other in (ValueError("closed"), RuntimeError("shape '[3]' is invalid")):
+        assert inbox.translate(other) is other
+    assert [order.op for order in inbox.look()] == ["dump", "verdict"]  # whoever obeys them still gets them
+
+
+def test_an_old_verdict_explains_nothing(monkeypatch):
+    inbox = commands.CommandInbox("run-1", "policy-0")
+    commands.send_command("run-1", "verdict", None, text="long ago")
+    monkeypatch.setattr(commands, "VERDICT_MAX_AGE_S", -1.0)
+    monkeypatch.setattr(commands, "VERDICT_WAIT_S", 0.05)
+    broken = RuntimeError("Connection reset by peer")
+    assert inbox.translate(broken) is broken

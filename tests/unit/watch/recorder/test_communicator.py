@@ -1,0 +1,152 @@
+"""Sequence numbers of calls: c10d's, though it is asked for few of them."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.reader import read_calls
+from lockstep.watch.recorder import communicator
+
+
+class C10d:
+    """A communicator that other callers use, too."""
+
+    def __init__(self) -> None:
+        self.number = self.asked = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        self.asked += 1
+        return self.number
+
+
+class Rank:
+    """A member that issues calls."""
+
+    def __init__(self) -> None:
+        self.beacon = writer.open_beacon("run-1", "policy-0", "policy", 0)
+        self.line = self.beacon.tape().open_line(1, 2, "0", "", "gloo", 2, 0)
+        self.c10d = C10d()
+        self.member = communicator.CommunicatorMember(self.c10d, self.line, "0", "0", [0, 1], 0)
+        self.truth: dict[int, int] = {}
+        """By number of the call."""
+
+    def call(self, inside: bool = False) -> None:
+        at = self.member.enter((5, 0, 0))
+        self.c10d.number += 1
+        self.truth[self.line.calls] = self.c10d.number
+        if not inside:
+            self.line.leave(at)
+
+    def look(self) -> None:
+        """Two looks of the recorder's thread."""
+        self.member.verify()
+        self.member.verify()
+
+    def read(self) -> dict[int, int]:
+        return {call.number: call.seq for call in read_calls(self.beacon.path, 0)}
+
+
+@pytest.fixture
+def rank(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
+    yield Rank()
+    writer.close_beacon()
+
+
+def steady(rank: Rank) -> None:
+    for _ in range(communicator.STEADY_CALLS + 2 * communicator.SEQUENCE_CHECK_INTERVAL):
+        rank.call()
+
+
+def test_c10d_is_asked_for_few_numbers_where_nobody_else_calls(rank):
+    steady(rank)
+    before = rank.c10d.asked
+    for _ in range(80):
+        rank.call()
+    assert rank.c10d.asked - before <= 80 / communicator.SEQUENCE_CHECK_INTERVAL
+    assert rank.read() == {number: seq for number, seq in rank.truth.items() if number > rank.line.calls - 256}
+
+
+def test_what_was_presumed_is_taken_back_when_others_came(rank):
+    steady(rank)
+    rank.c10d.number += 3  # a graph of the compiler's
+    for _ in range(20):
+        rank.call()
+    read = rank.read()
+    assert all(rank.truth[number] == seq for number, seq in read.items())
+    assert 256 - communicator.SEQUENCE_CHECK_INTERVAL <= len(read) <= 256
+    before = rank.c10d.asked
+    steady(rank)
+    rank.call()
+    assert (
+        rank.c10d.asked - before == communicator.STEADY_CALLS + 2 * communicator.SEQUENCE_CHECK_INTERVAL + 1
+    )  # from now on every time
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_the_call_that_a_rank_is_stuck_in_has_its_number(rank, others):
+    steady(rank)
+    while rank.member.issued + 1 >= rank.member.until:
+        rank.call()
+    rank.c10d.number += others
+    rank.call(inside=True)
+    rank.look()
+    read = rank.read()
+    assert read[rank.line.calls] == rank.truth[rank.line.calls]
+    assert all(rank.truth[number] == seq for number, seq in read.items())
+
+
+def test_a_call_that_the_backend_has_not_seen_yet_keeps_its_number(rank):
+    steady(rank)
+    while rank.member.issued + 1 >= rank.member.until:
+        rank.call()
+    rank.member.enter((5, 0, 0))  # and pickles something large
+    rank.look()
+    assert rank.read()[rank.line.calls] == rank.c10d.number + 1
+
+
+def test_a_failed_call_may_not_have_been_counted(rank):
+    steady(rank)
+    at = rank.member.enter((5, 0, 0))
+    rank.line.leave(at, 4)
+    rank.member.settle()
+    for _ in range(20):
+        rank.call()
+    read = rank.read()
+    assert all(read[number] == seq for number, seq in list(rank.truth.items())[-20:])
+
+
+EVENTS = st.lists(st.sampled_from(["call"] * 12 + ["other", "look"]), min_size=communicator.STEADY_CALLS, max_size=500)
+
+
+@settings(max_examples=30, deadline=None)
+@given(EVENTS)
+@example(["call"] * 300 + ["other"] + ["call"] * 3 + ["look", "call"])
+def test_no_wrong_number_stays(tmp_path_factory, events):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_BEACONS", str(tmp_path_factory.mktemp("numbers")))
+        rank = Rank()
+        steady(rank)
+        for event in events:
+            if event == "call":
+                rank.call()
+            elif event == "other":
+                rank.c10d.number += 1
+            else:
+                rank.look()
+        rank.look()
+        assert all(rank.truth[number] == seq for number, seq in rank.read().items())
+        writer.close_beacon()
+
+
+def test_a_stand_in_for_c10d_that_knows_no_numbers(rank):
+    def unknown() -> int:
+        raise RuntimeError("not supported")
+
+    other = communicator.CommunicatorMember(
+        SimpleNamespace(_get_sequence_number_for_group=unknown), rank.line, "1", "1", [0], 0
+    )
+    assert other.sequence() == 0

@@ -1,0 +1,224 @@
+"""Messages of agents: what is encoded is decoded, and evidence is what all hosts said."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lockstep.watch.agent.report_messages import (
+    Roster,
+    RosterCommunicator,
+    RosterMember,
+    StateReport,
+    WaitReport,
+    decode_report,
+    encode_report,
+    pack_calls,
+    pack_member,
+    pack_process,
+    wait_report,
+)
+from lockstep.watch.beacon.beacon_records import WaitRecord
+from lockstep.watch.diagnosis.evidence_types import (
+    UNKNOWN,
+    CollectiveCall,
+    CommunicatorInfo,
+    Liveness,
+    ProcessInfo,
+    ProcessNote,
+    WaitCondition,
+)
+from lockstep.watch.supervisor.agent_connections import parse_report
+from lockstep.watch.supervisor.message_store import MessageStore
+from lockstep.watch.supervisor.supervisor_settings import WaitAlias
+
+FSDP = CommunicatorInfo("fsdp", "sharding", "gloo")
+
+
+def roster(host: str, ranks: list[int], number: int = 1, size: int = 4) -> Roster:
+    return Roster(
+        host,
+        number,
+        tuple(ProcessInfo(f"policy-{rank}", "policy", rank, host, 100 + rank) for rank in ranks),
+        (RosterCommunicator("policy/fsdp", FSDP, size),),
+        tuple(RosterMember(i, 0, rank, size) for i, rank in enumerate(ranks)),
+    )
+
+
+def state(host: str, ranks: list[int], number: int = 1, entered: int = 7) -> StateReport:
+    return StateReport(
+        host,
+        number,
+        b"".join(pack_process(moved=1.5, active=0.5, same_stack=0.25) for _ in ranks),
+        b"".join(pack_member(entered + rank, entered, 2.0, 3.0, blocked=rank == 0) for rank in ranks),
+        tuple("train" for _ in ranks),
+        calls=pack_calls((i, entered, 2**63 + rank) for i, rank in enumerate(ranks)),
+    )
+
+
+def wired(said: Roster | StateReport) -> dict[str, object]:
+    """As it comes out of the socket."""
+    return parse_report(json.dumps(encode_report(said)).encode())
+
+
+def test_a_frame_is_read_whatever_is_in_it() -> None:
+    said = json.dumps({**encode_report(state("b", [0])), "calm": True}).encode()
+    assert parse_report(said)["calm"] is True
+    assert decode_report(parse_report(said)) == decode_report(json.loads(said)) == state("b", [0])
+    odd = parse_report(b'{"m": "state", "stages": [NaN]}')
+    assert odd["m"] == "state" and math.isnan(odd["stages"][0])
+    for broken in (b'{"m": "state", "processes": 3}', b'{"m": "state", "processes": "!"}', b'{"m": "state"}'):
+        with pytest.raises(ValueError, match="no message of an agent"):
+            decode_report(parse_report(broken))
+    with pytest.raises(ValueError, match="Expecting"):
+        parse_report(b"{")
+
+
+def test_what_is_encoded_is_decoded() -> None:
+    full = replace(
+        state("b", [0, 1]),
+        notes={1: ProcessNote("score() at reward.py:31", "ValueError: no", "storage_fault", True, 3.5)},
+        waits=(
+            WaitReport(0, "reward-0", "future", "scores of step 7", 4.0, 2.0, WaitCondition.ANY, False, True, "join"),
+            WaitReport(1, "controller"),
+        ),
+        about={2**63: CollectiveCall("all_reduce", "[4]", "float32", None, "train.py:3 in step")},
+        sites=((0, 7, "train.py:3 in step"),),
+        gaps=("no stack of rank 1",),
+    )
+    again = decode_report(wired(full))
+    assert isinstance(again, StateReport)
+    assert math.isnan(again.waits[1].since)
+    assert again.waits[0] == full.waits[0]
+    assert replace(again, waits=()) == replace(full, waits=())
+    named = replace(roster("b", [0, 1]), communicators=(RosterCommunicator("k", FSDP, 4, (0, 2, 4, 6)),))
+    assert decode_report(wired(named)) == named
+
+
+def test_evidence_is_what_all_hosts_said() -> None:
+    inbox = MessageStore()
+    for host, ranks, at in (("b", [2, 3], 11.0), ("a", [0, 1], 10.0)):
+        assert inbox.receive(wired(roster(host, ranks)), at)
+        assert inbox.receive(wired(state(host, ranks)), at)
+    seen = inbox.evidence(12.0)
+    assert [each.name for each in seen.processes.who] == ["policy-0", "policy-1", "policy-2", "policy-3"]
+    assert seen.processes.moved_at.tolist() == [8.5, 8.5, 9.5, 9.5]
+    assert seen.processes.seen_at is not None
+    assert seen.processes.seen_at.tolist() == [10.0, 10.0, 11.0, 11.0]
+    communicators = seen.communicators
+    assert communicators.starts.tolist() == [0, 4]
+    assert communicators.process.tolist() == [0, 1, 2, 3]
+    assert communicators.entered.tolist() == [7, 8, 9, 10]
+    assert communicators.entered_at.tolist() == [8.0, 8.0, 9.0, 9.0]
+    assert communicators.blocked is not None
+    assert communicators.blocked.tolist() == [1, 0, 0, 0]
+    assert seen.calls.membership.tolist() == [0, 1, 2, 3]
+    assert seen.calls.signature.tolist() == [2**63, 2**63 + 1, 2**63 + 2, 2**63 + 3]
+    assert seen.processes.stage == ["train"] * 4
+
+
+def test_members_that_nobody_reports_are_members() -> None:
+    inbox = MessageStore(expected=[ProcessInfo("policy-1", "policy", 1)])
+    inbox.receive(wired(roster("a", [0, 2])), 10.0)
+    inbox.receive(wired(state("a", [0, 2])), 10.0)
+    seen = inbox.evidence(10.0)
+    names = [seen.processes.who[i].name for i in seen.communicators.process]
+    assert names == ["policy-0", "policy-1", "policy-2", "policy-3"]
+    assert seen.communicators.entered.tolist() == [7, UNKNOWN, 9, UNKNOWN]
+    life = {each.name: Liveness(value) for each, value in zip(seen.processes.who, seen.processes.life, strict=True)}
+    assert life == {
+        "policy-0": Liveness.RUNNING, "policy-1": Liveness.UNSEEN, "policy-2": Liveness.RUNNING, "policy-3": Liveness.UNSEEN,
+    }  # fmt: skip
+
+
+def test_ranks_of_a_communicator_say_who_is_missing() -> None:
+    inbox = MessageStore()
+    said = replace(
+        roster("a", [4]), communicators=(RosterCommunicator("k", FSDP, 2, (4, 6)),), members=(RosterMember(0, 0, 0, 2),)
+    )
+    inbox.receive(wired(said), 1.0)
+    inbox.receive(wired(state("a", [4])), 1.0)
+    assert [each.rank for each in inbox.evidence(1.0).processes.who] == [4, 6]
+
+
+def test_a_silent_host_is_lost_and_a_silent_world_is_not() -> None:
+    inbox = MessageStore(host_s=5.0)
+    for host, ranks in (("a", [0, 1]), ("b", [2, 3])):
+        inbox.receive(wired(roster(host, ranks)), 0.0)
+        inbox.receive(wired(state(host, ranks)), 0.0)
+    for second in range(7):
+        inbox.receive(wired(state("a", [0, 1])), float(second))
+        assert Liveness.LOST not in inbox.evidence(float(second)).processes.life[:2]
+    seen = inbox.evidence(7.0)
+    assert seen.processes.life.tolist() == [Liveness.RUNNING, Liveness.RUNNING, Liveness.LOST, Liveness.LOST]
+    assert seen.gaps == ["nothing heard of host b for 7 s"]
+    for second in range(8, 14):
+        seen = inbox.evidence(float(second))
+    assert set(seen.processes.life.tolist()) == {Liveness.RUNNING}
+    assert seen.at == 6.0
+
+
+def test_who_was_stopped_itself_accuses_no_host() -> None:
+    """What came meanwhile is not read yet."""
+    inbox = MessageStore(host_s=5.0)
+    for host, ranks in (("a", [0, 1]), ("b", [2, 3])):
+        inbox.receive(wired(roster(host, ranks)), 0.0)
+        inbox.receive(wired(state(host, ranks)), 0.0)
+    inbox.evidence(0.1)
+    inbox.receive(wired(state("a", [0, 1])), 60.0)
+    assert Liveness.LOST not in inbox.evidence(60.0).processes.life
+
+
+def test_a_state_needs_its_roster() -> None:
+    inbox = MessageStore()
+    assert not inbox.receive(wired(state("a", [0, 1])), 1.0)
+    inbox.receive(wired(roster("a", [0, 1], number=2)), 1.0)
+    assert not inbox.receive(wired(state("a", [0, 1], number=1)), 1.0)
+    with pytest.raises(ValueError, match="expected 2 and 2 records"):
+        inbox.receive(wired(state("a", [0], number=2)), 1.0)
+    with pytest.raises(ValueError, match="no message"):
+        inbox.receive({"m": "hello"}, 1.0)
+    assert np.isnan(inbox.evidence(2.0).processes.moved_at).all()
+
+
+def test_whom_a_wait_names() -> None:
+    inbox = MessageStore(aliases={"the scorers": WaitAlias("policy", WaitCondition.ANY)})
+    inbox.receive(wired(roster("a", [0, 1, 2, 3])), 1.0)
+    names = ["policy-2", "policy-1, policy-2 and 4 more", "policy", "the scorers", "judge.example:80"]
+    waits = tuple(WaitReport(0, whom, since=3.0) for whom in names)
+    inbox.receive(wired(replace(state("a", [0, 1, 2, 3]), waits=waits)), 10.0)
+    found = [(edge.on, edge.needs, edge.outside) for edge in inbox.evidence(10.0).edges]
+    assert found == [
+        ((2,), WaitCondition.ALL, ""),
+        ((1, 2), WaitCondition.ALL, ""),
+        ((1, 2, 3), WaitCondition.ALL, ""),
+        ((1, 2, 3), WaitCondition.ANY, ""),
+        ((), WaitCondition.ALL, "judge.example:80"),
+    ]
+    assert inbox.evidence(10.0).edges[0].since == 7.0
+
+
+def test_waiting_for_the_next_call_is_idle() -> None:
+    record = WaitRecord("condition", "controller", "the next call", 1_000_000_000, None, 2_000_000_000, 1, "MainThread")
+    assert wait_report(3, record, 4_000_000_000) == WaitReport(
+        3, "controller", "condition", "the next call", 3.0, 2.0, idle=True
+    )
+
+
+def test_what_was_told_of_signatures_is_kept() -> None:
+    inbox = MessageStore()
+    inbox.receive(wired(roster("a", [0])), 1.0)
+    inbox.receive(wired(replace(state("a", [0]), about={5: CollectiveCall("barrier")})), 1.0)
+    inbox.receive(wired(state("a", [0])), 2.0)
+    assert inbox.evidence(2.0).calls.about[5].operation == "barrier"
+
+
+def test_a_rendezvous_is_a_meeting_of_the_role() -> None:
+    record = WaitRecord("rendezvous", "4 trainer ranks", "rank 1 joins policy-3", 10**9, None, 10**9, 1, "MainThread")
+    inbox = MessageStore()
+    inbox.receive(wired(roster("a", [0, 1, 2, 3])), 1.0)
+    inbox.receive(wired(replace(state("a", [0, 1, 2, 3]), waits=(wait_report(1, record, 2 * 10**9),))), 10.0)
+    edge = inbox.evidence(10.0).edges[0]
+    assert (edge.on, edge.meeting, edge.outside) == ((0, 2, 3), "policy-3", "")

@@ -1,0 +1,98 @@
+"""Verdicts over time: told once, updated by news, withdrawn when over."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.watch.diagnosis.verdict import Culprit, StalledCollective, Verdict, VerdictKind, VerdictLevel
+from lockstep.watch.supervisor.verdict_tracker import VerdictChange, VerdictTracker
+
+NOTICE = Verdict(VerdictKind.ABSENT, VerdictLevel.NOTICE, (Culprit(1, "policy", "a", 7),), explanation="since 3 s")
+
+
+def told(tracker: VerdictTracker, verdicts: list[Verdict], at: float) -> list[tuple[int, VerdictChange, VerdictLevel]]:
+    return [(each.number, each.change, each.verdict.level) for each in tracker.update(verdicts, at)]
+
+
+def test_the_same_is_told_once() -> None:
+    tracker = VerdictTracker()
+    assert told(tracker, [NOTICE], 0.0) == [(1, VerdictChange.TOLD, VerdictLevel.NOTICE)]
+    assert told(tracker, [replace(NOTICE, explanation="since 4 s", confidence=0.5)], 1.0) == []
+
+
+def test_news_are_told_under_the_same_number() -> None:
+    tracker = VerdictTracker()
+    tracker.update([NOTICE], 0.0)
+    somewhere = replace(NOTICE, culprits=(replace(NOTICE.culprits[0], where="score() at reward.py:31"),))
+    assert told(tracker, [somewhere], 1.0) == [(1, VerdictChange.UPDATED, VerdictLevel.NOTICE)]
+    confirmed = replace(somewhere, level=VerdictLevel.CONFIRMED)
+    assert told(tracker, [confirmed], 2.0) == [(1, VerdictChange.UPDATED, VerdictLevel.CONFIRMED)]
+    assert tracker.standing == [confirmed]
+
+
+def test_what_is_confirmed_stays_so_while_it_lasts() -> None:
+    tracker = VerdictTracker()
+    tracker.update([replace(NOTICE, level=VerdictLevel.CONFIRMED)], 0.0)
+    assert told(tracker, [NOTICE], 0.5) == []
+    assert tracker.standing[0].level is VerdictLevel.CONFIRMED
+
+
+def test_it_is_withdrawn_when_it_stays_away() -> None:
+    tracker = VerdictTracker(hold_s=1.5)
+    tracker.update([NOTICE], 0.0)
+    assert told(tracker, [], 1.0) == []
+    assert told(tracker, [NOTICE], 1.4) == []
+    assert told(tracker, [], 3.0) == [(1, VerdictChange.WITHDRAWN, VerdictLevel.NOTICE)]
+    assert told(tracker, [NOTICE], 4.0) == [(2, VerdictChange.TOLD, VerdictLevel.NOTICE)]
+
+
+def test_nobody_dies_twice() -> None:
+    tracker = VerdictTracker(hold_s=1.0)
+    dead = replace(NOTICE, kind=VerdictKind.DEAD, level=VerdictLevel.CONFIRMED)
+    assert told(tracker, [dead], 0.0) == [(1, VerdictChange.TOLD, VerdictLevel.CONFIRMED)]
+    assert told(tracker, [], 2.0) == [(1, VerdictChange.WITHDRAWN, VerdictLevel.CONFIRMED)]
+    assert told(tracker, [dead], 3.0) == []
+    successor = replace(dead, culprits=(Culprit(1, "policy", "a", 8),))
+    assert told(tracker, [dead, successor], 4.0) == [(2, VerdictChange.TOLD, VerdictLevel.CONFIRMED)]
+
+
+def test_what_was_known_of_one_does_not_become_a_doubt_about_two() -> None:
+    """Who was freed has ended, and its vote is gone."""
+    tracker = VerdictTracker(hold_s=1.5)
+    where = StalledCollective("fsdp", 412, "all_reduce")
+    sure = replace(NOTICE, kind=VerdictKind.MISMATCH, level=VerdictLevel.CONFIRMED, collective=where, confidence=0.95)
+    doubt = replace(sure, culprits=(*sure.culprits, Culprit(2, "policy", "a", 8)), confidence=0.45)
+    assert told(tracker, [sure], 0.0) == [(1, VerdictChange.TOLD, VerdictLevel.CONFIRMED)]
+    assert told(tracker, [doubt], 1.0) == [] == told(tracker, [doubt], 2.0) == told(tracker, [sure], 3.0)
+    elsewhere = replace(doubt, collective=replace(where, seq=500))
+    assert told(tracker, [sure, elsewhere], 4.0) == [(2, VerdictChange.TOLD, VerdictLevel.CONFIRMED)]
+
+
+def test_two_stalls_are_two() -> None:
+    other = Verdict(VerdictKind.IN_FLIGHT, VerdictLevel.NOTICE, collective=StalledCollective("fsdp", 4))
+    later = replace(other, collective=StalledCollective("fsdp", 5))
+    tracker = VerdictTracker()
+    assert [each[0] for each in told(tracker, [NOTICE, other], 0.0)] == [1, 2]
+    assert [each[0] for each in told(tracker, [NOTICE, later], 0.5)] == [3]
+
+
+def test_an_action_is_said_from_then_on() -> None:
+    tracker = VerdictTracker()
+    (first,) = tracker.update([replace(NOTICE, level=VerdictLevel.CONFIRMED)], 0.0)
+    tracker.acted(first.number)
+    assert tracker.standing[0].level is VerdictLevel.ACT
+
+
+@given(st.lists(st.sets(st.integers(0, 3)), max_size=30))
+def test_told_and_withdrawn_balance(looks: list[set[int]]) -> None:
+    tracker, open_cases = VerdictTracker(hold_s=1.0), set()
+    for at, culprits in enumerate(looks):
+        verdicts = [replace(NOTICE, culprits=(Culprit(each, "policy"),)) for each in sorted(culprits)]
+        for each in tracker.update(verdicts, float(at)):
+            if each.change is VerdictChange.TOLD:
+                assert each.number not in open_cases
+                open_cases.add(each.number)
+            elif each.change is VerdictChange.WITHDRAWN:
+                open_cases.remove(each.number)
+        assert len(open_cases) == len(tracker.standing) >= len(culprits)

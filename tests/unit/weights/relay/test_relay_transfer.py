@@ -1,0 +1,86 @@
+"""Whose fault a transfer's end is, by what sender and receiver say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.protocol import NodeInfo, RemoteError, WorkerDied, WorkerSpec
+from lockstep.weights.errors import LinkFailed
+from lockstep.weights.relay.api import ReceiveResult, RelayLink, SendProgress
+from lockstep.weights.relay.broadcast_tree import RelayTransfer
+from lockstep.weights.relay.relay_manager import RelayNode
+
+RESET = RemoteError("courier-c", 2, "lockstep.weights.errors.LinkFailed", "reset by peer", "", LinkFailed.error_code)
+
+
+class Answer:
+    """A call, answered or not."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def done(self) -> bool:
+        return self.value is not None
+
+    def result(self, why: str) -> Any:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+class Courier:
+    """Answers how far it is."""
+
+    spec, moves = WorkerSpec("courier-a", "weights", 0, ""), 0
+
+    def __init__(self, says: Any) -> None:
+        self.says = says
+
+    def alive(self) -> bool:
+        return not isinstance(self.says, WorkerDied)
+
+    def submit(self, method: Any, *arguments: Any) -> Answer:
+        return Answer(self.says)
+
+
+def transfer(says: Any, received: Any = None) -> tuple[RelayTransfer, Answer]:
+    source, target = (RelayNode(NodeInfo(name, "x", Path("/"))) for name in "ac")
+    source.courier, answer = Courier(says), Answer(received)  # type: ignore[assignment]
+    begun = RelayTransfer(source, target, RelayLink(1, "a", "c"), source.courier, Courier(None), answer)  # type: ignore[arg-type]
+    return begun, answer
+
+
+def test_it_goes_well() -> None:
+    begun, answer = transfer(SendProgress(5))
+    assert begun.look() is None and begun.bytes == 5
+    answer.value = ReceiveResult(5, 5, 0.1, True)
+    assert begun.look() == "done"
+
+
+@pytest.mark.parametrize("successor", [None, Courier(SendProgress())], ids=["without", "replaced"])
+def test_a_dead_sender_is_at_fault_whoever_comes_in_its_place(successor: Any) -> None:
+    begun, answer = transfer(WorkerDied("courier-a", 0, -9, ""))
+    assert begun.look() is None, "the receiver will notice"
+    assert not begun.superseded()
+    begun.source.courier = successor
+    assert begun.look() is None and begun.superseded()
+    answer.value = RESET
+    assert begun.look() == "sender"
+
+
+def test_what_a_living_sender_says_of_itself_is_not_the_receivers_fault() -> None:
+    begun, answer = transfer(
+        SendProgress(0, "StaleVersion: version 1 of the weights was wanted, nothing was published yet")
+    )
+    assert begun.look() is None, "the receiver has not noticed yet"
+    answer.value = RESET
+    assert begun.look() == "refused" and "StaleVersion" in begun.problem
+
+
+@pytest.mark.parametrize(
+    "says", [SendProgress(7), SendProgress(7, "LinkFailed: it did not come")], ids=["sends", "waited"]
+)
+def test_a_link_that_broke_leaves_the_receiver_behind(says: SendProgress) -> None:
+    begun, _ = transfer(says, RESET)
+    assert begun.look() == "receiver"
