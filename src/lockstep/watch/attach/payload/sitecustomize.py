@@ -57,8 +57,8 @@ class _After(importlib.abc.MetaPathFinder):
 def begin() -> None:
     try:
         _find_lockstep()
-        joining = importlib.import_module("lockstep.watch.attach.enroll")
-        joining.join(os.environ[RUN])
+        enroll = importlib.import_module("lockstep.watch.attach.enroll")
+        enroll.enroll_process(os.environ[RUN])
     except Exception as error:  # noqa: BLE001 - nothing of ours may end the job
         tell(f"{type(error).__name__}: {error}")
 
