@@ -111,7 +111,7 @@ class World:
         generating.start()
         with account.part("collect"):
             rollouts = self.buffer.take(step, size.prompts)
-            waits.join(generating, whom="generation", why="its end", timeout_s=60.0)
+            waits.join(generating, waits_for="generation", why="its end", timeout_s=60.0)
         with account.part("progress"):
             self.fleet.progress()
         loss = PolicyLoss(kind="grpo", old_logprobs="engine")

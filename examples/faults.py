@@ -38,7 +38,7 @@ class Fault:
     """Of the run, in which it is done."""
     after: float
     """Share of the run's steps that are done before."""
-    whom: str = ""
+    victim: str = ""
     step: int = 0
     at: float = 0.0
     # Seconds since then at which the run's console said so:
@@ -59,7 +59,7 @@ class Fault:
             self.told = after
         if self.confirmed is None and line.startswith("confirmed: "):
             self.confirmed = after
-        if self.restarted is None and re.match(rf"{re.escape(self.whom)} .*; restarted in ", line):
+        if self.restarted is None and re.match(rf"{re.escape(self.victim)} .*; restarted in ", line):
             self.restarted = after
         if self.stepped is None and self.restarted is not None and line.startswith("step "):
             self.stepped = after
@@ -121,7 +121,7 @@ class Screen:
 
 
 def strike(fault: Fault, victim: BeaconState, screen: Screen) -> None:
-    fault.whom = victim.name
+    fault.victim = victim.name
     screen.show(f"-- {fault.verb} {victim.name}, pid {victim.pid} ({fault.signal.name})", "1;35")
     os.kill(victim.pid, fault.signal)
     fault.at = time.monotonic()
@@ -154,7 +154,11 @@ def summary(faults: list[Fault]) -> str:
     rows = [("", "told", "confirmed", "restarted", "next step")]
     for fault in faults:
         times = (fault.told, fault.confirmed, fault.restarted, fault.stepped)
-        what = f"{fault.whom} ({fault.signal.name}) in step {fault.step + 1}" if fault.whom else f"no {fault.role}"
+        what = (
+            f"{fault.victim} ({fault.signal.name}) in step {fault.step + 1}"
+            if fault.victim
+            else f"no {fault.role}"
+        )
         rows.append((what, *("never" if each is None else f"{each:.1f} s" for each in times)))  # type: ignore[arg-type]
     return "\n".join(f"{row[0]:<32}" + "".join(f"{each:>11}" for each in row[1:]) for row in rows)
 

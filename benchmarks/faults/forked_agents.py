@@ -101,4 +101,4 @@ def start(run: str, token: str, folder: Path) -> ServiceAddress:
             return ServiceAddress.read(folder)
         return None
 
-    return waits.poll(up, kind="process", whom="agent", why="its address", timeout_s=START_S)
+    return waits.poll(up, kind="process", waits_for="agent", why="its address", timeout_s=START_S)

@@ -85,10 +85,10 @@ def one_round(
             Site(folder / "site", patience, seed, site_tally, environment, acts=options.acts, ranks=not options.acts)
         )  # fmt: skip
 
-        def whom() -> Mapping[str, int]:
+        def processes() -> Mapping[str, int]:
             return site.everybody() | ({f"run {n}": p for n, p in run.everybody().items()} if run is not None else {})
 
-        disturber = stack.enter_context(Disturber(whom, patience.notice_s, seed, environment.get(THROTTLE)))
+        disturber = stack.enter_context(Disturber(processes, patience.notice_s, seed, environment.get(THROTTLE)))
         end = time.monotonic() + min(ROUND_S, left_s)
         while time.monotonic() < end or (run is not None and not run.over()):
             site.soak(1.0)

@@ -13,15 +13,15 @@ from pathlib import Path
 class Disturber:
     """Disturbs processes at random in a thread of its own, and leaves them as they were.
 
-    `whom()` says who is there: pid by name. `throttle` names a cgroup (v1) with a slow disk, where there is one."""
+    `processes()` returns the pids of the running ones by name. `throttle` names a cgroup (v1) with a slow disk, where there is one."""
 
     def __init__(
-        self, whom: Callable[[], Mapping[str, int]], notice_s: float, seed: int, throttle: str | None = None
+        self, processes: Callable[[], Mapping[str, int]], notice_s: float, seed: int, throttle: str | None = None
     ) -> None:
         self._throttle = throttle
-        self._whom, self._notice_s, self._chance = whom, notice_s, random.Random(f"{seed} disturb")
+        self._processes, self._notice_s, self._chance = processes, notice_s, random.Random(f"{seed} disturb")
         self.done: list[tuple[float, str, str, float]] = []
-        """(wall time, what, to whom, seconds)"""
+        """(wall time, what, target, seconds)"""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._go, daemon=True)
 
@@ -37,18 +37,18 @@ class Disturber:
         """Whether somebody was stopped for longer than meant, shortly before this wall time: this machine was too
         busy to let it go on in time. To call it stopped was right then."""
         return any(
-            what == "stopped" and whom == name and took >= 0.9 * self._notice_s and 0 <= at - began < 15.0
-            for began, what, whom, took in self.done
+            what == "stopped" and target == name and took >= 0.9 * self._notice_s and 0 <= at - began < 15.0
+            for began, what, target, took in self.done
         )
 
     def _go(self) -> None:
         with suppress(PermissionError):  # what it stops has to go on in time
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -20)
         while not self._end.wait(self._chance.uniform(0.3, 2.5)):
-            whom = sorted(self._whom().items())
-            if not whom:
+            running = sorted(self._processes().items())
+            if not running:
                 continue
-            name, pid = self._chance.choice(whom)
+            name, pid = self._chance.choice(running)
             acts = [self._stop, self._stop, self._stop_again_and_again, self._starve]
             act = self._chance.choice([*acts, self._slow_disk] if self._throttle else acts)
             with suppress(OSError):

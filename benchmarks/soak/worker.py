@@ -25,7 +25,8 @@ def lead(folder: Path, others: list[str]) -> None:
         for other in others:
             waits.poll(
                 lambda other=other: (folder / f"{other}.{step}").exists() or None,  # noqa: B023
-                kind="future", whom=other, why=f"step {step}", timeout_s=BOUND_S, notice_after_s=None, every_s=0.05,
+                kind="future", waits_for=other, why=f"step {step}", timeout_s=BOUND_S, notice_after_s=None,
+                every_s=0.05,
             )  # fmt: skip
         writer.current_beacon().progress("step", step)
 
@@ -36,7 +37,7 @@ def follow(folder: Path, name: str, chance: random.Random, silence_s: float, act
         step += 1
         writer.current_beacon().stage("idle")
         waits.poll(
-            lambda: (folder / f"order.{step}").exists() or None, kind="condition", whom="policy-0",  # noqa: B023
+            lambda: (folder / f"order.{step}").exists() or None, kind="condition", waits_for="policy-0",  # noqa: B023
             why=WAITING_FOR_WORK, timeout_s=BOUND_S, notice_after_s=None, every_s=0.05,
         )  # fmt: skip
         act = chance.choice(acts)

@@ -76,9 +76,9 @@ class Plain:
             time.sleep(0.1)
         return writer.current_beacon().moves
 
-    def wait_for(self, whom: str, seconds: float) -> None:
+    def wait_for(self, waits_for: str, seconds: float) -> None:
         writer.current_beacon().stage("collecting")
-        with track_wait("queue", whom, "its scores", seconds):
+        with track_wait("queue", waits_for, "its scores", seconds):
             time.sleep(seconds)
 
     def deaf(self, seconds: float) -> None:

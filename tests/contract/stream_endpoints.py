@@ -135,7 +135,7 @@ class EngineEnd:
                 if self.hold.exists() and len(taken) == 2:
                     self.half.touch()
                     waits.poll(
-                        lambda: None if self.hold.exists() else True, kind="file", whom="test", why="hold",
+                        lambda: None if self.hold.exists() else True, kind="file", waits_for="test", why="hold",
                         timeout_s=120, every_s=0.01,
                     )  # fmt: skip
         self.tensors, self.version = taken, version
@@ -178,7 +178,7 @@ class Feeder:
         thread.start()
         try:
             told = channel.where("engine", whole.to_json())
-            engine.receive_weights({**told, "receiver": "stream_ends:FileReceiver"}, version)
+            engine.receive_weights({**told, "receiver": "stream_endpoints:FileReceiver"}, version)
         finally:
             thread.join(60)
 

@@ -218,7 +218,7 @@ def test_a_call_without_progress_is_stalled(start: Start) -> None:
     with pytest.raises(Stalled) as caught:
         pending.result("scores", stall_s=1.6)
     assert 1.5 < time.monotonic() - began < 4
-    assert caught.value.whom == worker.spec.name
+    assert caught.value.waits_for == worker.spec.name
     assert "is in stage collecting, waits for reward-3 (its scores)" in str(caught.value)
 
 

@@ -66,11 +66,11 @@ def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:
     store = dist.HashStore()
     thread = threading.Thread(target=rank_0, daemon=True)
 
-    def until(whom: str) -> None:
+    def until(waits_for: str) -> None:
         deadline = time.monotonic() + 60
         while True:
             wait = writer.current_beacon().waiting(int(seen[0])) if seen else None
-            if wait is not None and wait.whom == whom and wait.kind == "rendezvous":
+            if wait is not None and wait.waits_for == waits_for and wait.kind == "rendezvous":
                 return
             assert time.monotonic() < deadline, wait
             time.sleep(0.01)

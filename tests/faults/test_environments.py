@@ -44,7 +44,7 @@ def replies(pool: EnvironmentPool, count: int, within_s: float = 20.0) -> dict[s
         found.extend(pool.collect())
         return True if len(found) >= count else None
 
-    waits.poll(look, kind="queue", whom="environments", why="replies", timeout_s=within_s, every_s=0.01)
+    waits.poll(look, kind="queue", waits_for="environments", why="replies", timeout_s=within_s, every_s=0.01)
     assert len(found) == count
     return {reply.episode: reply for reply in found}
 

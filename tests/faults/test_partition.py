@@ -38,7 +38,7 @@ while True:
     step += 1
     (folder / f"{name}.{step}").touch()
     if other:
-        waits.poll(lambda: (folder / f"{other}.{step}").exists() or None, kind="future", whom=other,
+        waits.poll(lambda: (folder / f"{other}.{step}").exists() or None, kind="future", waits_for=other,
                    why=f"step {step}", timeout_s=600, notice_after_s=None)
     else:
         time.sleep(0.1)

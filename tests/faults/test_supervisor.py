@@ -56,7 +56,7 @@ if what == "waits":  # for the others, one after the other
     while True:
         step += 1
         mine = go.with_name(f"{name}.step")
-        waits.poll(lambda: go.with_name(f"{sys.argv[5]}.{step}").exists() or None, kind="future", whom=sys.argv[5],
+        waits.poll(lambda: go.with_name(f"{sys.argv[5]}.{step}").exists() or None, kind="future", waits_for=sys.argv[5],
                    why=f"step {step}", timeout_s=600, notice_after_s=None)
         own.progress("steps", step)
 step = 0

@@ -28,9 +28,9 @@ class WaitTimeout(PicklableError, TimeoutError):
 
     error_code = "wait_timeout"
 
-    def __init__(self, kind: str, whom: str, why: str, waited_s: float) -> None:
-        super().__init__(f"waited {waited_s:.1f} s for {whom} ({kind}): {why}")
-        self.kind, self.whom, self.why, self.waited_s = kind, whom, why, waited_s
+    def __init__(self, kind: str, waits_for: str, why: str, waited_s: float) -> None:
+        super().__init__(f"waited {waited_s:.1f} s for {waits_for} ({kind}): {why}")
+        self.kind, self.waits_for, self.why, self.waited_s = kind, waits_for, why, waited_s
 
 
 class Stalled(WaitTimeout):
@@ -38,10 +38,10 @@ class Stalled(WaitTimeout):
 
     error_code = "stalled"
 
-    def __init__(self, kind: str, whom: str, why: str, waited_s: float, stall_s: float) -> None:
-        super().__init__(kind, whom, why, waited_s)
+    def __init__(self, kind: str, waits_for: str, why: str, waited_s: float, stall_s: float) -> None:
+        super().__init__(kind, waits_for, why, waited_s)
         self.stall_s = stall_s
-        self.args = (f"no progress of {whom} for {stall_s:.1f} s ({kind}, waited {waited_s:.1f} s): {why}",)
+        self.args = (f"no progress of {waits_for} for {stall_s:.1f} s ({kind}, waited {waited_s:.1f} s): {why}",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class WaitState:
     """A wait as a notice describes it."""
 
     kind: str
-    whom: str
+    waits_for: str
     why: str
     waited_s: float
     stalled_s: float
@@ -57,7 +57,7 @@ class WaitState:
     progress: object = None
 
     def __str__(self) -> str:
-        return f"waiting for {self.whom} ({self.kind}) since {self.waited_s:.0f} s: {self.why}"
+        return f"waiting for {self.waits_for} ({self.kind}) since {self.waited_s:.0f} s: {self.why}"
 
 
 NoticeHandler = Callable[[WaitState], None]
@@ -100,8 +100,8 @@ def _publish_wait(stack: _ThreadWaits) -> None:
 class Wait:
     """A wait under way. `moved(value)` tells it what the one waited for has reached; `check()` holds the bounds."""
 
-    def __init__(self, kind: str, whom: str, why: str, timeout_s: float | None, stall_s: float | None) -> None:
-        self.kind, self.whom, self.why, self.timeout_s, self.stall_s = kind, whom, why, timeout_s, stall_s
+    def __init__(self, kind: str, waits_for: str, why: str, timeout_s: float | None, stall_s: float | None) -> None:
+        self.kind, self.waits_for, self.why, self.timeout_s, self.stall_s = kind, waits_for, why, timeout_s, stall_s
         self.since_ns = self.moved_ns = time.monotonic_ns()
         self.progress: object = None
         self._thread = threading.current_thread().name
@@ -135,12 +135,12 @@ class Wait:
         """Raises WaitTimeout or Stalled when a bound is reached."""
         waited, stalled = self.waited_s(), self.stalled_s()
         if self.stall_s is not None and stalled >= self.stall_s:
-            raise Stalled(self.kind, self.whom, self.why, waited, self.stall_s)
+            raise Stalled(self.kind, self.waits_for, self.why, waited, self.stall_s)
         if self.timeout_s is not None and waited >= self.timeout_s:
-            raise WaitTimeout(self.kind, self.whom, self.why, waited)
+            raise WaitTimeout(self.kind, self.waits_for, self.why, waited)
 
     def state(self) -> WaitState:
-        return WaitState(self.kind, self.whom, self.why, self.waited_s(), self.stalled_s(), self.progress)
+        return WaitState(self.kind, self.waits_for, self.why, self.waited_s(), self.stalled_s(), self.progress)
 
     def record(self) -> WaitRecord:
         left = None if self.timeout_s is None else self.since_ns + int(self.timeout_s * 1e9)
@@ -148,16 +148,16 @@ class Wait:
             stalls = self.moved_ns + int(self.stall_s * 1e9)
             left = stalls if left is None else min(left, stalls)
         return WaitRecord(
-            self.kind, self.whom, self.why, self.since_ns, left, self.moved_ns, self._thread_id, self._thread
+            self.kind, self.waits_for, self.why, self.since_ns, left, self.moved_ns, self._thread_id, self._thread
         )
 
 
 @contextlib.contextmanager
 def track_wait(
-    kind: str, whom: str, why: str, timeout_s: float | None = None, stall_s: float | None = None
+    kind: str, waits_for: str, why: str, timeout_s: float | None = None, stall_s: float | None = None
 ) -> Iterator[Wait]:
     """Publishes a wait around code that blocks in its own way, for instance a loop that calls `Wait.check()`."""
-    wait = Wait(kind, whom, why, timeout_s, stall_s)
+    wait = Wait(kind, waits_for, why, timeout_s, stall_s)
     if _thread_waits.pid != os.getpid():  # the parent's waits are not ours
         _thread_waits.waits, _thread_waits.slot, _thread_waits.pid = [], None, os.getpid()
     _thread_waits.waits.append(wait)
@@ -169,10 +169,10 @@ def track_wait(
         _publish_wait(_thread_waits)
 
 
-def narrow_wait(whom: str) -> None:
+def narrow_wait(waits_for: str) -> None:
     """This thread's innermost wait goes on, for these only: the others have come. Does nothing where it is in none."""
-    if _thread_waits.waits and _thread_waits.waits[-1].whom != whom:
-        _thread_waits.waits[-1].whom = whom
+    if _thread_waits.waits and _thread_waits.waits[-1].waits_for != waits_for:
+        _thread_waits.waits[-1].waits_for = waits_for
         _publish_wait(_thread_waits)
 
 
@@ -198,14 +198,14 @@ class WaitBounds(TypedDict, total=False):
     """10 s unless given; None for a wait that is idle by nature, which nobody is told of."""
 
 
-def wait_for(kind: str, whom: str, why: str, attempt: Callable[[float], T | NotReady], bounds: WaitBounds) -> T:
+def wait_for(kind: str, waits_for: str, why: str, attempt: Callable[[float], T | NotReady], bounds: WaitBounds) -> T:
     """Calls `attempt(seconds it may block)` until it answers: at least once, and once more at the bound."""
     timeout_s, stall_s, progress = bounds.get("timeout_s"), bounds.get("stall_s"), bounds.get("progress")
     notice_after_s, on_notice = bounds.get("notice_after_s", 10.0), bounds.get("on_notice") or log_notice
     if timeout_s is None and stall_s is None:
-        raise ValueError(f"the wait for {whom} ({why}) has no bound: give timeout_s or stall_s")
+        raise ValueError(f"the wait for {waits_for} ({why}) has no bound: give timeout_s or stall_s")
     notice_at = notice_after_s
-    with track_wait(kind, whom, why, timeout_s, stall_s) as wait:
+    with track_wait(kind, waits_for, why, timeout_s, stall_s) as wait:
         while True:
             left = wait.remaining() or 0.0
             answer = attempt(left if progress is None and notice_at is None else min(left, _ATTEMPT_S))

@@ -6,7 +6,7 @@ of which is given: `timeout_s`, and `stall_s`, after which the one waited for mu
 the value of `progress()` changes, the stall clock starts again. So a long wait that moves is never cut, and a
 short limit needs no tuning (rule 2 of DESIGN.md: progress, not patience).
 
-    result = waits.future(pending, whom="reward-0", why="scores of step 7", stall_s=60, progress=worker.moves)
+    result = waits.future(pending, waits_for="reward-0", why="scores of step 7", stall_s=60, progress=worker.moves)
 """
 
 import asyncio
@@ -74,7 +74,7 @@ def poll(
     check: Callable[[], T | None],
     *,
     kind: str,
-    whom: str,
+    waits_for: str,
     why: str,
     every_s: float = 0.02,
     wake: threading.Event | None = None,
@@ -96,7 +96,7 @@ def poll(
             time.sleep(pause)
         return NOT_READY
 
-    return wait_for(kind, whom, why, attempt, bounds)
+    return wait_for(kind, waits_for, why, attempt, bounds)
 
 
 class _GetQueue(Protocol[T_co]):
@@ -107,7 +107,7 @@ class _PutQueue(Protocol[T_contra]):
     def put(self, item: T_contra, block: bool = ..., timeout: float | None = ...) -> None: ...
 
 
-def queue_get(queue: _GetQueue[T], *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
+def queue_get(queue: _GetQueue[T], *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
     """The next item of a `queue.Queue`, `queue.SimpleQueue` or `multiprocessing.Queue`."""
 
     def attempt(seconds: float) -> T | NotReady:
@@ -116,10 +116,10 @@ def queue_get(queue: _GetQueue[T], *, whom: str, why: str, **bounds: Unpack[Wait
         except queues.Empty:
             return NOT_READY
 
-    return wait_for("queue.get", whom, why, attempt, bounds)
+    return wait_for("queue.get", waits_for, why, attempt, bounds)
 
 
-def queue_put(queue: _PutQueue[T], item: T, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+def queue_put(queue: _PutQueue[T], item: T, *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
     """Puts an item into a bounded queue, waiting for room."""
 
     def attempt(seconds: float) -> NotReady | None:
@@ -129,24 +129,29 @@ def queue_put(queue: _PutQueue[T], item: T, *, whom: str, why: str, **bounds: Un
             return NOT_READY
         return None
 
-    wait_for("queue.put", whom, why, attempt, bounds)
+    wait_for("queue.put", waits_for, why, attempt, bounds)
 
 
 class _Event(Protocol):
     def wait(self, timeout: float | None = ...) -> bool: ...
 
 
-def event(ev: _Event, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+def event(ev: _Event, *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
     """Waits until a threading or multiprocessing Event is set."""
 
     def attempt(seconds: float) -> NotReady | None:
         return None if ev.wait(seconds) else NOT_READY
 
-    wait_for("event", whom, why, attempt, bounds)
+    wait_for("event", waits_for, why, attempt, bounds)
 
 
 def condition(
-    cond: threading.Condition, predicate: Callable[[], T | None], *, whom: str, why: str, **bounds: Unpack[WaitBounds]
+    cond: threading.Condition,
+    predicate: Callable[[], T | None],
+    *,
+    waits_for: str,
+    why: str,
+    **bounds: Unpack[WaitBounds],
 ) -> T:
     """Waits, with the condition's lock held by the caller, until `predicate()` is neither None nor False."""
 
@@ -157,24 +162,24 @@ def condition(
             answer = predicate()
         return NOT_READY if answer is None or answer is False else answer
 
-    return wait_for("condition", whom, why, attempt, bounds)
+    return wait_for("condition", waits_for, why, attempt, bounds)
 
 
-def future(fut: "concurrent.futures.Future[T]", *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
+def future(fut: "concurrent.futures.Future[T]", *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
     """The result of a concurrent future, or the exception it ended with."""
 
     def attempt(seconds: float) -> T | NotReady:
         concurrent.futures.wait([fut], seconds)
         return fut.result(0) if fut.done() else NOT_READY
 
-    return wait_for("future", whom, why, attempt, bounds)
+    return wait_for("future", waits_for, why, attempt, bounds)
 
 
 _CANCEL_S = 5.0
 """A coroutine that was cancelled has this long to tidy up."""
 
 
-def coroutine(body: Coroutine[Any, Any, T], *, kind: str, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
+def coroutine(body: Coroutine[Any, Any, T], *, kind: str, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> T:
     """Runs a coroutine in an event loop of its own, and cancels it when the bound is reached. Its result, or the
     exception it ended with."""
     with asyncio.Runner() as runner:
@@ -186,7 +191,7 @@ def coroutine(body: Coroutine[Any, Any, T], *, kind: str, whom: str, why: str, *
             return task.result() if task.done() else NOT_READY
 
         try:
-            return wait_for(kind, whom, why, attempt, bounds)
+            return wait_for(kind, waits_for, why, attempt, bounds)
         finally:
             if task.cancel():
                 loop.run_until_complete(asyncio.wait({task}, timeout=_CANCEL_S))
@@ -197,14 +202,14 @@ class _Joinable(Protocol):
     def is_alive(self) -> bool: ...
 
 
-def join(task: _Joinable, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+def join(task: _Joinable, *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
     """Waits for the end of a thread or a multiprocessing process."""
 
     def attempt(seconds: float) -> NotReady | None:
         task.join(seconds)
         return NOT_READY if task.is_alive() else None
 
-    wait_for("join", whom, why, attempt, bounds)
+    wait_for("join", waits_for, why, attempt, bounds)
 
 
 def sleep(seconds: float, why: str) -> None:
@@ -213,7 +218,7 @@ def sleep(seconds: float, why: str) -> None:
         time.sleep(seconds)
 
 
-def process(popen: "subprocess.Popen[Any]", *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> int:
+def process(popen: "subprocess.Popen[Any]", *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> int:
     """Waits for a child process; returns its exit code (minus the signal's number when it was killed)."""
 
     def attempt(seconds: float) -> int | NotReady:
@@ -222,7 +227,7 @@ def process(popen: "subprocess.Popen[Any]", *, whom: str, why: str, **bounds: Un
         except subprocess.TimeoutExpired:
             return NOT_READY
 
-    return wait_for("process", whom, why, attempt, bounds)
+    return wait_for("process", waits_for, why, attempt, bounds)
 
 
 def run(
@@ -241,7 +246,7 @@ def run(
 
     At the bound, or when the caller is interrupted, the command and what it started (its process group) are killed.
     Raises subprocess.CalledProcessError with `check` when the exit code is not 0."""
-    whom = os.fspath(argv[0])
+    waits_for = os.fspath(argv[0])
     popen = subprocess.Popen(
         argv, cwd=cwd, env=env, text=True, errors="replace", start_new_session=True,
         stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
@@ -259,7 +264,7 @@ def run(
 
     bounds: WaitBounds = {"timeout_s": timeout_s, "on_notice": on_notice, "notice_after_s": notice_after_s}
     try:
-        out, err = wait_for("process", whom, why, attempt, bounds)
+        out, err = wait_for("process", waits_for, why, attempt, bounds)
     finally:
         if popen.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -308,7 +313,7 @@ class _Store(Protocol):
 
 
 def store_get(
-    store: _Store, key: str, *, whom: str, why: str, every_s: float = 0.02, **bounds: Unpack[WaitBounds]
+    store: _Store, key: str, *, waits_for: str, why: str, every_s: float = 0.02, **bounds: Unpack[WaitBounds]
 ) -> bytes:
     """The value of a key of a torch Store, once somebody has set it."""
 
@@ -318,10 +323,10 @@ def store_get(
         time.sleep(min(every_s, seconds))
         return NOT_READY
 
-    return wait_for("store", whom, why, attempt, bounds)
+    return wait_for("store", waits_for, why, attempt, bounds)
 
 
-def file(path: Path, *, whom: str, why: str, every_s: float = 0.02, **bounds: Unpack[WaitBounds]) -> Path:
+def file(path: Path, *, waits_for: str, why: str, every_s: float = 0.02, **bounds: Unpack[WaitBounds]) -> Path:
     """Waits until a path exists."""
 
     def attempt(seconds: float) -> Path | NotReady:
@@ -330,7 +335,7 @@ def file(path: Path, *, whom: str, why: str, every_s: float = 0.02, **bounds: Un
         time.sleep(min(every_s, seconds))
         return NOT_READY
 
-    return wait_for("file", whom, why, attempt, bounds)
+    return wait_for("file", waits_for, why, attempt, bounds)
 
 
 class _HasFileno(Protocol):
@@ -343,19 +348,19 @@ def _poll_ready(source: int | _HasFileno, mask: int, seconds: float) -> bool:
     return bool(watched.poll(max(0, round(seconds * 1000))))
 
 
-def readable(source: int | _HasFileno, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+def readable(source: int | _HasFileno, *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
     """Waits until a socket or descriptor has something to read (or was closed by its peer)."""
 
     def attempt(seconds: float) -> NotReady | None:
         return None if _poll_ready(source, select.POLLIN, seconds) else NOT_READY
 
-    wait_for("read", whom, why, attempt, bounds)
+    wait_for("read", waits_for, why, attempt, bounds)
 
 
-def writable(source: int | _HasFileno, *, whom: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
+def writable(source: int | _HasFileno, *, waits_for: str, why: str, **bounds: Unpack[WaitBounds]) -> None:
     """Waits until a socket or descriptor takes more."""
 
     def attempt(seconds: float) -> NotReady | None:
         return None if _poll_ready(source, select.POLLOUT, seconds) else NOT_READY
 
-    wait_for("write", whom, why, attempt, bounds)
+    wait_for("write", waits_for, why, attempt, bounds)

@@ -271,7 +271,7 @@ class AgentCluster(ABC):
             # The first of a kind waits for its template's imports, which take as long as they take.
             with self._dies_with_node(worker):
                 waits.future(
-                    pid, whom="agent" if worker.node.here else f"agent of {worker.node.info.name}",
+                    pid, waits_for="agent" if worker.node.here else f"agent of {worker.node.info.name}",
                     why=f"start of {worker.name}", stall_s=self._limits.stall_limit_s, progress=worker.node.used_s,
                     notice_after_s=self._limits.notice_after_s,
                 )  # fmt: skip

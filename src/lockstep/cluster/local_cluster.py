@@ -223,14 +223,14 @@ class LocalProbes:
         """Idempotent. Probes leave by themselves when their head lets them go or has gone."""
         for name, process in self._started.items():
             with contextlib.suppress(WaitTimeout):
-                waits.process(process, whom=name, why="its probe leaves", timeout_s=1.0, notice_after_s=None)
+                waits.process(process, waits_for=name, why="its probe leaves", timeout_s=1.0, notice_after_s=None)
         for process in self._started.values():
             with contextlib.suppress(ProcessLookupError):
                 if process.poll() is None:
                     os.killpg(process.pid, 15)
         for name, process in self._started.items():
             try:
-                waits.process(process, whom=name, why="its probe ends", timeout_s=3.0, notice_after_s=None)
+                waits.process(process, waits_for=name, why="its probe ends", timeout_s=3.0, notice_after_s=None)
             except WaitTimeout:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, 9)

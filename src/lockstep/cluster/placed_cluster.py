@@ -107,7 +107,7 @@ class PlacedCluster(AgentCluster):
         limit_s = min(spec.place_limit_s or UNBOUNDED_S, self._busy_limit_s or UNBOUNDED_S)
         try:
             return waits.poll(
-                lambda: self._try_to_place(spec), kind="placement", whom="nodes of the cluster",
+                lambda: self._try_to_place(spec), kind="placement", waits_for="nodes of the cluster",
                 why=f"a place for {spec.name}", every_s=POLL_S, notice_after_s=self._limits.notice_after_s,
                 timeout_s=limit_s,
             )  # fmt: skip

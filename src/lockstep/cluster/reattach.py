@@ -197,7 +197,7 @@ def kill_agent(agent: ServiceAddress) -> None:
     try:
         waits.poll(
             lambda: None if any(processes.is_alive(pid, start) for pid, start in workers) else True,
-            kind="process", whom="workers of an earlier generation", why="their ends", timeout_s=KILL_WAIT_S,
+            kind="process", waits_for="workers of an earlier generation", why="their ends", timeout_s=KILL_WAIT_S,
         )  # fmt: skip
     except WaitTimeout as error:
         log.warning("%s", error)

@@ -50,7 +50,7 @@ def download_model(name: str, revision: str | None, *, field: str, weights: bool
     waits.poll(
         finished,
         kind="download",
-        whom="huggingface.co",
+        waits_for="huggingface.co",
         why=f"downloading {name}",
         every_s=0.05,
         stall_s=DOWNLOAD_STALL_S,

@@ -271,7 +271,7 @@ def stage_activity(rows: list[ProcessRow], controller: str = "controller") -> St
     for row in rows:
         if row.role == controller and row.waits and row.waits[0].stalled_s >= _SHOW_WAIT_S:
             wait = row.waits[0]
-            waiting = f"{wait.whom} ({wait.kind}) for {format_duration(wait.since_s)}: {wait.why}"
+            waiting = f"{wait.waits_for} ({wait.kind}) for {format_duration(wait.since_s)}: {wait.why}"
     moving = [
         (counter.still_s, row.role, counter)
         for row in rows

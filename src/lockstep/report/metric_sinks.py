@@ -198,7 +198,7 @@ class BackgroundSink:
             thread = self._thread
         if thread is not None:
             try:
-                waits.join(thread, whom=self.name, why="its last metrics", timeout_s=CLOSE_S)
+                waits.join(thread, waits_for=self.name, why="its last metrics", timeout_s=CLOSE_S)
             except WaitTimeout:
                 self._lost += sum(isinstance(each, _QueuedRow) for each in tuple(self._waiting))
                 log.warning("%s did not take the last metrics within %g s", self.name, CLOSE_S)

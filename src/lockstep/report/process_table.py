@@ -129,7 +129,7 @@ def _wait_text(row: ProcessRow) -> Text:
         return Text("")
     wait = row.waits[0]
     style = "yellow" if wait.stalled_s >= _LONG_WAIT_S else "default"
-    text = Text(f"{wait.whom}", style=f"bold {style}")
+    text = Text(f"{wait.waits_for}", style=f"bold {style}")
     text.append(f" {format_duration(wait.since_s)} ({wait.kind}): {wait.why}", style=style)
     if wait.left_s is not None:
         text.append(f" [at most {format_duration(max(0.0, wait.left_s))} more]", style="dim")
@@ -144,10 +144,10 @@ def _conclusion(rows: Sequence[ProcessRow]) -> Text:
     text = Text()
     if dead:
         text.append(f"gone: {', '.join(dead)}. ", style="bold red")
-    awaited = {whom for _, whom, _ in edges}
+    awaited = {waits_for for _, waits_for, _ in edges}
     for name in sorted(awaited):
-        waiters = [who for who, whom, _ in edges if whom == name]
-        longest = max(since for _, whom, since in edges if whom == name)
+        waiters = [who for who, waits_for, _ in edges if waits_for == name]
+        longest = max(since for _, waits_for, since in edges if waits_for == name)
         text.append(f"{', '.join(sorted(set(waiters)))} wait{'s' if len(set(waiters)) == 1 else ''} for ")
         text.append(name, style="bold")
         text.append(f" ({format_duration(longest)}). ", style="dim")

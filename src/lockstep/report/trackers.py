@@ -81,7 +81,7 @@ class PrometheusExporter:
             return
         threading.Thread(target=server.shutdown, name="prometheus stop", daemon=True).start()
         try:
-            waits.join(self._thread, whom="prometheus", why="its last answer", timeout_s=PROMETHEUS_CLOSE_S)
+            waits.join(self._thread, waits_for="prometheus", why="its last answer", timeout_s=PROMETHEUS_CLOSE_S)
         except WaitTimeout:
             log.warning("prometheus did not stop within %g s", PROMETHEUS_CLOSE_S)
         server.server_close()

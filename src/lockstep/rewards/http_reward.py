@@ -308,7 +308,7 @@ def run_requests(body: Any, endpoint: HttpEndpoint, why: str, progress: Any) -> 
     """Runs a group of requests; what the first failed one raised comes out by itself."""
     bound = endpoint.limits.deadline_s + REQUEST_SLACK_S
     try:
-        waits.coroutine(body, kind="http", whom=endpoint.name, why=why, stall_s=bound, progress=progress)
+        waits.coroutine(body, kind="http", waits_for=endpoint.name, why=why, stall_s=bound, progress=progress)
     except BaseExceptionGroup as group:
         raise next(_leaf_errors(group)) from None
 

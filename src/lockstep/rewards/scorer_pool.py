@@ -201,7 +201,12 @@ class ScorerPool:
             thread.start()
         try:
             waits.event(
-                job.over, whom="the scorers", why=why, timeout_s=bound, progress=lambda: job.scored, notice_after_s=None
+                job.over,
+                waits_for="the scorers",
+                why=why,
+                timeout_s=bound,
+                progress=lambda: job.scored,
+                notice_after_s=None,
             )
         finally:
             if len(job.scores) < job.units:
@@ -209,7 +214,7 @@ class ScorerPool:
                 for scorer in self._scorers:
                     scorer.stop()
             for thread in threads:
-                waits.join(thread, whom=thread.name, why="its last call was ended", timeout_s=60.0)
+                waits.join(thread, waits_for=thread.name, why="its last call was ended", timeout_s=60.0)
         if job.error is not None:
             raise job.error
         return [job.scores[unit.number] for unit in units]

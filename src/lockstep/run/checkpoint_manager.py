@@ -103,7 +103,7 @@ class CheckpointManager:
         waits.poll(
             complete,
             kind="file",
-            whom="checkpoint",
+            waits_for="checkpoint",
             why="the checkpoint under way",
             stall_s=600.0,
             progress=lambda: checkpoint_bytes(self.folder),

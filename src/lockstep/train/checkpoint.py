@@ -121,7 +121,9 @@ class CheckpointWriter:
         future, self._future = self._future, None
         if future is not None:
             # Two collectives and the writing itself: each of the former has the communicator's bound.
-            waits.future(future, whom="checkpoint writer", why="the last save ends", timeout_s=3 * self.ranks.timeout_s)
+            waits.future(
+                future, waits_for="checkpoint writer", why="the last save ends", timeout_s=3 * self.ranks.timeout_s
+            )
 
     def _write(
         self, future: Future[None], temporary: Path, folder: Path, state: dict[str, Tensor], facts: dict[str, Any]

@@ -128,7 +128,7 @@ def choose_backend(
         words = [word, *(_read_trial_result(store, other, until) for other in range(1, world))]
         store.set("decision", json.dumps([asdict(each) for each in words]))
     raw = waits.store_get(
-        store, "decision", whom="rank 0", why="NCCL or not", timeout_s=2 * (trial_s + TRIAL_MARGIN_S)
+        store, "decision", waits_for="rank 0", why="NCCL or not", timeout_s=2 * (trial_s + TRIAL_MARGIN_S)
     )  # fmt: skip
     words = [NcclTrialResult(**each) for each in json.loads(raw)]
     if not any(each.error for each in words):
@@ -156,7 +156,7 @@ def _run_trial(trial: Callable[[], None], failed: Callable[[], bool], bound_s: f
     threading.Thread(target=attempt, name="tries NCCL", daemon=True).start()
     try:
         waits.poll(
-            lambda: True if outcome or failed() else None, kind="rendezvous", whom="NCCL",
+            lambda: True if outcome or failed() else None, kind="rendezvous", waits_for="NCCL",
             why="whether it can be brought up", every_s=0.25, wake=news, timeout_s=bound_s,
         )  # fmt: skip
     except WaitTimeout:
@@ -167,7 +167,9 @@ def _run_trial(trial: Callable[[], None], failed: Callable[[], bool], bound_s: f
 def _read_trial_result(store: Store, rank: int, until: float) -> NcclTrialResult:
     left = max(0.1, until - time.monotonic())
     try:
-        raw = waits.store_get(store, f"word/{rank}", whom=f"rank {rank}", why="whether it has NCCL", timeout_s=left)
+        raw = waits.store_get(
+            store, f"word/{rank}", waits_for=f"rank {rank}", why="whether it has NCCL", timeout_s=left
+        )
     except WaitTimeout:
         return NcclTrialResult(rank, "host not known", f"no word of it within {left:.0f} s")
     return NcclTrialResult(**json.loads(raw))

@@ -63,7 +63,7 @@ def wait_for_ranks(store: Store, rank: int, world: int, names: Sequence[str], bo
         return
     try:
         word = waits.store_get(
-            store, "over", whom=_without_nodes(names[:1]), why="all ranks are there", every_s=STORE_POLL_EVERY_S,
+            store, "over", waits_for=_without_nodes(names[:1]), why="all ranks are there", every_s=STORE_POLL_EVERY_S,
             timeout_s=bound_s + RESULT_MARGIN_S,
         )  # fmt: skip
         missing = json.loads(word)
@@ -93,7 +93,8 @@ def _collect_ranks(store: Store, world: int, names: Sequence[str], bound_s: floa
 
     try:
         waits.poll(
-            complete, kind="rendezvous", whom=_without_nodes(names), why="all ranks are there", every_s=STORE_POLL_EVERY_S,
+            complete, kind="rendezvous", waits_for=_without_nodes(names), why="all ranks are there",
+            every_s=STORE_POLL_EVERY_S,
             timeout_s=bound_s,
         )  # fmt: skip
     except WaitTimeout as error:

@@ -116,7 +116,7 @@ class SharedMemoryTransport:
     def publish(self, version: int, write: WriteVersion) -> None:
         try:
             waits.poll(
-                lambda: not spare_buffer_readers(self.store) or None, kind="lease", whom="engines",
+                lambda: not spare_buffer_readers(self.store) or None, kind="lease", waits_for="engines",
                 why="they let go of the weights before the last", timeout_s=self._limit_s,
             )  # fmt: skip
         except WaitTimeout as error:

@@ -195,15 +195,15 @@ def lease_holders(path: Path) -> list[int]:
     return sorted(found)
 
 
-def acquire_exclusive(path: Path, whom: str, why: str) -> BufferLease:
+def acquire_exclusive(path: Path, waits_for: str, why: str) -> BufferLease:
     """Waits for an exclusive lease, naming who holds one."""
     lease = BufferLease.take(path, exclusive=True)
     if lease is not None:
         return lease
     pids = ", ".join(map(str, lease_holders(path))) or "unknown"
-    return poll_lease(lambda: BufferLease.take(path, exclusive=True), f"{whom} (pid {pids})", why)
+    return poll_lease(lambda: BufferLease.take(path, exclusive=True), f"{waits_for} (pid {pids})", why)
 
 
-def poll_lease(attempt: Callable[[], T | None], whom: str, why: str) -> T:
+def poll_lease(attempt: Callable[[], T | None], waits_for: str, why: str) -> T:
     """The first answer of `attempt` that is not None; raises WaitTimeout."""
-    return waits.poll(attempt, kind="lease", whom=whom, why=why, timeout_s=FENCE_TIMEOUT_S, every_s=0.002)
+    return waits.poll(attempt, kind="lease", waits_for=waits_for, why=why, timeout_s=FENCE_TIMEOUT_S, every_s=0.002)

@@ -14,16 +14,18 @@ def fail(problem: str) -> None:
 
 
 def test_a_call_gives_its_result_or_its_error() -> None:
-    assert waits.future(run_in_thread(lambda: 3, "counts"), whom="it", why="the count", timeout_s=10) == 3
+    assert waits.future(run_in_thread(lambda: 3, "counts"), waits_for="it", why="the count", timeout_s=10) == 3
     with pytest.raises(RuntimeError, match="no such interface"):
-        waits.future(run_in_thread(lambda: fail("no such interface"), "fails"), whom="it", why="its end", timeout_s=10)
+        waits.future(
+            run_in_thread(lambda: fail("no such interface"), "fails"), waits_for="it", why="its end", timeout_s=10
+        )
 
 
 def test_a_call_that_does_not_end_is_left_behind() -> None:
     never = threading.Event()
     call = run_in_thread(lambda: never.wait(20), "never ends")
     with pytest.raises(WaitTimeout, match="members of the stream"):
-        waits.future(call, whom="all", why="members of the stream", timeout_s=0.1)
+        waits.future(call, waits_for="all", why="members of the stream", timeout_s=0.1)
     assert not call.done()
     never.set()
-    assert waits.future(call, whom="it", why="its end after all", timeout_s=10)
+    assert waits.future(call, waits_for="it", why="its end after all", timeout_s=10)

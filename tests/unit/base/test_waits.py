@@ -98,7 +98,7 @@ ENDLESS: dict[str, Callable[..., object]] = {
     "future": lambda **b: waits.future(concurrent.futures.Future[int](), **b),
     "join": join_never,
     "process": process_never,
-    "collective": lambda whom, **b: waits.work(Never(), communicator=whom, operation="all_reduce", **b),
+    "collective": lambda waits_for, **b: waits.work(Never(), communicator=waits_for, operation="all_reduce", **b),
     "store": lambda **b: waits.store_get(Never(), "k", **b),
     "file": lambda **b: waits.file(Path("/nowhere/at/all"), **b),
     "read": readable_never,
@@ -109,12 +109,12 @@ ENDLESS: dict[str, Callable[..., object]] = {
 def test_every_wait_ends_at_its_bound_and_says_whom_and_why(kind: str) -> None:
     started = time.monotonic()
     with pytest.raises(WaitTimeout) as caught:
-        ENDLESS[kind](whom="policy-1", why="the test", timeout_s=0.15)
+        ENDLESS[kind](waits_for="policy-1", why="the test", timeout_s=0.15)
     took = time.monotonic() - started
     error = caught.value
     assert 0.15 <= took < 1.5
     assert not isinstance(error, Stalled)
-    assert (error.kind, error.whom) == (kind, "policy-1")
+    assert (error.kind, error.waits_for) == (kind, "policy-1")
     assert "the test" in error.why
     assert 0.15 <= error.waited_s <= took
     assert "policy-1" in str(error)
@@ -126,7 +126,7 @@ def test_every_wait_lasts_while_there_is_progress_and_ends_without(kind: str) ->
     started = time.monotonic()
     with pytest.raises(Stalled) as caught:
         ENDLESS[kind](
-            whom="w", why="y", stall_s=0.4, progress=lambda: min(int((time.monotonic() - started) / 0.1), 10)
+            waits_for="w", why="y", stall_s=0.4, progress=lambda: min(int((time.monotonic() - started) / 0.1), 10)
         )  # moves for one second
     assert 1.3 <= time.monotonic() - started < 3
     assert caught.value.stall_s == 0.4
@@ -136,12 +136,12 @@ def test_every_wait_lasts_while_there_is_progress_and_ends_without(kind: str) ->
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_no_wait_without_a_bound(kind: str) -> None:
     with pytest.raises(ValueError, match="no bound"):
-        ENDLESS[kind](whom="w", why="y")
+        ENDLESS[kind](waits_for="w", why="y")
 
 
 def test_progress_does_not_stretch_the_timeout() -> None:
     with pytest.raises(WaitTimeout) as caught:
-        waits.event(threading.Event(), whom="w", why="y", timeout_s=0.6, stall_s=0.4, progress=time.monotonic)
+        waits.event(threading.Event(), waits_for="w", why="y", timeout_s=0.6, stall_s=0.4, progress=time.monotonic)
     assert not isinstance(caught.value, Stalled)
     assert caught.value.waited_s >= 0.6
 
@@ -150,7 +150,7 @@ def test_answers_arrive_at_once() -> None:
     box: queue.Queue[int] = queue.Queue()
     threading.Timer(0.1, box.put, [7]).start()
     started = time.monotonic()
-    assert waits.queue_get(box, whom="w", why="y", timeout_s=10) == 7
+    assert waits.queue_get(box, waits_for="w", why="y", timeout_s=10) == 7
     assert time.monotonic() - started < 0.2
 
 
@@ -159,18 +159,18 @@ def test_an_answer_that_is_there_needs_no_time() -> None:
     box.put(3)
     done: concurrent.futures.Future[int] = concurrent.futures.Future()
     done.set_result(4)
-    assert waits.queue_get(box, whom="w", why="y", timeout_s=0) == 3
-    assert waits.future(done, whom="w", why="y", timeout_s=0) == 4
-    assert waits.poll(lambda: 0, kind="k", whom="w", why="y", timeout_s=0) == 0
+    assert waits.queue_get(box, waits_for="w", why="y", timeout_s=0) == 3
+    assert waits.future(done, waits_for="w", why="y", timeout_s=0) == 4
+    assert waits.poll(lambda: 0, kind="k", waits_for="w", why="y", timeout_s=0) == 0
     with pytest.raises(WaitTimeout):
-        waits.poll(lambda: None, kind="k", whom="w", why="y", timeout_s=0)
+        waits.poll(lambda: None, kind="k", waits_for="w", why="y", timeout_s=0)
 
 
 def test_an_answer_at_the_bound_still_counts() -> None:
     ready_at = time.monotonic() + 0.2
     answer = waits.poll(
         lambda: "late" if time.monotonic() >= ready_at else None,
-        kind="k", whom="w", why="y", timeout_s=0.21, every_s=0.15,
+        kind="k", waits_for="w", why="y", timeout_s=0.21, every_s=0.15,
     )  # fmt: skip
     assert answer == "late"
 
@@ -185,14 +185,14 @@ def test_condition_returns_what_the_predicate_found() -> None:
 
     threading.Timer(0.05, feed).start()
     with cond:
-        assert waits.condition(cond, lambda: found[0] if found else None, whom="w", why="y", timeout_s=5) == "x"
+        assert waits.condition(cond, lambda: found[0] if found else None, waits_for="w", why="y", timeout_s=5) == "x"
 
 
 def test_a_futures_own_timeout_error_is_its_result() -> None:
     failed: concurrent.futures.Future[int] = concurrent.futures.Future()
     failed.set_exception(TimeoutError("of the job itself"))
     with pytest.raises(TimeoutError, match="of the job itself"):
-        waits.future(failed, whom="w", why="y", timeout_s=5)
+        waits.future(failed, waits_for="w", why="y", timeout_s=5)
 
 
 def test_a_coroutine_gives_its_result_or_its_error_and_is_cancelled_at_the_bound() -> None:
@@ -211,11 +211,11 @@ def test_a_coroutine_gives_its_result_or_its_error_and_is_cancelled_at_the_bound
         finally:
             left.append("tidied up")
 
-    assert waits.coroutine(answers(), kind="k", whom="w", why="y", timeout_s=10) == 7
+    assert waits.coroutine(answers(), kind="k", waits_for="w", why="y", timeout_s=10) == 7
     with pytest.raises(TimeoutError, match="of its own"):
-        waits.coroutine(fails(), kind="k", whom="w", why="y", timeout_s=10)
+        waits.coroutine(fails(), kind="k", waits_for="w", why="y", timeout_s=10)
     with pytest.raises(WaitTimeout):
-        waits.coroutine(endless(), kind="k", whom="w", why="y", timeout_s=0.1)
+        waits.coroutine(endless(), kind="k", waits_for="w", why="y", timeout_s=0.1)
     assert left == ["tidied up"]
 
 
@@ -230,12 +230,12 @@ def test_work_raises_what_the_collective_failed_with() -> None:
 
 def test_store_get_asks_for_the_key_first() -> None:
     store = Never(time.monotonic() + 0.1)
-    assert waits.store_get(store, "k", whom="rank 1", why="it joined", timeout_s=5) == b"k"
+    assert waits.store_get(store, "k", waits_for="rank 1", why="it joined", timeout_s=5) == b"k"
 
 
 def test_exit_codes_of_processes() -> None:
     popen = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(5)"])
-    assert waits.process(popen, whom="w", why="y", timeout_s=20) == 5
+    assert waits.process(popen, waits_for="w", why="y", timeout_s=20) == 5
 
 
 def test_run_returns_output_and_code() -> None:
@@ -261,7 +261,7 @@ def test_notices_come_at_doubling_times_and_start_again_with_progress() -> None:
     started = time.monotonic()
     with pytest.raises(WaitTimeout):
         waits.event(
-            threading.Event(), whom="w", why="y", timeout_s=3.4, progress=lambda: time.monotonic() - started > 1.6,
+            threading.Event(), waits_for="w", why="y", timeout_s=3.4, progress=lambda: time.monotonic() - started > 1.6,
             on_notice=told.append, notice_after_s=0.5,
         )  # fmt: skip
     stalled = [state.stalled_s for state in told]
@@ -269,17 +269,17 @@ def test_notices_come_at_doubling_times_and_start_again_with_progress() -> None:
     assert stalled[1] >= 2 * stalled[0]
     assert len([1 for a, b in itertools.pairwise(stalled) if b < a]) == 1  # it moved once
     assert told[-1].stalled_s < told[-1].waited_s
-    assert (told[0].kind, told[0].whom, told[0].why) == ("event", "w", "y")
+    assert (told[0].kind, told[0].waits_for, told[0].why) == ("event", "w", "y")
 
 
 def test_a_notice_nobody_takes_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(WaitTimeout):
-        waits.event(threading.Event(), whom="policy-1", why="its weights", timeout_s=0.6, notice_after_s=0.1)
+        waits.event(threading.Event(), waits_for="policy-1", why="its weights", timeout_s=0.6, notice_after_s=0.1)
     assert "policy-1" in caplog.text
     assert "its weights" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING), pytest.raises(WaitTimeout):
-        waits.event(threading.Event(), whom="w", why="y", timeout_s=0.6, notice_after_s=None)
+        waits.event(threading.Event(), waits_for="w", why="y", timeout_s=0.6, notice_after_s=None)
     assert not caplog.text
 
 
@@ -300,7 +300,7 @@ def test_a_wait_is_taken_back_when_it_fails(tmp_path: Path, monkeypatch: pytest.
     writer.open_beacon("r", "me", "policy", 0)
     try:
         with pytest.raises(WaitTimeout):
-            waits.event(threading.Event(), whom="w", why="y", timeout_s=0.05)
+            waits.event(threading.Event(), waits_for="w", why="y", timeout_s=0.05)
         with pytest.raises(KeyError), track_wait("call", "w", "y"):
             raise KeyError
         assert read_beacons("r")[0].waits == ()
@@ -318,7 +318,7 @@ def test_a_poll_that_is_woken_looks_at_once():
         return len(looks) == 2 or None
 
     began = time.monotonic()
-    assert waits.poll(look, kind="queue", whom="x", why="y", every_s=30.0, timeout_s=60.0, wake=wake)
+    assert waits.poll(look, kind="queue", waits_for="x", why="y", every_s=30.0, timeout_s=60.0, wake=wake)
     assert looks[1] - began < 5
 
 

@@ -254,7 +254,7 @@ def test_whoever_waits_says_on_whom(tmp_path: Any, monkeypatch: pytest.MonkeyPat
             score(f"{server.url}/score?key=abc")
     finally:
         writer.close_beacon(remove=True)
-    assert [(wait.kind, wait.whom, wait.why) for wait in shown] == [
+    assert [(wait.kind, wait.waits_for, wait.why) for wait in shown] == [
         ("http", f"{server.url}/score", "rm of 4 samples, 0:0#0 to 0:1#1")
     ]
 

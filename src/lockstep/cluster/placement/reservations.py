@@ -117,7 +117,7 @@ class ReservationTable:
             return True
 
         waits.poll(
-            attempt, kind="placement", whom="nodes of the cluster", why="what others use now is free",
+            attempt, kind="placement", waits_for="nodes of the cluster", why="what others use now is free",
             every_s=POLL_S, timeout_s=busy_limit_s or UNBOUNDED_S, notice_after_s=None,
         )  # fmt: skip
 

@@ -132,7 +132,8 @@ class NodeActor:
             "host": socket.gethostname(), "address": self._interface.address, "interface": self._interface.name,
             "place": processes.pid_namespace(), "shared": str(run_shm_dir(self._run)), "affairs": str(self._affairs),
             "logs": str(self._logs), "python": sys.executable, "cwd": self._cwd,
-            "versions": node_versions.installed_versions(), "environment": original_environment(), "beacons": str(shm_root()),
+            "versions": node_versions.installed_versions(), "environment": original_environment(),
+            "beacons": str(shm_root()),
         }  # fmt: skip
 
     def start_agent(self, order: int, leader: dict[str, Any], orphan_grace_s: float) -> dict[str, Any]:
@@ -225,7 +226,8 @@ class NodeActor:
                 self._end()
                 with contextlib.suppress(WaitTimeout):  # they go with this actor in any case
                     waits.future(
-                        run_in_thread(self._give_back, "gives back"), whom="Ray", why="what is reserved is given back",
+                        run_in_thread(self._give_back, "gives back"), waits_for="Ray",
+                        why="what is reserved is given back",
                         timeout_s=RELEASE_S,
                     )  # fmt: skip
             finally:

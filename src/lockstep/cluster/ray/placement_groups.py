@@ -103,7 +103,7 @@ def _wait_until_created(groups: Sequence[PlacementGroup], shares: Sequence[NodeS
 
     try:
         waits.poll(
-            created, kind="placement", whom="Ray", why=needs(), every_s=0.05, timeout_s=RESERVE_LIMIT_S,
+            created, kind="placement", waits_for="Ray", why=needs(), every_s=0.05, timeout_s=RESERVE_LIMIT_S,
             notice_after_s=notice_after_s,
         )  # fmt: skip
     except WaitTimeout as error:

@@ -62,7 +62,7 @@ def stop_agents(agents: Iterable[AgentClient]) -> None:
         thread.start()
     for thread in leaving:
         with contextlib.suppress(WaitTimeout):
-            waits.join(thread, whom="agents", why="they leave", timeout_s=CLOSE_GRACE_S + 30.0)
+            waits.join(thread, waits_for="agents", why="they leave", timeout_s=CLOSE_GRACE_S + 30.0)
 
 
 def _stop_agent(agent: AgentClient) -> None:

@@ -127,7 +127,7 @@ def submit_job(
 
     try:
         why = "it takes the run: it has said 'try again later'"
-        return waits.poll(hand_over, kind="http", whom=address, why=why, every_s=STATUS_POLL_S, timeout_s=READY_S)
+        return waits.poll(hand_over, kind="http", waits_for=address, why=why, every_s=STATUS_POLL_S, timeout_s=READY_S)
     except WaitTimeout as error:
         raise SubmissionError(f"cannot hand the run over: {error}") from error
 
@@ -180,7 +180,7 @@ class _LogReader:
             waits.sleep(min(seconds, STATUS_POLL_S), "the log's connection was lost")
             return ""
         try:
-            chunk = waits.queue_get(self._chunks, whom="the job", why="its log", timeout_s=seconds)
+            chunk = waits.queue_get(self._chunks, waits_for="the job", why="its log", timeout_s=seconds)
         except WaitTimeout:
             return ""
         if chunk is None:
@@ -227,7 +227,7 @@ def _client(address: str) -> Any:
 def _call_dashboard(call: Callable[[], T], address: str, what: str, limit_s: float) -> T:
     """The call's answer. Its thread is left behind when the limit is reached."""
     try:
-        return waits.future(run_in_thread(call, what), whom=address, why=what, timeout_s=limit_s)
+        return waits.future(run_in_thread(call, what), waits_for=address, why=what, timeout_s=limit_s)
     except WaitTimeout as error:
         raise SubmissionError(f"cannot {what}: {address} did not answer for {limit_s:g} s; {_ADDRESS_HINT}") from error
     except (ConnectionError, OSError) as error:

@@ -142,7 +142,7 @@ def run_probe(head: str, port: int, name: str, many: int, address: str, variable
             command, env={**os.environ, variable: token}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
         try:
-            code = waits.process(process, whom=name, why="its probe", timeout_s=1800.0, notice_after_s=None)
+            code = waits.process(process, waits_for=name, why="its probe", timeout_s=1800.0, notice_after_s=None)
         finally:
             if process.poll() is None:
                 process.terminate()

@@ -78,7 +78,7 @@ def ray_call(call: Callable[[], T], why: str, timeout_s: float = RAY_CALL_S) -> 
         raise RayUnresponsive(f"Ray has not answered for {silent_s:.0f} s ({why})")
     since, question = time.monotonic(), run_in_thread(call, "asks Ray")
     try:
-        return waits.future(question, whom="Ray", why=why, timeout_s=timeout_s)
+        return waits.future(question, waits_for="Ray", why=why, timeout_s=timeout_s)
     except ray.exceptions.RayError as error:
         raise RayUnresponsive(f"Ray does not say ({why}): {first_line(error)}") from error
     except WaitTimeout as error:
@@ -140,7 +140,7 @@ def _await_unfinished() -> None:
         return
     try:
         waits.future(
-            _unfinished, whom="Ray", why="an earlier connection of this process ends", timeout_s=CONNECT_S,
+            _unfinished, waits_for="Ray", why="an earlier connection of this process ends", timeout_s=CONNECT_S,
             notice_after_s=10.0,
         )  # fmt: skip
     except WaitTimeout as error:
@@ -167,7 +167,7 @@ def _disconnect() -> None:
     global _unfinished
     _unfinished = run_in_thread(ray.shutdown, "leaves Ray")
     try:
-        waits.future(_unfinished, whom="Ray", why="this process leaves it", timeout_s=DISCONNECT_S)
+        waits.future(_unfinished, waits_for="Ray", why="this process leaves it", timeout_s=DISCONNECT_S)
     except WaitTimeout as error:
         log.warning("%s; it is left as it is", error)
     except ray.exceptions.RayError as error:
@@ -299,7 +299,7 @@ def _connect_error(address: str, error: BaseException) -> str:
     return f"Ray at {address} cannot be joined: {first_line(error)}"
 
 
-def _run_in_thread(work: Callable[[], object], whom: str, why: str) -> None:
+def _run_in_thread(work: Callable[[], object], waits_for: str, why: str) -> None:
     """Ray's calls have no bound, and in the main thread they replace signal handlers. The thread stays: the kernel ends
     processes that are bound to their parent's life with the thread that has started them. What comes up when nobody
     waits for it any more is ended again."""
@@ -330,7 +330,8 @@ def _run_in_thread(work: Callable[[], object], whom: str, why: str) -> None:
     threading.Thread(target=attempt, name="ray", daemon=True).start()
     try:
         waits.future(
-            done, whom=whom, why=why, stall_s=CONNECT_S, progress=lambda: processes.descendants_cpu_s(os.getpid()),
+            done, waits_for=waits_for, why=why, stall_s=CONNECT_S,
+            progress=lambda: processes.descendants_cpu_s(os.getpid()),
             notice_after_s=10.0,
         )  # fmt: skip
     except BaseException:
@@ -343,6 +344,6 @@ def _run_in_thread(work: Callable[[], object], whom: str, why: str) -> None:
         raise
 
 
-def ray_get(ref: Any, whom: str, why: str, timeout_s: float = CONNECT_S) -> Any:
+def ray_get(ref: Any, waits_for: str, why: str, timeout_s: float = CONNECT_S) -> Any:
     """What a remote call returns. Raises what Ray says of it, WaitTimeout."""
-    return waits.future(ref.future(), whom=whom, why=why, timeout_s=timeout_s)
+    return waits.future(ref.future(), waits_for=waits_for, why=why, timeout_s=timeout_s)

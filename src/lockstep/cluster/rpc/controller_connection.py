@@ -111,7 +111,7 @@ class ControllerConnection:
 
         with contextlib.suppress(WaitTimeout):
             waits.poll(
-                written, kind="send", whom="controller", why="the last answers", every_s=0.005, timeout_s=seconds,
+                written, kind="send", waits_for="controller", why="the last answers", every_s=0.005, timeout_s=seconds,
             )  # fmt: skip
 
     def _run(self) -> None:
@@ -305,7 +305,7 @@ def describe_service(service: ServiceRunner) -> tuple[str, str]:
     """The worker's stage and the wait of its main thread, for people."""
     here = writer.current_beacon()
     wait = here.waiting(os.getpid())
-    return here.stage_name or service.running, f"{wait.whom} ({wait.why})" if wait is not None else ""
+    return here.stage_name or service.running, f"{wait.waits_for} ({wait.why})" if wait is not None else ""
 
 
 def _write_log_line(text: str) -> None:

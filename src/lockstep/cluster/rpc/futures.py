@@ -157,7 +157,7 @@ def gather_outcomes(
             watch = _CallWait(left, why, stall_s)
             watch.wait()
         except Stalled as error:
-            still = [call for call in left if call.worker.name == error.whom] or left
+            still = [call for call in left if call.worker.name == error.waits_for] or left
             stalled |= dict.fromkeys(still, error)
         except (RemoteError, WorkerDied):
             continue  # what the call itself says, below
@@ -201,7 +201,7 @@ class _CallWait(Generic[R]):
         if self._left and not self._changed.is_set():
             limit = max(self._limit(call) for call in self.calls)
             waits.event(
-                self._changed, whom=self._whom(), why=self._why, stall_s=limit + 1.0, progress=self._look,
+                self._changed, waits_for=self._whom(), why=self._why, stall_s=limit + 1.0, progress=self._look,
                 notice_after_s=None,
             )  # fmt: skip
         failed = [call for call in self.calls if call.error is not None]
@@ -223,7 +223,8 @@ class _CallWait(Generic[R]):
 
         with contextlib.suppress(WaitTimeout):
             return waits.poll(
-                died, kind="call", whom="the cluster", why="whether a death explains the failure", timeout_s=DEATH_NOTICE_S,
+                died, kind="call", waits_for="the cluster", why="whether a death explains the failure",
+                timeout_s=DEATH_NOTICE_S,
                 notice_after_s=None,
             )  # fmt: skip
         return []

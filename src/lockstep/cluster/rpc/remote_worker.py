@@ -41,7 +41,8 @@ class RemoteWorker:
     """A worker process and the calls it owes. Any thread may submit; the hub's thread hears."""
 
     def __init__(
-        self, spec: WorkerSpec, node: ClusterNode, run: str, generation: int, stall_limit_s: float, notice_after_s: float,
+        self, spec: WorkerSpec, node: ClusterNode, run: str, generation: int, stall_limit_s: float,
+        notice_after_s: float,
         wake: Callable[["RemoteWorker", Connection | None], None],
     ) -> None:  # fmt: skip
         """`wake` is told when a connection has something left to write, or is closed."""
@@ -159,7 +160,7 @@ class RemoteWorker:
             return (self._pulse.stage, self._pulse.wait) if self._pulse is not None else ("", "")
         waiting = [wait for wait in state.waits if wait.thread == state.pid] or list(state.waits)
         idle = not waiting or waiting[-1].why == "the next call"
-        return state.stage, "" if idle else f"{waiting[-1].whom} ({waiting[-1].why})"
+        return state.stage, "" if idle else f"{waiting[-1].waits_for} ({waiting[-1].why})"
 
     # --- what the hub's thread does
 

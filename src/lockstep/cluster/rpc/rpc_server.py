@@ -105,7 +105,7 @@ class RpcServer:
         self._closed = True
         self.wake()
         if threading.current_thread() is not self._thread:
-            waits.join(self._thread, whom="hub", why="its thread ends", timeout_s=10.0)
+            waits.join(self._thread, waits_for="hub", why="its thread ends", timeout_s=10.0)
 
     def _run(self) -> None:
         try:

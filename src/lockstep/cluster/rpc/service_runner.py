@@ -171,7 +171,7 @@ class ServiceRunner:
                 return
             try:
                 waits.condition(
-                    self._changed, lambda: self._called, whom="controller", why="the next call", timeout_s=seconds,
+                    self._changed, lambda: self._called, waits_for="controller", why="the next call", timeout_s=seconds,
                     notice_after_s=None,
                 )  # fmt: skip
             except WaitTimeout:

@@ -98,7 +98,7 @@ def run_gatherers(parts: Mapping[str, Gatherer], bound_s: float) -> HostFacts:
 
 def _join_gatherer(thread: threading.Thread, part: str, left_s: float) -> None:
     try:
-        waits.join(thread, whom=part, why="a look at this host", timeout_s=max(left_s, 0.01), notice_after_s=None)
+        waits.join(thread, waits_for=part, why="a look at this host", timeout_s=max(left_s, 0.01), notice_after_s=None)
     except TimeoutError:
         return
 

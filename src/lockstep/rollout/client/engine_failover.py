@@ -1,238 +1,166 @@
 """Brings engines back: the same process with current weights, or a new one.
 
-Every recovery runs in a thread of its own, so that it proceeds while the run waits for something else. What it
-cannot recover from is raised by the next call from the run's thread.
+Each engine comes back in a thread of its own, so that the run can wait for something else meanwhile. An error that
+cannot be recovered from is raised by the next call of the run's thread.
 """
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from lockstep.base import waits
 from lockstep.base.bounded_wait import Stalled, WaitTimeout
-from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied
+from lockstep.cluster.protocol import PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure
-from lockstep.rollout.client.request_router import EngineSlot, RequestRouter
-from lockstep.rollout.client.stragglers import StragglerDetector
 from lockstep.rollout.engine_protocol import EngineAPI
-from lockstep.run.recovery.recovery_manager import RecoveryManager
-from lockstep.weights.errors import StaleVersion
-from lockstep.weights.weight_transport import WeightSource
-
-
-class EngineLauncher(Protocol):
-    """Who starts and ends engines."""
-
-    def engine(self, rank: int) -> Worker: ...
-
-    def dismiss(self, workers: Sequence[Worker]) -> None: ...
-
 
 log = logging.getLogger(__name__)
 
 NEXT_VERSION_LIMIT_S = 60.0
-"""Between the commit of a version and the engines being told of it nothing is done but to bring it to their nodes."""
+"""Between the commit of a version and the call that makes engines load it, only transfers to their nodes happen."""
+_STALE_VERSION = "stale_version"
+"""Error code of a weight store that has a newer version."""
+
+
+class WeightSource(Protocol):
+    """Where an engine finds a version of the weights. Any thread may call."""
+
+    def where(self, worker: Worker, version: int) -> str | None:
+        """The folder of the store on the engine's node; None if that does not have the version (yet)."""
+
+    def fetch(self, worker: Worker, version: int) -> None:
+        """Brings the version to the engine's node, as long as bytes move. Raises Stalled, WorkerDied, RemoteError."""
+
+    def moves(self) -> object:
+        """Changes as long as bytes of any transfer move."""
+
+
+class EngineRecovery(Protocol):
+    """What decides about restarts: the recovery manager of the run. Any thread may call."""
+
+    step: int
+
+    def decide(self, failure: WorkerFailure, cause: Exception) -> object:
+        """Raises what ends the run, if the failure does."""
+
+    def restarted(self, failure: WorkerFailure, seconds: float, text: str, **facts: Any) -> None:
+        """Reports a completed restart."""
+
+
+class EngineSlots(Protocol):
+    """The engine pool as failover sees it. Any thread may call."""
+
+    @property
+    def weights(self) -> tuple[WeightSource, int] | None:
+        """Where engines find the version that all serve, and the version."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether engines are no longer replaced."""
+
+    @property
+    def live_engines(self) -> int: ...
+
+    def incoming(self, rank: int, worker: Worker) -> AbstractContextManager[None]:
+        """Within it the worker, which is in no slot, can be killed by `EnginePool.kill_engines`."""
+
+    def install(self, rank: int, worker: Worker, weights: tuple[WeightSource, int] | None) -> bool:
+        """Puts a worker with these weights into its slot and sends it requests; False if newer weights are out."""
+
+    def fail(self, error: Exception) -> None:
+        """Makes the next call of the run's thread raise the error."""
 
 
 class EngineFailover:
-    """Places without an engine, and engines that are left out.
+    """Replaces lost engines and readmits excluded ones.
 
     Args:
-        lock: of the desk and its places.
-        hires, recovery: without, the first loss is an error.
+        launcher, recovery: without them the first loss is an error.
     """
 
-    def __init__(
-        self,
-        desk: RequestRouter,
-        laggards: StragglerDetector,
-        lock: threading.RLock,
-        news: threading.Event,
-        hires: EngineLauncher | None,
-        recovery: RecoveryManager | None,
-    ) -> None:
-        self._desk, self._laggards, self._lock, self._news = desk, laggards, lock, news
-        self._hires, self._recovery = hires, recovery
-        self.weights: tuple[WeightSource, int] | None = None
-        """Where the version that all are to serve is found, and which."""
-        self.error: Exception | None = None
-        """What could not be healed."""
-        self.closed = False
-        """Nobody is replaced any more."""
-        self.changes = 0
-        """Engines lost and come back: moves while nothing else does."""
-        self._out: dict[int, Worker] = {}
-        """Engines that are in no place, by the place that they are for: left out, or on the way in."""
+    def __init__(self, slots: EngineSlots, launcher: WorkerLauncher | None, recovery: EngineRecovery | None) -> None:
+        self._slots, self._launcher, self._recovery = slots, launcher, recovery
 
-    def watch(self, place: EngineSlot, worker: Worker) -> None:
-        """Hears of the end of an engine."""
-        if self._hires is not None:
-            worker.on_death(lambda error: self.lose(place, worker, error))
+    @property
+    def enabled(self) -> bool:
+        return self._launcher is not None
 
-    def lose(self, place: EngineSlot, worker: Worker, error: CallError) -> None:
-        """An engine is lost: keeps what it has told, gives the rest to others, and has it replaced. From any thread."""
-        with self._lock:
-            if place.worker is not worker or self.closed:
-                return
-            self.changes += 1
-            unfinished = self._empty(place)
-            try:
-                failure = self._decide(place, worker, error)
-            except Exception as final:  # noqa: BLE001 - raised by whoever of the run's thread comes next
-                self.error = final
-            else:
-                self.listen(self._desk.share_out())
-                self._go(f"replaces {worker.spec.name}", lambda: self._replace(place, worker, failure, unfinished))
-        self._news.set()
-
-    def bench(self, place: EngineSlot, worker: Worker, until: str) -> None:
-        """An engine is left out until it has the current weights. Needs the lock."""
-        if place.worker is not worker:
-            return
-        log.warning("%s is left out %s", worker.spec.name, until)
-        self.changes += 1
-        self._empty(place)
-        self._out[place.rank] = worker
-        renewed = worker.submit(EngineAPI.renew)
-        self._go(f"catches up {worker.spec.name}", lambda: self._return(place, worker, renewed))
-
-    def moves(self, places: Sequence[EngineSlot], chosen: Callable[[Worker], bool]) -> dict[str, int]:
-        """How far engines are, by name, those that are in no place included. From any thread."""
-        with self._lock:
-            workers = [*(place.worker for place in places if place.worker is not None), *self._out.values()]
-        return {worker.spec.name: worker.moves for worker in workers if chosen(worker)}
-
-    def end(self, places: Sequence[EngineSlot], chosen: Callable[[Worker], bool], why: str) -> bool:
-        """Ends engines, those that are in no place included; whether there was one. From the run's thread."""
-        if self._hires is None:
-            return False
-        with self._lock:
-            serving = [(place, place.worker) for place in places if place.worker is not None and chosen(place.worker)]
-            out = [rank for rank, worker in self._out.items() if chosen(worker)]
-            waiting = [self._out.pop(rank) for rank in out]
-        for worker in (*(worker for _, worker in serving), *waiting):
-            log.warning("%s is ended: %s", worker.spec.name, why)
-        for place, worker in serving:
-            self.lose(place, worker, WorkerDied(worker.spec.name, place.rank, None, "", why))
-        self._hires.dismiss([worker for _, worker in serving])
-        self._hires.dismiss(waiting)  # whoever waits for its answer has it replaced
-        return bool(serving or waiting)
-
-    def listen(self, asked: Sequence[tuple[EngineSlot, Worker, PendingResult[Any]]]) -> None:
-        """Requests that were handed over with nobody waiting for the answer: it matters where it is an error. Of a
-        death hears who watches the worker."""
-        for _, _, pending in asked:
-            pending.on_done(lambda pending=pending: self._accepted(pending))  # type: ignore[misc]
-
-    def _accepted(self, pending: PendingResult[Any]) -> None:
-        try:
-            pending.result(why="hand over requests")
-        except RemoteError as error:
-            self.error = error
-            self._news.set()
-        except WorkerDied:
-            return
-
-    def _go(self, name: str, way: Callable[[], None]) -> None:
-        """A way back, in a thread of its own."""
-
-        def walk() -> None:
-            try:
-                way()
-            except Exception as final:  # noqa: BLE001 - the outermost frame of its thread
-                if not self._over():
-                    self.error = final
-            self._news.set()
-
-        threading.Thread(target=walk, name=name, daemon=True).start()
-
-    def _over(self) -> bool:
-        return self.closed or self.error is not None
-
-    def _empty(self, place: EngineSlot) -> int:
-        """Takes everything from a place; how many requests it had not finished."""
-        asked, place.asked, place.worker = place.asked, None, None
-        if asked is not None and asked.done():
-            with contextlib.suppress(RemoteError, WorkerDied):  # then it had told nothing
-                self._desk.take(place, asked.result(why="completions"))
-        self._laggards.forget(place.rank)
-        return self._desk.empty(place)
-
-    def _decide(self, place: EngineSlot, worker: Worker, error: CallError, starting: bool = False) -> WorkerFailure:
-        """Raises what ends the run, where this does."""
-        if self._recovery is None or self._hires is None:
+    def decide(self, rank: int, worker: Worker, error: CallError, starting: bool = False) -> WorkerFailure:
+        """The failure behind an error. Raises what ends the run, if the failure does."""
+        if self._recovery is None or self._launcher is None:
             raise error
-        failure = describe_failure(error, "rollout", worker.spec.name, place.rank, self._recovery.step, starting)
+        failure = describe_failure(error, "rollout", worker.spec.name, rank, self._recovery.step, starting)
         self._recovery.decide(failure, error)
         return failure
 
-    def _replace(self, place: EngineSlot, worker: Worker, failure: WorkerFailure, unfinished: int) -> None:
-        """Another process in the place, as often as the budget allows."""
-        assert self._hires is not None and self._recovery is not None
-        began = time.monotonic()
-        while not self._over():
+    def replace(self, rank: int, worker: Worker, failure: WorkerFailure, unfinished: int) -> None:
+        """Starts a new process in place of a lost worker. Returns at once."""
+        self._start(f"replace {worker.spec.name}", lambda: self._replace(rank, worker, failure, unfinished))
+
+    def readmit(self, rank: int, worker: Worker) -> None:
+        """Makes an excluded engine forget its requests, load the current weights and rejoin. Returns at once."""
+        renewed = worker.submit(EngineAPI.renew)
+        self._start(f"readmit {worker.spec.name}", lambda: self._readmit(rank, worker, renewed))
+
+    def kill(self, workers: Sequence[Worker]) -> None:
+        if self._launcher is not None:
+            self._launcher.kill(workers)
+
+    def _start(self, name: str, recover: Callable[[], None]) -> None:
+        def run() -> None:
             try:
-                self._hires.dismiss([worker])
-                worker = self._hires.engine(place.rank)
-                with self._on_the_way(place, worker):
-                    self._move_in(place, worker)
+                recover()
+            except Exception as error:  # noqa: BLE001 - the outermost frame of its thread
+                self._slots.fail(error)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _replace(self, rank: int, worker: Worker, failure: WorkerFailure, unfinished: int) -> None:
+        """Starts processes until one serves, as often as the budget allows."""
+        assert self._launcher is not None and self._recovery is not None
+        began = time.monotonic()
+        while not self._slots.stopped:
+            try:
+                self._launcher.kill([worker])
+                (worker,) = self._launcher.launch("rollout", [rank])
+                with self._slots.incoming(rank, worker):
+                    self._install(rank, worker)
             except (RemoteError, WorkerDied, Stalled) as error:
-                if not self._over():
-                    self._decide(place, worker, error, starting=True)
+                if not self._slots.stopped:
+                    self.decide(rank, worker, error, starting=True)
             except WaitTimeout as error:
-                if error.kind != "placement" or not self._desk.owed:
+                if error.kind != "placement" or not self._slots.live_engines:
                     raise
-                log.warning("%s; %d engines go on without engine-%d", error, len(self._desk.owed), place.rank)
+                log.warning("%s; continuing with %d engines without engine-%d", error, self._slots.live_engines, rank)
             else:
-                told = f", {unfinished} requests re-issued" if unfinished else ""
-                self._recovery.restarted(failure, time.monotonic() - began, told, requests=unfinished)
+                reissued = f", {unfinished} requests reissued" if unfinished else ""
+                self._recovery.restarted(failure, time.monotonic() - began, reissued, requests=unfinished)
                 return
 
-    def _return(self, place: EngineSlot, worker: Worker, renewed: PendingResult[None]) -> None:
-        """An engine that was left out comes back, or another in its place."""
+    def _readmit(self, rank: int, worker: Worker, renewed: PendingResult[None]) -> None:
         began = time.monotonic()
         try:
-            with self._on_the_way(place, worker):
+            with self._slots.incoming(rank, worker):
                 renewed.result(why="forget requests")
-                self._move_in(place, worker)
+                self._install(rank, worker)
         except (RemoteError, WorkerDied, Stalled) as error:
-            if not self._over():
-                self._replace(place, worker, self._decide(place, worker, error), 0)
+            if not self._slots.stopped:
+                self._replace(rank, worker, self.decide(rank, worker, error), 0)
         else:
-            log.warning("%s is back after %.1f s", worker.spec.name, time.monotonic() - began)
+            log.warning("%s rejoined after %.1f s", worker.spec.name, time.monotonic() - began)
 
-    @contextlib.contextmanager
-    def _on_the_way(self, place: EngineSlot, worker: Worker) -> Iterator[None]:
-        """It can be ended while it comes: it may stand in everybody's way."""
-        with self._lock:
-            self._out[place.rank] = worker
-        try:
-            yield
-        finally:
-            with self._lock:
-                if self._out.get(place.rank) is worker:
-                    del self._out[place.rank]
-
-    def _move_in(self, place: EngineSlot, worker: Worker) -> None:
-        """Gives a new engine the current weights, and work."""
+    def _install(self, rank: int, worker: Worker) -> None:
+        """Loads the current weights and takes the slot; again if newer weights were published meanwhile."""
         while True:
-            weights = self.weights
+            weights = self._slots.weights
             if weights is not None and not self._load(worker, weights):
                 continue
-            with self._lock:
-                if self.weights != weights:
-                    continue
-                place.worker = worker
-                self._desk.owed.set(place.rank, 0)
-                self.changes += 1
-                asked = self._desk.share_out()
-            self.watch(place, worker)
-            self.listen(asked)
-            return
+            if self._slots.install(rank, worker, weights):
+                return
 
     def _load(self, worker: Worker, weights: tuple[WeightSource, int]) -> bool:
         """Whether the version was still current."""
@@ -244,10 +172,11 @@ class EngineFailover:
                 worker.submit(EngineAPI.load_weights, folder, version).result(why=f"weights of version {version}")
                 return True
         except RemoteError as error:
-            if error.code != StaleVersion.error_code:
+            if error.code != _STALE_VERSION:
                 raise
         waits.poll(
-            lambda: True if self.weights != weights or self._over() else None, kind="queue", whom="controller",
-            why="the version after the one that is replaced", stall_s=NEXT_VERSION_LIMIT_S, progress=source.moves,
+            lambda: True if self._slots.weights != weights or self._slots.stopped else None, kind="queue",
+            waits_for="controller", why="the version after the one that is replaced", stall_s=NEXT_VERSION_LIMIT_S,
+            progress=source.moves,
         )  # fmt: skip
-        return self._over()
+        return self._slots.stopped

@@ -132,5 +132,9 @@ class RecoveryManager:
                 return found
             with contextlib.suppress(WaitTimeout):
                 waits.event(
-                    self._heard, whom="supervisor", why="whom the verdict names", timeout_s=left, notice_after_s=None
+                    self._heard,
+                    waits_for="supervisor",
+                    why="the culprits of its verdict",
+                    timeout_s=left,
+                    notice_after_s=None,
                 )

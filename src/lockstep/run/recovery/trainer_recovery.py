@@ -9,14 +9,12 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from lockstep.base import waits
 from lockstep.base.bounded_wait import Stalled, WaitTimeout
-from lockstep.cluster.protocol import RemoteError, Worker, WorkerDied
+from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import CallError
 from lockstep.cluster.worker_failures import WorkerFailure, describe_failure, is_effect
 from lockstep.config.trainer import TrainerConfig
@@ -34,17 +32,23 @@ from lockstep.watch.recorder.commands import VERDICT_WAIT_S
 log = logging.getLogger(__name__)
 
 
+ABORT_LIMIT_S = VERDICT_WAIT_S + 1.0
+"""Within this time ranks leave a collective that is aborted. A rank that has not left it then computes, and is killed."""
+VERDICT_LIMIT_S = 2.0
+"""How long the verdict that explains an abort is waited for."""
+
+
 class MemoryCheckpointer:
-    """Written after every commit; gone with the run's shared memory, unlike a checkpoint."""
+    """Checkpoints in shared memory, written after every commit. They are lost with the run's shared memory."""
 
     def __init__(self, policy: TrainerGroup, folder: Path) -> None:
         self.policy, self.folder = policy, folder
         self._full = False
-        shutil.rmtree(folder, ignore_errors=True)  # what an earlier controller's ranks have left goes beyond our steps
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier controller's ranks may have been ahead of this run
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, version: int) -> None:
-        """Has every rank copy its part. Where there is no room after all, that is said, and not tried again."""
+        """Makes every rank copy its part. If there is no room, logs a warning and stops copying."""
         if self._full:
             return
         try:
@@ -57,7 +61,7 @@ class MemoryCheckpointer:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def restore(self, at_least: int) -> int | None:
-        """Loads the newest copy that all ranks have, unless it is older than that; which version it is of."""
+        """Loads the newest copy that all ranks have and returns its version; None if it is older than `at_least`."""
         version = newest_memory_checkpoint(self.folder, self.policy.ranks)
         if version is None or version < at_least:
             return None
@@ -66,42 +70,28 @@ class MemoryCheckpointer:
         except RemoteError as error:
             if error.code != MemoryCheckpointMissing.error_code:
                 raise
-            log.warning("%s; going on from the checkpoint", error.message)
+            log.warning("%s; restoring the checkpoint instead", error.message)
             return None
         return version
-
-
-ABORT_LIMIT_S = VERDICT_WAIT_S + 1.0
-"""Within which ranks are out of a collective that is ended; who is not computes, and is ended as it is."""
-VERDICT_LIMIT_S = 2.0
-"""After the ranks were let go of, within which the verdict that says why is heard."""
-
-
-class TrainerLauncher(Protocol):
-    """Who starts and ends trainer ranks."""
-
-    def ranks(self, count: int) -> list[Worker]: ...
-
-    def dismiss(self, workers: Sequence[Worker]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryContext:
     """What recovery of the trainer needs besides the trainer."""
 
-    recovery: RecoveryManager
-    forms: TrainerLauncher
+    manager: RecoveryManager
+    launcher: WorkerLauncher
     memory: MemoryCheckpointer | None = None
-    """None where the state is not copied."""
+    """None if the state is not copied to shared memory."""
 
 
 class TrainerRecovery:
-    """The policy's ranks as a whole."""
+    """Restarts all ranks of the policy."""
 
     def __init__(
         self,
         policy: TrainerGroup,
-        healing: RecoveryContext,
+        context: RecoveryContext,
         checkpoints: CheckpointManager,
         ledger: Ledger,
         weights: WeightPublisher | None,
@@ -109,88 +99,88 @@ class TrainerRecovery:
     ) -> None:
         self.policy, self.config, self.checkpoints = policy, config, checkpoints
         self.ledger, self.weights = ledger, weights
-        self.recovery, self.forms, self.memory = healing.recovery, healing.forms, healing.memory
+        self.manager, self.launcher, self.memory = context.manager, context.launcher, context.memory
 
-    def heal(self, error: CallError, version: int) -> int:
-        """Brings the ranks back after `error`, which came with `version_numbers` steps done; the steps behind their
-        state.
+    def recover(self, error: CallError, version: int) -> int:
+        """Restarts the ranks after an error that came when `version` steps were done; the steps in the restored state.
 
         Raises:
-            GaveUp: there is no restart for it, or none any more.
-            RemoteError, WorkerDied, Stalled: `error`, where it is not the trainer's or says all there is to say.
+            GaveUp: the failure gets no (further) restart.
+            RemoteError, WorkerDied, Stalled: `error`, if it is not the trainer's or needs no further explanation.
         """
         began = time.monotonic()
-        failure = self._cause(error)
-        self.recovery.decide(failure, error)
+        failure = self._root_cause(error)
+        self.manager.decide(failure, error)
         ranks, restored = self.policy.ranks, None
         while restored is None:
             try:
                 restored = self._rebuild(ranks)
             except (RemoteError, WorkerDied, Stalled) as again:
-                who = self._who(again, others=True)
-                late = describe_failure(again, "policy", *who, self.recovery.step, starting=True)
-                action = self.recovery.decide(late, again, next_smaller_ranks(self.config, ranks))
+                culprit = self._culprit(again, starting=True)
+                late = describe_failure(again, "policy", *culprit, self.manager.step, starting=True)
+                action = self.manager.decide(late, again, next_smaller_ranks(self.config, ranks))
                 ranks = action.ranks if isinstance(action, FewerRanks) else ranks
         count = version - restored
-        told = f", {count} step{'s are' if count > 1 else ' is'} trained again" if count > 0 else ""
-        self.recovery.restarted(failure, time.monotonic() - began, told, restored=restored, again=count)
+        trained_again = f", {count} step{'s are' if count > 1 else ' is'} trained again" if count > 0 else ""
+        self.manager.restarted(failure, time.monotonic() - began, trained_again, restored=restored, again=count)
         return restored
 
-    def _cause(self, error: CallError) -> WorkerFailure:
-        """What failed first. An error of a rank whose collective was ended is an effect: it was who died meanwhile, or
-        whom a verdict names, whichever of the two is heard of first. Raises `error` where it is not the trainer's."""
-        failure = describe_failure(error, "policy", *self._who(error), self.recovery.step)
+    def _root_cause(self, error: CallError) -> WorkerFailure:
+        """The first failure. The error of a rank whose collective was aborted is an effect: the cause is a rank that
+        died meanwhile, or one that a verdict names, whichever is known first. Raises `error` if it is not the
+        trainer's."""
+        failure = describe_failure(error, "policy", *self._culprit(error), self.manager.step)
         if not is_effect(error) and not isinstance(error, WorkerDied):
             return failure
         ranks = {worker.spec.name: worker.spec.rank for worker in self.policy.workers}
-        dead = self._let_go()
+        dead = self._wait_for_aborts()
         if isinstance(error, WorkerDied):
             return failure
         if dead is not None:
-            return describe_failure(dead, "policy", dead.worker, dead.rank, self.recovery.step)
-        name = self.recovery.accused(ranks, VERDICT_LIMIT_S)
+            return describe_failure(dead, "policy", dead.worker, dead.rank, self.manager.step)
+        name = self.manager.accused(ranks, VERDICT_LIMIT_S)
         if name is None:
             return failure
-        return WorkerFailure("policy", name, ranks[name], "stalled", "held up the other ranks", step=self.recovery.step)
+        return WorkerFailure("policy", name, ranks[name], "stalled", "held up the other ranks", step=self.manager.step)
 
-    def _let_go(self) -> WorkerDied | None:
-        """Waits until the ranks are out of what they were in: those whose collective was ended are told why, and say so
-        in their logs. The rank that is found to have died."""
-        asked = [worker.submit(PolicyAPI.info) for worker in self.policy.workers]
+    def _wait_for_aborts(self) -> WorkerDied | None:
+        """Waits until the ranks have left their aborted collectives, so that their logs say why; a rank that died."""
+        calls = [worker.submit(PolicyAPI.info) for worker in self.policy.workers]
         with contextlib.suppress(WaitTimeout):
             waits.poll(
-                lambda: all(each.done() for each in asked) or None, kind="call", whom="trainer ranks",
+                lambda: all(call.done() for call in calls) or None, kind="call", waits_for="trainer ranks",
                 why="their collectives end", timeout_s=ABORT_LIMIT_S, notice_after_s=None,
             )  # fmt: skip
-        for each in asked:
+        for call in calls:
             try:
-                if each.done():
-                    each.result(why="their collectives end")
+                if call.done():
+                    call.result(why="their collectives end")
             except WorkerDied as death:
                 return death
             except RemoteError:
                 continue
         return None
 
-    def _who(self, error: CallError, others: bool = False) -> tuple[str, int]:
-        """Name and rank of who failed. Raises `error` where it is none of the policy's, unless `others` may be meant:
-        ranks that did not come up."""
-        name = error.whom if isinstance(error, Stalled) else error.worker
+    def _culprit(self, error: CallError, starting: bool = False) -> tuple[str, int]:
+        """Name and rank of the worker that failed. Raises `error` if it is not the policy's. While ranks are starting,
+        any error is theirs."""
+        name = error.waits_for if isinstance(error, Stalled) else error.worker
         ranks = {worker.spec.name: worker.spec.rank for worker in self.policy.workers}
         if name in ranks:
             return name, ranks[name]
-        if not others and not set(name.split(", ")) & set(ranks):
+        if not starting and not set(name.split(", ")) & set(ranks):
             raise error
         return name, 0
 
     def _rebuild(self, ranks: int) -> int:
-        self.forms.dismiss(self.policy.workers)
+        """Starts that many ranks and restores their state; the steps in it."""
+        self.launcher.kill(self.policy.workers)
         self.checkpoints.writer_lost()
-        workers = self.forms.ranks(ranks)
+        workers = self.launcher.launch("policy", range(ranks))
         try:
             self.policy.use(workers, set_up_ranks(workers))
         except BaseException:
-            self.forms.dismiss(workers)
+            self.launcher.kill(workers)
             raise
         newest = self.checkpoints.newest() or 0
         restored = None if self.memory is None else self.memory.restore(at_least=newest)

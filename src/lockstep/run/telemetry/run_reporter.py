@@ -53,10 +53,10 @@ def format_wait(wait: WaitRecord | None, doing: Callable[[str], str], now_ns: in
     """A wait, and what those do who are waited for."""
     if wait is None:
         return ""
-    names = wait.whom.partition(" and ")[0].split(", ")
+    names = wait.waits_for.partition(" and ")[0].split(", ")
     said = [f"{name} {what}" for name in names[:MAX_WORKERS_SHOWN] if (what := doing(name))]
     told = f": {'; '.join(said)}" if said else ""
-    return f"{wait.whom} ({wait.why}) for {format_duration((now_ns - wait.since_ns) / 1e9)}{told}"
+    return f"{wait.waits_for} ({wait.why}) for {format_duration((now_ns - wait.since_ns) / 1e9)}{told}"
 
 
 class StageTimers:

@@ -110,7 +110,7 @@ class AgentClient:
     ) -> int:  # fmt: skip
         """Starts a worker and returns its pid; see `submit_spawn`. Raises AgentError."""
         pending = self.submit_spawn(name, argv, log_path=log_path, env=env, cwd=cwd, preload=preload)
-        return waits.future(pending, whom="agent", why=f"start of {name}", timeout_s=timeout_s)
+        return waits.future(pending, waits_for="agent", why=f"start of {name}", timeout_s=timeout_s)
 
     def submit_spawn(
         self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None,
@@ -178,14 +178,14 @@ class AgentClient:
                 raise self._gone
             return self.exit_of(name)
 
-        return waits.poll(ended, kind="process", whom=name, why=why, timeout_s=timeout_s)
+        return waits.poll(ended, kind="process", waits_for=name, why=why, timeout_s=timeout_s)
 
     def leave(self, grace_s: float = 2.0) -> "builtins.list[str]":
         """Ends all workers (SIGTERM, after `grace_s` SIGKILL) and the agent; names of those that even SIGKILL did
         not remove within seconds. Idempotent."""
         try:
             pending = self._submit("leave", grace_s=grace_s)
-            reply = waits.future(pending, whom="agent", why="all workers leave", timeout_s=grace_s + 15.0)
+            reply = waits.future(pending, waits_for="agent", why="all workers leave", timeout_s=grace_s + 15.0)
             remaining = [str(name) for name in reply["remaining"]]
         except AgentGone:
             remaining = []
@@ -193,7 +193,7 @@ class AgentClient:
         if self._silence is None:
             waits.poll(
                 lambda: None if processes.is_alive(self.address.pid, self.address.start_ticks) else True,
-                kind="process", whom="agent", why="its end", timeout_s=10.0,
+                kind="process", waits_for="agent", why="its end", timeout_s=10.0,
             )  # fmt: skip
         return remaining
 
@@ -202,7 +202,7 @@ class AgentClient:
         self._closed = True
         self._connection.close()
         if threading.current_thread() is not self._thread:
-            waits.join(self._thread, whom="agent client", why="its thread ends", timeout_s=5.0)
+            waits.join(self._thread, waits_for="agent client", why="its thread ends", timeout_s=5.0)
 
     @property
     def alive(self) -> bool:
@@ -223,7 +223,7 @@ class AgentClient:
 
     def _ask(self, operation: str, **arguments: Any) -> dict[str, Any]:
         pending = self._submit(operation, **arguments)
-        return waits.future(pending, whom="agent", why=operation, timeout_s=self._timeout_s)
+        return waits.future(pending, waits_for="agent", why=operation, timeout_s=self._timeout_s)
 
     def _submit(self, operation: str, **arguments: Any) -> "Future[dict[str, Any]]":
         answer: Future[dict[str, Any]] = Future()
@@ -249,7 +249,8 @@ class AgentClient:
         pid = os.getpid()
         attach = {
             "id": f"{self._prefix}-attach-{secrets.token_hex(4)}", "op": "attach", "pid": pid,
-            "start": processes.start_ticks(pid), "place": processes.pid_namespace() if self._silence is None else "elsewhere",
+            "start": processes.start_ticks(pid),
+            "place": processes.pid_namespace() if self._silence is None else "elsewhere",
             "patience_s": 0.0 if self._silence is None else self._silence.limit_s, "after": self._seen,
         }  # fmt: skip
         connection.send(json.dumps(attach).encode())
@@ -372,7 +373,7 @@ def start_agent(
         return None
 
     try:
-        return waits.poll(up, kind="process", whom="agent", why="its address", timeout_s=timeout_s)
+        return waits.poll(up, kind="process", waits_for="agent", why="its address", timeout_s=timeout_s)
     except BaseException:
         popen.kill()
         raise

@@ -17,6 +17,8 @@ from lockstep.watch.procfs import exit_causes
 
 DUMP_BYTES = 4 << 20
 """Of a host's flight recorders together."""
+_WAIT_KEYS = {"waits_for": "whom"}
+"""Fields of a wait that `beacons.json` calls otherwise."""
 MAX_PROCESSES = 32
 """Processes of a host, at most: with more, those that were not named first are like the others."""
 
@@ -58,8 +60,10 @@ def read_dumps(folder: Path) -> dict[str, str]:
 
 
 def beacon_to_json(state: BeaconState) -> dict[str, Any]:
-    """A beacon as JSON has it."""
-    return dict(_to_plain(dataclasses.asdict(state)))
+    """A beacon as an incident's `beacons.json` holds it."""
+    found = dict(_to_plain(dataclasses.asdict(state)))
+    found["waits"] = [{_WAIT_KEYS.get(name, name): value for name, value in wait.items()} for wait in found["waits"]]
+    return found
 
 
 def _to_plain(value: Any) -> Any:

@@ -217,7 +217,7 @@ class ProcessMonitor:
         there: dict[tuple[str, int], dict[int, int]] = {}
         for seen in self.seen.values():
             for wait in seen.beacon.waits if seen.living and seen.beacon is not None else ():
-                expected = parse_rendezvous(wait.kind, wait.whom, wait.why).expected
+                expected = parse_rendezvous(wait.kind, wait.waits_for, wait.why).expected
                 if expected is not None and now - wait.since_ns > RANK_SEARCH_S * 1e9:
                     there.setdefault((seen.role, expected.size), {})[seen.rank] = seen.pid
         if not there:

@@ -99,10 +99,10 @@ class Roster:
 
 @dataclass(frozen=True, slots=True)
 class WaitReport:
-    """A wait of a process, by whom it names. Ages in seconds."""
+    """A wait of a process, by the names it gives. Ages in seconds."""
 
     process: int
-    whom: str
+    waits_for: str
     kind: str = ""
     why: str = ""
     since: float = NAN
@@ -172,10 +172,11 @@ def pack_calls(calls: Iterable[tuple[int, int, int]]) -> bytes:
 def wait_report(process: int, record: WaitRecord, now_ns: int, main: bool = True) -> WaitReport:
     """A wait that a beacon shows. `now_ns` is the same monotonic clock."""
     since, moved = (now_ns - record.since_ns) / 1e9, (now_ns - record.moved_ns) / 1e9
-    told = parse_rendezvous(record.kind, record.whom, record.why)
+    told = parse_rendezvous(record.kind, record.waits_for, record.why)
     left = NAN if record.deadline_ns is None else (record.deadline_ns - now_ns) / 1e9
     return WaitReport(
-        process, record.whom, record.kind, record.why, since, moved, main=main, idle=record.why == WAITING_FOR_WORK,
+        process, record.waits_for, record.kind, record.why, since, moved, main=main,
+        idle=record.why == WAITING_FOR_WORK,
         meeting=told.name, members=told.members, expected=told.expected, left=left,
     )  # fmt: skip
 
@@ -290,7 +291,7 @@ def _encode_note(note: ProcessNote) -> dict[str, Any]:
 
 
 def _encode_wait(wait: WaitReport) -> dict[str, Any]:
-    said: dict[str, Any] = {"process": wait.process, "whom": wait.whom, "kind": wait.kind, "why": wait.why}
+    said: dict[str, Any] = {"process": wait.process, "whom": wait.waits_for, "kind": wait.kind, "why": wait.why}
     for name, age in (("since", wait.since), ("moved", wait.moved), ("left", wait.left)):
         if not math.isnan(age):
             said[name] = round(age, 4)
@@ -315,4 +316,4 @@ def _decode_wait(said: Mapping[str, Any]) -> WaitReport:
         fields["needs"] = WaitCondition(fields["needs"])
     if "expected" in fields:
         fields["expected"] = ExpectedRanks(*fields["expected"])
-    return WaitReport(**fields)
+    return WaitReport(waits_for=fields.pop("whom"), **fields)

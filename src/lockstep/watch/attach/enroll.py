@@ -127,10 +127,10 @@ def _show_rendezvous(run: str, dist: Any) -> None:
             return meet(*args, **kwargs)
         _enroll_rank(run, joins.rank)
         first, last = launcher_env.ranks_on_this_host(joins.rank, joins.world, joins.place, os.environ)
-        whom = rendezvous_wait.rendezvous_target(rendezvous_wait.ExpectedRanks(first, last, joins.world))
+        waits_for = rendezvous_wait.rendezvous_target(rendezvous_wait.ExpectedRanks(first, last, joins.world))
         with track_wait(
             rendezvous_wait.RENDEZVOUS,
-            whom,
+            waits_for,
             rendezvous_wait.rendezvous_reason(joins.rank, f"the rendezvous of {joins.world} ranks"),
         ):
             return meet(*args, **kwargs)

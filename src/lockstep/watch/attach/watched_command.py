@@ -139,9 +139,9 @@ def _terminate(process: "subprocess.Popen[bytes]") -> None:
     below = _process_tree(process.pid)
     process.terminate()
     with contextlib.suppress(WaitTimeout):
-        waits.process(process, whom="the command", why="its end after SIGTERM", timeout_s=GRACE_S)
+        waits.process(process, waits_for="the command", why="its end after SIGTERM", timeout_s=GRACE_S)
     _kill([*below, *_process_tree(process.pid)])
-    waits.process(process, whom="the command", why="its end after SIGKILL", timeout_s=GRACE_S)
+    waits.process(process, waits_for="the command", why="its end after SIGKILL", timeout_s=GRACE_S)
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str]) -> "subprocess.Popen[bytes]":

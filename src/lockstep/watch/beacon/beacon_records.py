@@ -18,7 +18,7 @@ class WaitRecord:
     """A wait that a thread is in. Times are nanoseconds of the host's monotonic clock."""
 
     kind: str
-    whom: str
+    waits_for: str
     why: str
     since_ns: int
     deadline_ns: int | None

@@ -42,7 +42,7 @@ class WaitRow:
     """A wait; `left_s` is the time to its bound as things stand, None without one."""
 
     kind: str
-    whom: str
+    waits_for: str
     why: str
     since_s: float
     stalled_s: float
@@ -133,7 +133,13 @@ def _counter_row(
 def _wait_row(now: BeaconSnapshot, wait: WaitRecord) -> WaitRow:
     left = None if wait.deadline_ns is None else (wait.deadline_ns - now.at_ns) / 1e9
     return WaitRow(
-        wait.kind, wait.whom, wait.why, _age_s(now, wait.since_ns), _age_s(now, wait.moved_ns), left, wait.thread_name
+        wait.kind,
+        wait.waits_for,
+        wait.why,
+        _age_s(now, wait.since_ns),
+        _age_s(now, wait.moved_ns),
+        left,
+        wait.thread_name,
     )
 
 
@@ -157,7 +163,7 @@ def describe_process(row: ProcessRow) -> str:
         return f"{row.state} in {row.stage or 'no stage'}"
     if row.waits:
         wait = row.waits[0]
-        return f"waits {wait.since_s:.0f} s for {wait.whom} ({wait.kind}): {wait.why}"
+        return f"waits {wait.since_s:.0f} s for {wait.waits_for} ({wait.kind}): {wait.why}"
     return ", ".join(describe_counter(counter) for counter in row.counters) or row.stage or row.state
 
 
@@ -170,7 +176,7 @@ def describe_counter(counter: CounterRow) -> str:
 
 def wait_edges(rows_: Iterable[ProcessRow]) -> list[tuple[str, str, float]]:
     """Who waits for whom and since how many seconds, the longest first: the edges of a wait graph."""
-    edges = [(row.name, wait.whom, wait.since_s) for row in rows_ for wait in row.waits]
+    edges = [(row.name, wait.waits_for, wait.since_s) for row in rows_ for wait in row.waits]
     return sorted(edges, key=lambda edge: -edge[2])
 
 

@@ -140,7 +140,7 @@ def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events
     waits = [
         WaitRecord(
             decode_text(kind),
-            decode_text(whom),
+            decode_text(waits_for),
             decode_text(why),
             since,
             deadline or None,
@@ -148,7 +148,7 @@ def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events
             thread,
             decode_text(thread_name),
         )
-        for _, (thread, since, deadline, moved, kind, whom, why, thread_name) in reading.records(
+        for _, (thread, since, deadline, moved, kind, waits_for, why, thread_name) in reading.records(
             WAITS_AT, 384, MAX_WAITS, WAIT_STRUCT
         )
         if since

@@ -183,7 +183,8 @@ class Beacon:
             if self._open:
                 self._waits[slot].write(
                     wait.thread, wait.since_ns, wait.deadline_ns or 0, wait.moved_ns,
-                    encode_text(wait.kind, 24), encode_text(wait.whom, 96), encode_text(wait.why, 160), encode_text(wait.thread_name, 32),
+                    encode_text(wait.kind, 24), encode_text(wait.waits_for, 96), encode_text(wait.why, 160),
+                    encode_text(wait.thread_name, 32),
                 )  # fmt: skip
 
     def free_wait_slot(self, slot: int) -> None:

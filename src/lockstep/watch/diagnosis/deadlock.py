@@ -152,16 +152,16 @@ def _wait_fact(case: DiagnosisContext, graph: WaitGraph, node: int, side: set[in
     names = case.evidence.processes.who
     who = summarize_list(sorted(side), 4, lambda each: names[each].name)
     blockers = graph.blockers(node)
-    whom = summarize_list(blockers, 4, lambda each: names[each].name)
+    waits_for = summarize_list(blockers, 4, lambda each: names[each].name)
     if graph.edge[node] >= 0:
         edge = case.evidence.edges[int(graph.edge[node])]
-        return Fact(f"{who} waits for {whom} ({edge.kind}): {edge.why}", "waits")
+        return Fact(f"{who} waits for {waits_for} ({edge.kind}): {edge.why}", "waits")
     communicator, seq = int(graph.communicator[node]), int(graph.seq[node])
     call, site = case.call(communicator, seq)
     name = case.evidence.communicators.about[communicator].name
     operation = call.operation if call else "collective"
     at = f" at {site}" if site else ""
-    return Fact(f"{who} in {operation} #{seq} on '{name}'{at}, which {whom} has not entered", "waits")
+    return Fact(f"{who} in {operation} #{seq} on '{name}'{at}, which {waits_for} has not entered", "waits")
 
 
 def find_out_of_order(case: DiagnosisContext, nodes: Sequence[tuple[int, int]]) -> list[int]:

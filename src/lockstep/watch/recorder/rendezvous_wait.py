@@ -71,8 +71,8 @@ def group_init_wait(
         return contextlib.nullcontext()
     rank = world.rank()
     role, found, life = own.path.stem.partition(f"-{rank}")
-    whom = ", ".join(f"{role}-{each}{life}" for each in sorted(ranks) if each != rank)
-    if not found or len(whom) > MAX_TARGET_CHARS:
+    waits_for = ", ".join(f"{role}-{each}{life}" for each in sorted(ranks) if each != rank)
+    if not found or len(waits_for) > MAX_TARGET_CHARS:
         return contextlib.nullcontext()
     what = f"{(about or 'communicator')[:24]} ({name[:16]})"
-    return track_wait(RENDEZVOUS, whom, rendezvous_reason(rank, what, sorted(ranks)))
+    return track_wait(RENDEZVOUS, waits_for, rendezvous_reason(rank, what, sorted(ranks)))

@@ -291,7 +291,7 @@ def _build_edges(layout: JobLayout, heard: Sequence[HostState], aliases: Mapping
 def _build_edge(
     layout: JobLayout, process: int, wait: WaitReport, at: float, aliases: Mapping[str, WaitAlias]
 ) -> WaitEdge:
-    on, needs, outside = _resolve_target(layout, wait.whom, aliases)
+    on, needs, outside = _resolve_target(layout, wait.waits_for, aliases)
     elsewhere = 0
     if outside and wait.meeting:
         on, outside = layout.by_role[layout.who[process].role], ""
@@ -318,16 +318,16 @@ def _build_edge(
 
 
 def _resolve_target(
-    layout: JobLayout, whom: str, aliases: Mapping[str, WaitAlias]
+    layout: JobLayout, waits_for: str, aliases: Mapping[str, WaitAlias]
 ) -> tuple[tuple[int, ...], WaitCondition, str]:
     """Processes, how many of them are needed, and the name where they are none of the job's."""
-    if whom in layout.by_name:
-        return (layout.by_name[whom],), WaitCondition.ALL, ""
-    if whom in aliases:
-        alias = aliases[whom]
+    if waits_for in layout.by_name:
+        return (layout.by_name[waits_for],), WaitCondition.ALL, ""
+    if waits_for in aliases:
+        alias = aliases[waits_for]
         return layout.by_role.get(alias.role, ()), alias.needs, ""
-    if whom in layout.by_role:
-        return layout.by_role[whom], WaitCondition.ALL, ""
-    names = whom.split(" and ")[0].split(", ")
+    if waits_for in layout.by_role:
+        return layout.by_role[waits_for], WaitCondition.ALL, ""
+    names = waits_for.split(" and ")[0].split(", ")
     several = tuple(layout.by_name[name] for name in names if name in layout.by_name)
-    return (several, WaitCondition.ALL, "") if several else ((), WaitCondition.ALL, whom)
+    return (several, WaitCondition.ALL, "") if several else ((), WaitCondition.ALL, waits_for)

@@ -99,7 +99,7 @@ class RemoteSupervisorClient:
     def close(self, timeout_s: float = 7.0) -> None:
         self._closing.set()
         with contextlib.suppress(WaitTimeout):
-            waits.join(self._thread, whom="joined", why="its thread ends", timeout_s=timeout_s)
+            waits.join(self._thread, waits_for="joined", why="its thread ends", timeout_s=timeout_s)
 
     def _keep(self) -> None:
         there = ServiceAddress(self._meeting.run, WATCH_GENERATION, self._meeting.host, self._meeting.port, 0)

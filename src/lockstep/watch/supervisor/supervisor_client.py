@@ -95,7 +95,8 @@ def subscribe(address: ServiceAddress, token: str, name: str, after: int = 0, ti
     )  # fmt: skip
     pid = os.getpid()
     hello = {
-        "id": "subscribe", "op": "subscribe", "pid": pid, "start": processes.start_ticks(pid), "place": processes.pid_namespace(),
+        "id": "subscribe", "op": "subscribe", "pid": pid, "start": processes.start_ticks(pid),
+        "place": processes.pid_namespace(),
         "after": after,
     }  # fmt: skip
     connection.send(json.dumps(hello).encode())
@@ -146,17 +147,17 @@ class SupervisorClient:
         self._send({"id": "leave", "op": "leave"})
         if threading.current_thread() is not self._thread:
             with contextlib.suppress(WaitTimeout):
-                waits.join(self._thread, whom="supervision", why="its thread ends", timeout_s=timeout_s)
+                waits.join(self._thread, waits_for="supervision", why="its thread ends", timeout_s=timeout_s)
         popen = self._popen
         if popen is None:
             return
         if self._connection is None:  # still on its way up
             popen.terminate()
         try:
-            waits.process(popen, whom="supervisor", why="its end", timeout_s=timeout_s, notice_after_s=None)
+            waits.process(popen, waits_for="supervisor", why="its end", timeout_s=timeout_s, notice_after_s=None)
         except WaitTimeout:
             popen.kill()
-            waits.process(popen, whom="supervisor", why="its end after SIGKILL", timeout_s=10.0)
+            waits.process(popen, waits_for="supervisor", why="its end after SIGKILL", timeout_s=10.0)
 
     def _keep(self) -> None:
         while not self._closing.is_set() and not is_superseded(self._settings.run, self._settings.generation):

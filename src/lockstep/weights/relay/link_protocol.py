@@ -38,9 +38,9 @@ class RelayReceiverInfo:
 
 def handshake_with_receiver(store: Store, link: RelayLink, plan: WeightPlan, limit_s: float) -> RelayReceiverInfo:
     """The sender's part: who receives. Raises PlanMismatch, and LinkFailed where nobody came."""
-    whom = f"courier of {link.receiver}"
+    waits_for = f"courier of {link.receiver}"
     raw = wait_for_key(
-        store, f"{link.number}/receiver/{link.receiver}", link.name, link.receiver, whom, stall_s=limit_s
+        store, f"{link.number}/receiver/{link.receiver}", link.name, link.receiver, waits_for, stall_s=limit_s
     )
     card = RelayReceiverInfo(**json.loads(raw))
     if card.digest == plan.digest:
@@ -94,7 +94,7 @@ def _read_sender_key(store: Store, link: RelayLink, what: str) -> bytes | None:
     key = f"{link.number}/{what}"
     if not store.check([key]):
         return None
-    return waits.store_get(store, key, whom="the store", why=f"{link.name}: {what}", timeout_s=STORE_CONNECT_S)
+    return waits.store_get(store, key, waits_for="the store", why=f"{link.name}: {what}", timeout_s=STORE_CONNECT_S)
 
 
 SMALL_RANGE_BYTES = 256 << 10

@@ -114,7 +114,7 @@ class FileLinkReceiver:
 
         try:
             waits.poll(
-                there, kind="file", whom=f"courier of {link.sender}", why=link.name, stall_s=limit_s,
+                there, kind="file", waits_for=f"courier of {link.sender}", why=link.name, stall_s=limit_s,
                 progress=lambda: _current_size(scratch),
             )  # fmt: skip
         except WaitTimeout as error:

@@ -2,13 +2,12 @@
 
 import logging
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from lockstep.base import waits
 from lockstep.base.bounded_wait import Stalled
-from lockstep.cluster.protocol import NodeInfo, PendingResult, RemoteError, Worker, WorkerDied
+from lockstep.cluster.protocol import NodeInfo, PendingResult, RemoteError, Worker, WorkerDied, WorkerLauncher
 from lockstep.cluster.rpc.futures import gather_results
 from lockstep.weights.errors import LinkFailed
 from lockstep.weights.relay.api import RelayAPI
@@ -74,13 +73,6 @@ class ClusterNodes(Protocol):
     def node_of(self, worker: Worker) -> NodeInfo: ...
 
 
-class RelayLauncher(Protocol):
-    """Who starts and ends couriers."""
-
-    def courier(self, node: NodeInfo) -> Worker: ...
-    def dismiss(self, workers: Sequence[Worker]) -> None: ...
-
-
 class RelayManager:
     """Where couriers are, or are to be.
 
@@ -90,9 +82,9 @@ class RelayManager:
     """
 
     def __init__(
-        self, cluster: ClusterNodes, hires: RelayLauncher, plan: WeightPlan, limit_s: float, name: str
+        self, cluster: ClusterNodes, launcher: WorkerLauncher, plan: WeightPlan, limit_s: float, name: str
     ) -> None:
-        self._cluster, self._hires, self._plan, self._limit_s = cluster, hires, plan, limit_s
+        self._cluster, self._launcher, self._plan, self._limit_s = cluster, launcher, plan, limit_s
         self.name, self.writers = name, 0
         """Of the stores: where, and for how many ranks."""
         self._lock = threading.Lock()
@@ -129,7 +121,7 @@ class RelayManager:
     def wait(self, node: RelayNode, why: str) -> None:
         """Until it is ready. Raises as `ready`, and WaitTimeout."""
         waits.poll(
-            lambda: self.ready(node) or None, kind="call", whom=f"courier of {node.info.name}", why=why,
+            lambda: self.ready(node) or None, kind="call", waits_for=f"courier of {node.info.name}", why=why,
             timeout_s=RELAY_START_S, every_s=RELAY_POLL_S,
         )  # fmt: skip
 
@@ -149,13 +141,14 @@ class RelayManager:
 
     def _hire(self, node: RelayNode) -> None:
         if node.courier is not None and not node.fit:
-            self._hires.dismiss([node.courier])
+            self._launcher.kill([node.courier])
             node.courier = None
         if node.courier is None:
             if not self.lives(node):
                 raise LinkFailed(f"weights to {node.info.name}", node.info.name, "the node is lost")
             try:
-                node.courier, node.folder, node.stuck = self._hires.courier(node.info), "", False
+                (node.courier,) = self._launcher.launch("weights", node=node.info)
+                node.folder, node.stuck = "", False
             except ValueError as error:  # the cluster has no such node any more
                 raise LinkFailed(f"weights to {node.info.name}", node.info.name, str(error)) from error
         folder = self.folder(node)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.base import waits
 from lockstep.base.bounded_wait import Stalled
-from lockstep.cluster.protocol import RemoteError, Worker
+from lockstep.cluster.protocol import RemoteError, Worker, WorkerLauncher
 from lockstep.cluster.rpc.futures import gather_outcomes, gather_results
 from lockstep.weights.errors import BufferHeld, LinkFailed
 from lockstep.weights.relay.api import ReceiveResult, RelayAPI
@@ -26,7 +26,7 @@ from lockstep.weights.relay.broadcast_tree import (
     RelayTransfer,
     is_permanent,
 )
-from lockstep.weights.relay.relay_manager import RELAY_POLL_S, ClusterNodes, RelayLauncher, RelayManager, RelayNode
+from lockstep.weights.relay.relay_manager import RELAY_POLL_S, ClusterNodes, RelayManager, RelayNode
 from lockstep.weights.shared_memory import ProcessLineage
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_transport import WriteVersion
@@ -46,10 +46,10 @@ class RelayTransport:
     """
 
     def __init__(
-        self, cluster: ClusterNodes, hires: RelayLauncher, plan: WeightPlan, limit_s: float, name: str = "weights"
+        self, cluster: ClusterNodes, launcher: WorkerLauncher, plan: WeightPlan, limit_s: float, name: str = "weights"
     ) -> None:
         self._cluster, self._limit_s = cluster, limit_s
-        self._posts = RelayManager(cluster, hires, plan, limit_s, name)
+        self._posts = RelayManager(cluster, launcher, plan, limit_s, name)
         self._base = name
         self._former: list[str] = []
         """Stores that engines may have versions from until the next publish."""
@@ -137,8 +137,8 @@ class RelayTransport:
             finally:
                 self._release(claim)
         if node.version != version and self._published == version:
-            whom, why = f"courier of {node.info.name}", f"weights of version {version}: {problem}"
-            raise Stalled("transfer", whom, why, self._limit_s, self._limit_s)
+            waits_for, why = f"courier of {node.info.name}", f"weights of version {version}: {problem}"
+            raise Stalled("transfer", waits_for, why, self._limit_s, self._limit_s)
 
     def moves(self) -> object:
         return self._published, self._moves
@@ -180,7 +180,7 @@ class RelayTransport:
             node.urgent = node.urgent or urgent
             try:
                 waits.condition(
-                    self._news, free, whom=f"courier of {node.info.name}", why="its transfer under way",
+                    self._news, free, waits_for=f"courier of {node.info.name}", why="its transfer under way",
                     stall_s=self._limit_s + SENDER_ANSWER_S, progress=moves,
                 )  # fmt: skip
             finally:
@@ -266,9 +266,9 @@ class RelayTransport:
                 if isinstance(error, RemoteError):  # the commit: something is not there
                     missing = self._homes[1:]
                 last = error
-        whom = ", ".join(self._writers[rank] for rank in self._ranks[node.info.name])
+        waits_for = ", ".join(self._writers[rank] for rank in self._ranks[node.info.name])
         why = f"version {version} of the weights from {node.info.name}: {last}"
-        raise Stalled("transfer", whom, why, time.monotonic() - began, self._limit_s)
+        raise Stalled("transfer", waits_for, why, time.monotonic() - began, self._limit_s)
 
     def _commit(self, home: RelayNode, version: int) -> None:
         self._posts.wait(home, f"commit version {version}")
@@ -313,7 +313,7 @@ class RelayTransport:
 
         # The round has its own bound, which is reached before this one.
         waits.poll(
-            look, kind="transfer", whom=", ".join(node.info.name for node in missing) or "nobody",
+            look, kind="transfer", waits_for=", ".join(node.info.name for node in missing) or "nobody",
             why=f"weights of version {version}", every_s=RELAY_POLL_S, progress=round_.progress,
             stall_s=2 * self._limit_s + SENDER_ANSWER_S,
         )  # fmt: skip

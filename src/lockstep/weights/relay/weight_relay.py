@@ -268,7 +268,8 @@ class WeightRelay(RelayAPI):
                 return None
 
         waits.poll(
-            made, kind="event", whom=f"courier of {self.node}", why="digests of the version", stall_s=self._limit_s,
+            made, kind="event", waits_for=f"courier of {self.node}", why="digests of the version",
+            stall_s=self._limit_s,
             progress=going_on,
         )  # fmt: skip
         try:

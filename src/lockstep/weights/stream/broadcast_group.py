@@ -52,7 +52,11 @@ class BroadcastGroup:
                 # Bringing NCCL up blocks without a bound where a peer is lost meanwhile; so it blocks somebody else.
                 forming = run_in_thread(lambda: self._form(store, rank), f"forms {channel.name}")
                 self._group = waits.future(
-                    forming, whom="all members", why=channel.name, timeout_s=channel.limit_s + 5, notice_after_s=None
+                    forming,
+                    waits_for="all members",
+                    why=channel.name,
+                    timeout_s=channel.limit_s + 5,
+                    notice_after_s=None,
                 )
             else:
                 with track_wait("rendezvous", self._peer, channel.name, channel.limit_s):

@@ -97,7 +97,7 @@ def test_one_that_stands_still_is_stalled_though_others_move() -> None:
         later(0.2 * turn, mover.move)
     with pytest.raises(Stalled) as caught:
         gather_results([a, b], "both")
-    assert caught.value.whom == "sleeper"
+    assert caught.value.waits_for == "sleeper"
     assert "both; it is in stage test" in str(caught.value)
     assert caught.value.stall_s == 0.8
 

@@ -48,7 +48,7 @@ class Threads:
 
     def stop(self) -> None:
         for thread in self.started:
-            waits.join(thread, whom="probe", why="the end of a test", timeout_s=20)
+            waits.join(thread, waits_for="probe", why="the end of a test", timeout_s=20)
 
 
 def _serve(head: str, port: int, token: str, name: str, look: LookHandler) -> None:

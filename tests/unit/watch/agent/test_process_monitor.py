@@ -65,7 +65,7 @@ def test_a_wait_is_told_with_its_age(run: str) -> None:
         eyes.look({})
         _, state = ReportBuilder("here").tell(eyes)
     (wait,) = state.waits
-    assert (wait.process, wait.whom, wait.kind, wait.main, wait.idle) == (0, "reward-0", "future", True, False)
+    assert (wait.process, wait.waits_for, wait.kind, wait.main, wait.idle) == (0, "reward-0", "future", True, False)
 
 
 @pytest.mark.parametrize(

@@ -170,13 +170,13 @@ def test_waits_are_shown_innermost_per_thread(run: str) -> None:
     with track_wait("call", "outer", "o", timeout_s=7), track_wait("collective", "inner", "i", timeout_s=9):
         shown = {w.thread_name: w for w in only(run).waits}
         assert set(shown) == {"scorer", "MainThread"}
-        assert shown["MainThread"].whom == "inner"
+        assert shown["MainThread"].waits_for == "inner"
         deadline = shown["MainThread"].deadline_ns
         assert deadline is not None
         assert deadline - shown["MainThread"].since_ns == 9_000_000_000
         own, others = (writer.current_beacon().waiting(id or 0) for id in (threading.get_native_id(), thread.native_id))
         assert own is not None and others is not None
-        assert (own.whom, others.whom) == ("inner", "reward-0"), "without a look at the file"
+        assert (own.waits_for, others.waits_for) == ("inner", "reward-0"), "without a look at the file"
         assert shown["scorer"].kind == "queue.get"
         assert shown["scorer"].thread == thread.native_id
     leave.set()
@@ -189,7 +189,7 @@ def test_an_outer_wait_comes_back(run: str) -> None:
     with track_wait("call", "outer", "o", timeout_s=7):
         with track_wait("call", "inner", "i", timeout_s=7):
             pass
-        assert [w.whom for w in only(run).waits] == ["outer"]
+        assert [w.waits_for for w in only(run).waits] == ["outer"]
 
 
 def test_more_threads_than_slots_wait_unseen_and_unharmed(run: str) -> None:
@@ -223,14 +223,14 @@ def test_a_forked_child_does_not_write_into_its_parents_beacon(run: str) -> None
                 writer.current_beacon().stage("child")
                 os._exit(0)
         os.waitpid(child, 0)
-        assert (only(run).stage, [w.whom for w in only(run).waits]) == ("parent", ["x"])
+        assert (only(run).stage, [w.waits_for for w in only(run).waits]) == ("parent", ["x"])
 
 
 def consistent(state: BeaconState) -> None:
     counter = state.counters["tokens"]
     assert counter.total == 10 * counter.value
     for wait in state.waits:
-        assert wait.whom.removeprefix("group ") == wait.why.removeprefix("why ")
+        assert wait.waits_for.removeprefix("group ") == wait.why.removeprefix("why ")
         assert wait.deadline_ns == wait.since_ns + 100_000_000_000
     assert all(event.text == str(event.number) for event in state.events)
 

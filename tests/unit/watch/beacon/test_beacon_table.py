@@ -19,8 +19,8 @@ def written(name: str = "policy-0", pid: int = 1, tokens: int = 100, **changes: 
     return BeaconState(**(fields | changes))
 
 
-def waits_for(whom: str, since: int) -> WaitRecord:
-    return WaitRecord("future", whom, "scores", since * S, 160 * S, 98 * S, 11, "MainThread")
+def waits_for(waits_for: str, since: int) -> WaitRecord:
+    return WaitRecord("future", waits_for, "scores", since * S, 160 * S, 98 * S, 11, "MainThread")
 
 
 def at(seconds: int, *beacons: BeaconState, letter: str | None = "S") -> BeaconSnapshot:
@@ -33,7 +33,7 @@ def test_a_row_says_what_a_process_does() -> None:
     assert (row.counters[0].value, row.counters[0].total, row.counters[0].rate) == (100, 400, None)
     assert row.counters[0].still_s == 5.0
     wait = row.waits[0]
-    assert (wait.whom, wait.since_s, wait.stalled_s, wait.left_s) == ("reward-0", 12.0, 2.0, 60.0)
+    assert (wait.waits_for, wait.since_s, wait.stalled_s, wait.left_s) == ("reward-0", 12.0, 2.0, 60.0)
     assert beacon_table.describe_process(row) == "waits 12 s for reward-0 (future): scores"
 
 
@@ -86,4 +86,4 @@ def test_rows_of_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (row.name, row.role, row.rank, row.alive, row.stage) == ("engine-3", "engine", 3, True, "rollout")
     assert row.counters[0].rate is not None
     assert row.counters[0].rate > 0
-    assert row.waits[0].whom == "x"
+    assert row.waits[0].waits_for == "x"

@@ -286,9 +286,11 @@ class Job:
         edges = []
         for number, rank in enumerate(self.ranks):
             if rank.asking is not None and rank.life is Liveness.RUNNING:
-                whom, since = rank.asking
+                waits_for, since = rank.asking
                 edges.append(
-                    WaitEdge(number, (index[whom],), kind="future", why="scores of a step", since=since, moved_at=since)
+                    WaitEdge(
+                        number, (index[waits_for],), kind="future", why="scores of a step", since=since, moved_at=since
+                    )
                 )
         asked = {rank.asking[0] for rank in self.ranks if rank.asking is not None}
         for name in services:

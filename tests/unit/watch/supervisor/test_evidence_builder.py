@@ -129,7 +129,8 @@ def test_members_that_nobody_reports_are_members() -> None:
     assert seen.communicators.entered.tolist() == [7, UNKNOWN, 9, UNKNOWN]
     life = {each.name: Liveness(value) for each, value in zip(seen.processes.who, seen.processes.life, strict=True)}
     assert life == {
-        "policy-0": Liveness.RUNNING, "policy-1": Liveness.UNSEEN, "policy-2": Liveness.RUNNING, "policy-3": Liveness.UNSEEN,
+        "policy-0": Liveness.RUNNING, "policy-1": Liveness.UNSEEN, "policy-2": Liveness.RUNNING,
+        "policy-3": Liveness.UNSEEN,
     }  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def test_whom_a_wait_names() -> None:
     inbox = MessageStore(aliases={"the scorers": WaitAlias("policy", WaitCondition.ANY)})
     inbox.receive(wired(roster("a", [0, 1, 2, 3])), 1.0)
     names = ["policy-2", "policy-1, policy-2 and 4 more", "policy", "the scorers", "judge.example:80"]
-    waits = tuple(WaitReport(0, whom, since=3.0) for whom in names)
+    waits = tuple(WaitReport(0, waits_for, since=3.0) for waits_for in names)
     inbox.receive(wired(replace(state("a", [0, 1, 2, 3]), waits=waits)), 10.0)
     found = [(edge.on, edge.needs, edge.outside) for edge in inbox.evidence(10.0).edges]
     assert found == [

@@ -320,7 +320,7 @@ class MissingHostSearch:
         """Until everything is known, within its bound."""
         for thread in self._threads:
             with contextlib.suppress(WaitTimeout, WireError):
-                waits.join(thread, whom="a missing host", why="is it there", timeout_s=4.0, notice_after_s=None)
+                waits.join(thread, waits_for="a missing host", why="is it there", timeout_s=4.0, notice_after_s=None)
 
     def found(self, absent: Sequence[str], failed: Mapping[str, str]) -> tuple[MissingHost, ...]:
         """What is known by now.

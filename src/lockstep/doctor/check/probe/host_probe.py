@@ -75,7 +75,11 @@ class SelfTestProcess:
         if self._process is not None:
             with contextlib.suppress(WaitTimeout):
                 code = waits.process(
-                    self._process, whom="self-test", why="its results", timeout_s=order.bound_s, notice_after_s=None
+                    self._process,
+                    waits_for="self-test",
+                    why="its results",
+                    timeout_s=order.bound_s,
+                    notice_after_s=None,
                 )
         answer = {"lines": self._lines(), "ended": code, "errors": _read_tail(self._errors)}
         self.end()
@@ -95,7 +99,7 @@ class SelfTestProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
         with contextlib.suppress(WaitTimeout):
-            waits.process(process, whom="self-test", why="it is killed", timeout_s=5.0, notice_after_s=None)
+            waits.process(process, waits_for="self-test", why="it is killed", timeout_s=5.0, notice_after_s=None)
         if process.stdin is not None:
             with contextlib.suppress(OSError):
                 process.stdin.close()
@@ -109,7 +113,7 @@ class SelfTestProcess:
 
         try:
             return waits.poll(
-                told, kind="rendezvous", whom="self-test", why="the port of its store", timeout_s=_STORE_PORT_S,
+                told, kind="rendezvous", waits_for="self-test", why="the port of its store", timeout_s=_STORE_PORT_S,
                 notice_after_s=None,
             )  # fmt: skip
         except WaitTimeout:
@@ -209,7 +213,7 @@ def resolve_host(name: str, bound_s: float = 2.0) -> tuple[str, ...]:
     looking = threading.Thread(target=look, name="resolve", daemon=True)
     looking.start()
     with contextlib.suppress(WaitTimeout):
-        waits.join(looking, whom=name, why="its addresses", timeout_s=bound_s, notice_after_s=None)
+        waits.join(looking, waits_for=name, why="its addresses", timeout_s=bound_s, notice_after_s=None)
     return tuple(found)
 
 

@@ -190,7 +190,7 @@ def _finished_dials(pending: Sequence[tuple[PeerPort, "Future[DialResult]"]], un
     for target, future in pending:
         left = max(0.0, until - time.monotonic())
         try:
-            found.append(waits.future(future, whom=target.peer, why="dial", timeout_s=left, notice_after_s=None))
+            found.append(waits.future(future, waits_for=target.peer, why="dial", timeout_s=left, notice_after_s=None))
         except WaitTimeout:
             found.append(DialResult(target.peer, target.label, target.port, why="no answer in time", kind="silent"))
     return found
@@ -269,5 +269,5 @@ def _connect_errno(address: str, port: int, bound_s: float) -> int:
         code = trial.connect_ex((address, port))
         if code != errno.EINPROGRESS:
             return code
-        waits.writable(trial, whom=address, why="is there a host", timeout_s=bound_s, notice_after_s=None)
+        waits.writable(trial, waits_for=address, why="is there a host", timeout_s=bound_s, notice_after_s=None)
         return trial.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -174,7 +174,7 @@ def request_all(
 
     try:
         waits.poll(
-            all_there, kind="probe", whom=f"{len(orders)} probes", why=why, every_s=0.005, timeout_s=bound_s,
+            all_there, kind="probe", waits_for=f"{len(orders)} probes", why=why, every_s=0.005, timeout_s=bound_s,
             notice_after_s=None,
         )  # fmt: skip
     except WaitTimeout:

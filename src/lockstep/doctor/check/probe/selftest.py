@@ -96,7 +96,7 @@ def _await_ranks(children: "dict[int, ForkProcess]", bound_s: float) -> bool:
 
     try:
         waits.poll(
-            ended, kind="process", whom="ranks of the self-test", why="they end", timeout_s=bound_s,
+            ended, kind="process", waits_for="ranks of the self-test", why="they end", timeout_s=bound_s,
             notice_after_s=None,
         )  # fmt: skip
     except WaitTimeout:
@@ -162,7 +162,7 @@ class SelfTestRank:
     def _meet(self, store: TCPStore) -> None:
         keys = [f"joined/{rank}" for rank in range(self._task["world"])]
         waits.poll(
-            lambda: True if store.check(keys) else None, kind="rendezvous", whom=f"{len(keys)} ranks",
+            lambda: True if store.check(keys) else None, kind="rendezvous", waits_for=f"{len(keys)} ranks",
             why="all are there", timeout_s=self._bound_s, notice_after_s=None,
         )  # fmt: skip
 
@@ -220,7 +220,7 @@ class SelfTestRank:
             return
         # gloo completes the others only within `wait`, so a thread is in it; where that hangs, the process leaves it.
         done = self._waiter.submit(work.wait)
-        waits.future(done, whom=name, why=f"{operation}: self-test", timeout_s=self._bound_s, notice_after_s=None)
+        waits.future(done, waits_for=name, why=f"{operation}: self-test", timeout_s=self._bound_s, notice_after_s=None)
 
     def _synchronise(self, device: torch.device) -> None:
         if device.type == "cuda":
