@@ -21,35 +21,86 @@ _EFFECTS = re.compile(
 )
 
 _STALLED = re.compile(r"(?:\w+\.)*CollectiveStalled\b")
-"""The exception that the observer raises on who is freed. Its text is the verdict, of somebody else's cause."""
+"""The exception that the supervisor raises on freed ranks. Its text is the verdict on another process."""
 _REFUSED = re.compile(r"(?:\w+\.)*CollectiveRefused\b")
-"""What the later of two ranks gets that do not fit together, whichever of them is wrong."""
+"""Raised on the later of two ranks whose calls do not fit together, whichever of them is wrong."""
 
-_ERROR_CLASSES: tuple[tuple[str, str], ...] = (
-    (r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", "rank_oom"),
+
+def _pattern(*alternatives: str) -> re.Pattern[str]:
+    return re.compile("|".join(alternatives), re.IGNORECASE | re.DOTALL)
+
+
+_ERROR_CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("host_oom", _pattern(r"\bray\S*\.OutOfMemoryError", r"node running low on memory")),
     (
-        r"No space left on device.*?/dev/shm|/dev/shm.*?No space left on device|insufficient shared memory",
-        "shm_too_small",
+        "rank_oom",
+        _pattern(
+            r"CUDA out of memory", r"OutOfMemoryError", r"CUDA error: out of memory", r"CUBLAS_STATUS_ALLOC_FAILED"
+        ),
     ),
-    (r"No space left on device|ENOSPC|Errno 28|Disk quota exceeded", "storage_fault"),
-    (r"Read-only file system|Stale file handle|Input/output error|Errno 5\b", "storage_fault"),
-    (r"MemoryError|Cannot allocate memory|std::bad_alloc|Errno 12\b", "host_oom"),
-    (r"Address already in use|EADDRINUSE|Errno 98\b", "port_in_use"),
-    (r"Too many open files|Errno 24\b|can't start new thread|Resource temporarily unavailable", "os_limits"),
-    (r"device-side assert|illegal memory access|CUDA error: unspecified launch failure", "cuda_kernel_error"),
-    (r"uncorrectable ECC|fallen off the bus|\bXid\b", "gpu_hardware_fault"),
-    (r"\bibv_|vendor error|RDMA|GID index", "ib_rdma_fault"),
-    (r"(?:loss|logits?|rewards?|gradients?|probability tensor).{0,40}\b(?:nan|inf)\b|FloatingPointError", "nan_or_inf"),
-    (r"clients joined|rendezvous.*time|RendezvousTimeout|RendezvousConnectionError", "rendezvous_incomplete"),
-    (r"Name or service not known|Temporary failure in name resolution|getaddrinfo", "master_unreachable"),
-    (r"ReadTimeout|ConnectTimeout|HTTPStatusError|50[234] (?:Server Error|Bad Gateway)", "remote_service_timeout"),
-    (r"Detected mismatch between collectives|op\.preamble", "rank_divergent_branch"),
-    (r"ValidationError|ConfigError", "config_error"),
-)
-_PATTERNS = tuple((re.compile(pattern, re.IGNORECASE | re.DOTALL), cause) for pattern, cause in _ERROR_CLASSES)
+    (
+        "shm_too_small",
+        _pattern(
+            r"No space left on device.*?(?:/dev/shm|/psm_|/torch_\d)",
+            r"(?:/dev/shm|/psm_|/torch_\d).*?(?:No space left on device|Resource temporarily unavailable)",
+            r"insufficient shared memory",
+        ),
+    ),
+    ("storage_fault", _pattern(r"No space left on device", r"ENOSPC", r"Errno 28", r"Disk quota exceeded")),
+    (
+        "storage_fault",
+        _pattern(
+            r"Read-only file system", r"Stale file handle", r"Input/output error", r"Errno 5\b",
+            r"unable to lock file",
+        ),
+    ),
+    (
+        "host_oom",
+        _pattern(
+            r"MemoryError", r"Cannot allocate memory", r"std::bad_alloc", r"Errno 12\b",
+            r"DefaultCPUAllocator: can't allocate memory",
+        ),
+    ),
+    ("port_in_use", _pattern(r"Address already in use", r"EADDRINUSE", r"Errno 98\b")),
+    (
+        "os_limits",
+        _pattern(
+            r"Too many open files", r"Errno 24\b", r"can't start new thread", r"Resource temporarily unavailable"
+        ),
+    ),
+    (
+        "cuda_kernel_error",
+        _pattern(r"device-side assert", r"illegal memory access", r"CUDA error: unspecified launch failure"),
+    ),
+    ("gpu_hardware_fault", _pattern(r"uncorrectable ECC", r"fallen off the bus", r"\bXid\b")),
+    ("ib_rdma_fault", _pattern(r"\bibv_", r"vendor error", r"RDMA", r"GID index")),
+    (
+        "nan_or_inf",
+        _pattern(
+            r"(?:loss|logits?|rewards?|gradients?|probability tensor).{0,40}\b(?:nan|inf)\b", r"FloatingPointError"
+        ),
+    ),
+    (
+        "rendezvous_incomplete",
+        _pattern(r"clients joined", r"rendezvous.*time", r"RendezvousTimeout", r"RendezvousConnectionError"),
+    ),
+    (
+        "master_unreachable",
+        _pattern(r"Name or service not known", r"Temporary failure in name resolution", r"getaddrinfo"),
+    ),
+    (
+        "remote_service_timeout",
+        _pattern(r"ReadTimeout", r"ConnectTimeout", r"HTTPStatusError", r"50[234] (?:Server Error|Bad Gateway)"),
+    ),
+    ("rank_divergent_branch", _pattern(r"Detected mismatch between collectives", r"op\.preamble")),
+    ("config_error", _pattern(r"ValidationError", r"ConfigError")),
+)  # fmt: skip
+"""Which class the text of an exception proves: the first whose pattern matches. The only such table. The agent's exit
+causes, the diagnosis and the recovery of a run use it; a test keeps the doctor's knowledge base, which also reads what
+surrounds an exception, in agreement with it."""
 
 _REPORTED_BY_OTHERS = ("", "rendezvous_incomplete", "rank_divergent_branch")
-"""Classes whose message comes from whoever notices, guilty or not."""
+"""Classes whose message comes from any rank that notices, guilty or not."""
 
 _CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS, signal.SIGTRAP})
 _TERMINATION_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR2})
@@ -57,45 +108,52 @@ _TERMINATION_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, 
 
 @dataclass(frozen=True, slots=True)
 class FailureClass:
-    """A class, what else it may be, and how sure the end of the process alone makes it a culprit."""
+    """A class, its alternatives, and how surely the exit of the process alone makes it a culprit."""
 
     name: str = "unknown"
     alternatives: tuple[Alternative, ...] = ()
     own: float = 0.9
-    """0..1: how surely a process that ended so ended by itself and not by what happened to another."""
+    """0..1: how surely a process with this exit failed on its own, and not because of another process."""
 
 
 def is_secondary_error(error: str) -> bool:
-    """Whether an exception only says that somebody else is gone or late."""
+    """Whether an exception only says that another process is gone or late."""
     if is_collective_stalled(error):
         return True
     return bool(error) and bool(_EFFECTS.search(error)) and class_of_error(error) in _REPORTED_BY_OTHERS
 
 
 def is_collective_stalled(error: str) -> bool:
-    """Whether an exception is the observer's own verdict, which it raised on who waited."""
+    """Whether an exception is our own verdict, raised on a rank that waited."""
     return bool(_STALLED.match(error))
 
 
 def is_collective_refused(error: str) -> bool:
-    """Whether an exception says that a call did not fit a peer's, so that it was refused."""
+    """Whether an exception says that a call was refused because it did not fit a peer's."""
     return bool(_REFUSED.match(error))
 
 
 def class_of_error(error: str) -> str:
     """The class that an exception's text proves, empty when it proves none."""
-    return next((cause for pattern, cause in _PATTERNS if pattern.search(error)), "")
+    return next((name for name, pattern in _ERROR_CLASSES if pattern.search(error)), "")
+
+
+def class_of_own_error(error: str) -> str:
+    """The class of the exception that a process itself ended with: one that another process may have caused proves
+    nothing, and the exception stays `rank_exception_masked`."""
+    name = class_of_error(error)
+    return "rank_exception_masked" if name in _REPORTED_BY_OTHERS else name
 
 
 def class_of_exit(life: int, code: int, note: ProcessNote) -> FailureClass:
-    """The class of a process that has ended."""
+    """The class of the failure of a process that has ended."""
     if is_secondary_error(note.error):
         return FailureClass(
             "unknown" if is_collective_stalled(note.error) else class_of_error(note.error) or "unknown", own=0.3
         )
     if is_collective_refused(note.error):
         return FailureClass("rank_divergent_branch", own=0.5)
-    if note.cause in ("", "external_kill") and NO_EXIT_CODE < code < 0:  # what is said beside it is the signal's name
+    if note.cause in ("", "external_kill") and NO_EXIT_CODE < code < 0:  # then `error` only names the signal
         return replace(_class_of_code(code), name=note.cause or _class_of_code(code).name)
     if note.cause:
         return FailureClass(note.cause, own=0.95)
@@ -129,7 +187,7 @@ def _class_of_code(code: int) -> FailureClass:
 
 
 def describe_exit(life: int, code: int) -> str:
-    """In words: `was killed by SIGKILL`."""
+    """A verb phrase: `was killed by SIGKILL`."""
     if life == Liveness.LEFT or code == 0:
         return "has ended with exit code 0"
     if code == NO_EXIT_CODE:
@@ -147,16 +205,16 @@ CLASS_FIXES: dict[str, str] = {
     "host_oom": "Give the host or the container more memory, or start fewer loader workers.",
     "shm_too_small": "Give the container more shared memory (--shm-size, --ipc=host), or remove stale segments.",
     "storage_fault": "Free space or repair the file system, then resume.",
-    "port_in_use": "End what holds the port, or choose another one.",
+    "port_in_use": "Stop the process that holds the port, or choose another port.",
     "os_limits": "Raise the limit that the message names (ulimit -n, -u, pids of the cgroup).",
     "uneven_data": "Give every rank the same number of batches (drop the last, or pad with empty ones).",
     "rank_divergent_branch": "Make every rank take the same branch: data and rank must not decide whether a collective "
     "is entered.",
-    "rendezvous_incomplete": "Look at the log of the rank that did not join: it never started, or cannot reach the "
+    "rendezvous_incomplete": "Check the log of the rank that did not join: it never started, or cannot reach the "
     "store.",
-    "remote_service_timeout": "Look at the service; give its calls a time-out and a retry.",
+    "remote_service_timeout": "Check the service; give its calls a timeout and a retry.",
     "network_blocked": "Test the link between the hosts that the collective spans (firewall, cable, switch).",
     "external_kill": "Find out who sent the signal: a scheduler, a preemption, a shell.",
     "checkpoint_timeout": "Write checkpoints asynchronously or to a faster disk.",
 }
-"""What helps, by class."""
+"""The fix for each class."""

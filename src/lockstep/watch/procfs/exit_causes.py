@@ -11,20 +11,14 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.watch.diagnosis.error_classes import class_of_own_error
+
 TAIL_BYTES = 64 << 10
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OOM_KILL = re.compile(
     rb"(?:Out of memory|out of memory|oom-kill|oom_reaper).*?\b(?:Killed process|pid=|reaped process) ?(\d+)"
 )
 _EXCEPTION_LINE = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*)(?:: (?P<text>.*))?$")
-_CAUSE_PATTERNS = (
-    ("storage_fault", re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Read-only file system")),
-    ("rank_oom", re.compile(r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError: CUDA")),
-    ("host_oom", re.compile(r"\bMemoryError\b|Cannot allocate memory|DefaultCPUAllocator: can't allocate memory")),
-    ("port_in_use", re.compile(r"Address already in use|EADDRINUSE")),
-    ("cuda_kernel_error", re.compile(r"device-side assert|illegal memory access|CUDA error: unspecified launch")),
-)  # fmt: skip
-"""What the last exception says, for the classes that its text proves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +126,7 @@ def explain_exit(code: int | None, log_text: str, oom: bool | None, ours: bool) 
         return ExitCause("host_oom", "killed by the kernel: out of memory")
     error = last_exception(log_text)
     if error:
-        named = next((cause for cause, pattern in _CAUSE_PATTERNS if pattern.search(error)), "rank_exception_masked")
-        return ExitCause(named, error)
+        return ExitCause(class_of_own_error(error), error)
     if code is None or code > 0 or ours:
         return ExitCause()
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

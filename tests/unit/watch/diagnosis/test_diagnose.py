@@ -22,7 +22,7 @@ from lockstep.watch.diagnosis.verdict import StallThresholds, Verdict, VerdictKi
 
 AT = 1000.0
 NAN = float("nan")
-DOCS = Path(__file__).parents[3] / "docs" / "diagnosis.md"
+DOCS = Path(__file__).parents[4] / "docs" / "diagnosis.md"
 
 
 @dataclass
