@@ -1,0 +1,1 @@
+"""Diagnoses a job from its parsed logs: history, candidate causes, culprits, verdict."""

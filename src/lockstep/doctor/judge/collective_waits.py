@@ -76,7 +76,7 @@ class CollectiveWait:
     """
 
     rank: int | None
-    who: LineOrigin
+    origin: LineOrigin
     operation: str
     path: tuple[TraceFrame, ...] = ()
     timed_out: bool = False
@@ -117,14 +117,14 @@ def collective_of_frames(frames: Iterable[TraceFrame]) -> str:
 
 
 def wait_of_traceback(
-    who: LineOrigin, when: float | None, found: Traceback, reading: ParsedLog
+    origin: LineOrigin, when: float | None, found: Traceback, reading: ParsedLog
 ) -> CollectiveWait | None:
     """The wait that an exception ended; None where no collective raised it."""
     message = f"{found.type}: {found.message}"
     timed_out, lost = bool(TIMEOUT_MESSAGE.search(message)), bool(PEER_LOST_MESSAGE.search(message))
     if not (timed_out or lost):
         return None
-    return CollectiveWait(who.rank, who, collective_of_frames(found.frames), user_frames(found.frames), timed_out, lost and not timed_out,
+    return CollectiveWait(origin.rank, origin, collective_of_frames(found.frames), user_frames(found.frames), timed_out, lost and not timed_out,
                 ended=when, file=reading.name, line=found.number, text=found.text)  # fmt: skip
 
 
@@ -133,29 +133,29 @@ def user_frames(frames: Sequence[TraceFrame]) -> tuple[TraceFrame, ...]:
     return own or tuple(each for each in frames if "torch/" not in each.file)
 
 
-def waits_by_rank(story: JobHistory) -> Mapping[int, CollectiveWait]:
+def waits_by_rank(history: JobHistory) -> Mapping[int, CollectiveWait]:
     """By rank, the first wait that ended it; what the watchdog says of it is added."""
     found: dict[int, CollectiveWait] = {}
-    for each in _waits_of_tracebacks(story):
+    for each in _waits_of_tracebacks(history):
         if each.rank is not None and each.rank not in found:
             found[each.rank] = each
-    _add_watchdog_reports(story, found)
-    _add_enqueued(story, found)
+    _add_watchdog_reports(history, found)
+    _add_enqueued(history, found)
     return found
 
 
-def _add_watchdog_reports(story: JobHistory, found: dict[int, CollectiveWait]) -> None:
+def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait]) -> None:
     """Adds what the watchdogs say of the ranks that timed out."""
-    for timeout in story.timeouts:
-        rank = timeout.who.rank
+    for timeout in history.timeouts:
+        rank = timeout.origin.rank
         if rank is None:
             continue
-        known, seen = found.get(rank), timeout.sighting
+        known, seen = found.get(rank), timeout.match
         ran = timeout.ran_ms if timeout.ran_ms is not None else timeout.timeout_ms
         started = None if seen.when is None or ran is None else seen.when - ran / 1000
         if known is None:
             named = "" if timeout.seq is None and timeout.operation in ("send", "recv") else timeout.operation
-            found[rank] = CollectiveWait(rank, timeout.who, normalize_collective(named), (), True, False, timeout.seq, timeout.numel, started,
+            found[rank] = CollectiveWait(rank, timeout.origin, normalize_collective(named), (), True, False, timeout.seq, timeout.numel, started,
                                seen.when, seen.file, seen.line, seen.text)  # fmt: skip
         else:
             found[rank] = replace(
@@ -166,28 +166,28 @@ def _add_watchdog_reports(story: JobHistory, found: dict[int, CollectiveWait]) -
             )  # fmt: skip
 
 
-def _add_enqueued(story: JobHistory, found: dict[int, CollectiveWait]) -> None:
+def _add_enqueued(history: JobHistory, found: dict[int, CollectiveWait]) -> None:
     """Adds those who say that they entered what the others timed out in, and did not complete it."""
     first = next((each for each in found.values() if each.seq is not None), None)
     if first is None or first.seq is None:
         return
-    for each in story.facts("work_state"):
-        rank, said = story.said_by(each), each.fields
-        if rank is not None and rank not in found and int(said["completed"]) < first.seq <= int(said["enqueued"]):
-            found[rank] = CollectiveWait(rank, each.who, first.operation, (), True, False, first.seq, first.numel, first.started,
+    for each in history.facts("work_state"):
+        rank, fields = history.reporting_rank(each), each.fields
+        if rank is not None and rank not in found and int(fields["completed"]) < first.seq <= int(fields["enqueued"]):
+            found[rank] = CollectiveWait(rank, each.origin, first.operation, (), True, False, first.seq, first.numel, first.started,
                                each.when, each.file, each.line, each.text)  # fmt: skip
 
 
-def _waits_of_tracebacks(story: JobHistory) -> Iterator[CollectiveWait]:
-    for who, when, traceback, reading in story.tracebacks:
-        found = wait_of_traceback(who, when, traceback, reading)
+def _waits_of_tracebacks(history: JobHistory) -> Iterator[CollectiveWait]:
+    for origin, when, traceback, reading in history.tracebacks:
+        found = wait_of_traceback(origin, when, traceback, reading)
         if found is not None and (found.operation or found.path):
             yield found
 
 
-def count_collectives(story: JobHistory) -> Counter[str]:
+def count_collectives(history: JobHistory) -> Counter[str]:
     """Of all tracebacks, however they ended, the collectives that they were in."""
-    names = (collective_of_frames(traceback.frames) for _, _, traceback, _ in story.tracebacks)
+    names = (collective_of_frames(traceback.frames) for _, _, traceback, _ in history.tracebacks)
     return Counter(name for name in names if name)
 
 
@@ -200,14 +200,14 @@ def normalize_collective(said: str) -> str:
     return low
 
 
-def main_stack_by_rank(story: JobHistory) -> Mapping[int, LoggedStack]:
+def main_stack_by_rank(history: JobHistory) -> Mapping[int, LoggedStack]:
     """By rank, the main thread of those whose stack was taken."""
     found: dict[int, LoggedStack] = {}
-    for reading in story.readings:
+    for reading in history.logs:
         for stack in reading.stacks:
-            rank = stack.who.rank
+            rank = stack.origin.rank
             if rank is None and stack.pid is not None:
-                rank = story.rank_of_pid.get(stack.pid)
+                rank = history.rank_of_pid.get(stack.pid)
             if rank is not None and stack.main:
                 found.setdefault(rank, stack)
     return found

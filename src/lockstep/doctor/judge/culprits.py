@@ -15,29 +15,29 @@ _TERMINATION_CODES = ("SIGTERM", "Terminated", "-15", "15", "143")
 _KILL_CODES = ("SIGKILL", "Killed", "-9", "137", "Out Of Memory")
 
 
-def first_failed(story: JobHistory) -> Iterator[Culprit]:
+def first_failed(history: JobHistory) -> Iterator[Culprit]:
     """Killed ones before others; those that the launcher ended never."""
-    exits = [each for each in story.facts("exit") if not _ended_by_launcher(each)]
+    exits = [each for each in history.facts("exit") if not _ended_by_launcher(each)]
     killed = [each for each in exits if _signal_or_code(each) in _KILL_CODES]
-    first = killed or sorted(story.facts("first_failure"), key=match_order)[:1] or exits[:1]
+    first = killed or sorted(history.facts("first_failure"), key=match_order)[:1] or exits[:1]
     for each in first:
         task = each.fields.get("task", "")
-        rank = int(task) if task.isdigit() else story.rank(each)
+        rank = int(task) if task.isdigit() else history.rank(each)
         if rank is not None:
-            yield replace(culprit_of_rank(rank, story), host=story.hosts.get(rank, each.fields.get("host", "")))
+            yield replace(culprit_of_rank(rank, history), host=history.hosts.get(rank, each.fields.get("host", "")))
         elif each.fields.get("host"):
             yield Culprit(None, host=each.fields["host"], name=each.fields["host"])
 
 
-def ended_by_signal(story: JobHistory) -> bool:
+def ended_by_signal(history: JobHistory) -> bool:
     """A signal ended somebody, not the launcher's: that has causes of its own."""
-    exits = [each for each in story.facts("exit") if not _ended_by_launcher(each)]
+    exits = [each for each in history.facts("exit") if not _ended_by_launcher(each)]
     return any(_signal_or_code(each).startswith(("-", "SIG")) or _signal_or_code(each) in _KILL_CODES for each in exits)
 
 
-def culprit_of_rank(rank: int, story: JobHistory) -> Culprit:
+def culprit_of_rank(rank: int, history: JobHistory) -> Culprit:
     """A rank with its host and the line that its first traceback ended in."""
-    return Culprit(rank, host=story.hosts.get(rank, ""), where=story.places.get(rank, ""))
+    return Culprit(rank, host=history.hosts.get(rank, ""), where=history.exception_sites.get(rank, ""))
 
 
 def _signal_or_code(seen: RuleMatch) -> str:
@@ -68,109 +68,109 @@ _DRIVERS = re.compile(
 )
 
 
-def find_culprits(candidate: Candidate, story: JobHistory) -> tuple[Culprit, ...]:
+def find_culprits(candidate: Candidate, history: JobHistory) -> tuple[Culprit, ...]:
     """All who are at fault, as far as the logs tell; empty where they do not."""
     if candidate.cls == "benign" or (candidate.cls == "unknown" and candidate.culprits is None):
         return ()
     if candidate.culprits is not None:
-        found = _expand_named([_as_culprit(each, story) for each in candidate.culprits], story)
+        found = _expand_named([_as_culprit(each, history) for each in candidate.culprits], history)
     else:
-        found = list(_culprits_of_matches(candidate, story))
+        found = list(_culprits_of_matches(candidate, history))
     return tuple(dict.fromkeys(found))[:_MAX_CULPRITS]
 
 
-def _expand_named(guessed: list[Culprit], story: JobHistory) -> list[Culprit]:
+def _expand_named(guessed: list[Culprit], history: JobHistory) -> list[Culprit]:
     """Of those whom the structure shows a message that lists them may name more."""
     ranks = {each.rank for each in guessed}
     told = (
-        list(_culprits_of_match(each, story))
-        for each in story.sightings
+        list(_culprits_of_match(each, history))
+        for each in history.matches
         if _captures_culprit(each) and _names_all(each)
     )
     return next((named for named in told if ranks < {each.rank for each in named}), guessed)
 
 
-def _as_culprit(who: int | str | Culprit, story: JobHistory) -> Culprit:
-    if isinstance(who, Culprit):
-        return who
-    return culprit_of_rank(who, story) if isinstance(who, int) else Culprit(None, name=who)
+def _as_culprit(origin: int | str | Culprit, history: JobHistory) -> Culprit:
+    if isinstance(origin, Culprit):
+        return origin
+    return culprit_of_rank(origin, history) if isinstance(origin, int) else Culprit(None, name=origin)
 
 
-def _culprits_of_matches(candidate: Candidate, story: JobHistory) -> Iterator[Culprit]:
-    if not candidate.sightings:
+def _culprits_of_matches(candidate: Candidate, history: JobHistory) -> Iterator[Culprit]:
+    if not candidate.matches:
         return
-    lead = candidate.sightings[0].rule
-    everywhere = _common_host(story)
+    lead = candidate.matches[0].rule
+    everywhere = _common_host(history)
 
     def named(rule: str) -> list[Culprit]:
-        found = _culprits_of_rule(rule, candidate.sightings, story)
+        found = _culprits_of_rule(rule, candidate.matches, history)
         return [each for each in found if not everywhere or each.rank is not None or each.host != everywhere]
 
     found = named(lead.id)
     if not found and lead.signature.culprit != "none":
-        causes = dict.fromkeys(each.rule.id for each in candidate.sightings if each.rule.signature.role == "cause")
-        fell = list(first_failed(story)) if candidate.cls in _FIRST_FAILURE_CLASSES else []
-        found = next(filter(None, map(named, causes)), fell) or _culprits_of_rule(lead.id, candidate.sightings, story)
-    yield from _unmapped_pids_as_ranks(found, story)
+        causes = dict.fromkeys(each.rule.id for each in candidate.matches if each.rule.signature.role == "cause")
+        fell = list(first_failed(history)) if candidate.cls in _FIRST_FAILURE_CLASSES else []
+        found = next(filter(None, map(named, causes)), fell) or _culprits_of_rule(lead.id, candidate.matches, history)
+    yield from _unmapped_pids_as_ranks(found, history)
 
 
-def _common_host(story: JobHistory) -> str:
+def _common_host(history: JobHistory) -> str:
     """The container, host or actor that all lines begin with, so that it tells nobody from anybody else."""
-    readings = [each for each in story.readings if each.source not in story.old]
-    spoken = [who.over(each.who).host for each in readings for who in each.speakers]
-    hosts = {*spoken, *(each.who.host for each in readings if not each.speakers)}
+    logs = [each for each in history.logs if each.source not in history.old_sources]
+    spoken = [origin.with_defaults(each.origin).host for each in logs for origin in each.origins]
+    hosts = {*spoken, *(each.origin.host for each in logs if not each.origins)}
     return hosts.pop() if len(hosts) == 1 else ""
 
 
-def _culprits_of_rule(rule: str, sightings: Sequence[RuleMatch], story: JobHistory) -> list[Culprit]:
+def _culprits_of_rule(rule: str, matches: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
     """Whom the sightings of one rule name."""
-    same = [each for each in sightings if each.rule.id == rule]
+    same = [each for each in matches if each.rule.id == rule]
     if same[0].rule.signature.culprit == "others":
-        return _missing_participants(same, story)
+        return _missing_participants(same, history)
     found: dict[object, Culprit] = {}
-    for telling in ([each for each in same if _captures_culprit(each)], _prefer_raising(same, story), same):
-        for each in (each for seen in telling for each in _culprits_of_match(seen, story)):
+    for telling in ([each for each in same if _captures_culprit(each)], _prefer_raising(same, history), same):
+        for each in (each for seen in telling for each in _culprits_of_match(seen, history)):
             found.setdefault((each.rank, each.host if each.rank is None else "", each.name), each)
         if found:
             break
     return list(found.values())
 
 
-def _unmapped_pids_as_ranks(found: Iterable[Culprit], story: JobHistory) -> list[Culprit]:
+def _unmapped_pids_as_ranks(found: Iterable[Culprit], history: JobHistory) -> list[Culprit]:
     """As many processes as there are ranks, by their numbers only, are all ranks."""
     culprits = list(found)
     unknown = [each for each in culprits if each.rank is None and each.name == str(each.pid)]
-    if unknown and len(unknown) == len(culprits) == len(story.ranks):
-        return [culprit_of_rank(rank, story) for rank in sorted(story.ranks)]
+    if unknown and len(unknown) == len(culprits) == len(history.ranks):
+        return [culprit_of_rank(rank, history) for rank in sorted(history.ranks)]
     return culprits
 
 
-def _missing_participants(same: Sequence[RuleMatch], story: JobHistory) -> list[Culprit]:
+def _missing_participants(same: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
     """Who is known and does not say it: as many ranks as are missing, else the hosts with a file of their own. Whom the
     store was lost to had come."""
-    came = [*same, *story.facts("store_lost")]
-    said = {story.rank(each) for each in came}
-    missing = [rank for rank in sorted(story.ranks) if rank not in said]
+    came = [*same, *history.facts("store_lost")]
+    said = {history.rank(each) for each in came}
+    missing = [rank for rank in sorted(history.ranks) if rank not in said]
     counts = {int(each.fields["size"]) - int(each.fields["joined"]) for each in same
               if {"size", "joined"} <= each.fields.keys()}  # fmt: skip
     if missing and None not in said and counts <= {len(missing)}:
-        return [culprit_of_rank(rank, story) for rank in missing]
+        return [culprit_of_rank(rank, history) for rank in missing]
     files = {each.source for each in came}
-    hosts = {reading.who.host for reading in story.readings if reading.who.host and reading.source not in files}
+    hosts = {reading.origin.host for reading in history.logs if reading.origin.host and reading.source not in files}
     return [Culprit(None, host=each, name=each) for each in sorted(hosts)]
 
 
-def _prefer_raising(same: Sequence[RuleMatch], story: JobHistory) -> list[RuleMatch]:
+def _prefer_raising(same: Sequence[RuleMatch], history: JobHistory) -> list[RuleMatch]:
     """Of those who say the same only the ones that raised something, where some did: the others only warned."""
     if not same or same[0].rule.signature.culprit != "line":
         return list(same)
-    raised = {_origin_key(who) for who, _, _, _ in story.tracebacks} - {None}
-    fell = [each for each in same if _origin_key(each.who) in raised]
+    raised = {_origin_key(origin) for origin, _, _, _ in history.tracebacks} - {None}
+    fell = [each for each in same if _origin_key(each.origin) in raised]
     return fell or list(same)
 
 
-def _origin_key(who: LineOrigin) -> object:
-    return who.rank if who.rank is not None else (who.pid or who.host or None)
+def _origin_key(origin: LineOrigin) -> object:
+    return origin.rank if origin.rank is not None else (origin.pid or origin.host or None)
 
 
 def _names_all(seen: RuleMatch) -> bool:
@@ -186,76 +186,76 @@ def _captures_culprit(seen: RuleMatch) -> bool:
     return any(seen.fields.get(group) for group in ((said.group,) if isinstance(said.group, str) else said.group))
 
 
-def _culprits_of_match(seen: RuleMatch, story: JobHistory) -> Iterator[Culprit]:
+def _culprits_of_match(seen: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
     said = seen.rule.signature.culprit
     if said == "none":
         return
     if isinstance(said, str):
-        yield from culprit_of_origin(seen, story)
+        yield from culprit_of_origin(seen, history)
         return
     groups = (said.group,) if isinstance(said.group, str) else said.group
     if said.facts:
-        seen_first = next((facts for name in said.facts if (facts := story.facts(name))), [])
+        seen_first = next((facts for name in said.facts if (facts := history.facts(name))), [])
         for each in seen_first:
             for group in groups:
                 if each.fields.get(group):
-                    yield from _culprits_of_group(group, each.fields[group], each, story)
+                    yield from _culprits_of_group(group, each.fields[group], each, history)
         return
     for group in groups:
         value = seen.fields.get(group)
         if value:
-            yield from _culprits_of_group(group, value, seen, story)
+            yield from _culprits_of_group(group, value, seen, history)
             if not said.all:
                 return
     if not any(seen.fields.get(group) for group in groups):
-        yield from culprit_of_origin(seen, story)
+        yield from culprit_of_origin(seen, history)
 
 
-def _culprits_of_group(group: str, value: str, seen: RuleMatch, story: JobHistory) -> Iterator[Culprit]:
+def _culprits_of_group(group: str, value: str, seen: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
     if group == "rank" or (group == "peer" and re.fullmatch(r"[\d, ]+", value)):
         for number in re.findall(r"\d+", value):
-            yield culprit_of_rank(int(number), story)
+            yield culprit_of_rank(int(number), history)
     elif group == "pid":
-        rank = story.rank_of_pid.get(int(value)) if value.isdigit() else None
+        rank = history.rank_of_pid.get(int(value)) if value.isdigit() else None
         yield (
-            culprit_of_rank(rank, story)
+            culprit_of_rank(rank, history)
             if rank is not None
-            else Culprit(None, host=seen.who.host, pid=int(value), name=value)
+            else Culprit(None, host=seen.origin.host, pid=int(value), name=value)
         )
     elif group in ("host", "address", "peer"):
-        yield Culprit(None, host=story.alias(value), name=value)
+        yield Culprit(None, host=history.alias(value), name=value)
     elif group == "device":
-        yield Culprit(None, host=seen.who.host, name=value)
+        yield Culprit(None, host=seen.origin.host, name=value)
     else:
         yield Culprit(None, name=value)
 
 
-def culprit_of_origin(seen: RuleMatch, story: JobHistory) -> Iterator[Culprit]:
+def culprit_of_origin(seen: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
     """Who says a line: its rank, else the node that it speaks of, its host, the service whose log it is, its role."""
     where = seen.traceback.where if seen.traceback else ""
-    rank = seen.who.rank if seen.who.rank is not None else story.rank(seen)
+    rank = seen.origin.rank if seen.origin.rank is not None else history.rank(seen)
     own = _RANK_PREFIX.search(seen.text) if rank is None else None
     rank = int(own["rank"]) if own else rank
-    host = seen.who.host or _host_of_task(seen.who.label, story)
+    host = seen.origin.host or _host_of_task(seen.origin.label, history)
     mentioned = _MENTIONED_NODE.search(seen.text)
     node = next((each for each in mentioned.groups() if each), "") if mentioned else ""
     remote = seen.fields.get("ip", "")
-    role = "" if _DRIVERS.search(seen.who.role) else seen.who.role
+    role = "" if _DRIVERS.search(seen.origin.role) else seen.origin.role
     if rank is not None:
-        known = culprit_of_rank(rank, story)
-        yield replace(known, where=where or known.where, role=seen.who.role, pid=seen.who.pid)
+        known = culprit_of_rank(rank, history)
+        yield replace(known, where=where or known.where, role=seen.origin.role, pid=seen.origin.pid)
     elif remote or node:
-        yield Culprit(None, host=story.alias(remote or node), name=remote or node, where=where, role=role)
+        yield Culprit(None, host=history.alias(remote or node), name=remote or node, where=where, role=role)
     elif host:
-        yield Culprit(None, host=host, name=story.alias(host), where=where, role=role, pid=seen.who.pid)
+        yield Culprit(None, host=host, name=history.alias(host), where=where, role=role, pid=seen.origin.pid)
     elif _SERVICE.search(PurePosixPath(seen.file).stem):
         name = PurePosixPath(seen.file).stem
         yield Culprit(None, name=name, role=name, where=where)
     elif role:
-        yield Culprit(None, name=role, role=role, where=where, pid=seen.who.pid)
+        yield Culprit(None, name=role, role=role, where=where, pid=seen.origin.pid)
 
 
-def _host_of_task(task: int | None, story: JobHistory) -> str:
+def _host_of_task(task: int | None, history: JobHistory) -> str:
     """The host of a task of srun, as its end tells."""
-    ends = [each.fields for each in story.facts("exit")] if task is not None else []
+    ends = [each.fields for each in history.facts("exit")] if task is not None else []
     return next((each["host"] for each in ends if each.get("task") == str(task) and each.get("host")), "")

@@ -47,7 +47,7 @@ class Explanation:
     """A verdict with what it was made from."""
 
     verdict: Verdict
-    story: JobHistory
+    history: JobHistory
     judgement: Judgement
     rules: KnowledgeBase
     gaps: list[str] = field(default_factory=list)
@@ -72,19 +72,19 @@ def explain(
     rules = load_knowledge(*folders)
     found = collect_sources(list(paths))
     left = prior_verdicts.take_prior_verdicts(found, paths, ranks=ranks, world_size=world_size)
-    readings = parse_logs(found, rules)
-    story = build_history(readings)
-    judgement = rank_candidates(story, [each for room in _DETECTORS for each in room.candidates(story)])
-    verdict = _verdict(judgement, story, rules, found.gaps)
-    before = prior_verdicts.standing_verdicts(verdict, left, logs_read=bool(readings))
+    logs = parse_logs(found, rules)
+    history = build_history(logs)
+    judgement = rank_candidates(history, [each for room in _DETECTORS for each in room.candidates(history)])
+    verdict = _verdict(judgement, history, rules, found.gaps)
+    before = prior_verdicts.standing_verdicts(verdict, left, logs_read=bool(logs))
     if before:
-        return Explanation(before[0], story, judgement, rules, found.gaps, before)
-    return Explanation(prior_verdicts.merge_dumps(verdict, left), story, judgement, rules, found.gaps)
+        return Explanation(before[0], history, judgement, rules, found.gaps, before)
+    return Explanation(prior_verdicts.merge_dumps(verdict, left), history, judgement, rules, found.gaps)
 
 
-def _verdict(judgement: Judgement, story: JobHistory, rules: KnowledgeBase, gaps: Sequence[str]) -> Verdict:
+def _verdict(judgement: Judgement, history: JobHistory, rules: KnowledgeBase, gaps: Sequence[str]) -> Verdict:
     best = judgement.best
-    lead = best.sightings[0] if best.sightings else None
+    lead = best.matches[0] if best.matches else None
     about = lead.rule.about if lead and lead.rule.cls == best.cls else rules.about.get(best.cls)
     fields = dict(lead.fields) if lead else {}
     signature = lead.rule.signature if lead and lead.rule.cls == best.cls else None
@@ -96,29 +96,29 @@ def _verdict(judgement: Judgement, story: JobHistory, rules: KnowledgeBase, gaps
         level=VerdictLevel.CONFIRMED
         if judgement.confidence >= MIN_ACTION_CONFIDENCE and best.cls not in _NO_FAULT
         else VerdictLevel.NOTICE,
-        culprits=find_culprits(best, story),
+        culprits=find_culprits(best, history),
         cause=best.cls,
-        collective=_collective(best, story),
+        collective=_collective(best, history),
         confidence=judgement.confidence,
         alternatives=tuple(Alternative(each.cls, round(weight, 3)) for each, weight in judgement.others),
-        evidence=_evidence(best, story),
+        evidence=_evidence(best, history),
         explanation=fill_fields(explanation or "", fields),
         fix=fill_fields(fix or "", fields),
         collect=(*collect, *(f"what could not be read: {gap}" for gap in gaps[:4])),
     )
 
 
-def _collective(best: Candidate, story: JobHistory) -> StalledCollective | None:
+def _collective(best: Candidate, history: JobHistory) -> StalledCollective | None:
     """What the ranks waited in, or what the cause names."""
     operation = best.collective
-    for each in best.sightings:
+    for each in best.matches:
         operation = operation or each.fields.get("op", "") or (each.rule.signature.collective or "")
         if not operation and each.traceback is not None:
             operation = waiting.collective_of_frames(each.traceback.frames)
     seq = None
     if not operation:
-        ended = list(waiting.waits_by_rank(story).values())
-        counted = Counter(each.operation for each in ended if each.operation) or waiting.count_collectives(story)
+        ended = list(waiting.waits_by_rank(history).values())
+        counted = Counter(each.operation for each in ended if each.operation) or waiting.count_collectives(history)
         operation = counted.most_common(1)[0][0] if counted else ""
         seq = next((each.seq for each in ended if each.operation == operation), None)
     if not operation or best.cls == "benign":
@@ -126,14 +126,14 @@ def _collective(best: Candidate, story: JobHistory) -> StalledCollective | None:
     return StalledCollective("", seq if seq is not None else -1, operation.lower())
 
 
-def _evidence(best: Candidate, story: JobHistory) -> tuple[Fact, ...]:
+def _evidence(best: Candidate, history: JobHistory) -> tuple[Fact, ...]:
     """What shows it, those who are to blame first, then what shows the structure, then what the first victims say."""
-    blame = {each.rank for each in find_culprits(best, story)} - {None}
+    blame = {each.rank for each in find_culprits(best, history)} - {None}
     own = [each for each in best.facts if len(each.text) >= _MIN_CHARS]
     shown = _match_facts(
-        sorted(best.sightings, key=lambda each: story.rank(each) not in blame) if blame else best.sightings
+        sorted(best.matches, key=lambda each: history.rank(each) not in blame) if blame else best.matches
     )
-    victims = [each for each in story.failures if each.rule.signature.fact != "cancelled"]
+    victims = [each for each in history.failures if each.rule.signature.fact != "cancelled"]
     last = _match_facts(victims[:_VICTIM_FACTS]) if best.cls != "benign" else []
     first = (
         [*own[:_FIRST_FACTS], *shown[:_FIRST_FACTS]] if best.culprits else [*shown[:_FIRST_FACTS], *own[:_FIRST_FACTS]]
@@ -142,11 +142,11 @@ def _evidence(best: Candidate, story: JobHistory) -> tuple[Fact, ...]:
     return tuple(kept.values())[:MAX_EVIDENCE]
 
 
-def _match_facts(sightings: Iterable[RuleMatch]) -> list[Fact]:
+def _match_facts(matches: Iterable[RuleMatch]) -> list[Fact]:
     """Of each rule a few lines."""
     rules: Counter[str] = Counter()
     found = []
-    for each in sightings:
+    for each in matches:
         rules[each.rule.id] += 1
         if rules[each.rule.id] <= _LINES_PER_RULE and len(each.text) >= _MIN_CHARS:
             found.append(Fact(each.text, file=each.file, line=each.line))

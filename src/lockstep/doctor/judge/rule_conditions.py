@@ -11,11 +11,11 @@ from lockstep.doctor.logs.parsed_log import RuleMatch
 class MatchIndex:
     """The sightings of the last attempt, to be asked."""
 
-    def __init__(self, story: JobHistory) -> None:
-        self.story = story
+    def __init__(self, history: JobHistory) -> None:
+        self.history = history
         self._by_id: dict[str, list[RuleMatch]] = {}
         self._by_class: dict[str, list[RuleMatch]] = {}
-        for each in story.sightings:
+        for each in history.matches:
             self._by_id.setdefault(each.rule.id, []).append(each)
             if each.rule.cls and each.rule.signature.role in ("cause", "sign"):
                 self._by_class.setdefault(each.rule.cls, []).append(each)
@@ -38,7 +38,7 @@ class MatchIndex:
         if condition.any:
             return any(self.holds(each, seen) for each in condition.any)
         if condition.story is not None:
-            return condition.story in self.story.traits
+            return condition.story in self.history.traits
         return any(_relation_holds(condition, each, seen) for each in self._others(condition) if each is not seen)
 
     def _others(self, condition: RuleCondition) -> Iterable[RuleMatch]:
@@ -46,7 +46,7 @@ class MatchIndex:
             return self._by_id.get(condition.id, ())
         if condition.cls is not None:
             return self._by_class.get(condition.cls, ())
-        return self.story.facts(condition.fact or "")
+        return self.history.facts(condition.fact or "")
 
 
 def _relation_holds(condition: RuleCondition, other: RuleMatch, seen: RuleMatch) -> bool:
@@ -79,10 +79,10 @@ def _precedes(one: RuleMatch, other: RuleMatch) -> bool:
 
 def same_origin(one: RuleMatch, other: RuleMatch) -> bool | None:
     """None where one of them is not known."""
-    if one.who.rank is not None and other.who.rank is not None:
-        return one.who.rank == other.who.rank
-    if one.who.pid is not None and other.who.pid is not None:
-        return one.who.pid == other.who.pid
-    if one.who.host and other.who.host:
-        return one.who.host == other.who.host
+    if one.origin.rank is not None and other.origin.rank is not None:
+        return one.origin.rank == other.origin.rank
+    if one.origin.pid is not None and other.origin.pid is not None:
+        return one.origin.pid == other.origin.pid
+    if one.origin.host and other.origin.host:
+        return one.origin.host == other.origin.host
     return None

@@ -16,32 +16,32 @@ _BANNER_CHARS = 60
 _END_FACTS = ("exit", "crash", "cancelled", "done")
 
 
-def earlier_attempts(readings: Sequence[ParsedLog]) -> frozenset[int]:
+def earlier_attempts(logs: Sequence[ParsedLog]) -> frozenset[int]:
     """Sources of earlier attempts: of names such as `run_001/` and `run_002/`, or of files of one kind that do not
     overlap in time, all but the last."""
-    numbers = {each.source: int(found[1]) for each in readings if (found := _ATTEMPT_NUMBER.search(each.name))}
-    if len(set(numbers.values())) > 1 and not _overlap_in_time(readings, numbers):
+    numbers = {each.source: int(found[1]) for each in logs if (found := _ATTEMPT_NUMBER.search(each.name))}
+    if len(set(numbers.values())) > 1 and not _overlap_in_time(logs, numbers):
         last = max(numbers.values())
         return frozenset(source for source, number in numbers.items() if number < last)
-    aside = frozenset(each.source for each in readings if _OLD_NAME.search(each.name))
-    return _ended_before_others(readings) | (aside if len(aside) < len(readings) else frozenset())
+    aside = frozenset(each.source for each in logs if _OLD_NAME.search(each.name))
+    return _ended_before_others(logs) | (aside if len(aside) < len(logs) else frozenset())
 
 
-def _overlap_in_time(readings: Sequence[ParsedLog], numbers: dict[int, int]) -> bool:
+def _overlap_in_time(logs: Sequence[ParsedLog], numbers: dict[int, int]) -> bool:
     """They overlap in time, so the numbers count something else."""
     spans: dict[int, list[float]] = defaultdict(list)
-    for each in readings:
+    for each in logs:
         if each.source in numbers and each.first is not None and each.last is not None:
             spans[numbers[each.source]] += [each.first, each.last]
     ordered = [(min(times), max(times)) for _, times in sorted(spans.items())]
     return any(later[0] < earlier[1] - 1.0 and earlier[0] < later[1] - 1.0 for earlier, later in pairwise(ordered))
 
 
-def _ended_before_others(readings: Sequence[ParsedLog]) -> frozenset[int]:
+def _ended_before_others(logs: Sequence[ParsedLog]) -> frozenset[int]:
     """Of files that differ only in a number and are nobody's own, those that had ended before another began."""
     kinds: dict[str, list[ParsedLog]] = defaultdict(list)
-    for each in readings:
-        if not each.who and each.node is None and each.first is not None and each.last is not None:
+    for each in logs:
+        if not each.origin and each.node is None and each.first is not None and each.last is not None:
             kinds[re.sub(r"\d+", "#", each.name)].append(each)
     found: set[int] = set()
     for same in kinds.values():
@@ -53,18 +53,18 @@ def _ended_before_others(readings: Sequence[ParsedLog]) -> frozenset[int]:
 
 
 def _is_attempt(reading: ParsedLog) -> bool:
-    facts = {each.rule.signature.fact for each in reading.sightings}
+    facts = {each.rule.signature.fact for each in reading.matches}
     return "attempt" in facts or bool(facts & set(_END_FACTS)) or bool(reading.tracebacks)
 
 
 def last_attempt_start(reading: ParsedLog) -> int:
     """The line on which the last attempt in one file begins: where a start is announced after an end, or where a banner
     that was there before comes again after one."""
-    ends = sorted({each.line for each in reading.sightings if each.rule.signature.fact in _END_FACTS}
+    ends = sorted({each.line for each in reading.matches if each.rule.signature.fact in _END_FACTS}
                   | {traceback.number for _, _, traceback in reading.tracebacks})  # fmt: skip
     begin = 0
     banners: dict[str, int] = {}
-    for each in reading.sightings:
+    for each in reading.matches:
         fact = each.rule.signature.fact
         if fact == "attempt" and _ended_between(ends, begin, each.line):
             begin = each.line
@@ -107,22 +107,22 @@ class TimeSpan:
         return at - self.last if at > self.last + _MARGIN_AFTER_S else 0.0
 
 
-def job_time_span(readings: Sequence[ParsedLog], old: Collection[int], starts: Mapping[int, int]) -> TimeSpan:
+def job_time_span(logs: Sequence[ParsedLog], old: Collection[int], starts: Mapping[int, int]) -> TimeSpan:
     """From the first to the last line of the last attempt, where all its logs have times at both ends."""
-    logs = [each for each in readings if each.kind == "log" and each.source not in old and each.lines >= _MIN_LINES]
-    dated = [each for each in readings if each.kind == "log" and each.source not in old and each.first is not None]
+    logs = [each for each in logs if each.kind == "log" and each.source not in old and each.lines >= _MIN_LINES]
+    dated = [each for each in logs if each.kind == "log" and each.source not in old and each.first is not None]
     if not dated or any(each not in dated for each in logs):
         return TimeSpan()
     firsts = [_span_start(each, starts.get(each.source, 0)) for each in dated]
-    lasts = [_span_end(each) for each in dated]
-    return TimeSpan(min(firsts), max(lasts))
+    persists = [_span_end(each) for each in dated]
+    return TimeSpan(min(firsts), max(persists))
 
 
 def _span_start(reading: ParsedLog, start: int) -> float:
     assert reading.first is not None
     if start:
         times = [tick.when for tick in reading.ticks if tick.line >= start and tick.when is not None]
-        times += [each.when for each in reading.sightings if each.line >= start and each.when is not None]
+        times += [each.when for each in reading.matches if each.line >= start and each.when is not None]
         return min(times, default=reading.first)
     early = reading.dated_lines[0] <= _EDGE_LINES and not any(
         tick.line < reading.dated_lines[0] for tick in reading.ticks[:_EDGE_LINES]
@@ -148,4 +148,4 @@ def seconds_outside_job(seen: RuleMatch, reading: ParsedLog, job: TimeSpan) -> f
     if seen.when is None or (reading.kind == "log" and kind_of_line("log", seen.text) == "log"):
         return 0.0
     gap = job.outside(seen.when)
-    return 0.0 if not reading.dated and gap > _HALF_YEAR_S else gap
+    return 0.0 if not reading.has_year and gap > _HALF_YEAR_S else gap

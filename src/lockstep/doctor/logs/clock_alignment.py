@@ -60,14 +60,14 @@ def _clock_difference(own: EventTimes, other: EventTimes) -> float | None:
     return middle if zones and near else None
 
 
-def align_clocks(readings: Sequence[ParsedLog]) -> dict[Hashable, float]:
+def align_clocks(logs: Sequence[ParsedLog]) -> dict[Hashable, float]:
     """Puts files of different ranks or hosts onto one clock; by rank, host and node, the seconds that were taken off.
 
     A file of nobody in particular is left as it is: it may be another attempt, which counts the same steps later.
     """
     files: dict[Hashable, list[ParsedLog]] = defaultdict(list)
-    for each in readings:
-        speaker = each.who.rank, each.who.host, each.node
+    for each in logs:
+        speaker = each.origin.rank, each.origin.host, each.node
         if any(part not in (None, "") for part in speaker):
             files[speaker].append(each)
     found = clock_offsets({speaker: events for speaker, own in files.items() if (events := _shared_events(own))})
@@ -81,26 +81,26 @@ def _subtract(seconds: float, at: float) -> float:
     return at - seconds
 
 
-def _shared_events(readings: Sequence[ParsedLog]) -> EventTimes:
+def _shared_events(logs: Sequence[ParsedLog]) -> EventTimes:
     """Steps and time-outs, each where it was dated first."""
     found: dict[Hashable, float] = {}
-    for tick in (tick for each in readings for tick in each.ticks):
+    for tick in (tick for each in logs for tick in each.ticks):
         if tick.when is not None and len(found) < _MAX_EVENTS:
             found.setdefault((tick.epoch, tick.step, tick.of), tick.when)
-    for seen in (seen for each in readings for seen in each.sightings):
+    for seen in (seen for each in logs for seen in each.matches):
         said = seen.fields
         if seen.rule.signature.fact == "collective_timeout" and seen.when is not None and said.get("seq"):
             found.setdefault((said.get("op"), said["seq"], said.get("numel")), seen.when)
     return found
 
 
-def assign_years(readings: Sequence[ParsedLog]) -> None:
+def assign_years(logs: Sequence[ParsedLog]) -> None:
     """Gives the files that name no year the year of those that do."""
-    years = [time.gmtime(each.first).tm_year for each in readings if each.dated and each.first is not None]
+    years = [time.gmtime(each.first).tm_year for each in logs if each.has_year and each.first is not None]
     if not years or years[0] == UNDATED_YEAR:
         return
-    for each in readings:
-        if not each.dated and each.first is not None:
+    for each in logs:
+        if not each.has_year and each.first is not None:
             shift_times(each, lambda at: move_to_year(at, years[0]))
 
 
@@ -111,8 +111,8 @@ def shift_times(reading: ParsedLog, move: Callable[[float], float]) -> None:
         return None if at is None else move(at)
 
     reading.first, reading.last = moved(reading.first), moved(reading.last)
-    reading.sightings = [replace(seen, when=moved(seen.when)) for seen in reading.sightings]
+    reading.matches = [replace(seen, when=moved(seen.when)) for seen in reading.matches]
     reading.ticks = [replace(tick, when=moved(tick.when)) for tick in reading.ticks]
-    reading.tracebacks = [(who, moved(when), traceback) for who, when, traceback in reading.tracebacks]
-    reading.said = {rank: [replace(said, when=moved(said.when)) for said in lines]
-                    for rank, lines in reading.said.items()}  # fmt: skip
+    reading.tracebacks = [(origin, moved(when), traceback) for origin, when, traceback in reading.tracebacks]
+    reading.tail_lines = {rank: [replace(said, when=moved(said.when)) for said in lines]
+                    for rank, lines in reading.tail_lines.items()}  # fmt: skip

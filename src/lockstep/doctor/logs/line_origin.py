@@ -34,7 +34,7 @@ class LineOrigin:
     def __bool__(self) -> bool:
         return self.rank is not None or bool(self.host or self.role) or self.pid is not None
 
-    def over(self, other: "LineOrigin") -> "LineOrigin":
+    def with_defaults(self, other: "LineOrigin") -> "LineOrigin":
         """With what the other knows where this one does not."""
         if not other:
             return self
@@ -156,14 +156,14 @@ class ParsedPrefix:
         when: Its own time, None where it has none.
     """
 
-    who: LineOrigin
+    origin: LineOrigin
     at: int
     when: float | None
 
 
 def parse_prefixes(line: str, clock: TimestampParser) -> ParsedPrefix:
     """Takes the prefixes off a line."""
-    who, at = UNKNOWN_ORIGIN, 0
+    origin, at = UNKNOWN_ORIGIN, 0
     if line.startswith("{"):
         rank, host = _JSON_RANK.search(line, 0, _HEAD_CHARS), _JSON_HOST.search(line, 0, _HEAD_CHARS)
         if rank or host:
@@ -176,15 +176,15 @@ def parse_prefixes(line: str, clock: TimestampParser) -> ParsedPrefix:
             break
         if line[:at].strip() and any(found[name] for name in _OUTERMOST_GROUPS):
             break
-        who = _with_prefix(who, found)
+        origin = _with_prefix(origin, found)
         at = found.end()
     left = _SEPARATOR.match(line, at) if at else None
     at = left.end() if left else at
-    if (who.rank is None or who.guessed) and "ank" in line[:_HEAD_CHARS]:
+    if (origin.rank is None or origin.guessed) and "ank" in line[:_HEAD_CHARS]:
         found = _PROCESS_GROUP_RANK.search(line[at : at + _HEAD_CHARS]) or _KEY_VALUES.match(line, at)
         if found:
-            who = replace(who, rank=int(next(each for each in found.groups() if each)), guessed=False)
-    return ParsedPrefix(who, at, clock.read(line))
+            origin = replace(origin, rank=int(next(each for each in found.groups() if each)), guessed=False)
+    return ParsedPrefix(origin, at, clock.read(line))
 
 
 _RANK_GROUPS = ("rank", "arank", "sky", "srank", "stamped", "wrapped", "bare", "index", "short", "named")
@@ -194,28 +194,28 @@ _HOST_GROUPS = ("bracket", "pod", "container", "pdsh", "nhost", "khost", "rhost"
 _OUTERMOST_GROUPS = ("slurm", "pdsh", "container")
 
 
-def _with_prefix(who: LineOrigin, found: re.Match[str]) -> LineOrigin:
+def _with_prefix(origin: LineOrigin, found: re.Match[str]) -> LineOrigin:
     """What one prefix adds. A rank counts more than a label; of actors the innermost speaks, others pass it on."""
     if found.lastindex is None:
-        return who
-    rank, guessed = who.rank, who.guessed
+        return origin
+    rank, guessed = origin.rank, origin.guessed
     number, label = _first_group(found, _RANK_GROUPS), _first_group(found, _LABEL_GROUPS)
     if number and (rank is None or guessed):
         rank, guessed = int(number), False
     if label and rank is None:
         rank, guessed = int(label), True
-    host = found["ip"] or found["dip"] or who.host or _first_group(found, _HOST_GROUPS)
-    role = found["actor"] or found["daemon"] or who.role
+    host = found["ip"] or found["dip"] or origin.host or _first_group(found, _HOST_GROUPS)
+    role = found["actor"] or found["daemon"] or origin.role
     worker = _VLLM_WORKER.match(role) if found["actor"] and rank is None else None
-    process = found["pid"] or (_first_group(found, _PID_GROUPS) if who.pid is None else "")
+    process = found["pid"] or (_first_group(found, _PID_GROUPS) if origin.pid is None else "")
     device = found["dev"] or found["blocal"]
     return LineOrigin(
         int(worker["n"]) if worker else rank,
         host,
         role,
-        int(process) if process else who.pid,
-        int(device) if device and who.local is None and not device.startswith("-") else who.local,
-        int(label) if label else who.label,
+        int(process) if process else origin.pid,
+        int(device) if device and origin.local is None and not device.startswith("-") else origin.local,
+        int(label) if label else origin.label,
         guessed,
     )
 

@@ -82,7 +82,7 @@ class Page:
     after: bytes = b""
     newlines: int = 0
 
-    def onwards(self, start: int) -> bytes:
+    def lookahead(self, start: int) -> bytes:
         """From a byte on, as far as a traceback may reach."""
         data = self.data[start : start + LOOKAHEAD_BYTES]
         return data if len(data) == LOOKAHEAD_BYTES else data + self.after

@@ -65,16 +65,15 @@ class LogParser:
         share = TOTAL_BYTES // max(1, sources)
         self._head_bytes = min(HEAD_BYTES, max(MIN_BYTES, share // 3))
         self._tail_bytes = min(TAIL_BYTES, max(MIN_BYTES, share * 2 // 3))
-        who, node = line_origin.origin_of_file(name)
-        self.reading = ParsedLog(name, source, who, node)
+        origin, node = line_origin.origin_of_file(name)
+        self.reading = ParsedLog(name, source, origin, node)
         self._clock = TimestampParser()
         self._width = 0
-        self._kept: Counter[tuple[str, LineOrigin]] = Counter()
+        self._match_counts: Counter[tuple[str, LineOrigin]] = Counter()
         self._latest: dict[tuple[str, LineOrigin], RuleMatch] = {}
-        self._said: dict[LineOrigin, deque[tuple[int, float | None, str]]] = {}
+        self._tail_lines: dict[LineOrigin, deque[tuple[int, float | None, str]]] = {}
         self._stamp: tuple[int, float] | None = None
-        self._raised: set[int] = set()
-        self._skip_to: dict[LineOrigin, int] = {}
+        self._exception_lines: set[int] = set()
 
     def read(self, pages: Iterator[Page]) -> ParsedLog:
         recent: deque[Page] = deque(maxlen=2)
@@ -88,44 +87,44 @@ class LogParser:
             if page.first == 1:
                 if self.reading.kind == "stack":
                     whole = ((number, clean_text(raw)) for number, raw in numbered_lines(page))
-                    self.reading.stacks += stack_traces.parse_stacks(whole, self.reading.who, self.reading.name)
+                    self.reading.stacks += stack_traces.parse_stacks(whole, self.reading.origin, self.reading.name)
                 self._head(page)
             for number, start, end in self._filter.candidates(page):
-                self._candidate(page, number, start, end)
+                self._examine_candidate(page, number, start, end)
             recent.append(page)
         self._tail(list(recent))
         found = self.reading
-        kept = {id(each) for each in found.sightings}
-        found.sightings += [each for each in self._latest.values() if id(each) not in kept]
-        found.sightings.sort(key=lambda each: each.line)
-        found.dated = bool(self._clock.year)
+        kept = {id(each) for each in found.matches}
+        found.matches += [each for each in self._latest.values() if id(each) not in kept]
+        found.matches.sort(key=lambda each: each.line)
+        found.has_year = bool(self._clock.year)
         told = [
-            rank_resolver.with_exit_rank(each.who, each.rule.signature.fact, each.fields) for each in found.sightings
+            rank_resolver.with_exit_rank(each.origin, each.rule.signature.fact, each.fields) for each in found.matches
         ]
-        self._settle(rank_resolver.label_resolver(rank_resolver.ranks_by_label([*found.speakers, *told])))
+        self._resolve_labels(rank_resolver.label_resolver(rank_resolver.ranks_by_label([*found.origins, *told])))
         return found
 
-    def _settle(self, settle: Callable[[LineOrigin], LineOrigin]) -> None:
+    def _resolve_labels(self, resolve: Callable[[LineOrigin], LineOrigin]) -> None:
         """Decides which labels are ranks, now that all lines are known."""
         found = self.reading
-        found.speakers = {settle(who): line for who, line in found.speakers.items()}
-        found.sightings = [replace(each, who=settle(each.who)) for each in found.sightings]
-        found.ticks = [replace(each, who=settle(each.who)) for each in found.ticks]
-        found.tracebacks = [(settle(who), when, traceback) for who, when, traceback in found.tracebacks]
-        for who, lines in self._said.items():
-            said = found.said.setdefault(settle(who).rank, [])
-            said += [TailLine(number, when, self._shown(line)) for number, when, line in lines]
-        found.said = {
-            rank: sorted(lines, key=lambda each: each.line)[-LAST_LINES:] for rank, lines in found.said.items()
+        found.origins = {resolve(origin): line for origin, line in found.origins.items()}
+        found.matches = [replace(each, origin=resolve(each.origin)) for each in found.matches]
+        found.ticks = [replace(each, origin=resolve(each.origin)) for each in found.ticks]
+        found.tracebacks = [(resolve(origin), when, traceback) for origin, when, traceback in found.tracebacks]
+        for origin, lines in self._tail_lines.items():
+            said = found.tail_lines.setdefault(resolve(origin).rank, [])
+            said += [TailLine(number, when, self._excerpt(line)) for number, when, line in lines]
+        found.tail_lines = {
+            rank: sorted(lines, key=lambda each: each.line)[-LAST_LINES:] for rank, lines in found.tail_lines.items()
         }
 
-    def _shown(self, line: str, at: int = 0) -> str:
+    def _excerpt(self, line: str, at: int = 0) -> str:
         """What evidence cites of a line: of a broken one what surely stands in its first part."""
         return excerpt(line[: self._width * 2 // 3] if self._width else line, at)
 
     def _head(self, page: Page) -> None:
         for number, raw in numbered_lines(page, self._head_bytes):
-            self._window(number, raw)
+            self._examine_edge_line(number, raw)
 
     def _tail(self, recent: list[Page]) -> None:
         if not recent:
@@ -147,24 +146,24 @@ class LogParser:
                 break
         for page in reversed(windows):
             for number, raw in numbered_lines(page):
-                self._window(number, raw)
+                self._examine_edge_line(number, raw)
 
-    def _window(self, number: int, raw: bytes) -> None:
+    def _examine_edge_line(self, number: int, raw: bytes) -> None:
         """A line near one of the ends, or what is left of its parts: who speaks, the time, counters, the last words."""
         *before, last = rewritten_parts(raw)
         for each in before:
-            self._look(number, clean_text(each))
+            self._examine_line(number, clean_text(each))
         line = clean_text(last)
-        who, when = self._look(number, line)
+        origin, when = self._examine_line(number, line)
         if line and not line.isspace():
-            rank_of = who if who.rank is not None else self.reading.who
+            rank_of = origin if origin.rank is not None else self.reading.origin
             key = LineOrigin(rank_of.rank, label=rank_of.label, guessed=rank_of.guessed)
-            lines = self._said.get(key)
+            lines = self._tail_lines.get(key)
             if lines is None:
-                lines = self._said[key] = deque(maxlen=LAST_LINES)
+                lines = self._tail_lines[key] = deque(maxlen=LAST_LINES)
             lines.append((number, when, line))
 
-    def _look(self, number: int, line: str) -> tuple[LineOrigin, float | None]:
+    def _examine_line(self, number: int, line: str) -> tuple[LineOrigin, float | None]:
         """Who says it and when."""
         said = line_origin.parse_prefixes(line, self._clock)
         found = self.reading
@@ -173,60 +172,63 @@ class LogParser:
             found.last = said.when
             found.dated_lines = found.dated_lines[0] or number, number
             self._stamp = number, said.when
-        who = said.who
-        if who:
-            found.speakers[who] = number
+        origin = said.origin
+        if origin:
+            found.origins[origin] = number
         when = said.when if said.when is not None else self._stamp[1] if self._stamp else None
         tick = None if line.startswith(_SOURCE_INDENT, said.at) else step_progress.parse_step(line)
         if tick is not None:
-            rank = who if who.rank is not None else _with_rank(who, line_origin.mentioned_rank(line))
-            found.ticks.append(ProgressTick(rank.over(found.who), number, when, *tick))
-        return who, when
+            rank = origin if origin.rank is not None else _with_rank(origin, line_origin.mentioned_rank(line))
+            found.ticks.append(ProgressTick(rank.with_defaults(found.origin), number, when, *tick))
+        return origin, when
 
-    def _candidate(self, page: Page, number: int, start: int, end: int) -> None:
+    def _examine_candidate(self, page: Page, number: int, start: int, end: int) -> None:
         line = clean_text(page.data[start:end])
         texts = self._filter.texts(line)
         said = _parse_line_end(line, self._clock)
-        who = said.who.over(self.reading.who)
+        origin = said.origin.with_defaults(self.reading.origin)
         rules = {rule.id: rule for each in texts for rule in self._rules.by_literal.get(each, ())}
         when: float | None = said.when
         for rule in rules.values():
-            if self.reading.counts[rule.id] < MATCHES_PER_RULE or self._kept[rule.id, who] < MATCHES_PER_ORIGIN:
-                self._match(rule, page, number, start, line, said.at, who, when)
+            if (
+                self.reading.counts[rule.id] < MATCHES_PER_RULE
+                or self._match_counts[rule.id, origin] < MATCHES_PER_ORIGIN
+            ):
+                self._match(rule, page, number, start, line, said.at, origin, when)
         at = next((at for each in stack_traces.TRACEBACK_STARTS if (at := line.find(each)) >= 0), None)
-        if at is not None and not self._quoted(page, start, line, at, said.at):
-            self._traceback(page, number, start, line, who, when)
-        elif number not in self._raised and any(each in texts for each in stack_traces.EXCEPTION_MARKS):
+        if at is not None and not self._is_quoted(page, start, line, at, said.at):
+            self._add_traceback(page, number, start, line, origin, when)
+        elif number not in self._exception_lines and any(each in texts for each in stack_traces.EXCEPTION_MARKS):
             found = stack_traces.parse_lone_exception(number, line[said.at :])
-            telling = found is not None and (said.who.rank is not None or stack_traces.is_primary(found))
-            if found is not None and telling and not self._quoted(page, start, line, said.at, said.at):
-                self._raise(found, who, self._before(page, start) if when is None else when)
+            telling = found is not None and (said.origin.rank is not None or stack_traces.is_primary(found))
+            if found is not None and telling and not self._is_quoted(page, start, line, said.at, said.at):
+                self._add_exception(found, origin, self._time_before(page, start) if when is None else when)
 
-    def _match(self, rule: FailureRule, page: Page, number: int, start: int, line: str, begin: int, who: LineOrigin,
+    def _match(self, rule: FailureRule, page: Page, number: int, start: int, line: str, begin: int, origin: LineOrigin,
                when: float | None) -> None:  # fmt: skip
         wanted = rule.signature.kinds
         if wanted and log_lines.kind_of_line(self.reading.kind, line) not in wanted:
             return
         whole = line
         if rule.signature.lines > 1:
-            whole = "\n".join(said for _, said in self._speech(page, number, start, rule.signature.lines))
+            whole = "\n".join(said for _, said in self._lines_of_origin(page, number, start, rule.signature.lines))
         found = rule.match(whole)
         if found is None:
             return
-        when = self._before(page, start) if when is None else when
+        when = self._time_before(page, start) if when is None else when
         at = found.start()
         before = whole.count("\n", 0, at)
         if before:
             number, line, at = number + before, whole.split("\n")[before], 0
-        elif log_lines.is_supposition(line, at) or self._quoted(
+        elif log_lines.is_supposition(line, at) or self._is_quoted(
             page, start, line, at if at > begin else min(found.end(), len(line)), begin
         ):
             return
-        seen = RuleMatch(rule, who, when, self.reading.name, self.reading.source, number, self._shown(line, at),
+        seen = RuleMatch(rule, origin, when, self.reading.name, self.reading.source, number, self._excerpt(line, at),
                         rule.fields(found))  # fmt: skip
-        self._keep(seen)
+        self._add_match(seen)
 
-    def _quoted(self, page: Page, start: int, line: str, at: int, begin: int) -> bool:
+    def _is_quoted(self, page: Page, start: int, line: str, at: int, begin: int) -> bool:
         """Whether what a line says is part of a sample that is printed."""
         if log_lines.is_quoted(line, at, begin):
             return True
@@ -236,36 +238,38 @@ class LogParser:
         )
         return (
             mark is not None
-            and line_origin.parse_prefixes(clean_text(mark), TimestampParser()).who
-            == line_origin.parse_prefixes(line, TimestampParser()).who
+            and line_origin.parse_prefixes(clean_text(mark), TimestampParser()).origin
+            == line_origin.parse_prefixes(line, TimestampParser()).origin
         )
 
-    def _keep(self, seen: RuleMatch) -> None:
-        key = seen.rule.id, seen.who
+    def _add_match(self, seen: RuleMatch) -> None:
+        key = seen.rule.id, seen.origin
         self.reading.counts[seen.rule.id] += 1
-        self._kept[key] += 1
-        if self._kept[key] <= MATCHES_PER_ORIGIN:
-            self.reading.sightings.append(seen)
+        self._match_counts[key] += 1
+        if self._match_counts[key] <= MATCHES_PER_ORIGIN:
+            self.reading.matches.append(seen)
         self._latest[key] = seen
 
-    def _traceback(self, page: Page, number: int, start: int, line: str, who: LineOrigin, when: float | None) -> None:
-        found = stack_traces.parse_traceback(self._speech(page, number, start, 200))
-        if found is None or len(self.reading.tracebacks) >= MATCHES_PER_RULE or found.number in self._raised:
+    def _add_traceback(
+        self, page: Page, number: int, start: int, line: str, origin: LineOrigin, when: float | None
+    ) -> None:
+        found = stack_traces.parse_traceback(self._lines_of_origin(page, number, start, 200))
+        if found is None or len(self.reading.tracebacks) >= MATCHES_PER_RULE or found.number in self._exception_lines:
             return
-        self._raised.add(found.number)
-        when = self._before(page, start) if when is None else when
+        self._exception_lines.add(found.number)
+        when = self._time_before(page, start) if when is None else when
         before = clean_text(page.data[page.data.rfind(b"\n", 0, max(0, start - 1)) + 1 : start])
         if _IGNORED_EXCEPTION in before:
             return
         about = _SPAWN_HEADER.match(before) or _torchrun_rank(page.data[max(0, start - 1000) : start], line)
-        if about and (who.rank is None or who.guessed):
-            who = _with_rank(who, int(about["rank"]))
-        self._raise(found, who, when)
+        if about and (origin.rank is None or origin.guessed):
+            origin = _with_rank(origin, int(about["rank"]))
+        self._add_exception(found, origin, when)
 
-    def _raise(self, found: Traceback, who: LineOrigin, when: float | None) -> None:
+    def _add_exception(self, found: Traceback, origin: LineOrigin, when: float | None) -> None:
         """Keeps an exception, and what the rules say of it."""
-        found = replace(found, text=self._shown(found.text))
-        self.reading.tracebacks.append((who, when, found))
+        found = replace(found, text=self._excerpt(found.text))
+        self.reading.tracebacks.append((origin, when, found))
         whole = f"{found.type}: {found.message}"
         frames = "\n".join(str(each) for each in found.frames)
         for rule in self._rules.exceptions:
@@ -274,15 +278,15 @@ class LogParser:
             match = rule.match(whole)
             if match is not None:
                 fields = {"where": found.where, "exception": found.type, "ip": found.ip, **rule.fields(match)}
-                self._keep(RuleMatch(rule, who, when, self.reading.name, self.reading.source, found.number,
+                self._add_match(RuleMatch(rule, origin, when, self.reading.name, self.reading.source, found.number,
                                     found.text, fields, found))  # fmt: skip
 
-    def _speech(self, page: Page, number: int, start: int, most: int) -> list[tuple[int, str]]:
+    def _lines_of_origin(self, page: Page, number: int, start: int, most: int) -> list[tuple[int, str]]:
         """The line at `run_training` and what the same speaker says next, prefixes taken off."""
         said: list[tuple[int, str]] = []
         own = None
         misses = 0
-        data, at = page.onwards(start), 0
+        data, at = page.lookahead(start), 0
         while at < len(data) and len(said) < most and misses < 400:
             end = data.find(b"\n", at)
             end = len(data) if end < 0 else end
@@ -294,15 +298,15 @@ class LogParser:
                 else line_origin.parse_prefixes(line, TimestampParser())
             )
             if own is None:
-                own = part.who
-            if part.who == own or (not misses and _has_no_origin(part.who, own)):
-                said.append((number, line[part.at :] if part.who or not own else line))
+                own = part.origin
+            if part.origin == own or (not misses and _has_no_origin(part.origin, own)):
+                said.append((number, line[part.at :] if part.origin or not own else line))
             else:
                 misses += 1
             at, number = end + 1, number + 1
         return said
 
-    def _before(self, page: Page, start: int) -> float | None:
+    def _time_before(self, page: Page, start: int) -> float | None:
         """The time of the nearest line before that has one."""
         end = start - 1
         for _ in range(_LINES_BACK):
@@ -326,13 +330,15 @@ def _parse_line_end(line: str, clock: TimestampParser) -> line_origin.ParsedPref
     last, whole = line_origin.parse_prefixes(line[cut:], clock), line_origin.parse_prefixes(line, clock)
     if whole.at >= cut + last.at:
         return whole
-    who = last.who or whole.who
-    return line_origin.ParsedPrefix(who, max(cut + last.at, whole.at), whole.when if last.when is None else last.when)
+    origin = last.origin or whole.origin
+    return line_origin.ParsedPrefix(
+        origin, max(cut + last.at, whole.at), whole.when if last.when is None else last.when
+    )
 
 
-def _has_no_origin(who: LineOrigin, own: LineOrigin) -> bool:
+def _has_no_origin(origin: LineOrigin, own: LineOrigin) -> bool:
     """Whether a line may go on what another one said: it has no name, or its launcher's label only."""
-    return not who or (who.guessed and who.label == own.label and who.host == own.host)
+    return not origin or (origin.guessed and origin.label == own.label and origin.host == own.host)
 
 
 def _torchrun_rank(before: bytes, line: str) -> re.Match[str] | None:
@@ -342,17 +348,17 @@ def _torchrun_rank(before: bytes, line: str) -> re.Match[str] | None:
     return next(iter([*_TORCHRUN_RANK.finditer(before.decode("utf-8", "replace"))][-1:]), None)
 
 
-def _with_rank(who: LineOrigin, rank: int | None) -> LineOrigin:
-    return who if rank is None else replace(who, rank=rank, guessed=False)
+def _with_rank(origin: LineOrigin, rank: int | None) -> LineOrigin:
+    return origin if rank is None else replace(origin, rank=rank, guessed=False)
 
 
 def parse_logs(found: CollectedSources, rules: KnowledgeBase) -> list[ParsedLog]:
     """All sources, one after the other."""
     prefilter = Prefilter([*rules.by_literal, *TRACEBACK_STARTS, *EXCEPTION_MARKS])
     many = len(found.sources)
-    readings = [LogParser(rules, prefilter, source.name, number, many).read(split_pages(blocks))
+    logs = [LogParser(rules, prefilter, source.name, number, many).read(split_pages(blocks))
                 for number, (source, blocks) in enumerate(open_streams(found.sources, found.gaps))]  # fmt: skip
-    assign_years(readings)
-    old = earlier_attempts(readings)
-    align_clocks([each for each in readings if each.source not in old])
-    return readings
+    assign_years(logs)
+    old = earlier_attempts(logs)
+    align_clocks([each for each in logs if each.source not in old])
+    return logs

@@ -23,7 +23,7 @@ class RuleMatch:
     """
 
     rule: FailureRule
-    who: LineOrigin
+    origin: LineOrigin
     when: float | None
     file: str
     source: int
@@ -41,7 +41,7 @@ class RuleMatch:
 class ProgressTick:
     """A counter of progress on a line."""
 
-    who: LineOrigin
+    origin: LineOrigin
     line: int
     when: float | None
     epoch: int
@@ -65,7 +65,7 @@ class ParsedLog:
 
     name: str
     source: int
-    who: LineOrigin = UNKNOWN_ORIGIN
+    origin: LineOrigin = UNKNOWN_ORIGIN
     node: int | None = None
     lines: int = 0
     kind: str = "log"
@@ -74,15 +74,15 @@ class ParsedLog:
     last: float | None = None
     dated_lines: tuple[int, int] = (0, 0)
     """The first and the last line with a time of its own, as far as they were looked at."""
-    sightings: list[RuleMatch] = field(default_factory=list)
+    matches: list[RuleMatch] = field(default_factory=list)
     ticks: list[ProgressTick] = field(default_factory=list)
     tracebacks: list[tuple[LineOrigin, float | None, Traceback]] = field(default_factory=list)
-    speakers: dict[LineOrigin, int] = field(default_factory=dict)
+    origins: dict[LineOrigin, int] = field(default_factory=dict)
     """Who speaks, and the last line in which."""
-    said: dict[int | None, list["TailLine"]] = field(default_factory=dict)
+    tail_lines: dict[int | None, list[TailLine]] = field(default_factory=dict)
     """By rank, its last lines."""
     stacks: list[LoggedStack] = field(default_factory=list)
-    dated: bool = False
+    has_year: bool = False
     """Some line names the year."""
     counts: Counter[str] = field(default_factory=Counter)
     """By rule, how often."""

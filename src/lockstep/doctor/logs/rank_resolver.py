@@ -7,19 +7,19 @@ from dataclasses import replace
 from lockstep.doctor.logs.line_origin import LineOrigin
 
 
-def ranks_by_label(speakers: Iterable[LineOrigin]) -> Mapping[int, set[int]]:
+def ranks_by_label(origins: Iterable[LineOrigin]) -> Mapping[int, set[int]]:
     """By label, the ranks that say behind it which rank they are."""
     found: dict[int, set[int]] = defaultdict(set)
-    for who in speakers:
-        if who.label is not None and who.rank is not None and not who.guessed:
-            found[who.label].add(who.rank)
+    for origin in origins:
+        if origin.label is not None and origin.rank is not None and not origin.guessed:
+            found[origin.label].add(origin.rank)
     return found
 
 
-def with_exit_rank(who: LineOrigin, fact: str | None, fields: Mapping[str, str]) -> LineOrigin:
+def with_exit_rank(origin: LineOrigin, fact: str | None, fields: Mapping[str, str]) -> LineOrigin:
     """Who speaks; where a launcher behind a label reports the end of a rank, that rank, which it had started."""
     rank = fields.get("rank", "") if fact in ("exit", "first_failure") else ""
-    return replace(who, rank=int(rank), guessed=False) if who.guessed and rank.isdigit() else who
+    return replace(origin, rank=int(rank), guessed=False) if origin.guessed and rank.isdigit() else origin
 
 
 def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], LineOrigin]:
@@ -32,23 +32,21 @@ def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], Line
     own = {label: {rank for rank in ranks if claims[rank] == 1} for label, ranks in known.items()}
     tasks = any(ranks - {label} for label, ranks in own.items())
 
-    def settle(who: LineOrigin) -> LineOrigin:
-        if who.label is None:
-            return who
-        rank = who.rank
-        if who.guessed and tasks:
-            ranks = own.get(who.label, set())
+    def resolve(origin: LineOrigin) -> LineOrigin:
+        if origin.label is None:
+            return origin
+        rank = origin.rank
+        if origin.guessed and tasks:
+            ranks = own.get(origin.label, set())
             rank = min(ranks) if len(ranks) == 1 else None
         elif not tasks and claims[rank] > 1:
-            rank = who.label
-        return replace(who, rank=rank, label=None if rank is not None else who.label, guessed=False)
+            rank = origin.label
+        return replace(origin, rank=rank, label=None if rank is not None else origin.label, guessed=False)
 
-    return settle
+    return resolve
 
 
-def ranks_by_pid(
-    said: Iterable[Mapping[str, str]], speakers: Iterable[LineOrigin], *, one_host: bool
-) -> dict[int, int]:
+def ranks_by_pid(said: Iterable[Mapping[str, str]], origins: Iterable[LineOrigin], *, one_host: bool) -> dict[int, int]:
     """Rank by number of process.
 
     Args:
@@ -59,9 +57,9 @@ def ranks_by_pid(
     fields = [each for each in said if each.get("pid")]
     found = {int(each["pid"]): int(each["rank"]) for each in fields if each.get("rank")}
     spoken: dict[int, set[int]] = defaultdict(set)
-    for who in speakers:
-        if who.pid is not None and who.rank is not None:
-            spoken[who.pid].add(who.rank)
+    for origin in origins:
+        if origin.pid is not None and origin.rank is not None:
+            spoken[origin.pid].add(origin.rank)
     for pid, ranks in spoken.items():
         if len(ranks) == 1:
             found.setdefault(pid, min(ranks))

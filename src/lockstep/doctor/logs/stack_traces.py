@@ -218,7 +218,7 @@ class LoggedStack:
         number: The line of the file that names the thread.
     """
 
-    who: LineOrigin
+    origin: LineOrigin
     pid: int | None
     thread: str
     state: str
@@ -232,7 +232,7 @@ class LoggedStack:
         return self.thread in ("MainThread", "")
 
 
-def parse_stacks(lines: Iterator[tuple[int, str]], who: LineOrigin, file: str) -> Iterator[LoggedStack]:
+def parse_stacks(lines: Iterator[tuple[int, str]], origin: LineOrigin, file: str) -> Iterator[LoggedStack]:
     """All stacks of a file."""
     pid: int | None = None
     stack: LoggedStack | None = None
@@ -246,10 +246,10 @@ def parse_stacks(lines: Iterator[tuple[int, str]], who: LineOrigin, file: str) -
             pid = int(process["pid"])
         elif thread:
             stack = LoggedStack(
-                who or UNKNOWN_ORIGIN, pid, thread["name"] or "", thread["state"] or "", (), file, number, line
+                origin or UNKNOWN_ORIGIN, pid, thread["name"] or "", thread["state"] or "", (), file, number, line
             )
         elif pid is not None and stack is None and _PYSPY_ERROR.match(line):
-            yield LoggedStack(who or UNKNOWN_ORIGIN, pid, "", UNREADABLE, (), file, number, line)
+            yield LoggedStack(origin or UNKNOWN_ORIGIN, pid, "", UNREADABLE, (), file, number, line)
         elif stack is not None:
             found = _PYSPY_FRAME.match(line) or _FAULTHANDLER_FRAME.match(line)
             if found:

@@ -89,12 +89,10 @@ class _RankSteps:
 class StepHistory:
     """Of all files of an attempt."""
 
-    def __init__(self, readings: Sequence[ParsedLog], old: Collection[int]) -> None:
-        self._after = {
-            reading.source: _steps_of_ranks(reading.ticks) for reading in readings if reading.source not in old
-        }
+    def __init__(self, logs: Sequence[ParsedLog], old: Collection[int]) -> None:
+        self._after = {reading.source: _steps_of_ranks(reading.ticks) for reading in logs if reading.source not in old}
 
-    def went_on(self, source: int, rank: int | None, line: int, *, lethal: bool = False) -> bool:
+    def continued_after(self, source: int, rank: int | None, line: int, *, fatal: bool = False) -> bool:
         """Whether steps were made after a line, by the same rank where that is known, else by anybody.
 
         Where a rank that counted counts no more the others have to get further than it, and by many: in a file that was
@@ -108,7 +106,7 @@ class StepHistory:
         if own is not None:
             at = bisect_right(own.lines, line)
             if at < len(own.lines):
-                return own.left[at] > (MANY_STEPS if lethal and rank is None else FEW_STEPS)
+                return own.left[at] > (MANY_STEPS if fatal and rank is None else FEW_STEPS)
         if all_of_them is None:
             return False
         at = bisect_right(all_of_them.lines, line)
@@ -117,7 +115,7 @@ class StepHistory:
         if own is not None and rank is not None:
             epoch, step = own.reached
             return all_of_them.left[at] > MANY_STEPS and all_of_them.most[at] > (epoch, step + 1)
-        return all_of_them.left[at] > (MANY_STEPS if lethal else FEW_STEPS)
+        return all_of_them.left[at] > (MANY_STEPS if fatal else FEW_STEPS)
 
 
 def _steps_of_ranks(ticks: Sequence[ProgressTick]) -> dict[int | None, _RankSteps]:
@@ -125,7 +123,7 @@ def _steps_of_ranks(ticks: Sequence[ProgressTick]) -> dict[int | None, _RankStep
     of_rank: dict[int | None, list[ProgressTick]] = defaultdict(list)
     for tick in ticks:
         of_rank[_ANY_RANK].append(tick)
-        of_rank[tick.who.rank].append(tick)
+        of_rank[tick.origin.rank].append(tick)
     found = {}
     for rank, own in of_rank.items():
         seen: set[tuple[int, int]] = set()
@@ -144,6 +142,6 @@ def last_step_by_rank(ticks: Iterable[ProgressTick]) -> Mapping[int, ProgressTic
     """By rank the last counter that it showed."""
     found: dict[int, ProgressTick] = {}
     for tick in ticks:
-        if tick.who.rank is not None:
-            found[tick.who.rank] = tick
+        if tick.origin.rank is not None:
+            found[tick.origin.rank] = tick
     return found

@@ -56,28 +56,30 @@ class TimestampParser:
         found = _ISO.search(head)
         if found:
             self.year = int(found["year"])
-            return self._keep(_seconds_since_epoch(found, self.year, int(found["month"])))
+            return self._add_match(_seconds_since_epoch(found, self.year, int(found["month"])))
         if "." in head:
             found = _GLOG.search(head)
             if found:
-                return self._keep(_seconds_since_epoch(found, int(found["year"] or self._year()), int(found["month"])))
+                return self._add_match(
+                    _seconds_since_epoch(found, int(found["year"] or self._year()), int(found["month"]))
+                )
         if '"' in head:
             found = _EPOCH.search(head)
             if found:
                 at = float(found["t"]) + int(found["ms"] or 0) / 1000
                 self.year = time.gmtime(at).tm_year
-                return self._keep(at)
+                return self._add_match(at)
         found = _US_DATE.search(head) if "/" in head else None
         if found:
             self.year = int(found["year"])
-            return self._keep(_seconds_since_epoch(found, self.year, int(found["month"])))
+            return self._add_match(_seconds_since_epoch(found, self.year, int(found["month"])))
         found = _SYSLOG.search(head)
         if found:
             month = _MONTHS[found["name"].lower()]
-            return self._keep(_seconds_since_epoch(found, int(found["year"] or self._year()), month))
+            return self._add_match(_seconds_since_epoch(found, int(found["year"] or self._year()), month))
         found = _VLLM_DATE.search(head)
         if found and 1 <= int(found["month"]) <= 12:
-            return self._keep(_seconds_since_epoch(found, self._year(), int(found["month"])))
+            return self._add_match(_seconds_since_epoch(found, self._year(), int(found["month"])))
         found = _TIME_OF_DAY.search(head[:120]) if self.day else None
         if not found:
             return None
@@ -87,7 +89,7 @@ class TimestampParser:
     def _year(self) -> int:
         return self.year or UNDATED_YEAR
 
-    def _keep(self, at: float | None) -> float | None:
+    def _add_match(self, at: float | None) -> float | None:
         if at is not None:
             self.day, self._last = at - at % DAY_S, at
         return at

@@ -1,0 +1,1 @@
+"""Findings and verdicts for people: terminal tables and HTML pages."""

@@ -218,7 +218,7 @@ XIDS = [
 
 
 @pytest.mark.parametrize(
-    ("lines", "who"),
+    ("lines", "origin"),
     [
         ([f"[rank0]: {BARRIER}"], [2]),
         ([VERSIONS], [0, 8]),
@@ -233,8 +233,8 @@ XIDS = [
           "clients joined."], ["node-2"]),
     ],
 )  # fmt: skip
-def test_who_a_message_names(tmp_path: Path, lines: list[str], who: list[int | str]) -> None:
-    assert names(judged(tmp_path, job=[*steps(0, 5), *lines])) == who
+def test_who_a_message_names(tmp_path: Path, lines: list[str], origin: list[int | str]) -> None:
+    assert names(judged(tmp_path, job=[*steps(0, 5), *lines])) == origin
 
 
 def test_who_listens_on_the_loopback_address_has_the_wrong_interface(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ from lockstep.doctor.judge.log_diagnosis import explain, fill_fields
 _PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:31133."
 
 
-def _traceback(rank: int, last: str, name: str = "train.py") -> str:
+def _add_traceback(rank: int, last: str, name: str = "train.py") -> str:
     lines = ["Traceback (most recent call last):", f'  File "/home/u/{name}", line 12, in step', "    x = f(y)", last]
     return "".join(f"[rank{rank}]: {line}\n" for line in lines)
 
 
 def test_the_first_exception_is_told_from_those_who_lost_their_peer(tmp_path: Path) -> None:
     log = tmp_path / "train.log"
-    log.write_text("".join(f"step {at} loss 1.0\n" for at in range(20)) + _traceback(0, _PEER)
-                   + _traceback(2, "KeyError: 'labels'") + _traceback(1, _PEER))  # fmt: skip
+    log.write_text("".join(f"step {at} loss 1.0\n" for at in range(20)) + _add_traceback(0, _PEER)
+                   + _add_traceback(2, "KeyError: 'labels'") + _add_traceback(1, _PEER))  # fmt: skip
     verdict = explain([str(log)]).verdict
     assert verdict.cause == "rank_exception_masked"
     assert [each.rank for each in verdict.culprits] == [2]
@@ -92,7 +92,7 @@ def test_the_package_knows_no_example_job() -> None:
 def test_lines_of_a_short_file_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("".join(f"step {at} loss 0.5\n" for at in range(8)))
     found = explain([str(tmp_path)])
-    assert [tick.step for tick in found.story.ticks] == list(range(8))
+    assert [tick.step for tick in found.history.ticks] == list(range(8))
 
 
 def test_standard_input() -> None:
@@ -113,7 +113,7 @@ def test_what_stands_in_a_log_is_no_markup(tmp_path: Path) -> None:
 def test_an_archive_and_a_pattern(tmp_path: Path) -> None:
     import tarfile
 
-    (tmp_path / "rank1.log").write_text("".join(f"step {at}\n" for at in range(9)) + _traceback(1, "KeyError: 'x'"))
+    (tmp_path / "rank1.log").write_text("".join(f"step {at}\n" for at in range(9)) + _add_traceback(1, "KeyError: 'x'"))
     with tarfile.open(tmp_path / "logs.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "rank1.log", "job/rank1.log")
     packed = explain([str(tmp_path / "logs.tar.gz")]).verdict
@@ -130,7 +130,7 @@ def test_a_bad_rule_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_finaliser_raised_does_no_harm(tmp_path: Path) -> None:
-    ignored = _traceback(0, "AttributeError: 'NoneType' object has no attribute 'close'").replace("[rank0]: ", "")
+    ignored = _add_traceback(0, "AttributeError: 'NoneType' object has no attribute 'close'").replace("[rank0]: ", "")
     steps = "".join(f"step {at} loss 0.5\n" for at in range(30))
     (tmp_path / "a.log").write_text(f"{steps}training finished\nException ignored in: <function E.__del__>\n{ignored}")
     assert explain([str(tmp_path)]).verdict.cause == "benign"
@@ -141,5 +141,5 @@ def test_a_connection_that_was_made_again_does_not_end_a_healthy_run(tmp_path: P
     lines.insert(30, "reward client: [Errno 104] Connection reset by peer, once more")
     (tmp_path / "a.log").write_text("\n".join(lines))
     found = explain([str(tmp_path)])
-    assert [tick.step for tick in found.story.ticks] == list(range(60))
+    assert [tick.step for tick in found.history.ticks] == list(range(60))
     assert found.verdict.cause == "benign"

@@ -105,7 +105,7 @@ def test_any_bytes_give_an_answer(tmp_path: Path, noise: bytes) -> None:
 def test_dumps_and_logs_give_one_verdict(tmp_path: Path) -> None:
     from shutil import copytree
 
-    files = Path(__file__).parents[1] / "watch" / "dumps" / "files" / "gloo_absent"
+    files = Path(__file__).parents[2] / "watch" / "dumps" / "files" / "gloo_absent"
     copytree(files, tmp_path / "dumps")
     (tmp_path / "rank2.log").write_text("\n".join([*steps(2, 9), *raised(2, "KeyError: 'labels'")]))
     verdict = explain([str(tmp_path)]).verdict

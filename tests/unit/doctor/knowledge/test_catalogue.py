@@ -7,7 +7,7 @@ from lockstep.doctor.knowledge.catalogue import render_catalogue
 from lockstep.doctor.knowledge.knowledge_base import load_knowledge
 from lockstep.doctor.knowledge.knowledge_schema import FailureClass
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "failures.md"
 
 

@@ -7,7 +7,7 @@ from lockstep.doctor.logs.timestamps import TimestampParser
 
 
 @pytest.mark.parametrize(
-    ("line", "who", "rest"),
+    ("line", "origin", "rest"),
     [
         ("[rank3]: RuntimeError: x", LineOrigin(3), " RuntimeError: x"),
         ("[default4]:[rank12]:   File", LineOrigin(12, label=4), "   File"),
@@ -77,20 +77,20 @@ from lockstep.doctor.logs.timestamps import TimestampParser
         ("rank 3 of 8 nodes have a rank", LineOrigin(), None),
     ],
 )
-def test_prefixes_of_a_line(line: str, who: LineOrigin, rest: str | None) -> None:
+def test_prefixes_of_a_line(line: str, origin: LineOrigin, rest: str | None) -> None:
     said = parse_prefixes(line, TimestampParser())
-    assert said.who == who
+    assert said.origin == origin
     assert rest is None or line[said.at :] == rest
 
 
 def test_the_rank_of_a_process_group() -> None:
     line = "[rank3]:[E922 16:05:46.606167618 ProcessGroupNCCL.cpp:616] [Rank 3] Watchdog caught"
-    assert parse_prefixes(line, TimestampParser()).who.rank == 3
-    assert parse_prefixes("[PG ID 0 PG GUID 0(default_pg) Rank 7] Timeout at", TimestampParser()).who.rank == 7
+    assert parse_prefixes(line, TimestampParser()).origin.rank == 3
+    assert parse_prefixes("[PG ID 0 PG GUID 0(default_pg) Rank 7] Timeout at", TimestampParser()).origin.rank == 7
 
 
 @pytest.mark.parametrize(
-    ("name", "who", "node"),
+    ("name", "origin", "node"),
     [
         ("rank_3.log", LineOrigin(3), None),
         ("logs_rank3.txt", LineOrigin(3), None),
@@ -104,9 +104,9 @@ def test_the_rank_of_a_process_group() -> None:
         ("dmesg-worker-4.log", LineOrigin(host="worker-4"), None),
     ],
 )
-def test_who_a_file_belongs_to(name: str, who: LineOrigin, node: int | None) -> None:
+def test_who_a_file_belongs_to(name: str, origin: LineOrigin, node: int | None) -> None:
     found, number = origin_of_file(name)
-    assert (found.rank, number) == (who.rank, node)
+    assert (found.rank, number) == (origin.rank, node)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_page_sees_what_follows_it() -> None:
     blocks = [b"a\n" * 10, b"b\n" * 10, b"c\n" * 10]
     seen: list[Page] = list(split_pages(iter(blocks)))
     assert [page.data for page in seen] == blocks
-    assert seen[0].onwards(16) == b"a\na\n" + b"b\n" * 10
+    assert seen[0].lookahead(16) == b"a\na\n" + b"b\n" * 10
     assert [page.first for page in seen] == [1, 11, 21]
     assert [page.newlines for page in seen] == [10, 10, 10]
 

@@ -11,5 +11,5 @@ def test_what_is_said_outright_counts_first() -> None:
 
 
 def test_a_number_of_two_ranks_tells_nothing() -> None:
-    speakers = [LineOrigin(1, pid=50), LineOrigin(2, pid=51), LineOrigin(6, pid=51), LineOrigin(pid=52), LineOrigin(4)]
-    assert ranks_by_pid([], speakers, one_host=False) == {50: 1}
+    origins = [LineOrigin(1, pid=50), LineOrigin(2, pid=51), LineOrigin(6, pid=51), LineOrigin(pid=52), LineOrigin(4)]
+    assert ranks_by_pid([], origins, one_host=False) == {50: 1}

@@ -33,7 +33,7 @@ def test_py_spy() -> None:
         (78, "", UNREADABLE, 12),
     ]
     assert [frame.function for frame in found[0].frames] == ["<module>", "save_checkpoint", "write"]
-    assert found[0].main and not found[1].main and found[0].who.rank == 3
+    assert found[0].main and not found[1].main and found[0].origin.rank == 3
 
 
 def test_faulthandler() -> None:

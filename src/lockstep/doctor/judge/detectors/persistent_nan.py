@@ -11,13 +11,13 @@ _MIN_ROWS = 4
 """So many rows in which a loss is no number: one or two of them trainers skip."""
 
 
-def candidates(story: JobHistory) -> Iterator[Candidate]:
+def candidates(history: JobHistory) -> Iterator[Candidate]:
     """A loss that is no number any more when the job ends, or now."""
     rows: dict[tuple[int, int | None], list[RuleMatch]] = defaultdict(list)
-    for each in story.facts("no_number"):
-        rows[each.source, each.who.rank].append(each)
-    lasting = [each for each in rows.values() if len(each) >= _MIN_ROWS and not story.survived(each[-1])]
+    for each in history.facts("no_number"):
+        rows[each.source, each.origin.rank].append(each)
+    lasting = [each for each in rows.values() if len(each) >= _MIN_ROWS and not history.survived(each[-1])]
     if lasting:
         first = min(lasting, key=lambda each: each[0].line)
         text = "The loss or the norm of the gradients became NaN and stayed so until the last row."
-        yield Candidate("nan_or_inf", 0.5, [first[0], first[-1]], (), "", text, lasts=True)
+        yield Candidate("nan_or_inf", 0.5, [first[0], first[-1]], (), "", text, persists=True)

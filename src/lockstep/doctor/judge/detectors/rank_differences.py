@@ -15,16 +15,16 @@ _SIMILAR_TOTALS = 0.75
 _MAX_PEERS = 4096
 
 
-def candidates(story: JobHistory) -> Iterator[Candidate]:
+def candidates(history: JobHistory) -> Iterator[Candidate]:
     """What the differences argue for."""
-    yield from _different_operations(story)
-    yield from _different_totals(story)
-    yield from _different_versions(story)
+    yield from _different_operations(history)
+    yield from _different_totals(history)
+    yield from _different_versions(history)
 
 
-def _different_operations(story: JobHistory) -> Iterator[Candidate]:
+def _different_operations(history: JobHistory) -> Iterator[Candidate]:
     """The ranks called different things under one number: the same operation with other shapes is uneven data."""
-    said = [each for each in story.facts("mismatch") if not story.survived(each)]
+    said = [each for each in history.facts("mismatch") if not history.survived(each)]
     if not said:
         return
     operations = {each.fields[key] for each in said for key in ("op", "peer_op") if key in each.fields}
@@ -71,11 +71,11 @@ def minority_ranks(told: Iterable[tuple[int, int | None, Hashable]]) -> tuple[in
     return tuple(sorted(rank for side in sides.values() if len(side) < sizes[0] for rank in side))
 
 
-def _different_totals(story: JobHistory) -> Iterator[Candidate]:
+def _different_totals(history: JobHistory) -> Iterator[Candidate]:
     """Ranks count up to different numbers, and one that counts to the smaller one is through while others wait."""
-    last = last_step_by_rank(each for each in story.ticks if each.of)
+    last = last_step_by_rank(each for each in history.ticks if each.of)
     totals = Counter(tick.of for tick in last.values())
-    if len(totals) < 2 or not story.traits & {"collective_timeout", "peer_lost"}:
+    if len(totals) < 2 or not history.traits & {"collective_timeout", "peer_lost"}:
         return
     least, most = min(totals), max(totals)
     through = any(tick.step + 1 >= tick.of for tick in last.values() if tick.of < most)
@@ -91,27 +91,27 @@ def _different_totals(story: JobHistory) -> Iterator[Candidate]:
         tuple(odd),
         "",
         text,
-        [*_last_tick_facts(story, odd), *_last_tick_facts(story, last)][:4],
+        [*_last_tick_facts(history, odd), *_last_tick_facts(history, last)][:4],
     )
 
 
-def _last_tick_facts(story: JobHistory, ranks: Iterable[int]) -> Iterator[Fact]:
+def _last_tick_facts(history: JobHistory, ranks: Iterable[int]) -> Iterator[Fact]:
     """Of each rank the last line in which it counts."""
     for rank in ranks:
-        tick = next(each for each in reversed(story.ticks) if each.who.rank == rank and each.of)
-        for reading in story.readings:
-            said = next((each for each in reading.said.get(rank, ()) if each.line == tick.line), None)
+        tick = next(each for each in reversed(history.ticks) if each.origin.rank == rank and each.of)
+        for reading in history.logs:
+            said = next((each for each in reading.tail_lines.get(rank, ()) if each.line == tick.line), None)
             if said is not None and any(each is tick for each in reading.ticks):
                 yield Fact(said.text, file=reading.name, line=said.line)
 
 
-def _different_versions(story: JobHistory) -> Iterator[Candidate]:
+def _different_versions(history: JobHistory) -> Iterator[Candidate]:
     """Hosts that print different versions of NCCL: the fewer ones are named, and both of a pair."""
     by_host: dict[str, set[str]] = defaultdict(set)
     shown: dict[str, RuleMatch] = {}
-    for each in story.facts("nccl_version"):
-        if each.who.host:
-            by_host[each.who.host].add(each.fields["version"])
+    for each in history.facts("nccl_version"):
+        if each.origin.host:
+            by_host[each.origin.host].add(each.fields["version"])
             shown.setdefault(each.fields["version"], each)
     common = Counter(version for versions in by_host.values() for version in versions)
     if len(common) < 2 or max(common.values()) == len(by_host):
@@ -119,7 +119,7 @@ def _different_versions(story: JobHistory) -> Iterator[Candidate]:
     usual, many = common.most_common(1)[0]
     others = [host for host, versions in by_host.items() if usual not in versions]
     hosts = sorted(others if many > len(others) else by_host)
-    worked = story.traits & {"progressed", "ended_well"}
+    worked = history.traits & {"progressed", "ended_well"}
     text = f"The hosts use different versions of NCCL: {', '.join(sorted(common))}."
     facts = [Fact(each.text, file=each.file, line=each.line) for each in list(shown.values())[:_MAX_FACTS]]
     culprits = tuple(Culprit(None, host=host, name=host) for host in hosts)

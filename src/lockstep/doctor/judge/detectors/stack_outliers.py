@@ -25,20 +25,20 @@ class StackSnapshot:
     caller: str
 
 
-def stack_snapshots(story: JobHistory) -> list[StackSnapshot]:
+def stack_snapshots(history: JobHistory) -> list[StackSnapshot]:
     """Of all processes whose stack was taken in the last attempt."""
     found = []
-    for reading in story.readings:
-        for stack in reading.stacks if reading.source not in story.old else ():
+    for reading in history.logs:
+        for stack in reading.stacks if reading.source not in history.old_sources else ():
             if stack.main:
                 own = [frame.function for frame in stack.frames if "torch/" not in frame.file]
                 found.append(StackSnapshot(stack, collective_of_frames(stack.frames), own[-1] if own else ""))
     return found
 
 
-def candidates(story: JobHistory) -> Iterator[Candidate]:
+def candidates(history: JobHistory) -> Iterator[Candidate]:
     """Nothing without stacks of several processes, of which most are in one collective."""
-    found = stack_snapshots(story)
+    found = stack_snapshots(history)
     counted = Counter(each.operation for each in found if each.operation)
     if len(found) < 2 or not counted:
         return
@@ -47,8 +47,8 @@ def candidates(story: JobHistory) -> Iterator[Candidate]:
     if not others or many < len(others):
         return
     facts = [Fact(each.stack.text, file=each.stack.file, line=each.stack.number) for each in others[:3]]
-    stuck = [each for each in others if each.stack.state == UNREADABLE or _in_kernel(story, each.stack)]
-    culprits = tuple(_culprit(each.stack, story) for each in stuck or others)
+    stuck = [each for each in others if each.stack.state == UNREADABLE or _in_kernel(history, each.stack)]
+    culprits = tuple(_culprit(each.stack, history) for each in stuck or others)
     where = others[0].caller or "a place that could not be looked at"
     text = f"{many} processes wait in {waited}; {len(others)} {'is' if len(others) == 1 else 'are'} in {where}."
     cls, weight = _classify_outliers(found, stuck, others)
@@ -74,17 +74,17 @@ def _classify_outliers(
     return ("storage_fault", 0.45) if _FILE_FUNCTIONS.search(frames) else ("rank_divergent_branch", 0.5)
 
 
-def _in_kernel(story: JobHistory, stack: LoggedStack) -> bool:
+def _in_kernel(history: JobHistory, stack: LoggedStack) -> bool:
     """A list of processes shows it in uninterruptible sleep."""
     pid = str(stack.pid)
-    return any(each.fields.get("pid") == pid for each in story.facts("uninterruptible"))
+    return any(each.fields.get("pid") == pid for each in history.facts("uninterruptible"))
 
 
-def _culprit(stack: LoggedStack, story: JobHistory) -> Culprit:
-    rank = stack.who.rank
+def _culprit(stack: LoggedStack, history: JobHistory) -> Culprit:
+    rank = stack.origin.rank
     if rank is None and stack.pid is not None:
-        rank = story.rank_of_pid.get(stack.pid)
-    host = stack.who.host or (story.hosts.get(rank, "") if rank is not None else "")
+        rank = history.rank_of_pid.get(stack.pid)
+    host = stack.origin.host or (history.hosts.get(rank, "") if rank is not None else "")
     frame = next((each for each in reversed(stack.frames) if "torch/" not in each.file), None)
     where = f"{frame.function}() at {frame.file}:{frame.line}" if frame else ""
     name = "" if rank is not None else host or str(stack.pid)

@@ -51,7 +51,7 @@ _RUNTIME_LINE = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
 class WaitingRanks:
     """The ranks and where they were at the end."""
 
-    story: JobHistory
+    history: JobHistory
     waits: Mapping[int, CollectiveWait]
     absent: tuple[int, ...]
     """Known by their own lines, and in no collective that ended."""
@@ -61,24 +61,24 @@ class WaitingRanks:
         return [each for each in self.waits.values() if each.timed_out]
 
 
-def find_waiting_ranks(story: JobHistory) -> WaitingRanks:
+def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
     """Who waits, and who is known and does not."""
-    found = waits_by_rank(story)
+    found = waits_by_rank(history)
     heard = set()
-    for reading in story.readings:
-        if reading.source not in story.old:
-            heard |= {rank for rank in reading.said if rank is not None}
-            heard |= {tick.who.rank for tick in reading.ticks if tick.who.rank is not None}
-    raised = {story.rank(each) for each in story.exceptions}
-    named = {int(rank) for each in story.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
+    for reading in history.logs:
+        if reading.source not in history.old_sources:
+            heard |= {rank for rank in reading.tail_lines if rank is not None}
+            heard |= {tick.origin.rank for tick in reading.ticks if tick.origin.rank is not None}
+    raised = {history.rank(each) for each in history.exceptions}
+    named = {int(rank) for each in history.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
     return WaitingRanks(
-        story, found, tuple(sorted(named or heard - set(found) - raised or _silent_ranks(story, {*found, *raised})))
+        history, found, tuple(sorted(named or heard - set(found) - raised or _silent_ranks(history, {*found, *raised})))
     )
 
 
-def _silent_ranks(story: JobHistory, told: set[int | None]) -> set[int]:
+def _silent_ranks(history: JobHistory, told: set[int | None]) -> set[int]:
     """Numbers that nobody has among many who tell how they ended: those ranks are there, and silent."""
-    numbers = {rank for rank in told if rank is not None} | story.ranks
+    numbers = {rank for rank in told if rank is not None} | history.ranks
     missing = set(range(max(numbers, default=0) + 1)) - told
     return (
         {rank for rank in missing if rank is not None}
@@ -87,10 +87,10 @@ def _silent_ranks(story: JobHistory, told: set[int | None]) -> set[int]:
     )
 
 
-def candidates(story: JobHistory) -> Iterator[Candidate]:
+def candidates(history: JobHistory) -> Iterator[Candidate]:
     """What the structure of the job argues for."""
-    yield from _first_exception(story)
-    seen = find_waiting_ranks(story)
+    yield from _first_exception(history)
+    seen = find_waiting_ranks(history)
     if not seen.timed_out:
         yield from _left_early(seen)
         return
@@ -107,10 +107,10 @@ def candidates(story: JobHistory) -> Iterator[Candidate]:
     yield from _last_begun(seen)
 
 
-def _first_exception(story: JobHistory) -> Iterator[Candidate]:
+def _first_exception(history: JobHistory) -> Iterator[Candidate]:
     """The first exception that is neither a wait that ended nor a wrapper of another one."""
-    found = [(when if when is not None else float("inf"), reading.source, traceback.number, who, traceback, reading)
-             for who, when, traceback, reading in story.tracebacks if is_primary(traceback)]  # fmt: skip
+    found = [(when if when is not None else float("inf"), reading.source, traceback.number, origin, traceback, reading)
+             for origin, when, traceback, reading in history.tracebacks if is_primary(traceback)]  # fmt: skip
     if not found:
         return
     _, _, _, said, traceback, reading = min(found, key=lambda each: each[:3])
@@ -121,22 +121,22 @@ def _first_exception(story: JobHistory) -> Iterator[Candidate]:
     if _VLLM.search(said.role) or (traceback.frames and "/vllm/" in traceback.frames[-1].file):
         yield Candidate("vllm_engine_failure", 0.5, [], culprits, "", text, [fact])
         return
-    victims = bool(story.facts("peer_lost") or story.timeouts) and said.rank is not None
+    victims = bool(history.facts("peer_lost") or history.timeouts) and said.rank is not None
     yield Candidate("rank_exception_masked", 0.6 if victims else 0.45, [], culprits, "", text, [fact])
 
 
 def _left_early(seen: WaitingRanks) -> Iterator[Candidate]:
     """Nobody timed out, some lost a peer: who is known and says nothing has left."""
     lost = [each for each in seen.waits.values() if each.lost]
-    if not lost or any(is_primary(traceback) for _, _, traceback, _ in seen.story.tracebacks):
+    if not lost or any(is_primary(traceback) for _, _, traceback, _ in seen.history.tracebacks):
         return
-    gone = [each for each in first_failed(seen.story) if each.rank is not None and each.rank not in seen.waits]
+    gone = [each for each in first_failed(seen.history) if each.rank is not None and each.rank not in seen.waits]
     ranks = tuple(each.rank for each in gone if each.rank is not None)
-    if ranks and not ended_by_signal(seen.story):
+    if ranks and not ended_by_signal(seen.history):
         text = f"{_rank_list(ranks)} ended first, without a word; the others lost the connection to it."
         yield Candidate("rank_exception_masked", 0.5, [], tuple(gone), lost[0].operation, text, _wait_facts(seen, ()))
     elif not ranks and seen.absent and len(seen.absent) <= len(lost):
-        facts = [_last_line_fact(seen, rank) for rank in seen.absent[:3] if _last_lines(seen.story, rank)]
+        facts = [_last_line_fact(seen, rank) for rank in seen.absent[:3] if _last_lines(seen.history, rank)]
         text = f"{_rank_list(seen.absent)} left while the others were still in {lost[0].operation or 'a collective'}."
         yield Candidate("uneven_data", 0.45, [], seen.absent, lost[0].operation, text, facts + _wait_facts(seen, ()))
 
@@ -147,10 +147,10 @@ def _ranks_behind(seen: WaitingRanks) -> tuple[int, ...]:
     if wanted is None:
         return ()
     last: dict[int, int] = {}
-    states = seen.story.facts("work_state")
+    states = seen.history.facts("work_state")
     groups = {each.fields.get("pg") for each in states if each.fields.get("seq")}
     for each in states:
-        rank = seen.story.said_by(each)
+        rank = seen.history.reporting_rank(each)
         if rank is not None and (not groups or each.fields.get("pg") in groups):
             last[rank] = max(last.get(rank, -1), int(each.fields["enqueued"]))
     late = tuple(sorted(rank for rank, number in last.items() if 0 <= number < wanted))
@@ -163,11 +163,11 @@ def _never_entered(seen: WaitingRanks, behind: Sequence[int]) -> Iterator[Candid
     text = f"{_rank_list(behind)} never entered the {first.operation} in which the others timed out."
     does = _activity_of_absent(seen, behind)
     if does is not None:
-        yield _candidate(does[0], does[1], behind, first, text, facts)
-    yield _candidate("rank_divergent_branch", 0.5 if does else 0.6, behind, first, text, facts)
+        yield _wait_candidate(does[0], does[1], behind, first, text, facts)
+    yield _wait_candidate("rank_divergent_branch", 0.5 if does else 0.6, behind, first, text, facts)
 
 
-def _candidate(
+def _wait_candidate(
     cls: str, weight: float, ranks: Sequence[int], wait: CollectiveWait, text: str, facts: list[Fact]
 ) -> Candidate:
     return Candidate(cls, weight, [], tuple(ranks), wait.operation, text, facts)
@@ -193,7 +193,7 @@ def _different_places(seen: WaitingRanks, groups: Sequence[Sequence[CollectiveWa
     fewer = sorted(each.rank for each in (ahead or others) if each.rank is not None)
     if len(most) == len(others) and not ahead:
         fewer = sorted(each.rank for each in [*most, *others] if each.rank is not None) if len(others) > 1 else fewer
-    steps = last_step_by_rank(seen.story.ticks)
+    steps = last_step_by_rank(seen.history.ticks)
     counts = {rank: (tick.epoch, tick.step) for rank, tick in steps.items() if rank in seen.waits}
     later = any(_FINAL_PHASE.search(each.where) for each in others)
     left = any(len(each.path) < len(most[0].path) for each in ahead)
@@ -232,9 +232,9 @@ def _at_another_step(counts: Mapping[int, tuple[int, int]], ranks: Sequence[int]
 def _is_sharded_generation(seen: WaitingRanks) -> bool:
     stacks = [" ".join(map(str, each.path)) for each in seen.waits.values()]
     generates = any(GENERATION.search(each) for each in stacks)
-    sharded = any(SHARDED_WEIGHTS.search(each.text) for each in seen.story.sightings) or any(
+    sharded = any(SHARDED_WEIGHTS.search(each.text) for each in seen.history.matches) or any(
         SHARDED_WEIGHTS.search(frame.file + frame.function)
-        for reading in seen.story.readings for _, _, traceback in reading.tracebacks for frame in traceback.frames
+        for reading in seen.history.logs for _, _, traceback in reading.tracebacks for frame in traceback.frames
     )  # fmt: skip
     return generates and sharded
 
@@ -245,20 +245,20 @@ def _absent_ranks(seen: WaitingRanks) -> Iterator[Candidate]:
     first = seen.timed_out[0]
     text = f"{_rank_list(absent)} did not come to the {first.operation or 'collective'} in which the others timed out."
     facts = _wait_facts(seen, absent) + [
-        _last_line_fact(seen, rank) for rank in absent[:3] if _last_lines(seen.story, rank)
+        _last_line_fact(seen, rank) for rank in absent[:3] if _last_lines(seen.history, rank)
     ]
     waiting = " ".join(f"{frame.function} {frame.source}" for each in seen.timed_out for frame in each.path)
     does = _activity_of_absent(seen, absent)
     cls, weight = does if does is not None else (class_of_activity(waiting) or "unknown", 0.45)
     if len(absent) > max(1, len(seen.waits)):
         weight = min(weight, 0.45)
-    yield _candidate(cls, weight, absent, first, text, facts)
+    yield _wait_candidate(cls, weight, absent, first, text, facts)
 
 
 def _activity_of_absent(seen: WaitingRanks, ranks: Sequence[int]) -> tuple[str, float] | None:
     """What ranks did while the others waited for them, and how sure that is: by their stack, what they said while the
     others waited, or, less sure, what they said last."""
-    stacks = main_stack_by_rank(seen.story)
+    stacks = main_stack_by_rank(seen.history)
     for rank in ranks:
         if rank in stacks and _in_another_call(seen, collective_of_frames(stacks[rank].frames)):
             return (
@@ -270,7 +270,7 @@ def _activity_of_absent(seen: WaitingRanks, ranks: Sequence[int]) -> tuple[str, 
     began = min((each.started for each in seen.timed_out if each.started is not None), default=None)
     moved = False
     for rank in ranks:
-        for each in reversed(_last_lines(seen.story, rank)):
+        for each in reversed(_last_lines(seen.history, rank)):
             if _RUNTIME_LINE.search(each.text):
                 continue
             during = began is not None and each.when is not None and each.when > began + 1.0
@@ -290,7 +290,7 @@ def _in_another_call(seen: WaitingRanks, call: str) -> bool:
 
 def _all_out_of_data(seen: WaitingRanks) -> bool:
     """Those who wait say as well that they have no data left."""
-    said = (each.text for rank in seen.waits for each in _last_lines(seen.story, rank))
+    said = (each.text for rank in seen.waits for each in _last_lines(seen.history, rank))
     return any(class_of_activity(text) == "uneven_data" for text in said)
 
 
@@ -298,30 +298,33 @@ def _all_in_one_place(seen: WaitingRanks) -> Iterator[Candidate]:
     """Everybody came, and nothing went through: the path between them, or all wait for each other's message."""
     first = seen.timed_out[0]
     facts = _wait_facts(seen, [each.rank for each in seen.timed_out[:3] if each.rank is not None])
-    traits = seen.story.traits
+    traits = seen.history.traits
     where = f" ({first.where})" if first.where else ""
     text = f"All ranks waited in the same {first.operation or 'collective'}{where}, and none got through."
     if first.operation in ("recv", "send"):
         text = f"All ranks waited in {first.operation} for each other{where}."
-        yield _candidate("rank_divergent_branch", 0.6, (), first, text, facts)
-    elif len(seen.waits) >= len(seen.story.ranks):
+        yield _wait_candidate("rank_divergent_branch", 0.6, (), first, text, facts)
+    elif len(seen.waits) >= len(seen.history.ranks):
         if "first_collective" in traits and "many_hosts" not in traits:
-            yield _candidate("p2p_path_broken", 0.6, (), first, text, facts)
+            yield _wait_candidate("p2p_path_broken", 0.6, (), first, text, facts)
         elif "many_hosts" in traits:
-            hosts = sorted(set(seen.story.hosts.values()))
+            hosts = sorted(set(seen.history.hosts.values()))
             yield Candidate("network_blocked", 0.5, [], tuple(hosts) if len(hosts) == _PAIR else (), first.operation,
                             text, facts)  # fmt: skip
 
 
 def _last_begun(seen: WaitingRanks) -> Iterator[Candidate]:
     """What was begun before the time-out and after the last step that was made: it may be what took so long."""
-    story, first = seen.story, min((each for each in seen.timed_out), key=lambda each: (each.ended or 0.0, each.line))
-    source = next((reading.source for reading in story.readings if reading.name == first.file), -1)
-    ticks = [tick.line for tick in story.ticks_of(source) if tick.line < first.line]
+    history, first = (
+        seen.history,
+        min((each for each in seen.timed_out), key=lambda each: (each.ended or 0.0, each.line)),
+    )
+    source = next((reading.source for reading in history.logs if reading.name == first.file), -1)
+    ticks = [tick.line for tick in history.ticks_of(source) if tick.line < first.line]
     last = max(ticks, default=0)
     found = [
         (each.line, cls, each)
-        for name, cls in _BEGUN_FACTS for each in story.facts(name)
+        for name, cls in _BEGUN_FACTS for each in history.facts(name)
         if each.source == source and last <= each.line < first.line
     ]  # fmt: skip
     if not found:
@@ -330,7 +333,7 @@ def _last_begun(seen: WaitingRanks) -> Iterator[Candidate]:
     text = "The last thing that was begun before the time-out: " + each.text[:120]
     if cls:
         alone = _sole_actor(seen, [one.text for _, of, one in found if of == cls])
-        yield _candidate(cls, 0.4, alone, first, text, [Fact(each.text, file=each.file, line=each.line)])
+        yield _wait_candidate(cls, 0.4, alone, first, text, [Fact(each.text, file=each.file, line=each.line)])
 
 
 def _sole_actor(seen: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
@@ -344,17 +347,17 @@ def _sole_actor(seen: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
     return tuple(others) if len(others) == 1 and most - set(others) else ()
 
 
-def _last_lines(story: JobHistory, rank: int) -> list[TailLine]:
+def _last_lines(history: JobHistory, rank: int) -> list[TailLine]:
     """What a rank said last, in the file where it spoke last."""
-    found = [list(reading.said[rank]) for reading in story.readings
-             if rank in reading.said and reading.source not in story.old]  # fmt: skip
+    found = [list(reading.tail_lines[rank]) for reading in history.logs
+             if rank in reading.tail_lines and reading.source not in history.old_sources]  # fmt: skip
     return max(found, key=lambda each: each[-1].when or 0.0, default=[])
 
 
 def _last_line_fact(seen: WaitingRanks, rank: int) -> Fact:
-    last = _last_lines(seen.story, rank)[-1]
-    file = next(reading.name for reading in seen.story.readings
-                if rank in reading.said and reading.said[rank][-1] == last)  # fmt: skip
+    last = _last_lines(seen.history, rank)[-1]
+    file = next(reading.name for reading in seen.history.logs
+                if rank in reading.tail_lines and reading.tail_lines[rank][-1] == last)  # fmt: skip
     return Fact(last.text, file=file, line=last.line)
 
 

@@ -22,39 +22,41 @@ _MIN_COLLECTIVES = 3
 _STAGE_CLASSES = ("checkpoint_timeout", "slow_rank_preprocess")
 
 
-def candidates(story: JobHistory) -> Iterator[Candidate]:
+def candidates(history: JobHistory) -> Iterator[Candidate]:
     """Nothing without a time-out whose length is known."""
-    said = [each for each in story.timeouts if each.timeout_ms]
+    said = [each for each in history.timeouts if each.timeout_ms]
     if not said:
         return
-    first = min((each.sighting for each in said), key=match_order)
+    first = min((each.match for each in said), key=match_order)
     limit = min(each.timeout_ms for each in said if each.timeout_ms) / 1000
-    lengths = [each for each in story.facts("length") if each.fields.get("seconds")]
-    yield from _late_stage(story, lengths, first, limit)
-    yield from _climbing_collective(story, lengths, first, limit)
+    lengths = [each for each in history.facts("length") if each.fields.get("seconds")]
+    yield from _late_stage(history, lengths, first, limit)
+    yield from _climbing_collective(history, lengths, first, limit)
 
 
-def _late_stage(story: JobHistory, lengths: Sequence[RuleMatch], first: RuleMatch, limit: float) -> Iterator[Candidate]:
+def _late_stage(
+    history: JobHistory, lengths: Sequence[RuleMatch], first: RuleMatch, limit: float
+) -> Iterator[Candidate]:
     """One who is not among those that timed out came to the end of a long stage after they had given up."""
-    waited = {each.who.rank for each in story.timeouts}
-    after = [each for each in lengths if match_order(each) > match_order(first) and story.rank(each) not in {*waited, None}
+    waited = {each.origin.rank for each in history.timeouts}
+    after = [each for each in lengths if match_order(each) > match_order(first) and history.rank(each) not in {*waited, None}
              and _MIN_TIMEOUTS * limit <= _seconds(each) <= _MAX_TIMEOUTS * limit]  # fmt: skip
     if not after:
         return
     cls = class_of_activity(after[0].text)
-    ranks = tuple(sorted({rank for each in after if (rank := story.rank(each)) is not None}))
+    ranks = tuple(sorted({rank for each in after if (rank := history.rank(each)) is not None}))
     text = f"Rank {ranks[0]} was done after {_seconds(after[0]):.0f} s, the others had given up after {limit:.0f} s."
-    yield Candidate(cls if cls in _STAGE_CLASSES else "slow_collective_timeout", 0.65, [], ranks, story.timeouts[0].operation,
+    yield Candidate(cls if cls in _STAGE_CLASSES else "slow_collective_timeout", 0.65, [], ranks, history.timeouts[0].operation,
                     text, [_match_fact(each) for each in (after[0], first)])  # fmt: skip
 
 
 def _climbing_collective(
-    story: JobHistory, lengths: Sequence[RuleMatch], first: RuleMatch, limit: float
+    history: JobHistory, lengths: Sequence[RuleMatch], first: RuleMatch, limit: float
 ) -> Iterator[Candidate]:
     """All ranks are in the collective which took nearly as long as its time-out before, and longer each time."""
-    seen = find_waiting_ranks(story)
+    seen = find_waiting_ranks(history)
     waits: list[CollectiveWait] = seen.timed_out
-    if seen.absent or len(waits) < len(story.ranks) or len({(each.operation, each.seq) for each in waits}) > 1:
+    if seen.absent or len(waits) < len(history.ranks) or len({(each.operation, each.seq) for each in waits}) > 1:
         return
     operation = waits[0].operation
     before = [each for each in lengths if match_order(each) < match_order(first)]
