@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from lockstep.base.bounded_wait import track_wait
 from lockstep.base.folders import new_run_id, run_shm_dir
-from lockstep.watch.beacon import beacon_table, writer
+from lockstep.watch.beacon import beacon_table
 from lockstep.watch.beacon.file_format import FIXED_SIZE
 from lockstep.watch.beacon.reader import read_beacon
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
 
 ROUNDS = 7
 
@@ -34,7 +35,7 @@ def one_wait() -> None:
 def main() -> None:
     run = new_run_id("beacon-cost")
     silent = cost(one_wait, 20_000)
-    own = writer.open_beacon(run, "bench", "policy", 0)
+    own = open_beacon(run, "bench", "policy", 0)
     own.progress("tokens", 0, 10**9)
     own.progress("fixed", 5, 10)
     try:
@@ -56,7 +57,7 @@ def main() -> None:
             print(f"{name:34} median {median:8.2f} us   minimum {least:8.2f} us")
         print(f"size of a beacon {FIXED_SIZE} bytes, pid {os.getpid()}, load {os.getloadavg()[0]:.1f}")
     finally:
-        writer.close_beacon(remove=True)
+        close_beacon(remove=True)
         shutil.rmtree(run_shm_dir(run), ignore_errors=True)
 
 

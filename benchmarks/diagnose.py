@@ -106,7 +106,7 @@ def healthy(ranks: int) -> Evidence:
 
 def stalled(evidence: Evidence, culprit: int, waits_s: float = 60.0, everybody: bool = False) -> Evidence:
     """All wait since `waits_s`: the culprit's tensor and pipeline mates for it, theirs of other data parallel groups
-    for those, the rest in the world's collective. With `launch_all` the culprit is inside as well."""
+    for those, the rest in the world's collective. With `everybody` the culprit is inside as well."""
     members, ranks = evidence.communicators, len(evidence.processes.who)
     entered = np.full(len(members.process), SEQ)
     free = np.ones(ranks, dtype=np.bool_)

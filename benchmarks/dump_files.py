@@ -31,7 +31,7 @@ class Comm:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective that a rank calls; `format_wait` is the user's."""
+    """A collective that a rank calls; `line` is the user's."""
 
     comm: int
     operation: str = "all_reduce"
@@ -64,7 +64,7 @@ class Job:
         return len(self.programs)
 
     def play(self) -> "Job":
-        """Fill `list_folder`: every rank goes on until it waits for somebody who does not come."""
+        """Fill `entries`: every rank goes on until it waits for somebody who does not come."""
         members = [len(comm.ranks) for comm in self.comms]
         counts = [[0] * len(self.comms) for _ in self.programs]
         at = [0] * self.world
@@ -100,7 +100,7 @@ class Job:
 
 
 def steps(world: int, comms: Sequence[Comm], calls: int, per_step: int = 20) -> Job:
-    """A job that calls on its communicators in turns, `plan_attention_calls` on each rank, as a sharded trainer
+    """A job that calls on its communicators in turns, `calls` on each rank, as a sharded trainer
     does."""
     kinds = [("_all_gather_base", (4096, 512)), ("_reduce_scatter_base", (4096, 512)), ("all_reduce", (1024,))]
     mine = [[index for index, comm in enumerate(comms) if rank in comm.ranks] for rank in range(world)]

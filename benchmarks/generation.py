@@ -4,7 +4,7 @@
 
 Both sides make the same tokens from the same random Qwen2: groups of 8 completions of a prompt (`generate` gets each
 prompt 8 times), temperature 1, no truncation. A table of lengths ends the rows on both sides, whatever they say:
-`max_tokens` of each request here, a stopping criterion per row there. `fixed`: 64 tokens each; `read_tail`:
+`max_tokens` of each request here, a stopping criterion per row there. `fixed`: 64 tokens each; `tail`:
 exponential, mean a third of 64, at most 64, as real rollouts. The floor is what the matrix products of the engine's
 algorithm cost alone: every prompt once, then the rows that are alive at each token.
 

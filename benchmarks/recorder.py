@@ -79,13 +79,13 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
     import torch
     import torch.distributed as dist
 
-    from lockstep.watch.beacon import writer
+    from lockstep.watch.beacon.writer import open_beacon
     from lockstep.watch.recorder import recorder
     from lockstep.watch.recorder.operations import OPERATIONS
     from lockstep.watch.recorder.wrappers import CollectiveWrappers
 
     torch.set_num_threads(1)
-    writer.open_beacon("benchmark", f"policy-{rank}", "policy", rank).stage("train")
+    open_beacon("benchmark", f"policy-{rank}", "policy", rank).stage("train")
     found = recorder.install(refuse=refuse)
     assert found is not None
     store = dist.FileStore(str(Path(folder, "store")), world)
@@ -114,7 +114,7 @@ def rank_main(rank: int, world: int, refuse: bool, pause_us: int, blocks: int, f
     assert member is not None
     member.until = 1 << 62  # c10d's number does not move here
     alone = min(block(noting) for _ in range(10)) - min(block(nothing) for _ in range(10))
-    member.settle()
+    member.resynchronize()
     began = time.thread_time()
     for _ in range(200):
         found.tick()

@@ -92,16 +92,17 @@ class Nodes:
     def node_of(self, worker: Any) -> NodeInfo:
         return self._info(worker.node)
 
-    def courier(self, node: NodeInfo) -> Worker:
+    def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
+        assert role == "weights" and node is not None
         host, port = self.cluster.store()
         arguments = {
             "node": node.name, "address": node.address, "way": "gloo", "store_host": host,
             "store_port": port, **self.arguments,
         }  # fmt: skip
         name = f"{self.memory.name}-{node.name}-{next(self.numbers)}"
-        return self.cluster.start([spec(name, RELAY_SERVICE, arguments)])[0]
+        return self.cluster.start([spec(name, RELAY_SERVICE, arguments)])
 
-    def dismiss(self, workers: Sequence[Worker]) -> None:
+    def kill(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             self.cluster.stop(worker, grace_s=0.0)
 

@@ -97,7 +97,7 @@ class Case:
 
 
 def cases(seed: int, count: int, faults: Sequence[str] = tuple(FAULTS)) -> Iterator[Case]:
-    """The first `count_newlines` of a seed's cases: the kinds in turn, the rest drawn."""
+    """The first `count` of a seed's cases: the kinds in turn, the rest drawn."""
     for number in range(count):
         rng = Random(f"{seed}-{number}")
         yield case(rng, faults[number % len(faults)], f"{seed}-{number}")

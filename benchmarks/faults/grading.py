@@ -16,7 +16,7 @@ GOAL = 0.97
 class Judged:
     case: Case
     kind: str
-    """Of the first thing told at the level that is due; `empty_completion`."""
+    """Of the first thing told at the level that is due; `nothing`."""
     who: frozenset[int]
     """All that were ever named at that level."""
     right: bool

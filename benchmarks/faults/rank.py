@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.faults.cases import AT_BEGIN, Case
 from benchmarks.faults.schedule import FINISH, PLACES, ROOTED, WORLD, Call, members
 from lockstep.base.bounded_wait import track_wait
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import recorder
 
 BOUND_S = 120.0
@@ -32,7 +32,7 @@ class Rank:
         self.folder, self.rank = folder, rank
         self.case = Case.of(json.loads((folder / "case.json").read_text()))
         self.fault = self.case.faults.get(rank, "")
-        self.own = writer.open_beacon(run, f"policy-{rank}", "policy", rank)
+        self.own = open_beacon(run, f"policy-{rank}", "policy", rank)
         self.own.stage("begin")
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.step = 0

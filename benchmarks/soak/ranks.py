@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.soak.activities import ACTS, perform
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon, open_beacon
 from lockstep.watch.recorder import recorder
 
 WORLD = 2
@@ -26,7 +26,7 @@ def train(rank: int, folder: Path, chance: random.Random, silence_s: float) -> N
     value, step = torch.ones(1000), 0
     while True:
         step += 1
-        writer.current_beacon().stage(f"step {step}")
+        current_beacon().stage(f"step {step}")
         slow, act, lasts = chance.randrange(WORLD), chance.choice(sorted(ACTS)), chance.choice((0.1, 0.3, 1.0, 1.15))
         under_way = dist.all_reduce(value, group=second, async_op=True) if chance.random() < 0.5 else None
         if rank == slow:
@@ -37,13 +37,13 @@ def train(rank: int, folder: Path, chance: random.Random, silence_s: float) -> N
         if chance.random() < 0.3:
             dist.barrier(group=second)
         value.fill_(1.0)
-        writer.current_beacon().progress("step", step)
+        current_beacon().progress("step", step)
 
 
 def main() -> None:
     run, name, folder, seed, silence_s = sys.argv[1:]
     role, _, rank = name.rpartition("-")
-    writer.open_beacon(run, name, role, int(rank)).stage("setup")
+    open_beacon(run, name, role, int(rank)).stage("setup")
     torch.set_num_threads(1)
     recorder.install()
     store = dist.FileStore(str(Path(folder) / "store"), WORLD)

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.soak.activities import ACTS, perform
 from lockstep.base import waits
 from lockstep.watch.agent.report_messages import WAITING_FOR_WORK
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon, open_beacon
 
 BOUND_S = 3600.0
 
@@ -20,7 +20,7 @@ def lead(folder: Path, others: list[str]) -> None:
     step = 0
     while not (folder / "end").exists():
         step += 1
-        writer.current_beacon().stage("wait")
+        current_beacon().stage("wait")
         (folder / f"order.{step}").touch()
         for other in others:
             waits.poll(
@@ -28,29 +28,29 @@ def lead(folder: Path, others: list[str]) -> None:
                 kind="future", waits_for=other, why=f"step {step}", timeout_s=BOUND_S, notice_after_s=None,
                 every_s=0.05,
             )  # fmt: skip
-        writer.current_beacon().progress("step", step)
+        current_beacon().progress("step", step)
 
 
 def follow(folder: Path, name: str, chance: random.Random, silence_s: float, acts: list[str]) -> None:
     step = 0
     while True:
         step += 1
-        writer.current_beacon().stage("idle")
+        current_beacon().stage("idle")
         waits.poll(
             lambda: (folder / f"order.{step}").exists() or None, kind="condition", waits_for="policy-0",  # noqa: B023
             why=WAITING_FOR_WORK, timeout_s=BOUND_S, notice_after_s=None, every_s=0.05,
         )  # fmt: skip
         act = chance.choice(acts)
-        writer.current_beacon().stage(f"step {step}")  # of its own each: no history makes anybody patient
+        current_beacon().stage(f"step {step}")  # of its own each: no history makes anybody patient
         perform(act, silence_s * chance.choice((0.3, 1.0, 1.15)), folder / "acts.jsonl")
-        writer.current_beacon().progress("step", step)
+        current_beacon().progress("step", step)
         (folder / f"{name}.{step}").touch()
 
 
 def main() -> None:
     run, name, folder, seed, silence_s, *rest = sys.argv[1:]
     role, _, rank = name.rpartition("-")
-    writer.open_beacon(run, name, role, int(rank))
+    open_beacon(run, name, role, int(rank))
     if name == "policy-0":
         lead(Path(folder), rest)
     else:

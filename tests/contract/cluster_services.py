@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.base.bounded_wait import track_wait
 from lockstep.cluster.protocol import DeferredResult, concurrent
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 
 
 class Painful(Exception):
@@ -72,12 +72,12 @@ class Plain:
         """Like sleep, but the counter moves."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            writer.current_beacon().add("turns")
+            current_beacon().add("turns")
             time.sleep(0.1)
-        return writer.current_beacon().moves
+        return current_beacon().moves
 
     def wait_for(self, waits_for: str, seconds: float) -> None:
-        writer.current_beacon().stage("collecting")
+        current_beacon().stage("collecting")
         with track_wait("queue", waits_for, "its scores", seconds):
             time.sleep(seconds)
 
@@ -166,7 +166,7 @@ class Engine:
         time.sleep(0.002)
         self.left -= 1
         self.done += 1
-        writer.current_beacon().add("tokens")
+        current_beacon().add("tokens")
         return True
 
 
@@ -196,7 +196,7 @@ class Promises:
         if self.broken:
             raise Painful("the loop broke")
         self.turns += 1
-        writer.current_beacon().add("turns")
+        current_beacon().add("turns")
         for turn, later in self.open:
             if turn == self.turns:
                 later.settle([turn, self.turns])

@@ -49,7 +49,7 @@ class Setup:
 
     def __init__(self, home, cluster, engine, folder, chat, max_tokens=90, seed=0, others=(), **environment):
         if "tools" not in environment:
-            environment["path"] = f"talking.py:{environment['path']}"
+            environment["path"] = f"conversation_environments.py:{environment['path']}"
         self.config = EnvironmentConfig(**environment)
         self.tokenizer = AutoTokenizer.from_pretrained(home / "model")
         data = DatasetConfig(path=str(home / "data.jsonl"), chat=chat)
@@ -146,16 +146,16 @@ def test_conversations_through_a_chat_template(home, setup) -> None:
 
 def test_a_conversation_stays_with_its_engine(home, setup, second) -> None:
     made = setup("Parrot", max_turn_tokens=12, workers=2, others=[second])
-    desk, went = made.engines._fleet._desk, {}
-    place = desk._choose
+    router, went = made.engines._pool._router, {}
+    choose = router.choose_engine
 
-    def noted(group, owed):
-        chosen = place(group, owed)
+    def noted(group, load):
+        chosen = choose(group, load)
         for request in group:
             went.setdefault(request.id.rpartition("/turn")[0], []).append(chosen)
         return chosen
 
-    desk._choose = noted
+    router.choose_engine = noted
     check_tokens(home, made, made.generate(4))
     assert all(len(set(each)) == 1 for each in went.values()) and max(map(len, went.values())) > 2
     assert {each[0] for each in went.values()} == {0, 1}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.base.folders import new_run_id
 from lockstep.train import distributed
 from lockstep.train.distributed import RanksMissing, wait_for_ranks
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 
 NAMES = ["policy-0 on node-a", "policy-1 on node-a", "policy-2 on node-b"]
 BOUND_S = 5.0
@@ -69,13 +69,13 @@ def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:
     def until(waits_for: str) -> None:
         deadline = time.monotonic() + 60
         while True:
-            wait = writer.current_beacon().waiting(int(seen[0])) if seen else None
+            wait = current_beacon().waiting(int(seen[0])) if seen else None
             if wait is not None and wait.waits_for == waits_for and wait.kind == "rendezvous":
                 return
             assert time.monotonic() < deadline, wait
             time.sleep(0.01)
 
-    writer.open_beacon(new_run_id("meets"), "policy-0", "policy", 0)
+    open_beacon(new_run_id("meets"), "policy-0", "policy", 0)
     thread.start()
     try:
         until("policy-1, policy-2")
@@ -84,5 +84,5 @@ def test_the_wait_names_who_is_missing(tmp_path: Path) -> None:
         store.set("joined/2", "{}")
         thread.join(30)
     finally:
-        writer.close_beacon()
+        close_beacon()
     assert json.loads(store.get("over")) == []

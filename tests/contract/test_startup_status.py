@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cluster_services import Plain
 
+from lockstep.base.bounded_wait import WaitRecord
 from lockstep.base.folders import new_run_id
 from lockstep.cluster.local_cluster import LocalCluster
 from lockstep.cluster.protocol import WorkerSpec
@@ -18,18 +19,17 @@ from lockstep.config.loader import check_config
 from lockstep.models.tiny_model import make_tiny
 from lockstep.run.telemetry.run_reporter import format_wait, startup_status
 from lockstep.train.api import TrainerAPI
-from lockstep.watch.beacon import writer
-from lockstep.watch.beacon.beacon_records import WaitRecord
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     run = new_run_id("awaited")
-    writer.open_beacon(run, "controller", "controller", 0)
+    open_beacon(run, "controller", "controller", 0)
     with LocalCluster(Config(device="cpu"), run, tmp_path / "run", 1) as made:
         yield made
-    writer.close_beacon()
+    close_beacon()
 
 
 def test_who_is_awaited_and_what_they_wait_for(cluster: LocalCluster) -> None:

@@ -29,7 +29,7 @@ from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.builtin.sampler import SamplingRows, truncate_distribution
 from lockstep.rollout.engine_protocol import ENGINE_SERVICE, EngineAPI, Request
 from lockstep.rollout.errors import BadRequest, InterruptedUpdate, TornEngine, WeightsMismatch
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.errors import StaleVersion
 from lockstep.weights.shared_memory import StoreReader
 from lockstep.weights.stream.channel import StreamChannel
@@ -38,7 +38,7 @@ from lockstep.weights.weight_store import WeightStore
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm_choice`: script/test --vllm"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm`: script/test --vllm"),
 ]
 CONTEXT, READER = 160, "lockstep.weights.shared_memory:StoreReader"
 
@@ -380,7 +380,7 @@ def test_an_engine_that_is_killed_in_the_middle_of_an_update_holds_up_nobody(clu
     new, store = changed(folder), tmp_path / "store"
     publish(new, store, 1)
     (tmp_path / "hold").touch()
-    engine = hire(f"engine-{folder.parent.name}", reader="held_reader:HeldReader")
+    engine = hire(f"engine-{folder.parent.name}", reader="paused_reader:HeldReader")
     update = engine.submit(EngineAPI.load_weights, str(store), 1)
     end = time.monotonic() + 120
     while not (tmp_path / "half").exists():
@@ -414,9 +414,9 @@ def test_two_tensor_parallel_workers_take_weights_themselves(start, folder, tmp_
     with pytest.raises(StaleVersion, match="version 3 of the weights was wanted, the store has version 4"):
         engine.load_weights(store, 3)
     assert engine.version == 0 and run(engine, ask(name="still"))
-    moves = writer.current_beacon().moves
+    moves = current_beacon().moves
     engine.load_weights(store, 4)
-    assert writer.current_beacon().moves > moves, "its workers' progress is its own"
+    assert current_beacon().moves > moves, "its workers' progress is its own"
     assert error(new, requests, run(engine, requests)) < 1e-5
 
 
@@ -427,7 +427,7 @@ def test_two_tensor_parallel_workers_are_members_of_a_channel_each(start, folder
     new.save_pretrained(tmp_path / "new")
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     name, environment = f"policy-{folder.parent.name}-tp", {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    spec = WorkerSpec(name, "policy", 0, "stream_ends:ModelEnd", {"folder": str(tmp_path / "new")}, environment)
+    spec = WorkerSpec(name, "policy", 0, "stream_endpoints:ModelEnd", {"folder": str(tmp_path / "new")}, environment)
     (trainer,) = cluster.start([spec])
     plan = trainer.submit(ModelEnd.plan).result(why="its plan")
     channel = StreamChannel(1, "nccl", "gloo", cluster.store(), name, ("engine",), 2, 50_000, limit_s=60.0)

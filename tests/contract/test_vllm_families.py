@@ -19,7 +19,7 @@ from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm_choice`: script/test --vllm"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm`: script/test --vllm"),
 ]
 CLOSE = 1e-3
 """Of Gemma 2, vLLM and transformers differ by 2e-4, of others by less; old weights anywhere by far more."""

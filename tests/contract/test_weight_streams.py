@@ -50,7 +50,9 @@ class Stage:
     def _spec(self, name: str, role: str, service: str, arguments: dict[str, Any]) -> WorkerSpec:
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        return WorkerSpec(name, role, 0, f"stream_ends:{service}", arguments, environment, ("torch", "stream_ends"))
+        return WorkerSpec(
+            name, role, 0, f"stream_endpoints:{service}", arguments, environment, ("torch", "stream_endpoints")
+        )
 
     def trainer(self, rank: int) -> WorkerSpec:
         arguments = {

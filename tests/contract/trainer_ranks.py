@@ -31,7 +31,7 @@ from lockstep.train.errors import CheckpointError, NonFinite
 from lockstep.train.export import export_model
 from lockstep.train.fsdp import FSDP2Trainer
 from lockstep.train.trainer_service import TrainerService
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import recorder
 
 TEMPERATURE = 0.8
@@ -285,7 +285,7 @@ def _rank(folder: Path, rank: int, world: int, port: int, names: list[str], modu
 
         # with a beacon, as in a run: collectives are recorded, and what does not fit would be refused
         os.environ["LOCKSTEP_BEACONS"] = str(folder / "beacons")
-        writer.open_beacon(f"contract-{port}", f"policy-{rank}", "policy", rank)
+        open_beacon(f"contract-{port}", f"policy-{rank}", "policy", rank)
         ranks = join_ranks(rank, world, torch.device("cpu"), ("127.0.0.1", port), "gen1/policy", 60, replicas)
         for name in names:
             started = time.monotonic()

@@ -38,7 +38,7 @@ class Somebody:
 
 
 def tensors(version: int, rows: int = 600) -> dict[str, torch.Tensor]:
-    """Different in every version, but for `is_frozen`."""
+    """Different in every version, but for `frozen`."""
     made = torch.Generator().manual_seed(version)
     return {
         "embed": torch.randn(rows, 256, generator=made),
@@ -123,18 +123,19 @@ class House:
     def node_of(self, worker: Any) -> NodeInfo:
         return self._info(worker.node)
 
-    def courier(self, node: NodeInfo) -> Worker:
+    def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
+        assert role == "weights" and node is not None
         arguments = {**self.arguments, "node": node.name, "address": node.address, "hold": str(self.hold)}
         arguments["space"] = self.spaces.get(node.name)
         name = f"courier-{node.name}-{next(NUMBERS)}"
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        spec = WorkerSpec(name, "weights", 0, "held_courier:HeldCourier", arguments, environment, RELAY_PRELOAD)
+        spec = WorkerSpec(name, "weights", 0, "paused_relay:HeldCourier", arguments, environment, RELAY_PRELOAD)
         (self.couriers[node.name],) = self.cluster.start([spec])
         self.started.append(self.couriers[node.name])
-        return self.couriers[node.name]
+        return [self.couriers[node.name]]
 
-    def dismiss(self, workers: Sequence[Worker]) -> None:
+    def kill(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
             self.cluster.stop(worker, grace_s=0.0)
 
@@ -215,7 +216,7 @@ class House:
         if self.own is not None:
             self.own.close()
         else:
-            self.dismiss(self.started)
+            self.kill(self.started)
         for path in sorted(self.memory.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         self.memory.rmdir()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.register_assert_rewrite("harness", "lives")
+pytest.register_assert_rewrite("harness", "resume_scenarios")
 
 from harness import end_all, once  # noqa: E402
 from resume_scenarios import Reference, References, make_reference  # noqa: E402

@@ -1,7 +1,7 @@
 """A process that has imported what the controller needs, and forks controllers: the same program as `lockstep`,
 without the seven CPU seconds of importing torch that each of the many runs here would pay.
 
-`python zygote.py FD`: one JSON request per line on the socket FD, one JSON answer each:
+`python controller_fork_server.py FD`: one JSON request per line on the socket FD, one JSON answer each:
     {"argv", "cwd", "env", "output", "hold"} -> {"pid"}     {"poll": pid} -> {"code": exit code, null while it runs}
 """
 
@@ -106,17 +106,19 @@ def hold(stage: str, seconds: float, at_end: bool) -> None:
 
 def refuse_more(most: int) -> None:
     """There is no host any more on which as many trainer ranks could be started as were there in the beginning."""
-    from lockstep.cluster.protocol import Worker, WorkerDied
-    from lockstep.run.worker_launcher import WorkerLauncher
+    from lockstep.cluster.protocol import NodeInfo, Worker, WorkerDied
+    from lockstep.run.worker_launcher import RunWorkerLauncher
 
-    original = WorkerLauncher.ranks
+    original = RunWorkerLauncher.launch
 
-    def ranks(self: WorkerLauncher, count: int) -> list[Worker]:
-        if count > most:
-            raise WorkerDied(f"policy-{count - 1}", count - 1, 1, "no host")
-        return original(self, count)
+    def launch(
+        self: RunWorkerLauncher, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None
+    ) -> list[Worker]:
+        if role == "policy" and len(ranks) > most:
+            raise WorkerDied(f"policy-{len(ranks) - 1}", len(ranks) - 1, 1, "no host")
+        return original(self, role, ranks, node)
 
-    WorkerLauncher.ranks = ranks  # type: ignore[method-assign]
+    RunWorkerLauncher.launch = launch  # type: ignore[method-assign]
 
 
 def stop_when(file: str) -> None:
@@ -128,10 +130,10 @@ def stop_when(file: str) -> None:
 
 
 def read_midway(folder: str) -> None:
-    """Engines take weights by `midway_reader.py`, which stands still where files in the folder say so."""
+    """Engines take weights by `stalling_reader.py`, which stands still where files in the folder say so."""
     from lockstep.run.worker_launcher import WEIGHT_READERS
 
-    WEIGHT_READERS["complete"] = "midway_reader:complete"
+    WEIGHT_READERS["complete"] = "stalling_reader:complete"
     os.environ[MIDWAY] = folder
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
@@ -157,5 +159,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    Path("/proc/self/comm").write_text("zygote")
+    Path("/proc/self/comm").write_text("fork-server")
     main()

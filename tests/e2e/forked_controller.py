@@ -1,4 +1,4 @@
-"""Controllers forked from a process that has imported what they need (`zygote.py`)."""
+"""Controllers forked from a process that has imported what they need (`controller_fork_server.py`)."""
 
 import atexit
 import json
@@ -25,11 +25,11 @@ BOUND_S = 150.0
 
 
 class Zygote:
-    """Forks controllers from a process that has imported what they need (`zygote.py`)."""
+    """Forks controllers from a process that has imported what they need (`controller_fork_server.py`)."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        program = str(Path(__file__).with_name("zygote.py"))
+        program = str(Path(__file__).with_name("controller_fork_server.py"))
         self._process = subprocess.Popen(
             [sys.executable, program, str(theirs.fileno())], env=ENVIRONMENT, pass_fds=[theirs.fileno()]
         )

@@ -20,7 +20,7 @@ LEAVES = {"RAY_gcs_rpc_server_reconnect_timeout_s": "10"}
 """Nodes leave a cluster whose head does not answer for so many seconds."""
 RAY = str(Path(sys.executable).with_name("ray"))
 
-needs_ray = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray_choice`")]
+needs_ray = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")]
 
 
 def until(check: Callable[[], object], seconds: float, what: str) -> float:

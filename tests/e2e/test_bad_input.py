@@ -446,7 +446,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave: int) -> Path:
-    """Takes all room but `stop_agents` bytes."""
+    """Takes all room but `leave` bytes."""
     facts = os.statvfs(disk)
     filler = disk / "filler"
     with filler.open("wb") as file:

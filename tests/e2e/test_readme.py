@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.main import get_command
+
 from typer.testing import CliRunner
 
-from lockstep.cli import app
+from lockstep.cli import app, load_command
 from lockstep.config.loader import apply_overrides, check_config, load_config
 from lockstep.models.tiny_model import TinyModel
 
@@ -245,7 +245,7 @@ def inline() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "command"), inline())
 def test_commands_within_sentences_exist(page: str, command: str) -> None:
     _, name, *arguments = shlex.split(command)
-    known = get_command(app).commands[name]  # type: ignore[attr-defined]
+    known = load_command(name)
     options = {option for parameter in known.params for option in parameter.opts} | {"--"}
     assert {argument for argument in arguments if argument.startswith("-")} <= options
     files = [argument for argument in arguments if argument.endswith(".yaml") and argument.islower()]

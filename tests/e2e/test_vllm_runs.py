@@ -15,7 +15,7 @@ from lockstep.models.tiny_model import make_tiny
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm_choice`: script/test --vllm"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra `vllm`: script/test --vllm"),
     pytest.mark.timeout(900),
 ]
 ROOT = Path(__file__).parents[2]

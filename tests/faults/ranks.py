@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.folders import run_shm_dir, shm_root
-from lockstep.watch.beacon import writer
 from lockstep.watch.beacon.beacon_records import CommunicatorRecord
 from lockstep.watch.beacon.reader import read_beacon
+from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder import commands, recorder
 
 RUN = "ranks"
@@ -49,7 +49,7 @@ class Job:
         """Opens the beacon, begins to record, and joins the others."""
         import torch.distributed as dist
 
-        writer.open_beacon(RUN, f"policy-{rank}", "policy", rank).stage("train")
+        open_beacon(RUN, f"policy-{rank}", "policy", rank).stage("train")
         recorder.install(**{**self.options, **install})
         store = dist.FileStore(str(Path(self.folder, "store")), self.world)
         dist.init_process_group(

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.base.folders import run_shm_dir
-from lockstep.watch.beacon import writer
 from lockstep.watch.beacon.reader import read_beacon, read_calls
+from lockstep.watch.beacon.writer import close_beacon, current_beacon
 from lockstep.watch.recorder import abort, recorder
 from tests.faults.ranks import BOUND_S, RUN, Job
 
@@ -21,7 +21,7 @@ def settle() -> None:
     end = time.monotonic() + BOUND_S
     while True:
         recorder.current().tick()
-        known = read_beacon(writer.current_beacon().path).communicators
+        known = read_beacon(current_beacon().path).communicators
         if all(each.closed or each.entered <= max(0, each.completed) for each in known) or time.monotonic() > end:
             return
         time.sleep(0.02)
@@ -60,7 +60,7 @@ def everything(rank: int, job: Job) -> Any:
     assert found is not None
     settle()
     return {
-        "troubles": found.troubles,
+        "troubles": found.failures,
         "missing": found.missing,
         "raw": dist.group.WORLD._get_sequence_number_for_group(),
     }
@@ -166,7 +166,7 @@ def in_step(rank: int, job: Job) -> Any:
         dist.all_reduce(torch.ones(1 + number % 5))
     for work in works:
         work.wait()
-    return recorder.current().troubles
+    return recorder.current().failures
 
 
 def crossed(rank: int, job: Job) -> Any:
@@ -249,12 +249,12 @@ def failing_recorder(rank: int, job: Job) -> Any:
     job.init(rank, refuse=True)
     dist.all_reduce(torch.ones(4))
     found = recorder.current()
-    writer.close_beacon()
+    close_beacon()
     value = torch.ones(4)
     for _ in range(3):
         dist.all_reduce(value)
     time.sleep(0.3)
-    return {"sum": value[0].item(), "troubles": found.troubles}
+    return {"sum": value[0].item(), "troubles": found.failures}
 
 
 def with_child(rank: int, job: Job) -> Any:
@@ -281,6 +281,6 @@ def again(rank: int, job: Job) -> Any:
     for _ in range(2):
         dist.all_reduce(torch.ones(2))
     settle()
-    found = read_beacon(writer.current_beacon().path)
+    found = read_beacon(current_beacon().path)
     loops = len(abort.gloo_threads())
     return [[each.closed, each.entered, each.identity] for each in found.communicators], loops

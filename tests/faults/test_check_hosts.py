@@ -40,7 +40,7 @@ def cable() -> Iterator[Cable]:
 
 
 def probes(cable: Cable, *more: str) -> LocalProbes:
-    """`current_environment` in this network, `there` in the namespace, and whoever else in this one."""
+    """`here` in this network, `there` in the namespace, and whoever else in this one."""
     return LocalProbes({"here": (), "there": cable.inside, **dict.fromkeys(more, ())}, TOKEN_VARIABLE)
 
 

@@ -46,7 +46,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 
 def fill(folder: Path, leave: int) -> Path:
-    """Fills the disk but for `stop_agents` bytes."""
+    """Fills the disk but for `leave` bytes."""
     ballast = folder / "ballast"
     state = os.statvfs(folder)
     ballast.write_bytes(b"x" * max(0, state.f_bavail * state.f_frsize - leave))

@@ -28,10 +28,10 @@ PATIENCE = StallThresholds(notice_s=1.0, still_s=60.0, host_s=2.0)
 WORKER = """
 import sys, time
 from pathlib import Path
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import open_beacon
 from lockstep.base import waits
 run, name, other, folder = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
-own = writer.open_beacon(run, name, "policy", int(name[-1]))
+own = open_beacon(run, name, "policy", int(name[-1]))
 own.stage("train")
 step = 0
 while True:

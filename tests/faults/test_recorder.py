@@ -53,7 +53,7 @@ def test_calls_and_counts_are_what_the_ranks_did(tmp_path):
         collectives = [call for call in calls(rank) if not call.p2p]
         assert [(call.operation, call.shapes, call.root) for call in collectives] == WORLD
         assert [call.issued for call in collectives] == list(range(1, len(WORLD) + 1))
-        assert all(call.where.startswith("recorded.py:") and call.stage == "train" for call in collectives)
+        assert all(call.where.startswith("recorded_ranks.py:") and call.stage == "train" for call in collectives)
         # two messages per object collective, three for gather_object's sizes and payload; no point-to-point call
         assert world.entered == world.completed == collectives[-1].seq
         assert (world.rank, world.size, world.backend, world.blind) == (rank, 2, "cpu:gloo,cuda:gloo", True)
@@ -117,9 +117,9 @@ def test_what_does_not_fit_is_refused_on_the_later_entrant(tmp_path, how):
         late = both.end_of(1)
         assert (late.error, late.exit_code) == ("CollectiveRefused", 0)
         assert late.text.startswith(
-            f"collective #3 on 'fsdp' does not fit: rank 1 is about to enter {mine} at recorded.py:"
+            f"collective #3 on 'fsdp' does not fit: rank 1 is about to enter {mine} at recorded_ranks.py:"
         )
-        assert f"but rank 0 has entered {theirs} at recorded.py:" in late.text
+        assert f"but rank 0 has entered {theirs} at recorded_ranks.py:" in late.text
         state = both.communicators(1)["fsdp"]
         assert state.newest.refused and state.issued in (2, 3) and state.entered == 2
         first = both.end_of(0)

@@ -29,11 +29,11 @@ PATIENCE = StallThresholds(notice_s=1.0, still_s=4.0)
 WORKER = '''
 import os, sys, time
 from pathlib import Path
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import open_beacon
 from lockstep.base import waits
 
 run, name, what, go = sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4])
-own = writer.open_beacon(run, name, name.rpartition("-")[0], int(name.rpartition("-")[2]))
+own = open_beacon(run, name, name.rpartition("-")[0], int(name.rpartition("-")[2]))
 own.stage("train")
 
 
@@ -336,12 +336,12 @@ def test_two_agents_are_heard_as_two_hosts(tmp_path: Path) -> None:
 
 BLOCKED = """
 import ctypes, json, os, select, socket, sys, threading
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.recorder.commands import CommandInbox
 from lockstep.watch.beacon.file_format import SEPARATOR
 
 run, name = sys.argv[1], sys.argv[2]
-own = writer.open_beacon(run, name, "policy", 0)
+own = open_beacon(run, name, "policy", 0)
 own.stage("train")
 inbox = CommandInbox(run, name)
 server = socket.create_server(("127.0.0.1", 0))

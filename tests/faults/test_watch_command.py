@@ -17,7 +17,7 @@ from lockstep.models.tiny_model import make_tiny
 from lockstep.watch.attach.watched_command import PAYLOAD, STALL_EXIT_CODE
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
-JOBS = Path(__file__).with_name("watched")
+JOBS = Path(__file__).with_name("watch_jobs")
 ROOT = Path(__file__).parents[2]
 QUICK = ("--notice-after", "1", "--confirm-after", "4")
 BOUND_S = 120.0
@@ -145,8 +145,8 @@ def test_a_job_in_an_environment_without_lockstep(tmp_path: Path) -> None:
         "import torch.distributed as dist\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "import sys, torch; dist.all_reduce(torch.ones(2))\n"
-        "from lockstep.watch.beacon import reader, writer\nfrom lockstep.watch.recorder import recorder\n"
-        "state = reader.read_beacon(writer.current_beacon().path)\n"
+        "from lockstep.watch.beacon import reader\nfrom lockstep.watch.beacon.writer import current_beacon\nfrom lockstep.watch.recorder import recorder\n"
+        "state = reader.read_beacon(current_beacon().path)\n"
         "print(state.name, recorder.current() is not None, 'pydantic' in sys.modules)\n"
     )
     done = python(tmp_path, code, str(tmp_path / "venv" / "bin" / "python"), LOCKSTEP_BEACONS=str(tmp_path))

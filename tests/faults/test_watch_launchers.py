@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
-JOBS = Path(__file__).with_name("watched")
-JOB, STANDIN = str(JOBS / "job.py"), str(JOBS / "standin.py")
+JOBS = Path(__file__).with_name("watch_jobs")
+JOB, STANDIN = str(JOBS / "training_job.py"), str(JOBS / "launcher_stub.py")
 OPTIONS = ("--notice-after", "1", "--confirm-after", "4")
 BOUND_S = 150.0
 ACCELERATE = Path(sys.executable).with_name("accelerate")

@@ -13,7 +13,7 @@ import pytest
 from network_namespaces import Cable, needs_namespaces
 
 LOCKSTEP = str(Path(sys.executable).with_name("lockstep"))
-JOB = str(Path(__file__).with_name("watched") / "job.py")
+JOB = str(Path(__file__).with_name("watch_jobs") / "training_job.py")
 TOKEN = "a-secret-of-the-two-nodes"
 BOUND_S = 180.0
 

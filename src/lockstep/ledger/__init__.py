@@ -17,8 +17,15 @@ from lockstep.ledger.errors import (
     StepCorrupt,
 )
 from lockstep.ledger.ledger import Ledger
-from lockstep.ledger.sqlite_index import CheckpointRow, CommitRow, EvaluationRow, EvaluationSample, EventRow, MetricsRow
-from lockstep.ledger.step_file import StoredStep
+from lockstep.ledger.sqlite_index import (
+    CheckpointRow,
+    CommitRow,
+    EvaluationRow,
+    EvaluationSample,
+    EventRow,
+    MetricsRow,
+    StoredStep,
+)
 
 __all__ = [
     "CheckpointRow",

@@ -51,7 +51,7 @@ def write_hidden(target: Path, needed: int, write: Callable[[IO[bytes]], None], 
     """Writes what will become `target` under a hidden name beside it and makes it durable; the caller renames it.
 
     Room is reserved first, so that a full disk is noticed before a byte is written. LedgerFull, or whatever else
-    `write_incident` raises, leaves nothing behind."""
+    `write` raises, leaves nothing behind."""
     hidden = target.parent / f".{target.name}{suffix}"
     try:
         with disk_full_as_ledger_error(target, needed), hidden.open("wb") as file:

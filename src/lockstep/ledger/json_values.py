@@ -18,7 +18,7 @@ _TAG = "$lockstep"
 
 
 def dumps(value: Any, where: str = "value") -> str:
-    """One line of JSON. TypeError names `user_code_line` and the path inside it that cannot be written."""
+    """One line of JSON. TypeError names `where` and the path inside it that cannot be written."""
     return json.dumps(plain_json(value, where), ensure_ascii=True, separators=(",", ":"))
 
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.data.samples import Completion, Rollouts
-from lockstep.ledger import json_values, partial_rollouts, sqlite_index, step_file
+from lockstep.ledger import json_values, partial_rollouts, sqlite_index
 from lockstep.ledger.config_changes import ConfigChange, compare_config
 from lockstep.ledger.durable_files import RunLock, disk_full_as_ledger_error, fsync_folder, replace_file, sha256_file
 from lockstep.ledger.errors import (
@@ -46,12 +46,12 @@ from lockstep.ledger.sqlite_index import (
     EventRow,
     LedgerIndex,
     MetricsRow,
+    StoredStep,
 )
-from lockstep.ledger.step_file import StoredStep
 
 
 class Ledger:
-    """Made by `create`, `resume` or `parser_of`; a context manager. Its methods raise the errors of `ledger.errors`."""
+    """Made by `create`, `resume` or `reader`; a context manager. Its methods raise the errors of `ledger.errors`."""
 
     def __init__(self, folder: Path, index: LedgerIndex, lock: RunLock | None) -> None:
         self.folder = folder
@@ -175,6 +175,8 @@ class Ledger:
         if rollouts.step != step:
             raise ValueError(f"rollouts of step {rollouts.step} were collected as step {step}")
         path = self.step_path(step)
+        from lockstep.ledger import step_file  # needs pyarrow, which the core does not install
+
         table = step_file.rollouts_table(rollouts, dict(extra or {}))
         hidden, digest, size = step_file.write_hidden_step(path, table, self.generation)
         fresh = False
@@ -206,7 +208,7 @@ class Ledger:
         return None if stored is None else stored.rollouts
 
     def stored(self, step: int) -> StoredStep | None:
-        """Like `rollouts`, with `check_extra`. StepCorrupt when the file is not what was written."""
+        """Like `rollouts`, with `extra`. StepCorrupt when the file is not what was written."""
         found = self._index.rows("SELECT sha256 FROM steps WHERE step = ? AND NOT removed", step)
         if not found:
             return None
@@ -217,7 +219,9 @@ class Ledger:
                 raise StepCorrupt(path, step, "is not what was written (sha256 differs)", checkpoint)
         except FileNotFoundError as error:
             raise StepCorrupt(path, step, "is missing", checkpoint) from error
-        return step_file.read_step_file(path, step)
+        from lockstep.ledger.step_file import read_step_file  # needs pyarrow
+
+        return read_step_file(path, step)
 
     def collected_steps(self) -> list[int]:
         """Steps whose rollouts are durable, those included that `retain` has let go of."""

@@ -7,12 +7,12 @@ from typing import Any
 import yaml
 
 from lockstep.data.samples import Rollouts
-from lockstep.ledger import json_values, step_file
+from lockstep.ledger import json_values
 from lockstep.ledger.durable_files import replace_file, sha256_file
 from lockstep.ledger.errors import NotARun, PromptUsedTwice, StepCorrupt
 from lockstep.ledger.sqlite_index import IndexTransaction, LedgerIndex
 
-INDEX_FILE = "ledger.sqlite"
+INDEX_FILE, CONFIG_FILE = "ledger.sqlite", "config.yaml"
 
 
 def check_run_folder(folder: Path) -> None:
@@ -53,9 +53,6 @@ def config_yaml(config: Mapping[str, Any]) -> bytes:
     return yaml.safe_dump(json_values.plain_json(dict(config), "config"), sort_keys=False, allow_unicode=True).encode()
 
 
-CONFIG_FILE = "config.yaml"
-
-
 def recover_folder(folder: Path, index: LedgerIndex) -> None:
     """Brings folder and index into line after a kill: unfinished files go, a step file that reached its name but not
     the index is taken in (it was complete before it got the name)."""
@@ -78,8 +75,10 @@ def _is_superseded(index: LedgerIndex, path: Path, step: int) -> bool:
 
 
 def _take_in_step(index: LedgerIndex, step: int, path: Path) -> None:
+    from lockstep.ledger.step_file import read_step_file  # needs pyarrow, which the core does not install
+
     try:
-        stored = step_file.read_step_file(path, step)
+        stored = read_step_file(path, step)
     except StepCorrupt:
         path.rename(path.with_suffix(".rejected"))
         with index.transaction() as transaction:

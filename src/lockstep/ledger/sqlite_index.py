@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
+from lockstep.data.samples import Rollouts
 from lockstep.ledger.durable_files import disk_full_error
 from lockstep.ledger.errors import IndexDamaged, LedgerBusy, LedgerFull, NotARun, StaleGeneration
 
@@ -24,45 +25,6 @@ _NETWORK_FILESYSTEMS = frozenset({
     "smbfs", "vboxsf", "virtiofs", "wekafs",
 })
 # fmt: on
-
-
-def is_network_filesystem(kind: str) -> bool:
-    """Whether a file system type (`nfs4`, `fuse.sshfs`, ...) is, or may be, shared between hosts.
-
-    All of `fuse.*` counts, because what is behind it cannot be known; `fuseblk` (a local disk) does not."""
-    return kind in _NETWORK_FILESYSTEMS or kind.startswith("fuse.")
-
-
-def mounted_filesystem(path: PurePosixPath, mountinfo: str) -> str | None:
-    """Type of the file system that holds the absolute `user_frames`, from the text of /proc/self/mountinfo (proc(5));
-    None where no mount point matches. Of two mounts on one point the later one hides the earlier."""
-    best: tuple[int, str] | None = None
-    for line in mountinfo.splitlines():
-        left, found, right = line.partition(" - ")
-        fields, kinds = left.split(), right.split()
-        if not found or len(fields) < 5 or not kinds:
-            continue
-        point = PurePosixPath(_unescape_mount(fields[4]))
-        if path.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
-            best = (len(point.parts), kinds[0])
-    return None if best is None else best[1]
-
-
-def journal_mode_for(folder: Path, mountinfo: str | None = None) -> str:
-    """`WAL` on a local disk, `TRUNCATE` (a rollback journal) on a network file system or an unknown one."""
-    if mountinfo is None:
-        try:
-            mountinfo = Path("/proc/self/mountinfo").read_text(errors="replace")
-        except OSError:
-            return "TRUNCATE"
-    kind = mounted_filesystem(PurePosixPath(folder.resolve()), mountinfo)
-    return "TRUNCATE" if kind is None or is_network_filesystem(kind) else "WAL"
-
-
-def _unescape_mount(text: str) -> str:
-    """mountinfo writes blanks and backslashes in octal: `\\040`."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 10.0
@@ -84,8 +46,8 @@ CREATE TABLE metrics (step INTEGER PRIMARY KEY, "values" TEXT NOT NULL, generati
 CREATE TABLE events (id INTEGER PRIMARY KEY, kind TEXT NOT NULL, fields TEXT NOT NULL, generation INTEGER NOT NULL,
   at REAL NOT NULL);
 """
-_DRAWS_TABLE = """CREATE TABLE IF NOT EXISTS draws (step INTEGER NOT NULL, round INTEGER NOT NULL, start INTEGER NOT
-NULL,
+_DRAWS_TABLE = """
+CREATE TABLE IF NOT EXISTS draws (step INTEGER NOT NULL, round INTEGER NOT NULL, start INTEGER NOT NULL,
   count INTEGER NOT NULL, generation INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (step, round)) WITHOUT ROWID"""
 # sqlite.org/rescode.html: writes that found no room, by way of the disk or of the process's file size limit.
 _FULL_CODES = {
@@ -94,6 +56,75 @@ _FULL_CODES = {
     sqlite3.SQLITE_IOERR_SHMSIZE,
     sqlite3.SQLITE_IOERR_TRUNCATE,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStep:
+    """A step file's content."""
+
+    rollouts: Rollouts
+    extra: dict[str, Any]
+    """What `collected` was given beside them (packing seed, position in the data, ...)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRow:
+    step: int
+    """The last step whose training is in it; steps after it are trained again from their step files."""
+    path: Path
+    metric: float | None
+    """What `keep_best` compares, higher is better."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRow:
+    step: int
+    at: float
+    generation: int
+    stats: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRow:
+    step: int
+    at: float
+    generation: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSample:
+    """A completion a person can read."""
+
+    prompt: str
+    completion: str
+    answer: Any = None
+    reward: float | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    """The reward's terms, `exact_match`, by name."""
+    uid: str = ""
+    """Of the prompt: the same prompt in two evaluations can be put side by side."""
+    finish: str = "stop"
+    messages: list[dict[str, Any]] | None = None
+    """All turns after the prompt, where there was an environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRow:
+    step: int
+    at: float
+    metrics: dict[str, float]
+    samples: list[EvaluationSample]
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    at: float
+    """Seconds since the epoch."""
+    generation: int
+    kind: str
+    fields: dict[str, Any]
 
 
 class LedgerIndex:
@@ -208,6 +239,55 @@ class IndexTransaction:
         self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
 
+def allot_positions(transaction: IndexTransaction, step: int, round: int, count: int) -> tuple[int, int]:
+    """(first position, number of positions) that a round of a step has: those it was given before, or
+    `count` new ones behind all that were ever given."""
+    found = transaction.execute("SELECT start, count FROM draws WHERE step = ? AND round = ?", step, round)
+    if found:
+        return int(found[0][0]), int(found[0][1])
+    start = int(transaction.execute("SELECT coalesce(max(start + count), 0) FROM draws")[0][0])
+    transaction.put("draws", step=step, round=round, start=start, count=count)
+    return start, count
+
+
+def is_network_filesystem(kind: str) -> bool:
+    """Whether a file system type (`nfs4`, `fuse.sshfs`, ...) is, or may be, shared between hosts.
+
+    All of `fuse.*` counts, because what is behind it cannot be known; `fuseblk` (a local disk) does not."""
+    return kind in _NETWORK_FILESYSTEMS or kind.startswith("fuse.")
+
+
+def mounted_filesystem(path: PurePosixPath, mountinfo: str) -> str | None:
+    """Type of the file system that holds the absolute `user_frames`, from the text of /proc/self/mountinfo (proc(5));
+    None where no mount point matches. Of two mounts on one point the later one hides the earlier."""
+    best: tuple[int, str] | None = None
+    for line in mountinfo.splitlines():
+        left, found, right = line.partition(" - ")
+        fields, kinds = left.split(), right.split()
+        if not found or len(fields) < 5 or not kinds:
+            continue
+        point = PurePosixPath(_unescape_mount(fields[4]))
+        if path.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
+            best = (len(point.parts), kinds[0])
+    return None if best is None else best[1]
+
+
+def journal_mode_for(folder: Path, mountinfo: str | None = None) -> str:
+    """`WAL` on a local disk, `TRUNCATE` (a rollback journal) on a network file system or an unknown one."""
+    if mountinfo is None:
+        try:
+            mountinfo = Path("/proc/self/mountinfo").read_text(errors="replace")
+        except OSError:
+            return "TRUNCATE"
+    kind = mounted_filesystem(PurePosixPath(folder.resolve()), mountinfo)
+    return "TRUNCATE" if kind is None or is_network_filesystem(kind) else "WAL"
+
+
+def _unescape_mount(text: str) -> str:
+    """mountinfo writes blanks and backslashes in octal: `\\040`."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
 @contextlib.contextmanager
 def _sqlite_errors(path: Path) -> Iterator[None]:
     """Turns SQLite's errors into the ledger's."""
@@ -274,74 +354,3 @@ def _uri(path: Path) -> str:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def allot_positions(transaction: IndexTransaction, step: int, round: int, count: int) -> tuple[int, int]:
-    """(first position, number of positions) that a round of a step has: those it was given before, or
-    `count_newlines` new ones behind all that were ever given."""
-    found = transaction.execute("SELECT start, count FROM draws WHERE step = ? AND round = ?", step, round)
-    if found:
-        return int(found[0][0]), int(found[0][1])
-    start = int(transaction.execute("SELECT coalesce(max(start + count), 0) FROM draws")[0][0])
-    transaction.put("draws", step=step, round=round, start=start, count=count)
-    return start, count
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointRow:
-    step: int
-    """The last step whose training is in it; steps after it are trained again from their step files."""
-    path: Path
-    metric: float | None
-    """What `keep_best` compares, higher is better."""
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class CommitRow:
-    step: int
-    at: float
-    generation: int
-    stats: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsRow:
-    step: int
-    at: float
-    generation: int
-    values: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationSample:
-    """A completion a person can read."""
-
-    prompt: str
-    completion: str
-    answer: Any = None
-    reward: float | None = None
-    scores: dict[str, float] = field(default_factory=dict)
-    """The reward's terms, `exact_match`, by name."""
-    uid: str = ""
-    """Of the prompt: the same prompt in two evaluations can be put side by side."""
-    finish: str = "stop"
-    messages: list[dict[str, Any]] | None = None
-    """All turns after the prompt, where there was an environment."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationRow:
-    step: int
-    at: float
-    metrics: dict[str, float]
-    samples: list[EvaluationSample]
-
-
-@dataclass(frozen=True, slots=True)
-class EventRow:
-    at: float
-    """Seconds since the epoch."""
-    generation: int
-    kind: str
-    fields: dict[str, Any]

@@ -1,6 +1,6 @@
 """A step's rollouts as one Arrow IPC file, bit for bit.
 
-One row per group. Everything the step needs to be trained again is in the file (`check_extra` too, in the schema's
+One row per group. Everything the step needs to be trained again is in the file (`extra` too, in the schema's
 metadata), and pandas, polars or duckdb read it as it is: `pyarrow.feather.read_table(path)`. Columns go to and from
 numpy without a Python object per token.
 """
@@ -8,7 +8,6 @@ numpy without a Python object per token.
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,6 +19,7 @@ from lockstep.ledger import json_values
 from lockstep.ledger.durable_files import write_hidden
 from lockstep.ledger.errors import StepCorrupt
 from lockstep.ledger.json_values import decode_episode, encode_episode
+from lockstep.ledger.sqlite_index import StoredStep
 
 
 def offsets_of(lengths: Sequence[int]) -> np.ndarray:
@@ -85,15 +85,6 @@ def spans_of(column: Any) -> list[slice]:
     """Which entries of a list column's inner column belong to each row."""
     offsets = column.offsets.to_numpy().tolist()
     return [slice(begin, end) for begin, end in itertools.pairwise(offsets)]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredStep:
-    """A step file's content."""
-
-    rollouts: Rollouts
-    extra: dict[str, Any]
-    """What `collected` was given beside them (packing seed, position in the data, ...)."""
 
 
 _FORMAT = "1"

@@ -90,9 +90,7 @@ def detect_signature(path: str, parameters: Mapping[str, inspect.Parameter]) -> 
         problem = f"its parameters ({listed}) fit the signatures of {' and '.join(fits)}"
     else:
         problem = f"its parameters ({listed}) fit none of the known signatures: " + "  ".join(SIGNATURE_FORMS.values())
-    raise RewardFunctionError(
-        path, problem, "set `signature: trl`, `judge_verl_timeout` or `judge_openrlhf_timeout` on the term"
-    )
+    raise RewardFunctionError(path, problem, "set `signature: trl`, `verl` or `openrlhf` on the term")
 
 
 def _check_callable(path: str, found: Any) -> Callable[..., Any]:

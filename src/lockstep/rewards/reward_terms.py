@@ -139,7 +139,7 @@ def _task_reward(prompt: Prompt, text: str, extract: str | None) -> float:
 
 
 def _schema_verifier(term: config.JsonSchemaReward, base: Path) -> Verifier:
-    from lockstep.rewards.verifiers import JsonSchemaVerifier, read_schema
+    from lockstep.rewards.json_schema import JsonSchemaVerifier, read_schema
 
     schema = JsonSchemaVerifier(read_schema(term, base), term.extract, term.partial)
     return lambda prompt, sample: schema.score(sample.text)
@@ -185,7 +185,7 @@ def check_terms(
         elif isinstance(term, config.HttpReward | config.JudgeReward):
             read_api_key(term.api_key_env, name, environment)
         elif isinstance(term, config.JsonSchemaReward):
-            from lockstep.rewards.verifiers import read_schema
+            from lockstep.rewards.json_schema import read_schema
 
             read_schema(term, base)
 

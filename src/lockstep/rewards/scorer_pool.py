@@ -21,7 +21,7 @@ from lockstep.rewards.api import RewardError, RewardSample, ScoringBatch, TermFa
 from lockstep.rewards.reward_terms import weighted_rewards
 from lockstep.rewards.reward_values import BadReward
 from lockstep.rewards.scorer import Scorer, ScorerLost
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 
 
 def unscored_groups(rollouts: Rollouts) -> list[Group]:
@@ -115,7 +115,7 @@ class _ScoringJob:
         with self.lock:
             self.scores[unit.number] = scores
             self.scored += len(unit.batch)
-            writer.current_beacon().progress("samples scored", self.scored, self.total)
+            current_beacon().progress("samples scored", self.scored, self.total)
             if len(self.scores) == self.units:
                 self.over.set()
 
@@ -189,7 +189,7 @@ class ScorerPool:
         """All units, one thread per process. On the first error (or Ctrl-C) what still runs is ended."""
         samples = sum(len(unit.batch) for unit in units)
         job = _ScoringJob(deque(units), len(units), samples, LOSSES_PER_SCORER * len(self._scorers))
-        writer.current_beacon().progress("samples scored", 0, samples)
+        current_beacon().progress("samples scored", 0, samples)
         threads = [
             threading.Thread(target=self._serve, args=(scorer, job), name=scorer.name, daemon=True)
             for scorer in self._scorers[: len(units)]

@@ -18,7 +18,7 @@ from lockstep.config import reward as config
 from lockstep.rewards.api import PreparedTerms, ScoringBatch, TermFailure, TermInfo, TermScores
 from lockstep.rewards.reward_terms import RewardTerm, build_term, term_names
 from lockstep.rewards.reward_values import BadReward
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ScorerService:
             return self._prepared
         self._terms = []
         for term, name in zip(self._configs, term_names(self._configs), strict=True):
-            writer.current_beacon().stage(f"loading {name}")
+            current_beacon().stage(f"loading {name}")
             try:
                 self._terms.append(build_term(term, name, self._base, self._requests(term)))
             except UserCodeError as error:
@@ -63,7 +63,7 @@ class ScorerService:
         too_small = self._limit_memory()
         if too_small is not None:
             return PreparedTerms(function="memory_mb", failure=TermFailure(too_small))
-        writer.current_beacon().stage("ready")
+        current_beacon().stage("ready")
         infos = [
             TermInfo(each.name, each.function, each.signature, each.per_sample, each.limit_s) for each in self._terms
         ]
@@ -75,7 +75,7 @@ class ScorerService:
 
     def score(self, term: int, batch: ScoringBatch) -> TermScores:
         """One term over one batch; progress moves with every sample the term finishes."""
-        here, chosen = writer.current_beacon(), self._terms[term]
+        here, chosen = current_beacon(), self._terms[term]
         here.stage(f"scoring {chosen.name}")
 
         watchdog = Watchdog(0.8 * max(self._timeout_s, chosen.limit_s))

@@ -1,114 +1,18 @@
-"""Whether a completion is JSON that fits a JSON Schema, and how much of it does."""
+"""Verifiable rewards, each a pure function of one completion (and its answer).
 
-import json
+Patterns and expressions come from users and from a model that is free to write anything, so any of these may take
+forever. `math_equal` bounds itself; a regular expression that backtracks without end holds the interpreter and can
+only be stopped from outside, which the scorer pool does (`reward.timeout_s`).
+"""
+
 import math
 import re
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, Literal
-
-import referencing
-from jsonschema import Draft202012Validator
-from jsonschema.validators import validator_for
-from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
-
-from lockstep.config.reward import JsonSchemaReward, check_schema
-from lockstep.rewards.api import TermError
-
-_CODE_FENCED = re.compile(r"^[ \t]*```[ \t]*(?:json|JSON)?[ \t]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
-
-
-def read_schema(term: JsonSchemaReward, base: Path) -> Any:
-    """The term's schema. TermError for a file that is not there, or holds no JSON Schema, and for a `$ref` that leads
-    out of the schema: nothing is fetched."""
-    schema = term.definition
-    if term.file is not None:
-        file = (base / term.file).expanduser()
-        try:
-            schema = json.loads(file.read_text(encoding="utf-8"))
-            check_schema(schema)
-        except (OSError, ValueError) as error:
-            problem = f"cannot be read: {error}" if isinstance(error, OSError) else str(error)
-            raise TermError(f"json_schema {term.file}", problem, "paths are relative to the current folder") from error
-    resource = referencing.Resource.from_contents(schema, default_specification=DRAFT202012)
-    registry = referencing.Registry().with_resource(resource.id() or "", resource)
-    for reference in _references(schema):
-        try:
-            registry.resolver(resource.id() or "").lookup(reference)
-        except Unresolvable as error:
-            remedy = "write what it refers to under $defs of the schema"
-            raise TermError(
-                f"json_schema {term.file or ''}".rstrip(), f"$ref {reference!r} leads nowhere", remedy
-            ) from error
-    return schema
-
-
-class JsonSchemaVerifier:
-    """A schema, ready to judge texts."""
-
-    def __init__(self, schema: Any, extract: str, partial: float) -> None:
-        self.schema, self.extract, self.partial = schema, extract, partial
-
-    @cached_property
-    def _validator(self) -> Any:
-        kind = validator_for(self.schema, default=Draft202012Validator)
-        return kind(self.schema, registry=referencing.Registry(), format_checker=kind.FORMAT_CHECKER)
-
-    def score(self, completion: str) -> float:
-        """1 where the JSON fits; where it does not, `partial` times `share`; 0 where there is none."""
-        text = self._text(completion)
-        if text is None:
-            return 0.0
-        try:
-            value = json.loads(text, parse_constant=_refuse_constant)
-            if self._validator.is_valid(value):
-                return 1.0
-            return self.partial * self.share(value) if self.partial else 0.0
-        except (ValueError, RecursionError):  # not JSON, or nested beyond what anybody means
-            return 0.0
-
-    def share(self, value: Any) -> float:
-        """The share of the schema's properties that are there and valid; of an array's items that are valid."""
-        schema = self.schema if isinstance(self.schema, dict) else {}
-        properties, items = schema.get("properties"), schema.get("items")
-        if isinstance(value, dict) and isinstance(properties, dict) and properties:
-            valid = (name in value and self._fits(value[name], each) for name, each in properties.items())
-            return sum(valid) / len(properties)
-        if isinstance(value, list) and isinstance(items, dict) and value:
-            return sum(self._fits(each, items) for each in value) / len(value)
-        return 0.0
-
-    def _fits(self, value: Any, schema: Any) -> bool:
-        fits: bool = next(self._validator.descend(value, schema), None) is None
-        return fits
-
-    def _text(self, completion: str) -> str | None:
-        if self.extract == "whole":
-            return completion
-        blocks = _CODE_FENCED.findall(completion)
-        return blocks[-1] if blocks else None
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, dict):
-        for key, value in schema.items():
-            if key in ("$ref", "$dynamicRef") and isinstance(value, str):
-                yield value
-            elif key not in ("const", "enum", "default", "examples"):
-                yield from _references(value)
-    elif isinstance(schema, list):
-        for value in schema:
-            yield from _references(value)
-
 
 MATH_LIMIT_S = 3.0
 """Longest time for parsing and comparing one pair of expressions; the undecided count as unequal, and are counted."""

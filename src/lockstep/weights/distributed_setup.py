@@ -55,7 +55,7 @@ def connect_store(host: str, port: int, prefix: str) -> Store:
 def wait_for_key(
     store: Store, key: str, link: str, peer: str, waits_for: str | None = None, **bounds: Unpack[WaitBounds]
 ) -> bytes:
-    """What a peer says under that key; `rendezvous_target` is the process that is to say it, where that has another
+    """What a peer says under that key; `whom` is the process that is to say it, where that has another
     name. Raises LinkFailed where it does not within the bounds."""
     try:
         return waits.store_get(store, key, waits_for=waits_for or peer, why=link, every_s=STORE_POLL_S, **bounds)

@@ -48,7 +48,7 @@ class TornWeights(WeightsError):
 
 
 class StaleVersion(WeightsError):
-    """Another version than the one that was asked for (any: None); `locate_files` is None where nothing was
+    """Another version than the one that was asked for (any: None); `found` is None where nothing was
     published."""
 
     error_code = "stale_version"
@@ -103,7 +103,7 @@ class LinkFailed(WeightsError):
 
 class BufferHeld(WeightsError):
     """Memory that a version needs, and that a reader of an older one has not let go of for so long. By `node` and
-    `spare_buffer_readers`, pids of each reader with those of its parents."""
+    `readers`, pids of each reader with those of its parents."""
 
     def __init__(self, folder: Path, node: str, readers: tuple[tuple[int, ...], ...], limit_s: float) -> None:
         pids = ", ".join(str(each[0]) for each in readers) or "unknown"

@@ -80,7 +80,7 @@ class WeightPlan:
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Name to position in `list_folder`."""
+        """Name to position in `entries`."""
         return {entry.name: position for position, entry in enumerate(self.entries)}
 
     @cached_property
@@ -97,7 +97,7 @@ class WeightPlan:
 
     @classmethod
     def from_json(cls, text: str) -> "WeightPlan":
-        """Raises ValueError for what `stacks_to_json` did not write, or that was changed since."""
+        """Raises ValueError for what `to_json` did not write, or that was changed since."""
         found = json.loads(text)
         if not isinstance(found, dict) or found.get("format") != 1:
             raise ValueError("no plan of weights, or of another format than 1")

@@ -144,8 +144,8 @@ WriteVersion = Callable[[], Sequence[Worker]]
 """Has the trainer's ranks write their rows of a version; the engines that are to find it on their nodes then."""
 
 
-class WeightSource(Protocol):
-    """Where an engine finds a version."""
+class WeightTransport(Protocol):
+    """From trainer ranks to the nodes of all engines."""
 
     def where(self, worker: Worker, version: int) -> str | None:
         """The folder of its node's store; None where that does not have the version (yet). From any thread."""
@@ -157,17 +157,13 @@ class WeightSource(Protocol):
     def moves(self) -> object:
         """Changes as long as bytes of some transfer do."""
 
-
-class WeightTransport(WeightSource, Protocol):
-    """From trainer ranks to the nodes of all engines."""
-
     def lay_out(self, ranks: Sequence[Worker]) -> list[str]:
         """Stores for these trainer ranks; the folder of each. Idempotent."""
 
     def publish(self, version: int, write: WriteVersion) -> None:
-        """Makes what `write_incident` has the ranks write the version of every node with engines. From before it is
+        """Makes what `write` has the ranks write the version of every node with engines. From before it is
         written until it is committed nobody else brings weights to the ranks' nodes. A node that fails or makes no
-        progress is left behind: `user_code_line` is None for its engines then.
+        progress is left behind: `where` is None for its engines then.
 
         Raises:
             BufferHeld: a reader does not let go of the memory that the version needs; nothing was written.

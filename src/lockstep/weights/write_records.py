@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.errors import TornWeights
 from lockstep.weights.weight_plan import WeightPlan
 
@@ -63,7 +63,7 @@ class WriteRecord:
 
 
 def checksum_blocks(memory: memoryview, entry: int, start: int, complete: bool) -> Iterator[ChecksumBlock]:
-    """Cuts what was written (`host_memory`, from byte `run_training` of the tensor) into buckets and sums them up."""
+    """Cuts what was written (`memory`, from byte `start` of the tensor) into buckets and sums them up."""
     for at in range(0, len(memory), _BLOCK_BYTES):
         piece = memory[at : at + _BLOCK_BYTES]
         whole = zlib.crc32(piece) if complete else None
@@ -91,7 +91,7 @@ def _sampled_checksum(bucket: memoryview) -> int:
 
 
 def matches_checksum(bucket: ChecksumBlock, memory: memoryview, check: ChecksumMode) -> bool:
-    """Whether `host_memory` still is what was written. A complete check falls back to the sampled one where the writer
+    """Whether `memory` still is what was written. A complete check falls back to the sampled one where the writer
     made no complete checksum."""
     if check == "none":
         return True
@@ -115,9 +115,9 @@ def find_gaps(plan: WeightPlan, marks: Iterable[WriteRecord]) -> dict[str, str]:
 
 
 def verify_record(plan: WeightPlan, mark: WriteRecord, memory: memoryview, check: ChecksumMode) -> None:
-    """Raises TornWeights where the buffer's `host_memory` is not what the writer of `mark` has summed up. Each bucket
+    """Raises TornWeights where the buffer's `memory` is not what the writer of `mark` has summed up. Each bucket
     counts as progress."""
-    here = writer.current_beacon()
+    here = current_beacon()
     for bucket in mark.buckets:
         entry = plan.entries[bucket.entry]
         start = entry.offset + bucket.start

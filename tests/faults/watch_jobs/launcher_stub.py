@@ -1,5 +1,5 @@
 """Starts a command as often as there are ranks, with the variables that a launcher sets which is not installed here:
-`standin.py mpirun 2 -- python job.py`. Ends as the first of them that fails, and ends the others then."""
+`launcher_stub.py mpirun 2 -- python training_job.py`. Ends as the first of them that fails, and ends the others then."""
 
 import os
 import subprocess

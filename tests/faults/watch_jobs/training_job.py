@@ -1,4 +1,4 @@
-"""A job that others start in their way: `job.py [--how spawn] [--stuck 1] ...`. Rank and world come from the launcher's
+"""A job that others start in their way: `training_job.py [--how spawn] [--stuck 1] ...`. Rank and world come from the launcher's
 environment, of whichever kind, or from the function that is started for each rank."""
 
 import argparse

@@ -14,8 +14,8 @@ from lockstep.rewards.api import TermError, TermScores
 from lockstep.rewards.http_reward import HttpTerm, backoff_s, retry_after_s
 from lockstep.rewards.reward_terms import build_term, check_terms
 from lockstep.rewards.reward_values import BadReward
-from lockstep.watch.beacon import writer
 from lockstep.watch.beacon.reader import read_beacons
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
 
 KEY = "sk-test-0123456789abcdefghij"
 
@@ -248,12 +248,12 @@ def test_whoever_waits_says_on_whom(tmp_path: Any, monkeypatch: pytest.MonkeyPat
         return lengths(number, body, path)
 
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
-    writer.open_beacon("waits", "scorer-0", "reward", 0)
+    open_beacon("waits", "scorer-0", "reward", 0)
     try:
         with serving(reply) as server:
             score(f"{server.url}/score?key=abc")
     finally:
-        writer.close_beacon(remove=True)
+        close_beacon(remove=True)
     assert [(wait.kind, wait.waits_for, wait.why) for wait in shown] == [
         ("http", f"{server.url}/score", "rm of 4 samples, 0:0#0 to 0:1#1")
     ]

@@ -137,7 +137,7 @@ def chunk_bytes(parcel: Chunk) -> int:
 
 
 def pack_chunk(parcel: Chunk, memory: memoryview, staging: memoryview) -> memoryview:
-    """The parcel's bytes in one piece: those of `host_memory` itself, or copied into `staging`."""
+    """The parcel's bytes in one piece: those of `memory` itself, or copied into `staging`."""
     if len(parcel) == 1:
         return memory[parcel[0].start : parcel[0].end]
     at = 0

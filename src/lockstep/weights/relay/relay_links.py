@@ -48,7 +48,7 @@ class LinkReceiver(Protocol):
         """What the sender sent first. Raises LinkFailed."""
 
     def receive(self, cut: Sequence[Chunk], memory: memoryview, moved: OnBytesMoved) -> None:
-        """Puts the parcels into their places in `host_memory`. Raises LinkFailed."""
+        """Puts the parcels into their places in `memory`. Raises LinkFailed."""
 
     def close(self) -> None: ...
 

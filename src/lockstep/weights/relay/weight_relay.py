@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from lockstep.base import waits
 from lockstep.cluster.protocol import concurrent
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.distributed_setup import connect_store, init_default_group, use_gloo_interface
 from lockstep.weights.errors import LinkFailed, NoStore, StaleVersion, TornWeights
 from lockstep.weights.relay import link_protocol
@@ -90,7 +90,7 @@ class WeightRelay(RelayAPI):
         node: its name.
         address: where other nodes reach it.
         generation: of the run.
-        way: `gloo_choice`, or `incident_files` in `folder`, which all nodes see.
+        way: `gloo`, or `files` in `folder`, which all nodes see.
         store_host, store_port: of the run's rendezvous store.
         bucket_bytes: of a parcel, at most.
         check: of what was received, against the checksums of those who wrote it.
@@ -159,8 +159,8 @@ class WeightRelay(RelayAPI):
         return self._sent.get(number, SendProgress())
 
     def receive(self, version: int, ranks: list[int], link: RelayLink) -> ReceiveResult:
-        if writer.current_beacon().stage_name != "receive":  # a stage that is told again would pass for progress
-            writer.current_beacon().stage("receive")
+        if current_beacon().stage_name != "receive":  # a stage that is told again would pass for progress
+            current_beacon().stage("receive")
         began, store = time.monotonic(), self._store
         whole = len(ranks) == store.control.writers
         newest = store.control.newest()
@@ -338,4 +338,4 @@ class WeightRelay(RelayAPI):
         return self._folder
 
     def _count(self, count: int) -> None:
-        writer.current_beacon().add("bytes", count)
+        current_beacon().add("bytes", count)

@@ -1,1 +1,1 @@
-"""Weights from the trainer's device into the engines', bucket by bucket, without a way through host memory."""
+"""Weights from the trainer's GPUs into the engines', bucket by bucket, without a copy in host memory."""

@@ -28,7 +28,7 @@ class StreamChannel:
     """Unique in a generation of the run: keys and communicators are named by it."""
     way: StreamTransport
     backend: str
-    """Of torch's process group: `nccl_choice`; `gloo_choice` carries the same stream between CPUs."""
+    """Of torch's process group: `nccl`; `gloo` carries the same stream between CPUs."""
     store: tuple[str, int]
     """Host and port of the run's rendezvous store."""
     scope: str

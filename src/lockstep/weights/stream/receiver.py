@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.distributed_setup import connect_store
 from lockstep.weights.stream.broadcast_group import BroadcastGroup
 from lockstep.weights.stream.channel import StreamChannel, StreamReceiverInfo, announce_receiver, member_name
@@ -57,7 +57,7 @@ class StreamReceiver:
             nonlocal whole
             for lot, buffer in zip(lots, inlet.lots(lots, version), strict=True):
                 verify_trailer(buffer, lot, channel.number, version, channel.check)
-                writer.current_beacon().add("bytes", lot.nbytes)
+                current_beacon().add("bytes", lot.nbytes)
                 yield from bucket_views(buffer, lot)
             whole = True
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.distributed_setup import connect_store
 from lockstep.weights.errors import LinkFailed
 from lockstep.weights.stream.broadcast_group import BroadcastGroup
@@ -60,7 +60,7 @@ class StreamSender:
                 fill_bucket(buffer, lot, pieces)
                 write_trailer(buffer, lot, channel.number, version, channel.check)
                 outlet.put(lot, buffer)
-                writer.current_beacon().add("bytes", lot.nbytes)
+                current_beacon().add("bytes", lot.nbytes)
             except LinkFailed as error:
                 problem, outlet = str(error), None
         try:

@@ -1,0 +1,125 @@
+"""The built wheel in empty environments outside the repository: the core reads a log, the extra `train` trains."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE_MB = 140
+"""What the core may take on disk, its dependencies and their compiled files included, pip not."""
+SIZE = """
+from importlib import metadata
+files = [f for d in metadata.distributions() if d.name not in ("pip", "setuptools") for f in d.files or ()]
+print(sum(p.stat().st_size for p in {f.locate().resolve() for f in files} if p.exists()))
+"""
+LOG = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 12, in <module>
+[rank1]:     loss.backward()
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.10 GiB
+"""
+TRAINING = ("torch", "transformers", "datasets", "pyarrow", "httpx", "matplotlib", "safetensors")
+
+
+def run(*command: object, cwd: Path, code: int = 0, **environment: str) -> str:
+    """What a command prints, without anything of this environment or checkout on its path."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=kept | {"COLUMNS": "200"} | environment,
+        capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert done.returncode == code, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT)
+    run(sys.executable, *build, cwd=folder)
+    (built,) = folder.glob("lockstep_rl-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def constraints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The locked versions, so that the same packages are installed as everywhere else."""
+    locked = re.findall(
+        r"^([\w.-]+)(?:\[[\w,-]+\])?==([^ ;\\]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE
+    )
+    file = tmp_path_factory.mktemp("constraints") / "constraints.txt"
+    file.write_text("".join(f"{name}=={version}\n" for name, version in locked))
+    return file
+
+
+def environment(folder: Path, wheel: Path, constraints: Path, extra: str = "", *more: str) -> Path:
+    """The folder with the commands of a fresh environment that has the wheel."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    pip = (folder / "bin" / "pip", "--disable-pip-version-check", "install", "--quiet", "--constraint", constraints)
+    run(*pip, f"{wheel}{extra}", *more, cwd=folder.parent)
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory, wheel: Path, constraints: Path) -> Path:
+    return environment(tmp_path_factory.mktemp("core") / "venv", wheel, constraints)
+
+
+@pytest.mark.xdist_group("install")
+def test_the_core_is_small_and_has_nothing_that_only_training_needs(core: Path, tmp_path: Path) -> None:
+    assert int(run(core / "python", "-c", SIZE, cwd=tmp_path)) < CORE_MB << 20
+    found = f"import importlib.util as u; print([name for name in {TRAINING} if u.find_spec(name)])"
+    assert run(core / "python", "-c", found, cwd=tmp_path).strip() == "[]"
+
+
+@pytest.mark.xdist_group("install")
+def test_the_core_explains_checks_and_shows(core: Path, tmp_path: Path) -> None:
+    lockstep = core / "lockstep"
+    (tmp_path / "job.log").write_text(LOG)
+    assert "rank_oom" in run(lockstep, "explain", tmp_path / "job.log", cwd=tmp_path)
+    assert run(lockstep, "explain", "--json", tmp_path / "job.log", cwd=tmp_path).lstrip().startswith("{")
+    assert "1 ok" in run(lockstep, "check", "--env", cwd=tmp_path, NCCL_DEBUG="INFO")
+    earlier = Path(__file__).with_name("earlier_run") / "runs" / "begun"
+    assert "begun" in run(lockstep, "top", "--once", earlier, cwd=tmp_path)
+
+
+@pytest.mark.xdist_group("install")
+def test_the_core_checks_this_host(core: Path, tmp_path: Path) -> None:
+    """The host may have faults of its own: what counts is that every part of the check has run and reported."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [core / "lockstep", "check"], cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "pip install 'lockstep-rl[train]'" in done.stdout, "torch is missing here, and the report says how to get it"
+
+
+@pytest.mark.xdist_group("install")
+def test_the_core_watches_a_command(core: Path, tmp_path: Path) -> None:
+    said = run(core / "lockstep", "watch", "--", core / "python", "-c", "print('hello from the job')", cwd=tmp_path)
+    assert "hello from the job" in said and "Traceback" not in said
+
+
+@pytest.mark.xdist_group("install")
+@pytest.mark.parametrize("command", [("train", "run.yaml"), ("tiny", "model"), ("check", "run.yaml")], ids=" ".join)
+def test_a_command_whose_extra_is_missing_names_it(core: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "run.yaml").write_text("recipe: sft\nname: x\nmodel: {path: m}\ndata: {path: d}\nsteps: 1\n")
+    said = run(core / "lockstep", *command, cwd=tmp_path, code=2)
+    assert "pip install 'lockstep-rl[train]'" in said and "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_with_the_extra_train_it_trains(tmp_path: Path, wheel: Path, constraints: Path) -> None:
+    commands = environment(tmp_path / "venv", wheel, constraints, "[train]", "torch==2.13.0")
+    lockstep, offline = commands / "lockstep", {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    tiny = ("tiny", "model", "--hidden", "32", "--layers", "1", "--alphabet", "0123456789=")
+    run(lockstep, *tiny, cwd=tmp_path, **offline)
+    rows = "".join(f'{{"prompt": "{n}=", "completion": "{n}"}}\n' for n in range(10, 90))
+    (tmp_path / "data.jsonl").write_text(rows)
+    settings = ("recipe: sft", "name: short", "steps: 2", "model: {path: model}", "data: {path: data.jsonl}")
+    (tmp_path / "run.yaml").write_text("\n".join(settings) + "\n")
+    assert "finished after 2 of 2 steps" in run(lockstep, "train", "run.yaml", cwd=tmp_path, **offline)
