@@ -1,5 +1,19 @@
-"""`python -m lockstep`: the command, where the interpreter's scripts are not on the path."""
+"""`lockstep` and `python -m lockstep`."""
 
-from lockstep.cli import app
+import sys
 
-app(prog_name="lockstep")
+
+def main() -> None:
+    """Runs the command line; `--version` alone needs no library."""
+    if sys.argv[1:] == ["--version"]:
+        from lockstep import __version__
+
+        sys.stdout.write(f"lockstep {__version__}\n")
+        return
+    from lockstep.cli import app
+
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from typer.testing import CliRunner
 
 from lockstep.cli import app, load_command

@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_the_job_alone(address: str, tmp_path: Path) -> None:
         assert line, process.communicate(timeout=10)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the job goes on" in told and "ray job stop" in told, told
+    assert process.returncode == 130 and "the job continues" in told and "ray job stop" in told, told
     name = told.split("job small-")[1].split()[0]
     client = JobSubmissionClient(address)
     assert client.get_job_status(f"small-{name}").value == "RUNNING"
@@ -153,7 +153,7 @@ def test_what_the_run_refuses_is_the_commands_exit_code(
     result = CliRunner().invoke(app, ["train", "run.yaml", "--submit", address])
     assert result.exit_code == 2, result.output
     assert "refused" in result.output and "exists" in result.output
-    assert "HF_TOKEN does not go along" in result.stderr
+    assert "not forwarding HF_TOKEN" in result.stderr
 
 
 def test_a_run_ends_well_and_says_what_does_not_fit(

@@ -1,101 +1,64 @@
-"""How the report of a check reaches who waits for it: rung by rung on the terminal, or whole as JSON."""
+"""`lockstep check`: will a run work, and if not, which host, cable, variable or setting is wrong."""
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from lockstep.cli.check_arguments import CLUSTERS, CheckRequest, read_arguments
 from lockstep.cli.terminal import FAILED, REFUSED, show_note, show_refusal
-from lockstep.config.cluster import RayClusterConfig
-from lockstep.config.errors import ConfigError
-from lockstep.doctor.output.findings import CheckReport, Finding
-from lockstep.doctor.output.findings_table import covers_several_hosts, render_section, report_summary
-
-
-class LiveReport(CheckReport):
-    """A report whose rungs are printed as they are climbed.
-
-    Args:
-        as_json: all at the end instead, as one object.
-    """
-
-    def __init__(self, as_json: bool) -> None:
-        super().__init__()
-        self._json, self._console = as_json, Console(soft_wrap=False)
-
-    def add(self, name: str, title: str, findings: Iterable[Finding], seconds: float = 0.0) -> None:
-        """One rung more."""
-        CheckReport.add(self, name, title, findings, seconds)
-        if not self._json and self.rungs[-1].findings:
-            self._console.print(render_section(self.rungs[-1], covers_several_hosts(self)))
-
-    def end(self) -> None:
-        """The answer in one line, or the whole report as JSON."""
-        if self._json:
-            typer.echo(json.dumps(self.json(), indent=2))
-        else:
-            self._console.print(report_summary(self))
-
-    def break_off(self, error: BaseException) -> None:
-        """Ends a report whose next rung could not be climbed; nothing where there is none yet."""
-        if self.rungs:
-            said = f"the rungs that come after these were not climbed: {str(error) or type(error).__name__}"
-            self.add("ended", "Not climbed", [Finding("check-ended", "unchecked", "", said)])
-            self.end()
-
 
 if TYPE_CHECKING:
+    from lockstep.cli.check_arguments import CheckRequest
+    from lockstep.config.cluster import RayClusterConfig
     from lockstep.doctor.environment.environment_lint import ProcessEnvironment
     from lockstep.doctor.output.findings import CheckReport
+
+CLUSTERS = "local, ray, auto, or HOST:PORT of the head of a running Ray cluster"
 
 
 def command(
     file: Annotated[
-        str | None, typer.Argument(metavar="CONFIG", help="The run to check for; without it the host alone.")
+        str | None,
+        typer.Argument(metavar="CONFIG", help="Config of the run to check; without it, only this host is checked."),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values in place of the file's.")
+        list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Overrides of the file's values.")
     ] = None,
-    env: Annotated[
-        bool, typer.Option("--env", help="Look at the environment only: variables that do not do what is meant.")
-    ] = False,
+    env: Annotated[bool, typer.Option("--env", help="Check only the environment variables.")] = False,
     env_files: Annotated[
         list[str] | None,
         typer.Option(
             "--env-file",
             metavar="FILE",
-            help="In place of this shell's environment: exports, `env` output, docker -e, YAML, JSON, an incident's "
-            "environment.json; '-' for standard input. Several are several hosts.",
+            help="Check these variables instead of this shell's: exports, `env` output, docker -e, YAML, JSON, an "
+            "incident's environment.json; '-' for standard input. Give one file per host.",
         ),
     ] = None,
     launcher: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How workers on other hosts are started: accelerate, deepspeed, lockstep, mpirun, openrlhf, ray, "
-            "slurm, ssh, torchrun, verl, vllm. Says what of this shell they will not see; ray "
-            "where RAY_ADDRESS is set.",
+            help="Launcher of the workers on other hosts: accelerate, deepspeed, lockstep, mpirun, openrlhf, ray, "
+            "slurm, ssh, torchrun, verl, vllm. Reports which variables of this shell it does not forward. Default: ray if "
+            "RAY_ADDRESS is set.",
         ),
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(metavar="A,B,C", help="Check these hosts together; says what to start on each.")
+        str | None, typer.Option(metavar="A,B,C", help="Check these hosts together; prints the command to run on each.")
     ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(metavar="CLUSTER", help=f"Check the hosts of this cluster, whatever the config says: {CLUSTERS}."),
     ] = None,
     join: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Be the probe of this host for the check that runs there.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Run as this host's probe for the check at this address.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With --join: what the check calls this host.")
+        str | None, typer.Option(metavar="NAME", help="With --join: name of this host in the report.")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="By which of this host's addresses the others reach it.")
+        str | None, typer.Option(metavar="ADDRESS", help="Address by which other hosts reach this host.")
     ] = None,
     ports: Annotated[
         str | None, typer.Option(metavar="PORTS", help="Ports that the run will use, such as 29500,10002-10100.")
@@ -106,17 +69,17 @@ def command(
             min=1,
             max=3000,
             metavar="SECONDS",
-            help="How long probes that people start are waited for (120), or with --join the head is tried (30).",
+            help="How long to wait for manually started probes (120), or with --join for the head (30).",
         ),
     ] = None,
     small_first: Annotated[
-        bool, typer.Option("--small-first", help="Then run the config at two steps and tiny sizes.")
+        bool, typer.Option("--small-first", help="Also run the config with two steps and tiny sizes.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
 ) -> None:
-    """Check, before a run, what would make it fail, hang or crawl, and say what helps.
+    """Check before a run what would make it fail, hang or crawl, and show the fix.
 
-    Ends with 0 where nothing is wrong, 1 where something is, 2 where it cannot check what it is given.
+    The exit code is 0 if nothing is wrong, 1 if something is, 2 if the given input cannot be checked.
 
     Examples:
 
@@ -138,29 +101,33 @@ def command(
 
         lockstep check --join 192.0.2.7:41234 --name node-b
     """
+    from lockstep.cli.check_arguments import read_arguments
+    from lockstep.cli.check_report import LiveReport
+    from lockstep.config.errors import ConfigError
+
     try:
         if join is not None:
-            from lockstep.cli.check_hosts import run_probe as join_check
+            from lockstep.cli.check_join import run_probe
 
-            join_check(join, name, address, wait)
+            run_probe(join, name, address, wait)
             raise typer.Exit
         if small_first and file is None:
-            raise ValueError("--small-first runs a config: name its file")
-        asked = read_arguments(file, overrides or (), hosts, cluster, address, ports, wait)
+            raise ValueError("--small-first runs a config: give its file")
+        request = read_arguments(file, overrides or (), hosts, cluster, address, ports, wait)
     except (ConfigError, ValueError, OSError) as error:
         show_refusal(error)
         raise typer.Exit(REFUSED) from error
     report = LiveReport(as_json)
     try:
         if not env and not env_files:
-            _check_host(report, asked)
-        _lint_environment(report, asked, env_files or (), launcher)
+            _check_host(report, request)
+        _lint_environment(report, request, env_files or (), launcher)
         if not env and not env_files:
-            _check_beyond_host(report, asked)
-        if small_first and asked.config is not None and file is not None:
-            from lockstep.cli.check_plan import run_small as run_small
+            _check_beyond_host(report, request)
+        if small_first and request.config is not None and file is not None:
+            from lockstep.cli.check_plan import run_small
 
-            run_small(report, asked.config, Path(file), asked.overrides)
+            run_small(report, request.config, Path(file), request.overrides)
     except BaseException as error:
         report.break_off(error)
         if isinstance(error, (ConfigError, ValueError, OSError)):
@@ -171,33 +138,36 @@ def command(
     raise typer.Exit(0 if report.passed else FAILED)
 
 
-def _check_host(report: "CheckReport", asked: CheckRequest) -> None:
-    """The rungs, from the host outwards."""
+def _check_host(report: "CheckReport", request: "CheckRequest") -> None:
+    """Checks this host alone."""
     from lockstep.doctor.check.facts.host_requirements import requirements_of
     from lockstep.doctor.check.facts.host_system import HostSystem
     from lockstep.doctor.check.host_check import HOST_SECTIONS, gather_host, judge_host
 
-    needs = requirements_of(asked.config, asked.several)
+    needs = requirements_of(request.config, request.several)
     facts = gather_host(HostSystem(), needs)
-    for rung, findings in judge_host(facts, needs).items():
-        title, parts = HOST_SECTIONS[rung]
-        report.add(rung, title, findings, max((facts.seconds.get(part, 0.0) for part in parts), default=0.0))
+    for section, findings in judge_host(facts, needs).items():
+        title, parts = HOST_SECTIONS[section]
+        report.add(section, title, findings, max((facts.seconds.get(part, 0.0) for part in parts), default=0.0))
 
 
-def _check_beyond_host(report: "CheckReport", asked: CheckRequest) -> None:
-    """The rungs that are about a config, and those of several hosts."""
+def _check_beyond_host(report: "CheckReport", request: "CheckRequest") -> None:
+    """Checks the config, and several hosts together."""
     from lockstep.cli import check_hosts
 
     plan = None
-    if asked.config is not None:
+    if request.config is not None:
         from lockstep.cli import check_plan  # imports torch
 
-        room = check_hosts.process_memory(asked.config)
-        plan = check_plan.check_plan(report, asked.config, asked.overrides, room)
-    check_hosts.check_hosts(report, asked.config, asked.beyond, show_note, plan)
+        memory = check_hosts.process_memory(request.config)
+        plan = check_plan.check_plan(report, request.config, request.overrides, memory)
+    check_hosts.check_hosts(report, request.config, request.beyond, show_note, plan)
 
 
-def _lint_environment(report: "CheckReport", asked: CheckRequest, files: Sequence[str], launcher: str | None) -> None:
+def _lint_environment(
+    report: "CheckReport", request: "CheckRequest", files: Sequence[str], launcher: str | None
+) -> None:
+    from lockstep.config.cluster import RayClusterConfig
     from lockstep.doctor.check.facts.host_requirements import requirements_of
     from lockstep.doctor.environment.environment_lint import JobTraits, lint_environments
     from lockstep.doctor.environment.environment_sources import (
@@ -208,28 +178,28 @@ def _lint_environment(report: "CheckReport", asked: CheckRequest, files: Sequenc
     )
 
     if files:
-        places, known, job = environments_from_files(files), {}, JobTraits()
+        environments, installed, job = environments_from_files(files), {}, JobTraits()
     else:
-        needs = requirements_of(asked.config, asked.several)
-        places, known, job = (
+        needs = requirements_of(request.config, request.several)
+        environments, installed, job = (
             [current_environment()],
             library_versions(),
             JobTraits(needs.several, needs.gpus, gpu_names()),
         )
-        on_ray = isinstance(asked.beyond.cluster, RayClusterConfig)
-        if asked.config is not None and isinstance(asked.config.cluster, RayClusterConfig):
-            places.append(_worker_environment(places[0], asked.config.cluster))
+        on_ray = isinstance(request.beyond.cluster, RayClusterConfig)
+        if request.config is not None and isinstance(request.config.cluster, RayClusterConfig):
+            environments.append(_worker_environment(environments[0], request.config.cluster))
             launcher = launcher or "lockstep"
-        elif on_ray or "RAY_ADDRESS" in places[0].variables:
+        elif on_ray or "RAY_ADDRESS" in environments[0].variables:
             launcher = launcher or "ray"
-    report.add("environment", "Environment", lint_environments(places, known, launcher, job=job))
+    report.add("environment", "Environment", lint_environments(environments, installed, launcher, job=job))
 
 
-def _worker_environment(shell: "ProcessEnvironment", cluster: RayClusterConfig) -> "ProcessEnvironment":
-    """What the config makes of this shell on other nodes; what it keeps back there on purpose counts as there."""
+def _worker_environment(shell: "ProcessEnvironment", cluster: "RayClusterConfig") -> "ProcessEnvironment":
+    """The environment that workers on other nodes get from this shell; those withheld on purpose count as present."""
     from lockstep.cluster.worker_environment import forward_environment
     from lockstep.doctor.environment.environment_lint import ProcessEnvironment
 
-    given = forward_environment(shell.variables, cluster.forward_env, cluster.env, cluster.interface)
-    own = {name: shell.variables[name] for name in given.kept_back if name in shell.variables}
-    return ProcessEnvironment("", {**own, **given.values}, "workers on other nodes")
+    forwarded = forward_environment(shell.variables, cluster.forward_env, cluster.env, cluster.interface)
+    own = {name: shell.variables[name] for name in forwarded.kept_back if name in shell.variables}
+    return ProcessEnvironment("", {**own, **forwarded.values}, "workers on other nodes")

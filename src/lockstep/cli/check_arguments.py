@@ -1,4 +1,4 @@
-"""What the command line of `lockstep check` says of other hosts. Imports little: what is wrong is said at once."""
+"""Parses the arguments of `lockstep check`. Imports little, so that wrong arguments are reported at once."""
 
 import json
 import os
@@ -7,40 +7,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.cli.check import CLUSTERS
 from lockstep.config.cluster import LocalClusterConfig, RayClusterConfig
 from lockstep.config.loader import apply_overrides, load_config, read_yaml
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 
 PROBE_WAIT_S = 120.0
-CLUSTERS = "local, ray, auto, or HOST:PORT of the head of a running Ray cluster"
 
 
 @dataclass(frozen=True, slots=True)
 class HostSelection:
-    """What is to be checked beside this host."""
+    """Which hosts to check besides this one."""
 
     hosts: tuple[str, ...] = ()
     address: str | None = None
-    """Of this host, for the others."""
+    """Address of this host for the others."""
     ports: tuple[int, ...] = ()
     wait_s: float = PROBE_WAIT_S
-    """How long people have to start probes."""
+    """Time limit for starting probes by hand."""
     cluster: LocalClusterConfig | RayClusterConfig | None = None
-    """Whose hosts it is, where none are named."""
+    """Cluster of which the hosts are checked if none are named."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """What a check is about."""
+    """A parsed command line."""
 
     config: SFTConfig | GRPOConfig | None
     overrides: list[str]
-    """Those that make the config of its file, `--cluster` among them."""
+    """Overrides of the file, including the one from `--cluster`."""
     beyond: HostSelection
 
     @property
     def several(self) -> bool:
-        """Whether the command line itself says that there are other hosts."""
+        """Whether the command line itself names other hosts."""
         return bool(self.beyond.hosts) or (self.config is None and isinstance(self.beyond.cluster, RayClusterConfig))
 
 
@@ -48,14 +48,14 @@ def read_arguments(
     file: str | None, overrides: Sequence[str], hosts: str | None, cluster: str | None, address: str | None,
     ports: str | None, wait_s: float | None,
 ) -> CheckRequest:  # fmt: skip
-    """Of the command line, checked.
+    """Parses and validates the command line.
 
     Raises:
-        ConfigError: the config cannot be read, or is wrong.
-        ValueError: an argument cannot be.
+        ConfigError: the config cannot be read or is invalid.
+        ValueError: an argument is invalid.
     """
     if cluster is not None and hosts is not None:
-        raise ValueError("--cluster and --hosts both say which hosts there are: give one of them")
+        raise ValueError("--cluster and --hosts both select the hosts: give only one of them")
     names, numbers, words = split_names(hosts), split_ports(ports), list(overrides)
     section = None if cluster is None else cluster_section(cluster)
     if file is None:
@@ -78,22 +78,22 @@ def split_address(where: str) -> tuple[str, int]:
     host, colon, port = where.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"--join {where}: expected HOST:PORT, as the check on the head printed it")
+        raise ValueError(f"--join {where}: expected HOST:PORT, as printed by the check on the head")
     return host, int(port)
 
 
 def split_names(hosts: str | None) -> tuple[str, ...]:
-    """Of `a,b,c`, each once. Raises ValueError."""
+    """The distinct names in `a,b,c`. Raises ValueError."""
     if hosts is None:
         return ()
     names = tuple(dict.fromkeys(name.strip() for name in hosts.split(",") if name.strip()))
     if len(names) < 2:
-        raise ValueError(f"--hosts {hosts}: expected two hosts or more, such as a,b,c, this one among them or not")
+        raise ValueError(f"--hosts {hosts}: expected two or more hosts, such as a,b,c, with or without this one")
     return names
 
 
 def split_ports(ports: str | None) -> tuple[int, ...]:
-    """Of `29500,10002-10100`: each port, and first, middle and last one of a range. Raises ValueError."""
+    """The ports of `29500,10002-10100`: single ports, and first, middle and last port of a range. Raises ValueError."""
     found: list[int] = []
     for part in (ports or "").split(","):
         low, dash, high = part.strip().partition("-")
@@ -109,7 +109,7 @@ def split_ports(ports: str | None) -> tuple[int, ...]:
 
 
 def cluster_section(word: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The section `cluster` that `--cluster` stands for, over one that a file has. Raises ValueError."""
+    """The config section for `--cluster`, which replaces the one in the file. Raises ValueError."""
     if word == "local":
         return {"kind": "local"}
     if word == "ray":
@@ -121,8 +121,10 @@ def cluster_section(word: str, environ: Mapping[str, str] = os.environ) -> dict[
 
 
 def _cluster_override(word: str, section: Mapping[str, Any], file: Path, overrides: Sequence[str]) -> str:
-    """`--cluster` as one more override of a config: its section with another kind, without what only Ray knows.
-    With `ray_choice` the file's own address stays. Raises ConfigError."""
+    """`--cluster` as an override of a config: its section with another kind and, for `local`, without Ray's fields.
+
+    `--cluster ray` keeps the address in the file. Raises ConfigError.
+    """
     given = apply_overrides(read_yaml(file), overrides).get("cluster")
     foreign = (
         RayClusterConfig.model_fields.keys() - LocalClusterConfig.model_fields.keys()

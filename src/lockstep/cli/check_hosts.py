@@ -1,23 +1,18 @@
-"""The rungs of `lockstep check` that go beyond one host: rendezvous, pairs, collectives."""
+"""The part of `lockstep check` that needs several hosts or processes: rendezvous, host pairs, collectives."""
 
 import os
-import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
-import typer
 
 from lockstep.base import waits
 from lockstep.base.bounded_wait import WaitTimeout
-from lockstep.cli.check_arguments import HostSelection, split_address
-from lockstep.cli.terminal import show_note
+from lockstep.cli.check_arguments import HostSelection
 from lockstep.cluster.local_cluster import LocalProbes
 from lockstep.config.cluster import RayClusterConfig
 from lockstep.doctor.check.cluster import collective_test, host_comparison, host_pairs, nccl_isolation, rendezvous_rules
@@ -37,7 +32,7 @@ from lockstep.doctor.check.cluster.probe_rendezvous import (
 )
 from lockstep.doctor.check.facts.host_requirements import requirements_of
 from lockstep.doctor.check.facts.network_facts import INTERNET_ADDRESSES, local_address_towards
-from lockstep.doctor.check.probe.host_probe import JOIN_TIMEOUT_S, host_interfaces, resolve_host, serve_probe
+from lockstep.doctor.check.probe.host_probe import host_interfaces, resolve_host
 from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE, ProbeLauncher, new_token
 from lockstep.doctor.check.rules.memory_fit import ProcessMemory
 from lockstep.doctor.output.findings import CheckReport, Finding
@@ -50,53 +45,54 @@ if TYPE_CHECKING:
 ShowNote = Callable[[str], None]
 
 LOCAL_START_S = 30.0
-"""How long probes that are started by a program are waited for: a busy host takes its time to start Python. Who is not
-there is told meanwhile."""
+"""Time limit for probes started by a program: Python starts slowly on a busy host."""
 MAX_MISSING_LINES = 8
-"""Of hosts that are not there yet, at a time."""
+"""Lines about missing hosts, at a time."""
 NCCL_BOUND_S = 60.0
-"""Of one self-test on NCCL: bringing it up takes seconds on one host, and tens of them on many."""
+"""Time limit of one self-test on NCCL: its start takes seconds on one host and tens of seconds on many."""
 
 
 def check_hosts(
     report: CheckReport, config: "RunConfig | None", beyond: HostSelection, say: ShowNote, plan: "RunPlan | None" = None
 ) -> None:
-    """All rungs beyond this host, as far as there are others or a config.
+    """Runs all checks beyond this host; none if there is neither another host nor a config.
 
     Args:
-        plan: of the run, which says where its processes are to be.
+        plan: of the run, with the placement of its processes.
     """
-    given = os.environ.get(TOKEN_VARIABLE, "")
-    token = given or new_token()
+    given_token = os.environ.get(TOKEN_VARIABLE, "")
+    token = given_token or new_token()
     try:
-        launcher, address = _launcher(beyond, say, show_token=not given)
+        launcher, address = _launcher(beyond, say, show_token=not given_token)
         before = []
     except (OSError, ValueError) as error:
-        # Of a cluster; what there is on this host is tried all the same.
+        # The cluster is not reached; this host is tested all the same.
         launcher, address = _local_probes(), beyond.address
         before = [_unknown_cluster(error)]
     several = len(launcher.hosts) > 1
-    made = planned_communicators(config, _device(config)) if config is not None else []
-    if not several and not made:
+    communicators = planned_communicators(config, _device(config)) if config is not None else []
+    if not several and not communicators:
         if before:
             report.add("rendezvous", "Rendezvous", before)
         return
     address = address or (_own_address(launcher.hosts) if several else "127.0.0.1")
-    useless = [each for each in _head_address_findings(address, several) if each.severity == "error"] if address else []
+    unusable = (
+        [each for each in _head_address_findings(address, several) if each.severity == "error"] if address else []
+    )
     if several and not address:
-        useless = [_no_address(launcher.hosts)]
-    if useless:
-        report.add("rendezvous", "Rendezvous", [*before, *useless])
+        unusable = [_no_address(launcher.hosts)]
+    if unusable:
+        report.add("rendezvous", "Rendezvous", [*before, *unusable])
         return
     try:
         with CheckHead(token, address) as head:
-            _run_rendezvous(report, config, beyond, say, head, launcher, made, planned_hosts(plan), before)
+            _run_rendezvous(report, config, beyond, say, head, launcher, communicators, planned_hosts(plan), before)
     finally:
         launcher.stop()
 
 
 def _head_address_findings(address: str, several: bool, reached: bool = False) -> list[Finding]:
-    fix = "give an address of this host that the others reach with --address"
+    fix = "give an address of this host that the others can reach with --address"
     return rendezvous_rules.judge_advertised_address(
         socket.gethostname(), address, "the head of the check", fix, several, host_interfaces(), reached
     )
@@ -104,67 +100,68 @@ def _head_address_findings(address: str, several: bool, reached: bool = False) -
 
 def _unknown_cluster(error: Exception) -> Finding:
     return Finding(
-        "cluster-unknown", "error", "", f"the hosts of the cluster are not known: {error}",
-        "a run on it would not start; only this host is tried",
-        "look at its head with `ray status`, or name another one: --cluster HOST:PORT",
+        "cluster-unknown", "error", "", f"the hosts of the cluster cannot be listed: {error}",
+        "a run on it would not start; only this host is tested",
+        "run `ray status` on its head, or name another head: --cluster HOST:PORT",
     )  # fmt: skip
 
 
 def _no_address(hosts: Sequence[str]) -> Finding:
     return Finding(
         "head-address", "error", socket.gethostname(),
-        f"none of {', '.join(hosts)} has an address that this host has a route to, nor has the internet",
-        "the head of the check cannot say by which address it is reached",
-        "give an address of this host that the others reach with --address, or look at `ip route` and their names",
+        f"this host has no route to {', '.join(hosts)} or to the internet",
+        "the head of the check has no address to give to the probes",
+        "give an address of this host that the others can reach with --address, or check `ip route` and the names",
     )  # fmt: skip
 
 
 class MissingHostNotes:
-    """Tells of hosts that are awaited: all that is known of each once, and again when it is something else."""
+    """Reports missing hosts: each one once, and again when its status changes."""
 
     def __init__(self, say: ShowNote) -> None:
         self._say = say
-        self._told: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
 
     def __call__(self, missing: Sequence[MissingHost]) -> None:
         lines = {each.name: rendezvous_rules.describe_missing(each) for each in missing}
-        new = [name for name, line in lines.items() if self._told.get(name) != line]
+        new = [name for name, line in lines.items() if self._reported.get(name) != line]
         for name in new[:MAX_MISSING_LINES]:
-            self._told[name] = lines[name]
+            self._reported[name] = lines[name]
             self._say(lines[name])
         rest = [name for name in lines if name not in new[:MAX_MISSING_LINES]]
         if rest:
-            self._say(f"not here yet either: {', '.join(rest)}" if new else f"still not here: {', '.join(rest)}")
+            self._say(f"also missing: {', '.join(rest)}" if new else f"still missing: {', '.join(rest)}")
 
 
 def _run_rendezvous(
-    report: CheckReport, config: "RunConfig | None", beyond: HostSelection, say: ShowNote, head: CheckHead, launcher: ProbeLauncher,
-    made: Sequence[PlannedCommunicator], planned: Mapping[str, str], before: Sequence[Finding],
+    report: CheckReport, config: "RunConfig | None", beyond: HostSelection, say: ShowNote, head: CheckHead,
+    launcher: ProbeLauncher, communicators: Sequence[PlannedCommunicator], planned: Mapping[str, str],
+    before: Sequence[Finding],
 ) -> None:  # fmt: skip
-    by_people = any(
-        isinstance(each, PrintedLauncher) and each.hosts for each in getattr(launcher, "parts", (launcher,))
-    )
+    by_hand = any(isinstance(each, PrintedLauncher) and each.hosts for each in getattr(launcher, "parts", (launcher,)))
     began = time.monotonic()
-    meeting = head.gather(
-        launcher, beyond.wait_s if by_people else LOCAL_START_S, beyond.ports, tell=MissingHostNotes(say)
+    rendezvous = head.gather(
+        launcher, beyond.wait_s if by_hand else LOCAL_START_S, beyond.ports, tell=MissingHostNotes(say)
     )
     several = len(launcher.hosts) > 1
-    if several or before or set(meeting.joined) != set(launcher.hosts):
-        of_head = _head_address_findings(meeting.head, several, rendezvous_rules.reached_from_outside(meeting))
-        findings = [*before, *of_head, *rendezvous_rules.judge_rendezvous(meeting)]
+    if several or before or set(rendezvous.joined) != set(launcher.hosts):
+        of_head = _head_address_findings(rendezvous.head, several, rendezvous_rules.reached_from_outside(rendezvous))
+        findings = [*before, *of_head, *rendezvous_rules.judge_rendezvous(rendezvous)]
         report.add("rendezvous", "Rendezvous", findings, time.monotonic() - began)
     if several:
-        found = host_pairs.test_host_pairs(head, meeting.joined)
+        found = host_pairs.test_host_pairs(head, rendezvous.joined)
         report.add("pairs", "Pairs of hosts", host_pairs.judge_pairs(found), found.took_s)
-        _compare_hosts(report, config, head, meeting)
-    if made:
-        _run_self_test(report, config, head, meeting, made, planned, say)
+        _compare_hosts(report, config, head, rendezvous)
+    if communicators:
+        _run_self_test(report, config, head, rendezvous, communicators, planned, say)
 
 
-def _compare_hosts(report: CheckReport, config: "RunConfig | None", head: CheckHead, meeting: ProbeRendezvous) -> None:
+def _compare_hosts(
+    report: CheckReport, config: "RunConfig | None", head: CheckHead, rendezvous: ProbeRendezvous
+) -> None:
     began = time.monotonic()
     own = {address for each in host_interfaces() for address in each.plain}
-    here = {name for name, card in meeting.joined.items() if card.address in own}
+    here = {name for name, probe in rendezvous.joined.items() if probe.address in own}
     needs = requirements_of(config, several=True)
     facts, lost = host_comparison.gather_from_hosts(head, list(head.members), needs)
     findings = host_comparison.judge_other_hosts(facts, lost, needs, here.__contains__)
@@ -175,12 +172,12 @@ def _compare_hosts(report: CheckReport, config: "RunConfig | None", head: CheckH
 
 
 def _run_self_test(
-    report: CheckReport, config: "RunConfig | None", head: CheckHead, meeting: ProbeRendezvous, made: Sequence[PlannedCommunicator],
-    planned: Mapping[str, str], say: ShowNote,
+    report: CheckReport, config: "RunConfig | None", head: CheckHead, rendezvous: ProbeRendezvous,
+    communicators: Sequence[PlannedCommunicator], planned: Mapping[str, str], say: ShowNote,
 ) -> None:  # fmt: skip
     device = _device(config)
-    here = sorted(set(meeting.joined) & head.members.keys())
-    hosts = spread_over_hosts(communicator_processes(made), here)
+    here = sorted(set(rendezvous.joined) & head.members.keys())
+    hosts = spread_over_hosts(communicator_processes(communicators), here)
     if set(planned.values()) <= set(here):
         hosts |= {name: planned[name] for name in hosts if name in planned}
     if not hosts:
@@ -191,22 +188,22 @@ def _run_self_test(
     def test(
         which: Sequence[PlannedCommunicator], bound_s: float, environment: Mapping[str, str] | None = None
     ) -> SelfTestResult:
-        return collective_test.run_self_test(head, meeting.joined, which, hosts, device, bound_s, environment)
+        return collective_test.run_self_test(head, rendezvous.joined, which, hosts, device, bound_s, environment)
 
-    nccl = any(each.backend == "nccl" for each in made)
-    tested = test(made, NCCL_BOUND_S if nccl else collective_test.SELF_TEST_TIMEOUT_S)
+    nccl = any(each.backend == "nccl" for each in communicators)
+    tested = test(communicators, NCCL_BOUND_S if nccl else collective_test.SELF_TEST_TIMEOUT_S)
     findings = collective_test.judge_collectives(tested)
     if nccl and not tested.passed:
-        interface = meeting.joined[next(iter(hosts.values()))].interface
+        interface = rendezvous.joined[next(iter(hosts.values()))].interface
 
         def again(variables: Mapping[str, str]) -> SelfTestResult:
             words = " ".join(f"{name}={value}" for name, value in variables.items())
-            say(f"the test on NCCL failed; it is run again with {words}, for up to {NCCL_BOUND_S:.0f} s")
-            return test(made, NCCL_BOUND_S, variables)
+            say(f"the test on NCCL failed; repeating it with {words}, for up to {NCCL_BOUND_S:.0f} s")
+            return test(communicators, NCCL_BOUND_S, variables)
 
         outcome = nccl_isolation.run_isolation(tested, again, interface)
-        say(f"and on gloo, for up to {collective_test.SELF_TEST_TIMEOUT_S:.0f} s")
-        gloo = test(on_gloo(made), collective_test.SELF_TEST_TIMEOUT_S)
+        say(f"repeating it on gloo, for up to {collective_test.SELF_TEST_TIMEOUT_S:.0f} s")
+        gloo = test(on_gloo(communicators), collective_test.SELF_TEST_TIMEOUT_S)
         findings += [
             *nccl_isolation.judge_isolation(outcome, gloo, interface),
             *collective_test.judge_collectives(gloo),
@@ -215,14 +212,14 @@ def _run_self_test(
 
 
 def planned_hosts(plan: "RunPlan | None") -> dict[str, str]:
-    """The host of each process, where a placement says it."""
+    """Host of each process according to the placement; empty without one."""
     if plan is None or plan.assignment is None:
         return {}
     return {name: node.name for name, node in plan.assignment.node_of.items()}
 
 
 def spread_over_hosts(names: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
-    """A host for each process where no placement says so: neighbours together, as many on each."""
+    """Distributes processes without a placement: neighbours together, equally many per host."""
     if not hosts:
         return {}
     each = -(-len(names) // len(hosts))
@@ -237,7 +234,7 @@ def _device(config: "RunConfig | None") -> Literal["cpu", "cuda"]:
 
 
 def process_memory(config: "RunConfig | None") -> ProcessMemory:
-    """What one process of a run has on this host: a GPU, or the host's memory."""
+    """Memory of one process of a run on this host: of a GPU, or of the host."""
     if _device(config) == "cpu":
         return ProcessMemory("cpu", psutil.virtual_memory().available)
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
@@ -250,11 +247,11 @@ def process_memory(config: "RunConfig | None") -> ProcessMemory:
 
 
 def _launcher(beyond: HostSelection, say: ShowNote, show_token: bool) -> tuple[ProbeLauncher, str | None]:
-    """Who starts the probes, and the address of this host where the launcher knows it.
+    """The launcher of the probes, and the address of this host if the launcher knows it.
 
     Raises:
         ConnectionError: the cluster cannot be reached.
-        UnreachableAddress: its nodes do not reach this process.
+        UnreachableAddress: its nodes cannot reach this process.
     """
     if beyond.hosts:
         here = [name for name in beyond.hosts if _is_this_host(name)]
@@ -280,40 +277,6 @@ def _is_this_host(name: str) -> bool:
 
 
 def _own_address(hosts: Sequence[str]) -> str:
-    """Of this host on the way to the first of the others that has an address, else to the internet; empty where there
-    is no way."""
+    """Address of this host on the route to the first resolvable host, else to the internet; empty without a route."""
     others = (peer for name in hosts if not _is_this_host(name) for peer in resolve_host(name)[:1])
     return next(filter(None, map(local_address_towards, chain(others, INTERNET_ADDRESSES))), "")
-
-
-def run_probe(where: str, name: str | None, address: str | None, wait_s: float | None) -> None:
-    """Is the probe of this host until the head lets it go.
-
-    Args:
-        wait_s: how long the head is tried, when not as usual.
-
-    Raises:
-        ValueError: what was given cannot be.
-        OSError: the head is not reached or does not take this probe, or this host does not have the address.
-    """
-    host, port = split_address(where)
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token:
-        if not sys.stdin.isatty():
-            raise ValueError(f"there is no token: set {TOKEN_VARIABLE} to the one that the check on the head printed")
-        token = str(typer.prompt("token of the check", hide_input=True)).strip()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
-            signal.signal(number, _exit_on_signal)
-    serve_probe(host, port, token, name or socket.gethostname(), address, _look, wait_s or JOIN_TIMEOUT_S, show_note)
-
-
-def _look(order: Mapping[str, Any]) -> dict[str, Any]:
-    from lockstep.doctor.check.cluster.host_comparison import answer_look
-
-    return answer_look(order)
-
-
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """In order: ranks of a self-test are ended on the way."""
-    raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""The rungs of `lockstep check` that are about a config alone: placement, memory, time, and a small first run."""
+"""The part of `lockstep check` that needs only a config: placement, memory, time, and a small first run."""
 
 import json
 import os
@@ -29,25 +29,25 @@ Config = GRPOConfig | SFTConfig
 SMALL_BOUND_S = 900.0
 
 
-def check_plan(report: CheckReport, config: Config, overrides: Sequence[str], room: ProcessMemory) -> RunPlan | None:
-    """Placement, memory and time; the plan, where there is one.
+def check_plan(report: CheckReport, config: Config, overrides: Sequence[str], memory: ProcessMemory) -> RunPlan | None:
+    """Checks placement, memory and time; returns the plan if there is one.
 
     Args:
-        room: what a process of this host has.
+        memory: available to one process on this host.
     """
     began = time.monotonic()
     found, findings = _dry_run(config, overrides)
     report.add("placement", "Placement", findings, time.monotonic() - began)
     if any(each.id == "model" for each in findings):
-        return None  # what cannot be had has no size
+        return None  # the size of an unavailable model is not known
     began = time.monotonic()
-    report.add("memory", "Memory and time", _judge_sizes(config, room), time.monotonic() - began)
+    report.add("memory", "Memory and time", _judge_sizes(config, memory), time.monotonic() - began)
     return None if found is None else found.plan
 
 
 def _dry_run(config: Config, overrides: Sequence[str]) -> tuple[DryRun | None, list[Finding]]:
-    """What a run with this config would be, or why it would be refused."""
-    why = "the run refuses to start with the same words"
+    """The dry run of this config, or the reason why the run would be refused."""
+    why = "the run would refuse to start for the same reason"
     try:
         found = dry_run(config, None, overrides)
     except DoesNotFit as error:
@@ -65,7 +65,7 @@ def _dry_run(config: Config, overrides: Sequence[str]) -> tuple[DryRun | None, l
     if found.plan.assignment is not None:
         rows = "; ".join(f"{node}: {processes} ({cpus} CPUs{', ' * bool(gpus)}{gpus}{' GPUs' * bool(gpus)})"
                          for node, _, processes, cpus, gpus in found.plan.assignment.rows())  # fmt: skip
-        findings.insert(0, Finding("placement", "ok", "", f"every bundle has a place: {rows}"))
+        findings.insert(0, Finding("placement", "ok", "", f"every bundle fits: {rows}"))
     elif isinstance(config.cluster, RayClusterConfig):
         findings.append(Finding("placement", "unchecked", "", "the nodes of the cluster are not known"))
     else:
@@ -82,32 +82,31 @@ def _refused(error: Exception, why: str) -> Finding:
     return Finding(id, "error", "", problem or text, why, remedy)
 
 
-def _judge_sizes(config: Config, room: ProcessMemory) -> list[Finding]:
+def _judge_sizes(config: Config, memory: ProcessMemory) -> list[Finding]:
     try:
         shape = model_shape_of(_model_config(config))
     except (UnknownModelShape, ModelError, OSError, ValueError) as error:
         return [Finding("memory", "unchecked", "", f"memory and time were not estimated: {error}")]
     return [
-        *memory_fit.judge_memory(config, shape, room),
-        *step_durations.judge_durations(config, shape, room.name, os.environ),
+        *memory_fit.judge_memory(config, shape, memory),
+        *step_durations.judge_durations(config, shape, memory.name, os.environ),
     ]
 
 
 def _model_config(config: Config) -> dict[str, object]:
-    """Of the model, from its folder or the hub. Raises OSError, ValueError, ModelError."""
+    """The model's `config.json`, from its folder or the hub. Raises OSError, ValueError, ModelError."""
     folder = Path(config.model.path).expanduser()
     if not folder.is_dir():
         folder = download_model(config.model.path, config.model.revision, field="model.path", weights=False)
     values = json.loads((folder / "config.json").read_text())
     if not isinstance(values, dict):
-        raise ValueError(f"{folder}/config.json holds no object")
+        raise ValueError(f"{folder}/config.json is not a JSON object")
     text = values.get("text_config")
     return {**text, "model_type": text.get("model_type", "")} if isinstance(text, dict) else values
 
 
 def run_small(report: CheckReport, config: Config, file: Path, overrides: Sequence[str]) -> None:
-    """Runs the config at two steps and tiny sizes through the ordinary `lockstep train`, in a folder of its own that is
-    removed."""
+    """Runs the config with two steps and tiny sizes through `lockstep train`, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="lockstep-small-") as folder:
         words = [*overrides, *small_overrides(config), f"folder={folder}"]
         command = [sys.executable, "-m", "lockstep", "train", str(file), *words]
@@ -116,28 +115,29 @@ def run_small(report: CheckReport, config: Config, file: Path, overrides: Sequen
             done = waits.run(command, why="two small steps", timeout_s=SMALL_BOUND_S, notice_after_s=None)
         except WaitTimeout:
             finding = Finding(
-                "small-first", "error", "", f"two steps of tiny size did not end within {SMALL_BOUND_S:.0f} s",
-                "the run itself would not either",
-                f"look with `lockstep top` at `lockstep train` with these settings: {' '.join(small_overrides(config))}",
+                "small-first", "error", "", f"two small steps did not finish within {SMALL_BOUND_S:.0f} s",
+                "the run itself would not finish either",
+                "run `lockstep train` with these settings and watch it with `lockstep top`: "
+                + " ".join(small_overrides(config)),
             )  # fmt: skip
             report.add("small-first", "Small first", [finding], time.monotonic() - began)
             return
     took = time.monotonic() - began
     if done.returncode == 0:
-        seen = f"two steps of tiny size ended well ({' '.join(small_overrides(config))})"
+        seen = f"two small steps succeeded ({' '.join(small_overrides(config))})"
         report.add("small-first", "Small first", [Finding("small-first", "ok", "", seen)], took)
         return
     last = " ".join((done.stderr.strip() or done.stdout.strip()).split()[-80:])
     finding = Finding(
-        "small-first", "error", "", f"two steps of tiny size ended with exit code {done.returncode}: {last}",
-        "the run itself fails in the same way, later",
-        "mend what it says; `lockstep train` with the same settings repeats it: " + " ".join(small_overrides(config)),
+        "small-first", "error", "", f"two small steps failed with exit code {done.returncode}: {last}",
+        "the run itself would fail in the same way, only later",
+        "fix that error; `lockstep train` with the same settings reproduces it: " + " ".join(small_overrides(config)),
     )  # fmt: skip
     report.add("small-first", "Small first", [finding], took)
 
 
 def small_overrides(config: Config) -> list[str]:
-    """Settings that make a run tiny and leave its placement, model, data and communicators as they are."""
+    """Overrides that make a run tiny but keep its placement, model, data and communicators."""
     ranks = config.trainer.ranks
     words = ["steps=2", "checkpoint.every=1", "checkpoint.export=false", "watch.notice_s=3"]
     if config.recipe == "grpo":

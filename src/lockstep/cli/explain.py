@@ -1,4 +1,5 @@
-"""`lockstep explain --config`: what will hurt, from the files of another framework's training."""
+"""`lockstep explain`: what went wrong in a job, from its logs, dumps and incidents, or what will go wrong, from its
+configs."""
 
 import json
 from collections.abc import Sequence
@@ -6,28 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from lockstep.cli.terminal import FAILED, REFUSED, show_refusal
-
-
-def show_advice(files: Sequence[Path], gpu_gib: float | None, as_json: bool) -> None:
-    """Print the findings; ends with 0 where there is no error among them, 1 where there is, 2 for a file that cannot
-    be read."""
-    from lockstep.doctor.configs.config_advisor import advise_configs
-    from lockstep.doctor.output.findings_table import render_report
-
-    try:
-        report = advise_configs(files, gpu_gib)
-    except (ValueError, OSError) as error:
-        show_refusal(error)
-        raise typer.Exit(REFUSED) from error
-    if as_json:
-        typer.echo(json.dumps(report.json(), indent=2))
-    else:
-        Console(soft_wrap=False).print(render_report(report))
-    raise typer.Exit(0 if report.passed else FAILED)
-
 
 if TYPE_CHECKING:
     from lockstep.doctor.judge.log_diagnosis import Explanation
@@ -38,40 +19,45 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="PATH...",
-            help="Logs, folders of logs, archives, patterns, '-' for standard input, flight-recorder dumps, incidents; "
-            "any mixture.",
+            help="Any mixture of logs, folders of logs, archives, glob patterns, '-' for standard input, "
+            "flight-recorder dumps and incidents.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON, nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the answer as a page as well.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write the answer as an HTML page.")
     ] = None,
     rules: Annotated[
         list[Path] | None,
-        typer.Option("--rules", metavar="DIR", help="Further knowledge files; a rule there replaces one of its id."),
+        typer.Option(
+            "--rules",
+            metavar="DIR",
+            help="Additional knowledge files; their rules replace built-in rules with the same id.",
+        ),
     ] = None,
     ranks: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Where the rank stands in the names of dumps: 'host-*/trace-{rank}.bin'."),
+        typer.Option(metavar="PATTERN", help="Position of the rank in the dumps' names: 'host-*/trace-{rank}.bin'."),
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="How many ranks the job has; taken from the dumps otherwise.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of ranks of the job; taken from the dumps by default."),
     ] = None,
     configs: Annotated[
         list[Path] | None,
         typer.Option(
             "--config",
             metavar="FILE",
-            help="In place of logs: a script or config of OpenRLHF, verl, TRL, accelerate or DeepSpeed, to say what in "
-            "it will hurt. May be given several times, for files that belong together.",
+            help="Instead of logs: a script or config of OpenRLHF, verl, TRL, accelerate or DeepSpeed to check for "
+            "problems. Repeat it for files that belong together.",
         ),
     ] = None,
     gpu_gib: Annotated[
         float | None,
-        typer.Option("--gpu-memory", min=1, metavar="GIB", help="With --config: the memory of one of its GPUs."),
+        typer.Option("--gpu-memory", min=1, metavar="GIB", help="With --config: memory of one GPU in GiB."),
     ] = None,
 ) -> None:
-    """Say what was wrong with a job, who is to blame and what helps, from its logs, dumps and incidents.
+    """Find out what went wrong in a job, and how to fix it, from logs, dumps and incidents.
 
     Examples:
 
@@ -84,15 +70,13 @@ def command(
         lockstep explain --config train.sh --config zero3.json --gpu-memory 80
     """
     if configs:
-        # merged
-
         if paths:
-            show_refusal(ValueError("either PATH... or --config, not both"))
+            show_refusal(ValueError("give either PATH... or --config, not both"))
             raise typer.Exit(REFUSED)
-        show_advice(configs, gpu_gib, as_json)
+        _show_advice(configs, gpu_gib, as_json)
         return
     if not paths:
-        show_refusal(ValueError("say what to explain: PATH..., or --config FILE"))
+        show_refusal(ValueError("nothing to explain: give PATH... or --config FILE"))
         raise typer.Exit(REFUSED)
     from lockstep.doctor.judge.log_diagnosis import explain
 
@@ -117,7 +101,9 @@ def command(
 
 
 def _show(explained: "Explanation") -> None:
-    """The first in full, of recorded ones the others in a line each."""
+    """Prints the first verdict in full and each further recorded verdict in one line."""
+    from rich.console import Console
+
     from lockstep.doctor.output.explanation import render_explanation
     from lockstep.doctor.output.explanation import render_verdict as render_recorded
     from lockstep.watch.supervisor.incident import verdict_headline
@@ -129,7 +115,9 @@ def _show(explained: "Explanation") -> None:
 
 
 def _show_environment_findings(paths: list[str]) -> None:
-    """What was odd about the variables of the processes of the newest incident that is given."""
+    """Prints the findings about the environment variables of the newest given incident."""
+    from rich.console import Console
+
     from lockstep.doctor.environment.incident_environment import incident_finding_lines, newest_incident
     from lockstep.doctor.output.explanation import terminal_safe
 
@@ -137,3 +125,22 @@ def _show_environment_findings(paths: list[str]) -> None:
     console = Console(soft_wrap=False)
     for each in incident_finding_lines(folder) if folder is not None else ():
         console.print(terminal_safe(f"environment: {each}"), style="yellow", markup=False, highlight=False)
+
+
+def _show_advice(files: Sequence[Path], gpu_gib: float | None, as_json: bool) -> None:
+    """Prints findings about the configs; exits with 0 without errors, 1 with errors, 2 if a file cannot be read."""
+    from rich.console import Console
+
+    from lockstep.doctor.configs.config_advisor import advise_configs
+    from lockstep.doctor.output.findings_table import render_report
+
+    try:
+        report = advise_configs(files, gpu_gib)
+    except (ValueError, OSError) as error:
+        show_refusal(error)
+        raise typer.Exit(REFUSED) from error
+    if as_json:
+        typer.echo(json.dumps(report.json(), indent=2))
+    else:
+        Console(soft_wrap=False).print(render_report(report))
+    raise typer.Exit(0 if report.passed else FAILED)

@@ -28,9 +28,9 @@ from lockstep.run.errors import GaveUp, NotStarted
 from lockstep.watch.agent.agent_client import AgentError
 
 LOG_TAIL_LINES = 12
-"""Of a dead worker's log."""
+"""Shown of a dead worker's log."""
 _DUMP = "(most recent call first)"
-"""Heads each thread's stack where faulthandler writes them."""
+"""Header of each thread's stack in faulthandler's output."""
 _FRAME = re.compile(r'\s+File "(?P<file>.+)", line \d+,? in ')
 _PACKAGE_FOLDER = str(Path(lockstep.__path__[0]).resolve())
 _LIBRARY_PREFIXES = (
@@ -42,46 +42,46 @@ _LIBRARY_PREFIXES = (
 
 @dataclass(slots=True)
 class FailureSummary:
-    """An error in a person's words."""
+    """An error as it is shown to a person."""
 
     what: str
     facts: list[tuple[str, str]] = field(default_factory=list)
-    """Label and value, one line each."""
+    """Labels and values, one per line."""
     lines: list[str] = field(default_factory=list)
-    """Of a traceback or a log."""
+    """Lines of a traceback or log."""
 
 
 def show_failure(error: BaseException, folder: Path) -> None:
-    """What failed, where, and how to go on, on standard error."""
+    """Prints what failed, where, and how to resume on standard error."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     cause = error.__cause__ or error if isinstance(error, NotStarted) else error
-    told = describe_failure(cause)
+    summary = describe_failure(cause)
     if isinstance(cause, GaveUp) and cause.__cause__ is not None:
         why = describe_failure(cause.__cause__)
-        told = FailureSummary(told.what, why.facts, why.lines)
-    console.print(f"[bold red]error[/] {escape(told.what)}")
-    width = max((len(label) for label, _ in told.facts), default=0)
-    for label, value in told.facts:
+        summary = FailureSummary(summary.what, why.facts, why.lines)
+    console.print(f"[bold red]error[/] {escape(summary.what)}")
+    width = max((len(label) for label, _ in summary.facts), default=0)
+    for label, value in summary.facts:
         console.print(f"  [bold]{label:<{width}}[/]  {escape(value)}")
-    for line in ["", *told.lines, ""] if told.lines else []:
+    for line in ["", *summary.lines, ""] if summary.lines else []:
         console.print(f"    {escape(line)}".rstrip())
     if isinstance(error, NotStarted) and error.kept is not None:
         console.print(f"nothing was trained; {escape(str(folder))} is kept as {escape(str(error.kept))}")
         folder = error.kept
     elif (folder / INDEX_FILE).is_file():
-        console.print(f"go on with: lockstep train --resume {escape(str(folder))}")
+        console.print(f"resume with: lockstep train --resume {escape(str(folder))}")
     if folder.is_dir():
-        console.print(f"[dim]everything that is known: {escape(str(folder))}/logs[/]")
+        console.print(f"[dim]full logs: {escape(str(folder))}/logs[/]")
 
 
 def show_interruption(folder: Path) -> None:
-    """How to go on after Ctrl-C."""
+    """Prints how to resume after Ctrl-C."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"go on with: lockstep train --resume {escape(str(folder))}")
+    console.print(f"resume with: lockstep train --resume {escape(str(folder))}")
 
 
 def describe_failure(error: BaseException) -> FailureSummary:
-    """Takes an error apart by its fields."""
+    """Summarises an error from its fields."""
     match error:
         case RewardError():
             return _reward_failure(error)
@@ -107,8 +107,7 @@ def describe_failure(error: BaseException) -> FailureSummary:
 
 
 def user_frames(text: str) -> list[str]:
-    """The lines of a printed traceback, or of faulthandler's dump of stacks, that are about the user's own code; the
-    innermost call last."""
+    """The frames of the user's own code in a printed traceback or in faulthandler's dump, innermost call last."""
     dumped = _DUMP in text
     latest = text.rpartition("Timeout (")[2] if dumped else text
     frames = [lines for file, lines in _frames(latest) if not file.startswith(_LIBRARY_PREFIXES)]
@@ -118,7 +117,7 @@ def user_frames(text: str) -> list[str]:
 
 
 def _frames(text: str) -> list[tuple[str, list[str]]]:
-    """(file, its lines) of every frame, as they come."""
+    """File and lines of every frame, in order."""
     frames: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if found := _FRAME.match(line):
@@ -129,7 +128,7 @@ def _frames(text: str) -> list[tuple[str, list[str]]]:
 
 
 def _remote_lines(error: RemoteError) -> list[str]:
-    """The user's own, where there are some; else where Lockstep was, unless the error says already what is wrong."""
+    """The user's own frames; without any, Lockstep's innermost frame, unless the error has a code that explains it."""
     own = user_frames(error.traceback)
     if own or error.code:
         return own
@@ -146,7 +145,7 @@ def _reward_failure(error: RewardError) -> FailureSummary:
     known = [(label, value) for label, value in facts if value is not None]
     text = error.traceback or ""
     own = user_frames(text) if _DUMP in text else []
-    lines = ["it was in", *own] if own else text.rstrip().splitlines()
+    lines = ["running at:", *own] if own else text.rstrip().splitlines()
     return FailureSummary(f"reward {error.function}: {error.problem}", known, lines)
 
 
@@ -156,7 +155,7 @@ def _environment_failure(error: EnvironmentFailed) -> FailureSummary:
     )
     text = error.traceback or ""
     own = user_frames(text) if _DUMP in text else []
-    lines = ["it was in", *own] if own else text.rstrip().splitlines()
+    lines = ["running at:", *own] if own else text.rstrip().splitlines()
     return FailureSummary(f"environment {error.path}: {error.problem}", facts, lines)
 
 
@@ -171,8 +170,8 @@ def _exit_text(exit_code: int | None) -> str:
     if exit_code >= 0:
         return f"exited with {exit_code}; the end of its log:"
     name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else f"signal {-exit_code}"
-    memory = " (was memory short? `dmesg` says so)" if -exit_code == signal.SIGKILL else ""
-    return f"was ended by {name}{memory}; the end of its log:"
+    memory = " (out of memory? see `dmesg`)" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by {name}{memory}; the end of its log:"
 
 
 def _shortened(text: str, limit: int = 300) -> str:

@@ -1,4 +1,4 @@
-"""`lockstep report`: write a run's report anew."""
+"""`lockstep report`: rewrites the report of a run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,8 +8,8 @@ import typer
 from lockstep.cli.terminal import REFUSED, show_refusal
 
 
-def command(run: Annotated[Path, typer.Argument(help="The run's folder; the run may be going on.")]) -> None:
-    """Write the HTML report of a run, finished or not, and say what went wrong in it."""
+def command(run: Annotated[Path, typer.Argument(help="The run's folder; the run may still be running.")]) -> None:
+    """Write the HTML report of a run, finished or not, and list its incidents."""
     from lockstep.ledger.errors import LedgerError
     from lockstep.ledger.ledger import Ledger
     from lockstep.report.html_report import write_report

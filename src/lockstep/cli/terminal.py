@@ -8,17 +8,15 @@
 | 130 | ended by Ctrl-C; the run can be resumed |
 """
 
-from rich.console import Console
-from rich.markup import escape
-
-from lockstep.config.errors import ConfigError
-from lockstep.doctor.output.explanation import terminal_safe
-
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 
 def show_refusal(error: Exception) -> None:
-    """Every problem on its own line, on standard error."""
+    """Prints why nothing was started on standard error, one problem per line."""
+    from rich.console import Console
+
+    from lockstep.config.errors import ConfigError
+
     console = Console(stderr=True, soft_wrap=True)
     if isinstance(error, ConfigError):
         console.print(f"[bold red]refused[/] {_shown(error.source)}")
@@ -31,10 +29,16 @@ def show_refusal(error: Exception) -> None:
 
 
 def show_note(text: str) -> None:
-    """Something to know, on standard error."""
+    """Prints a note on standard error."""
+    from rich.console import Console
+
     Console(stderr=True, soft_wrap=True).print(f"[yellow]note[/] {_shown(text)}")
 
 
 def _shown(text: str) -> str:
-    """As it is: neither markup nor anything that a terminal obeys. Some of it comes from other hosts."""
+    """Escapes rich markup and terminal control sequences: some texts come from other hosts."""
+    from rich.markup import escape
+
+    from lockstep.doctor.output.explanation import terminal_safe
+
     return escape(terminal_safe(text))

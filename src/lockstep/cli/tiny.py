@@ -1,4 +1,4 @@
-"""`lockstep tiny`: make a tiny model and its tokenizer, for examples and tests."""
+"""`lockstep tiny`: creates a tiny model and its tokenizer, for examples and tests."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,22 +9,22 @@ from lockstep.cli.terminal import REFUSED, show_refusal
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Where to write it; any command takes this folder as a model.")],
+    folder: Annotated[Path, typer.Argument(help="Output folder; every command accepts it as a model.")],
     family: Annotated[str, typer.Option(help="qwen2 or llama.")] = "qwen2",
-    hidden: Annotated[int, typer.Option(help="Width.")] = 128,
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 128,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 2,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 4,
     kv_heads: Annotated[int, typer.Option(help="Key-value heads.")] = 2,
-    ffn: Annotated[int, typer.Option(help="Width of the feed-forward part.")] = 512,
+    ffn: Annotated[int, typer.Option(help="Hidden size of the feed-forward layers.")] = 512,
     max_length: Annotated[int, typer.Option(help="Longest sequence in tokens.")] = 256,
     alphabet: Annotated[
-        str | None, typer.Option(help="Characters of the tokenizer; printable ASCII if absent.")
+        str | None, typer.Option(help="Characters of the tokenizer; printable ASCII by default.")
     ] = None,
-    tie_embeddings: Annotated[bool, typer.Option(help="One matrix for embedding and head.")] = True,
-    chat: Annotated[bool, typer.Option(help="Role tokens and a chat template.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    tie_embeddings: Annotated[bool, typer.Option(help="Share one matrix between embedding and head.")] = True,
+    chat: Annotated[bool, typer.Option(help="Add role tokens and a chat template.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
-    """Make a tiny Qwen2- or Llama-type model with random weights and a tokenizer of single characters."""
+    """Create a tiny Qwen2- or Llama-type model with random weights and a character-level tokenizer."""
     from lockstep.models.tiny_model import DEFAULT_ALPHABET, TinyModel, make_tiny
 
     try:

@@ -1,10 +1,9 @@
-"""`lockstep top`: what every process of a run does now."""
+"""`lockstep top`: what every process of a run is doing."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lockstep.cli.terminal import REFUSED, show_refusal
 
@@ -13,11 +12,14 @@ def command(
     run: Annotated[
         Path, typer.Argument(help="The run's folder, or the pid of one of its processes.", metavar="RUN|PID")
     ],
-    once: Annotated[bool, typer.Option("--once", help="Print one table and leave.")] = False,
-    every: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 1.0,
 ) -> None:
-    """Show every process of a run: stage, progress, collectives, who waits for whom, and who is suspected on top. Reads
-    only; ends with Ctrl-C."""
+    """Show every process of a run: stage, progress, collectives and waits; suspects are at the top.
+
+    Only reads. Stop with Ctrl-C."""
+    from rich.console import Console
+
     from lockstep.report import process_table
     from lockstep.watch.beacon.reader import read_beacons
 
@@ -31,26 +33,28 @@ def command(
 
 
 def _run_name(run: Path) -> str:
-    """The run's name among the beacons. Exits where there is none."""
+    """The run id that names the beacons. Exits if the run has none."""
     from lockstep.watch.attach.run_observer import run_of_process
 
     file = run / "run-id"
     if file.is_file():
         return file.read_text().strip()
-    known = run_of_process(int(run.name)) if run.name.isdigit() and not run.exists() else None
-    if known is not None:
-        return known
-    what = f"process {run} has no beacon" if run.name.isdigit() else f"{run} has no run-id"
-    show_refusal(ValueError(f"{what}: give the folder of a run that was started on this host, or the pid of a process"))
+    run_id = run_of_process(int(run.name)) if run.name.isdigit() and not run.exists() else None
+    if run_id is not None:
+        return run_id
+    problem = f"process {run} has no beacon" if run.name.isdigit() else f"{run} has no run-id"
+    show_refusal(
+        ValueError(f"{problem}: give the folder of a run started on this host, or the pid of one of its processes")
+    )
     raise typer.Exit(REFUSED)
 
 
 def _describe_ended(run: Path) -> str:
-    """What there is to say of a run that has no process on this host."""
+    """The state of a run that has no process on this host, from its ledger."""
     from lockstep.ledger.ledger import Ledger
 
     with Ledger.reader(run) as ledger:
-        done, wanted = ledger.done(), ledger.config()["steps"]
-        ends = [str(event.fields["reason"]) for event in ledger.events() if event.kind == "end"]
-    how = ends[-1] if ends else "killed before it began"
-    return f"{run} has no process on this host; after {done} of {wanted} steps: {how}"
+        done, steps = ledger.done(), ledger.config()["steps"]
+        reasons = [str(event.fields["reason"]) for event in ledger.events() if event.kind == "end"]
+    reason = reasons[-1] if reasons else "killed before it began"
+    return f"{run} has no process on this host; after {done} of {steps} steps: {reason}"

@@ -1,29 +1,28 @@
-"""`lockstep train`: run a recipe."""
+"""`lockstep train`: runs a recipe."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lockstep.cli.terminal import REFUSED, show_refusal
-from lockstep.config.errors import ConfigError
-from lockstep.config.loader import load_config
 
 
 def command(
     file: Annotated[
-        str | None, typer.Argument(metavar="FILE.yaml", help="What to run; not needed with --resume.")
+        str | None, typer.Argument(metavar="FILE.yaml", help="Config of the run; not needed with --resume.")
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SECTION.KEY=VALUE", help="Values in place of the file's; lists by number: reward.terms.0.weight=2."
+            metavar="SECTION.KEY=VALUE",
+            help="Overrides of the file's values; list items by index: reward.terms.0.weight=2.",
         ),
     ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this folder.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show config, processes, memory and collectives; start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Show config, processes, memory and collectives without starting anything."),
     ] = False,
     gpus: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="With --dry-run: plan for a host with N GPUs.")
@@ -31,11 +30,12 @@ def command(
     submit: Annotated[
         str | None,
         typer.Option(
-            metavar="ADDRESS", help="Run as a job of the Ray cluster whose dashboard is there, and follow it."
+            metavar="ADDRESS",
+            help="Submit the run as a job to the Ray cluster with this dashboard address, and follow it.",
         ),
     ] = None,
 ) -> None:
-    """Train a model: SFT or GRPO, as the file says.
+    """Train a model: SFT or GRPO, as configured in the file.
 
     Examples:
 
@@ -45,10 +45,13 @@ def command(
 
         lockstep train run.yaml folder=/shared/runs --submit http://127.0.0.1:8265
     """
+    from lockstep.config.errors import ConfigError
+    from lockstep.config.loader import load_config
+
     if gpus is not None and not dry_run:
-        raise typer.BadParameter("goes with --dry-run: a run takes the GPUs that there are", param_hint="--gpus")
+        raise typer.BadParameter("requires --dry-run: a run uses the GPUs of its host", param_hint="--gpus")
     if submit is not None and dry_run:
-        raise typer.BadParameter("does not go with --dry-run: it starts the run", param_hint="--submit")
+        raise typer.BadParameter("cannot be combined with --dry-run: it starts the run", param_hint="--submit")
     values = list(overrides or [])
     if resume is not None and file is not None and "=" in file:
         values.insert(0, file)
@@ -62,9 +65,11 @@ def command(
         from lockstep.cli.train_submit import submit_run
 
         raise typer.Exit(submit_run(submit, config, resume, values))
-    # Imported only now: torch and transformers take seconds, and help or a misspelt key should not wait for them.
+    # Imported late: torch and transformers take seconds, and a misspelt key is reported without them.
     from lockstep.cli.train_run import run_training, show_plan
 
     if dry_run:
+        from rich.console import Console
+
         raise typer.Exit(show_plan(config, resume, values, Console(), gpus))
     raise typer.Exit(run_training(config, resume, values))

@@ -27,7 +27,7 @@ Found = TypeVar("Found", PreparedRun, DryRun)
 
 
 def run_training(config: Config, resume: Path | None, overrides: Sequence[str]) -> int:
-    """Trains; the exit code."""
+    """Runs the training and returns the exit code."""
     prepared = _prepare_or_exit_code(lambda: prepare_run(config, resume, overrides))
     if isinstance(prepared, int):
         return prepared
@@ -41,7 +41,7 @@ def run_training(config: Config, resume: Path | None, overrides: Sequence[str]) 
     except (Interrupted, KeyboardInterrupt):
         show_interruption(prepared.folder)
         return INTERRUPTED
-    except Exception as error:  # noqa: BLE001  # the outermost frame: whatever failed is shown, and the exit code says so
+    except Exception as error:  # noqa: BLE001  # the outermost frame shows every failure and sets the exit code
         show_failure(error, prepared.folder)
         return FAILED
     return 0
@@ -50,8 +50,11 @@ def run_training(config: Config, resume: Path | None, overrides: Sequence[str]) 
 def show_plan(
     config: Config, resume: Path | None, overrides: Sequence[str], console: Console, gpus: int | None = None
 ) -> int:
-    """Prints the resolved config and the plan, for a host with so many GPUs where it is not for this one; the exit
-    code."""
+    """Prints the resolved config and the plan and returns the exit code.
+
+    Args:
+        gpus: of the host to plan for; this host's by default.
+    """
     found = _prepare_or_exit_code(lambda: dry_run(config, resume, overrides, gpus))
     if isinstance(found, int):
         return found
@@ -66,10 +69,10 @@ def show_plan(
     return 0
 
 
-def _prepare_or_exit_code(look: Callable[[], Found]) -> Found | int:
-    """What was found, with its notes shown; the exit code where there is nothing to start, which is said."""
+def _prepare_or_exit_code(prepare: Callable[[], Found]) -> Found | int:
+    """Shows the notes of the prepared run, or explains why there is nothing to start and returns the exit code."""
     try:
-        found = look()
+        found = prepare()
     except RunFinished as done:
         show_note(str(done))
         return 0
@@ -105,7 +108,7 @@ def _process_table(plan: RunPlan) -> Table:
 
 
 def _placement_table(plan: RunPlan, placement: PlacementConfig) -> Table:
-    """Where processes are to be; where nodes are not known, what is to be reserved for them."""
+    """The node of each process, or the bundles to reserve when the nodes are not known."""
     if plan.assignment is not None:
         table = Table(title="placement", title_justify="left", box=None, pad_edge=False)
         for column in ("node", "address", "processes", "CPUs", "GPUs"):

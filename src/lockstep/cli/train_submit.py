@@ -16,31 +16,31 @@ from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.run.errors import RunRefused
 from lockstep.run.planning.ray_package import CONFIG_FILE, build_ray_package
 
-_PYTHONPATH = "it names folders of the host that submits the run"
+_PYTHONPATH = "it lists folders of the submitting host"
 
 
 def submit_run(
     address: str, config: SFTConfig | GRPOConfig | None, resume: Path | None, overrides: Sequence[str]
 ) -> int:
-    """Hands the run over and follows it; the exit code is the run's own. Ctrl-C detaches, as from `ray job submit`."""
-    asked: list[RayJob] = []
+    """Submits the run, follows it and returns its exit code. Ctrl-C detaches, as with `ray job submit`."""
+    requested: list[RayJob] = []
     try:
-        job = _submit_job(address, config, resume, overrides, asked.append)
+        job = _submit_job(address, config, resume, overrides, requested.append)
     except KeyboardInterrupt:
-        for job in asked[-1:]:
-            show_note(f"job {job.id} may have been taken. Follow it: {job.follow_again()}; stop it: {job.stop()}")
+        for job in requested[-1:]:
+            show_note(f"job {job.id} may have been submitted. Follow it: {job.follow_again()}; stop it: {job.stop()}")
         return INTERRUPTED
     except (RunRefused, SubmissionError, OSError) as error:
         show_refusal(error)
         return REFUSED
-    show_note(f"job {job.id} is with {job.address}")
+    show_note(f"submitted job {job.id} to {job.address}")
     try:
         return _exit_code(follow_job(job, _write_log))
     except KeyboardInterrupt:
-        show_note(f"the job goes on. Follow it: {job.follow_again()}; stop it: {job.stop()}")
+        show_note(f"the job continues. Follow it: {job.follow_again()}; stop it: {job.stop()}")
         return INTERRUPTED
     except SubmissionError as error:
-        show_note(f"the job is not seen any more: {error}. Follow it again: {job.follow_again()}")
+        show_note(f"lost contact with the job: {error}. Follow it again: {job.follow_again()}")
         return FAILED
 
 
@@ -49,24 +49,24 @@ def _submit_job(
     config: SFTConfig | GRPOConfig | None,
     resume: Path | None,
     overrides: Sequence[str],
-    asked: Callable[[RayJob], None],
+    on_request: Callable[[RayJob], None],
 ) -> RayJob:
     if resume is not None and not resume.is_absolute():
-        raise RunRefused(f"--resume {resume} is looked for on the cluster: name it by its absolute path there")
+        raise RunRefused(f"--resume {resume} must be the absolute path of the run folder on the cluster")
     if config is None:
         if resume is None:
             raise RunRefused("name a file to train from, or a run with --resume")
         _must_be_public(overrides)
         words = ["python", "-m", "lockstep", "train", "--resume", str(resume), *overrides]
-        return submit_job(address, resume.name, shlex.join(words), None, {}, asked)
+        return submit_job(address, resume.name, shlex.join(words), None, {}, on_request)
     config = _require_ray(config)
     assert isinstance(config.cluster, RayClusterConfig)
-    given = _job_environment(config.cluster)
-    _show_forwarded(given)
+    forwarded = _job_environment(config.cluster)
+    _show_forwarded(forwarded)
     with tempfile.TemporaryDirectory(prefix="lockstep-submit-") as folder:
         staged = build_ray_package(config, Path(folder))
         if staged.elsewhere:
-            show_note(f"not sent, to be there on the cluster: {', '.join(staged.elsewhere)}")
+            show_note(f"not sent, must exist on the cluster: {', '.join(staged.elsewhere)}")
         words = [
             "python",
             "-m",
@@ -75,17 +75,17 @@ def _submit_job(
             CONFIG_FILE,
             *(["--resume", str(resume)] if resume is not None else []),
         ]
-        return submit_job(address, config.name, shlex.join(words), staged.folder, given.values, asked)
+        return submit_job(address, config.name, shlex.join(words), staged.folder, forwarded.values, on_request)
 
 
 def _must_be_public(overrides: Sequence[str]) -> None:
-    """Raises Refused for secrets: a job's command is shown to whoever sees the dashboard."""
+    """Raises RunRefused for a secret: the dashboard shows the command of a job."""
     for override in overrides:
         name, _, value = override.partition("=")
         if value and (is_secret_name(name) or secret_kind(value) is not None):
             raise RunRefused(
-                f"{name} looks like a secret, and a job's command is shown to everybody who sees the dashboard: set it "
-                "in the environment that the cluster was started with"
+                f"{name} looks like a secret, and the dashboard shows the command of a job to everyone: set it in the "
+                "environment in which the cluster was started"
             )
 
 
@@ -93,13 +93,13 @@ def _require_ray(config: SFTConfig | GRPOConfig) -> SFTConfig | GRPOConfig:
     if config.cluster.kind == "ray":
         return config
     if "cluster" in config.model_fields_set:
-        raise RunRefused("cluster.kind is local, and --submit runs on the nodes of a Ray cluster: set cluster=ray")
-    show_note("cluster=ray, as the run is submitted to one and its file names none")
+        raise RunRefused("--submit runs on a Ray cluster, but cluster.kind is local: set cluster=ray")
+    show_note("using cluster=ray: the run is submitted to a Ray cluster and its file configures none")
     return config.model_copy(update={"cluster": RayClusterConfig()})
 
 
 def _job_environment(cluster: RayClusterConfig) -> ForwardedEnvironment:
-    """What the job's driver gets of this shell, from where it goes on to all workers."""
+    """Variables of this shell for the job's driver, which forwards them to all workers."""
     given = without_secrets(forward_environment(os.environ, cluster.forward_env, {}))
     if "PYTHONPATH" not in given.values:
         return given
@@ -109,9 +109,9 @@ def _job_environment(cluster: RayClusterConfig) -> ForwardedEnvironment:
 
 def _show_forwarded(given: ForwardedEnvironment) -> None:
     if given.values:
-        show_note(f"variables of this shell that go along: {', '.join(given.values)}")
+        show_note(f"forwarding variables of this shell: {', '.join(given.values)}")
     for name, why in given.kept_back.items():
-        show_note(f"{name} does not go along: {why}")
+        show_note(f"not forwarding {name}: {why}")
 
 
 def _write_log(text: str) -> None:

@@ -1,15 +1,18 @@
-"""`lockstep watch`: the same eyes around any job."""
+"""`lockstep watch`: the same monitoring around any job."""
 
 import logging
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from lockstep.cli.terminal import show_refusal
+
+if TYPE_CHECKING:
+    from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 
 
 class OnStall(StrEnum):
@@ -27,29 +30,27 @@ def command(
             "which ends with exit code 124."
         ),
     ] = OnStall.report,
-    incidents: Annotated[Path, typer.Option(help="Folder for what is collected around a confirmed stall.")] = Path(
+    incidents: Annotated[Path, typer.Option(help="Folder for the evidence collected around a confirmed stall.")] = Path(
         "incidents"
     ),
-    notice_after: Annotated[
-        float, typer.Option(help="Seconds without any progress after which a wait is told.", min=0.2)
-    ] = 3.0,
+    notice_after: Annotated[float, typer.Option(help="Warn after this many seconds without progress.", min=0.2)] = 3.0,
     confirm_after: Annotated[
         float,
-        typer.Option(help="Seconds of stillness after which a process that others wait for is accused.", min=1.0),
+        typer.Option(help="Confirm a stall after this many seconds in which the blocking process was idle.", min=1.0),
     ] = 40.0,
     supervisor: Annotated[
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Of a job on several nodes: where its one supervisor listens, the same on every node, an address of "
-            "one of them; LOCKSTEP_TOKEN is the secret that they share.",
+            help="For a job on several nodes: where its only supervisor listens, an address of one of the nodes. Give "
+            "the same on every node; LOCKSTEP_TOKEN holds the shared secret.",
         ),
     ] = "",
-    node: Annotated[str, typer.Option(help="What this host is called in verdicts; its host name if not given.")] = "",
+    node: Annotated[str, typer.Option(help="Name of this host in verdicts; its host name by default.")] = "",
 ) -> None:
-    """Run a command and name who keeps it waiting: torchrun, accelerate, deepspeed, mpirun or plain Python.
+    """Run a command and report which process blocks it: torchrun, accelerate, mpirun, plain Python.
 
-    Its code needs no change, and its Python environment no Lockstep. The exit code is the command's."""
+    Neither the code nor the Python environment of the command needs a change. The exit code is the command's."""
     from lockstep.watch.attach.watched_command import CommandNotStarted, WatchedCommand, run_watched
     from lockstep.watch.diagnosis.verdict import StallThresholds
     from lockstep.watch.supervisor.multi_node import SupervisorEndpoint
@@ -58,26 +59,26 @@ def command(
     logging.basicConfig(level=logging.WARNING, format="lockstep watch: %(message)s")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
 
-    noted: set[str] = set()
+    shown: set[str] = set()
 
-    def said(what: SupervisorEvent) -> None:
-        console.print(_verdict_line(what))
-        if what.incident is not None and what.incident not in noted:
-            noted.add(what.incident)
-            _show_environment_findings(console, Path(what.incident))
+    def show_event(event: SupervisorEvent) -> None:
+        console.print(_verdict_line(event))
+        if event.incident is not None and event.incident not in shown:
+            shown.add(event.incident)
+            _show_environment_findings(console, Path(event.incident))
 
-    def trouble(text: str) -> None:
+    def show_problem(text: str) -> None:
         console.print(f"[yellow]lockstep watch:[/] {escape(text)}")
 
-    patience = StallThresholds(notice_s=notice_after, still_s=confirm_after)
+    thresholds = StallThresholds(notice_s=notice_after, still_s=confirm_after)
     try:
-        meeting = SupervisorEndpoint.read(supervisor) if supervisor else None
+        endpoint = SupervisorEndpoint.read(supervisor) if supervisor else None
     except ValueError as error:
         show_refusal(error)
         raise typer.Exit(2) from None
-    asked = WatchedCommand(words, incidents, on_stall.value, patience, Path(words[0]).name, node, meeting)
+    watched = WatchedCommand(words, incidents, on_stall.value, thresholds, Path(words[0]).name, node, endpoint)
     try:
-        code = run_watched(asked, said, trouble)
+        code = run_watched(watched, show_event, show_problem)
     except CommandNotStarted as error:
         show_refusal(error)
         raise typer.Exit(error.code) from None
@@ -87,13 +88,13 @@ def command(
 def _show_environment_findings(console: Console, incident: Path) -> None:
     from lockstep.doctor.environment.incident_environment import findings_sentence, write_incident_findings
 
-    if odd := findings_sentence(write_incident_findings(incident)):
-        console.print(f"[yellow]lockstep watch:[/] environment: {escape(odd)}")
+    if text := findings_sentence(write_incident_findings(incident)):
+        console.print(f"[yellow]lockstep watch:[/] environment: {escape(text)}")
 
 
-def _verdict_line(what: "Said") -> str:  # type: ignore[name-defined]  # noqa: F821 - imported with the command
-    color = {"notice": "yellow", "confirmed": "red", "act": "red"}[what.level]
-    if what.change == "withdrawn":
-        return f"[green]lockstep watch:[/] goes on again: {escape(what.headline)}"
-    where = f" [dim]({escape(what.incident)})[/]" if what.incident else ""
-    return f"[{color}]lockstep watch:[/] {what.level}: {escape(what.headline)}{where}"
+def _verdict_line(event: "SupervisorEvent") -> str:
+    color = {"notice": "yellow", "confirmed": "red", "act": "red"}[event.level]
+    if event.change == "withdrawn":
+        return f"[green]lockstep watch:[/] recovered: {escape(event.headline)}"
+    where = f" [dim]({escape(event.incident)})[/]" if event.incident else ""
+    return f"[{color}]lockstep watch:[/] {event.level}: {escape(event.headline)}{where}"

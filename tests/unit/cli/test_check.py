@@ -82,10 +82,10 @@ def test_what_was_found_is_printed_where_a_later_rung_breaks(
     assert result.exit_code == code and {"versions", "limits"} <= {rung["name"] for rung in report["rungs"]}
     assert report["findings"][-1]["id"] == "check-ended" and report["findings"][-1]["severity"] == "unchecked"
     shown = CliRunner().invoke(app, ["check"])
-    assert "Versions" in shown.stdout and "Not climbed" in shown.stdout
+    assert "Versions" in shown.stdout and "Not checked" in shown.stdout
 
 
-def test_rungs_are_printed_as_they_are_climbed(
+def test_sections_are_printed_as_soon_as_they_are_complete(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []

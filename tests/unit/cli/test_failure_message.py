@@ -80,14 +80,14 @@ def test_of_a_stuck_process_the_users_frames_are_shown_innermost_last(tmp_path: 
     frames = user_frames(f"--- end of the log of scorer-0 ---\n{log}")
     assert [line.rpartition(" in ")[2] for line in frames] == ["<module>", "score", "wait_for_ever"]
     told = describe_failure(RewardError("f.py:score", "did not finish", "0:1#2", 1, "42", traceback=log))
-    assert told.lines == ["it was in", *frames]
+    assert told.lines == ["running at:", *frames]
     assert told.facts == [("sample", "0:1#2 (row 1 of the data)"), ("completion", "'42'")]
 
 
 def test_the_log_of_a_dead_worker_ends_the_telling() -> None:
     log = "\n".join(f"line {n}" for n in range(40))
     told = describe_failure(WorkerDied("engine-0", 0, -9, log))
-    assert told.what.startswith("engine-0 was ended by SIGKILL (was memory short?")
+    assert told.what.startswith("engine-0 was killed by SIGKILL (out of memory?")
     assert (told.lines[0], told.lines[-1], len(told.lines)) == ("line 28", "line 39", 12)
     assert describe_failure(WorkerDied("engine-0", 0, 3, log)).what == "engine-0 exited with 3; the end of its log:"
     assert describe_failure(WorkerDied("engine-0", 0, None, log)).what == "engine-0 vanished"
@@ -120,8 +120,8 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         "    Traceback",
         "      [x]",
         "",
-        f"go on with: lockstep train --resume {tmp_path}/run",
-        f"everything that is known: {tmp_path}/run/logs",
+        f"resume with: lockstep train --resume {tmp_path}/run",
+        f"full logs: {tmp_path}/run/logs",
     ]
 
 
@@ -134,4 +134,4 @@ def test_a_run_that_never_began_is_not_offered_for_resuming(tmp_path: Path, caps
     assert err.startswith("error ValueError: no\n") and "--resume" not in err and "/logs" not in err
     assert f"{tmp_path}/run is kept as {tmp_path}/run.failed-1" in err
     show_failure(KeyError("a bug"), tmp_path / "run")
-    assert capsys.readouterr().err == "error KeyError: 'a bug'\n", "there is no run to go on with"
+    assert capsys.readouterr().err == "error KeyError: 'a bug'\n", "there is no run to resume"

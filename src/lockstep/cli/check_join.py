@@ -1,0 +1,49 @@
+"""`lockstep check --join`: runs as this host's probe, without the modules that only the head needs."""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import typer
+
+from lockstep.cli.check_arguments import split_address
+from lockstep.cli.terminal import show_note
+from lockstep.doctor.check.probe.host_probe import JOIN_TIMEOUT_S, serve_probe
+from lockstep.doctor.check.probe.probe_protocol import TOKEN_VARIABLE
+
+
+def run_probe(where: str, name: str | None, address: str | None, wait_s: float | None) -> None:
+    """Serves as this host's probe until the head dismisses it.
+
+    Args:
+        wait_s: how long to try to reach the head, if not the default.
+
+    Raises:
+        ValueError: an argument is invalid.
+        OSError: the head cannot be reached or refuses this probe, or this host does not have the address.
+    """
+    host, port = split_address(where)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        if not sys.stdin.isatty():
+            raise ValueError(f"no token: set {TOKEN_VARIABLE} to the token printed by the check on the head")
+        token = str(typer.prompt("token of the check", hide_input=True)).strip()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, _exit_on_signal)
+    serve_probe(host, port, token, name or socket.gethostname(), address, _look, wait_s or JOIN_TIMEOUT_S, show_note)
+
+
+def _look(order: Mapping[str, Any]) -> dict[str, Any]:
+    from lockstep.doctor.check.cluster.host_comparison import answer_look
+
+    return answer_look(order)
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """Raises SystemExit, so that the ranks of a self-test are ended."""
+    raise SystemExit(128 + number)
