@@ -1,0 +1,90 @@
+"""The house stays guessable: one name for one thing, folders that fit a screen, plain words."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "lockstep"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+REPEATED_STEMS = {"__init__", "__main__", "api", "config", "errors", "protocol"}
+"""Every room may have one of these."""
+SIBLINGS = (PACKAGE / "rollout", PACKAGE / "doctor" / "configs")
+"""Their folders implement one protocol, each for another backend or framework, in files of the same names."""
+PAYLOAD = PACKAGE / "watch" / "attach" / "payload"
+"""No package: the folder that `lockstep watch` puts on the path of the jobs that it watches."""
+MOST_FILES = 20
+MOST_LINES = 420
+
+PRIVATE_WORDS = re.compile(
+    r"\b(whom|goes on|go on with|went on|is told|are told|was told|nobody is|said hello|the same eyes|is meant\?)\b",
+    re.IGNORECASE,
+)
+"""Phrases of the private language that this code once spoke."""
+
+
+def folders() -> Iterator[Path]:
+    yield from sorted({path.parent for path in SOURCES})
+
+
+def test_a_file_stem_means_one_thing() -> None:
+    places = defaultdict(set)
+    for path in SOURCES:
+        if path.stem not in REPEATED_STEMS:
+            family = next((room for room in SIBLINGS if room in path.parents and path.parent != room), None)
+            places[path.stem].add(family or path)
+    assert {stem: sorted(map(str, found)) for stem, found in places.items() if len(found) > 1} == {}
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    places = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(PACKAGE)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(PACKAGE.parent)))
+def test_a_folder_fits_a_screen(folder: Path) -> None:
+    files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+    assert len(files) <= MOST_FILES, "divide it by concept"
+
+
+def test_no_file_is_longer_than_one_idea() -> None:
+    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: lines for name, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def test_sources_and_docs_speak_plain_english() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match.group()}"
+        for path in [*SOURCES, *pages]
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (match := PRIVATE_WORDS.search(line))
+    ]
+    assert found == []
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    silent = [
+        str(folder.relative_to(PACKAGE))
+        for folder in folders()
+        if folder != PAYLOAD and not ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    ]
+    assert silent == []
+
+
+def test_the_architecture_page_names_files_and_rooms_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = re.findall(r"^\| `([\w/]+)` \|", page, re.MULTILINE)
+    missing = [name for name in rooms if not (PACKAGE / name / "__init__.py").is_file()]
+    missing += [name for name in re.findall(r"`([\w/]+\.py)`", page) if not (PACKAGE / name).is_file()]
+    assert missing == []
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()} <= set(rooms)
