@@ -17,21 +17,21 @@ from urllib.parse import parse_qs, urlparse
 from lockstep.base.bounded_wait import track_wait
 from lockstep.base.folders import run_shm_dir
 from lockstep.watch.attach import launcher_env
-from lockstep.watch.beacon import writer
 from lockstep.watch.beacon.reader import read_beacon
+from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.procfs.processes import is_alive
 from lockstep.watch.recorder import recorder, rendezvous_wait
 
 CLAIM_VARIABLE = "LOCKSTEP_WATCH_RANK"
-"""`rank pid` of the process that is the rank, for those below it."""
+"""`rank pid` of the process that is the rank, for its children."""
 WATCHED_ROLE = "rank"
-"""Of every rank of a job that says nothing of roles."""
+"""The role of every rank of a job without roles."""
 DEVICE_MESH_MODULE = "torch.distributed.device_mesh"
-"""Has its own name for `init_process_group`."""
+"""Imports `init_process_group` by name."""
 
 
 def enroll_process(run: str) -> None:
-    """Called once `torch.distributed` is imported. Raises what keeps this process from being recorded."""
+    """Called once `torch.distributed` is imported. Raises the error that keeps this process from being recorded."""
     dist = importlib.import_module("torch.distributed")
     if not dist.is_available():
         return
@@ -44,23 +44,23 @@ def enroll_process(run: str) -> None:
 
 
 def rank_is_claimed() -> bool:
-    """Whether a living process above this one is the rank that the environment speaks of."""
+    """Whether a living ancestor of this process is the rank that the environment names."""
     words = os.environ.get(CLAIM_VARIABLE, "").split()
     return len(words) == 2 and words[1] != str(os.getpid()) and is_alive(int(words[1]))
 
 
 def _open_rank_beacon(run: str, rank: int) -> None:
-    """The process's beacon, under a name that no living process has."""
+    """Opens the process's beacon, under a name that no living process uses."""
     name = f"{WATCHED_ROLE}-{rank}"
     found = read_beacon(run_shm_dir(run) / f"{name}.beacon")
     if found is not None and found.pid != os.getpid() and is_alive(found.pid, found.start_ticks):
         name = f"{name}.{os.getpid()}"
-    writer.open_beacon(run, name, WATCHED_ROLE, rank).stage("begin")
+    open_beacon(run, name, WATCHED_ROLE, rank).stage("begin")
     os.environ[CLAIM_VARIABLE] = f"{rank} {os.getpid()}"
 
 
 def _enroll_rank(run: str, rank: int) -> None:
-    """Makes this process a recorded one, if it is none yet. The job goes on if that fails."""
+    """Starts recording this process, unless it is recorded already. The job continues if that fails."""
     if recorder.current() is not None:
         return
     try:
@@ -78,7 +78,7 @@ def _enroll_with_first_communicator(run: str, dist: Any) -> None:
     def created(group_size: int, group_rank: int, *args: Any, **kwargs: Any) -> Any:
         if recorder.current() is None:
             _enroll_rank(run, group_rank)
-            if recorder.current() is not None:  # it has put its own in this one's place
+            if recorder.current() is not None:  # the recorder has replaced this wrapper
                 return c10d._new_process_group_helper(group_size, group_rank, *args, **kwargs)
         return create(group_size, group_rank, *args, **kwargs)
 
@@ -87,54 +87,55 @@ def _enroll_with_first_communicator(run: str, dist: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _RendezvousArguments:
-    """What a call of `init_process_group` says, the environment's word where it says nothing. -1: not known."""
+    """Rank, world size and URL of a call of `init_process_group`; the environment fills in what the call omits. -1 is
+    unknown."""
 
     rank: int
     world: int
-    place: str
+    url: str
 
     @staticmethod
     def read(args: Sequence[Any], given: Mapping[str, Any], variables: Mapping[str, str]) -> "_RendezvousArguments":
-        def argument(place: int, name: str, default: Any) -> Any:
-            return args[place] if len(args) > place else given.get(name, default)
+        def argument(position: int, name: str, default: Any) -> Any:
+            return args[position] if len(args) > position else given.get(name, default)
 
         method = argument(1, "init_method", None)
         url = str(method or "env://") if argument(5, "store", None) is None else ""
         query = parse_qs(urlparse(url).query)
-        told = launcher_env.launcher_rank(variables)
-        ranks = (argument(4, "rank", -1), *query.get("rank", ()), -1 if told is None else told[0])
-        worlds = (
+        launched = launcher_env.launcher_rank(variables)
+        ranks = (argument(4, "rank", -1), *query.get("rank", ()), -1 if launched is None else launched[0])
+        world_sizes = (
             argument(3, "world_size", -1),
             *query.get("world_size", ()),
             launcher_env.launcher_world_size(variables) or -1,
         )
-        rank, world = (next((int(each) for each in some if int(each) >= 0), -1) for some in (ranks, worlds))
+        rank, world = (next((int(each) for each in found if int(each) >= 0), -1) for found in (ranks, world_sizes))
         return _RendezvousArguments(rank, world, url)
 
 
 def _show_rendezvous(run: str, dist: Any) -> None:
-    """Says in the beacon that this rank waits for the others to come, while it does."""
+    """Shows in the beacon that this rank waits in a rendezvous, while it does."""
     c10d = dist.distributed_c10d
-    meet: Callable[..., Any] = c10d.init_process_group
+    original: Callable[..., Any] = c10d.init_process_group
 
-    @functools.wraps(meet)
-    def met(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
         try:
             joins = _RendezvousArguments.read(args, kwargs, os.environ)
-        except (TypeError, ValueError, AttributeError):  # torch itself will say what is wrong with it
-            return meet(*args, **kwargs)
+        except (TypeError, ValueError, AttributeError):  # torch itself reports the wrong argument
+            return original(*args, **kwargs)
         if joins.rank < 0 or joins.world < 1:
-            return meet(*args, **kwargs)
+            return original(*args, **kwargs)
         _enroll_rank(run, joins.rank)
-        first, last = launcher_env.ranks_on_this_host(joins.rank, joins.world, joins.place, os.environ)
+        first, last = launcher_env.ranks_on_this_host(joins.rank, joins.world, joins.url, os.environ)
         waits_for = rendezvous_wait.rendezvous_target(rendezvous_wait.ExpectedRanks(first, last, joins.world))
         with track_wait(
             rendezvous_wait.RENDEZVOUS,
             waits_for,
             rendezvous_wait.rendezvous_reason(joins.rank, f"the rendezvous of {joins.world} ranks"),
         ):
-            return meet(*args, **kwargs)
+            return original(*args, **kwargs)
 
     for module in (c10d, dist, sys.modules.get(DEVICE_MESH_MODULE)):
-        if getattr(module, "init_process_group", None) is meet:
-            module.init_process_group = met  # type: ignore[union-attr]
+        if getattr(module, "init_process_group", None) is original:
+            module.init_process_group = initialize  # type: ignore[union-attr]

@@ -20,11 +20,11 @@ from lockstep.watch.supervisor.message_store import MessageStore
 from lockstep.watch.supervisor.supervisor_settings import WaitAlias
 
 STACK_INTERVAL_S = 3.0
-"""Between two dumps of stacks, which tell the line of who stands still."""
+"""Between two dumps of an inactive process's stacks."""
 
 
 def run_of_process(pid: int) -> str | None:
-    """The run that a process of this host has a beacon in, None when it has none."""
+    """The run in which a process of this host has a beacon, None if it has none."""
     with contextlib.suppress(OSError):
         for path in shm_root().glob("*/*.beacon"):
             state = read_beacon(path, events=False)
@@ -35,31 +35,31 @@ def run_of_process(pid: int) -> str | None:
 
 @dataclass
 class RunObserver:
-    """Looks at a run again and again; what it says is the surer the longer it has looked."""
+    """Diagnoses a run repeatedly; confidence grows with the time of observation."""
 
     run: str
     patience: StallThresholds = field(default_factory=StallThresholds)
     aliases: dict[str, WaitAlias] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._eyes, self._teller = ProcessMonitor(self.run), ReportBuilder("")
-        self._inbox = MessageStore(aliases=self.aliases)
+        self._monitor, self._reports = ProcessMonitor(self.run), ReportBuilder("")
+        self._messages = MessageStore(aliases=self.aliases)
         self._dumped = 0.0
 
     def look(self) -> list[Verdict]:
-        """What is wrong now, the one that explains the others first."""
-        self._eyes.look({})
+        """The current verdicts, the one that explains the others first."""
+        self._monitor.look({})
         self._dump()
-        for said in self._teller.tell(self._eyes):
-            self._inbox.receive(encode_report(said), time.monotonic())
-        return diagnose(drop_uninformative(self._inbox.evidence(time.monotonic())), self.patience)
+        for report in self._reports.tell(self._monitor):
+            self._messages.receive(encode_report(report), time.monotonic())
+        return diagnose(drop_uninformative(self._messages.evidence(time.monotonic())), self.patience)
 
     def _dump(self) -> None:
-        """Has the stacks of one taken who stands still."""
+        """Dumps the stacks of one inactive process."""
         now = time.monotonic()
         if now - self._dumped < STACK_INTERVAL_S:
             return
-        for seen in self._eyes.suspects(self.patience.notice_s):
+        for seen in self._monitor.suspects(self.patience.notice_s):
             argv = py_spy.py_spy_command(seen.pid)
             if argv is None:
                 return

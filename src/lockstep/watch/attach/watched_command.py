@@ -42,34 +42,34 @@ log = logging.getLogger(__name__)
 
 PAYLOAD = Path(__file__).with_name("payload")
 STALL_EXIT_CODE = 124
-"""Our exit code when the command was ended because of a stall; the one that timeout(1) has."""
+"""Our exit code after ending the command because of a stall; timeout(1) uses the same."""
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
-"""As shells have them."""
+"""The exit codes of shells."""
 GRACE_S = 30.0
-"""Between asking a stalled command to end and killing what is left of it: torchrun needs that long for its ranks."""
+"""Between SIGTERM to a stalled command and SIGKILL to what is left of it: torchrun needs that long for its ranks."""
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
-"""The terminal sends these to the command as well; ours do nothing."""
+"""The terminal sends these to the command as well, so we ignore them."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedCommand:
-    """What is asked for."""
+    """A command to watch, and how."""
 
     command: Sequence[str]
     incidents: Path
     on_stall: str = "report"
-    """report, dump (flight recorders and native stacks as well) or kill."""
+    """report, dump (also flight recorders and native stacks) or kill."""
     patience: StallThresholds = field(default_factory=StallThresholds)
     name: str = "watch"
     node: str = ""
-    """What this host is called in verdicts; its host name if empty."""
+    """The name of this host in verdicts; its host name if empty."""
     meeting: SupervisorEndpoint | None = None
-    """Where the agents of several nodes meet; None: this node is all."""
+    """Where the agents of several nodes connect; None for a single node."""
 
 
 class CommandNotStarted(PicklableError, OSError):
-    """The command cannot be started; `code` is what a shell would end with."""
+    """The command cannot be started; `code` is the exit code of a shell."""
 
     error_code = "cannot_start"
 
@@ -79,39 +79,39 @@ class CommandNotStarted(PicklableError, OSError):
 
 
 def run_watched(
-    asked: WatchedCommand, on_said: Callable[[SupervisorEvent], None], on_trouble: Callable[[str], None]
+    watched: WatchedCommand, on_event: Callable[[SupervisorEvent], None], on_problem: Callable[[str], None]
 ) -> int:
     """Runs the command to its end.
 
     Args:
-        on_said: is given what the supervisor says, in a thread of its own.
-        on_trouble: is told, in words, what does not work of the watching; the command goes on.
+        on_event: called with the supervisor's events, in another thread.
+        on_problem: called with a text when monitoring fails; the command continues.
 
     Returns:
-        The command's exit code; 128 and the signal's number when a signal ended it, as shells say it;
-        `STALL_EXIT_CODE` when we did.
+        The command's exit code; 128 plus the signal's number after a signal, as in shells; `STALL_EXIT_CODE` if we
+        ended it because of a stall.
 
     Raises:
-        CannotStart: there is no such command.
+        CommandNotStarted: there is no such command, or it is not executable.
     """
-    run, token = new_run_id(asked.name), asked.meeting.token if asked.meeting else secrets.token_hex(16)
+    run, token = new_run_id(watched.name), watched.meeting.token if watched.meeting else secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="lockstep-watch-") as folder, contextlib.ExitStack() as stack:
-        for each in (run, asked.meeting.run) if asked.meeting else (run,):
+        for each in (run, watched.meeting.run) if watched.meeting else (run,):
             stack.callback(shutil.rmtree, run_shm_dir(each), ignore_errors=True)
         make_run_shm_dir(run)
         signals = stack.enter_context(_SignalForwarder())
-        process = _start(asked.command, watched_environment(os.environ, run))
-        signals.pass_to(process)
+        process = _start(watched.command, watched_environment(os.environ, run))
+        signals.forward_to(process)
         stalled = threading.Event()
 
-        def said(what: SupervisorEvent) -> None:
+        def handle(event: SupervisorEvent) -> None:
             if stalled.is_set():
-                return  # what follows is our own doing
-            on_said(what)
-            if asked.on_stall == "kill" and what.level != VerdictLevel.NOTICE and what.change != "withdrawn":
+                return  # later events are effects of ending the command
+            on_event(event)
+            if watched.on_stall == "kill" and event.level != VerdictLevel.NOTICE and event.change != "withdrawn":
                 stalled.set()
 
-        with _monitoring(asked, run, token, Path(folder), said, on_trouble):
+        with _monitoring(watched, run, token, Path(folder), handle, on_problem):
             code = _wait_for_exit(process, stalled)
         if code is None:
             _terminate(process)
@@ -120,14 +120,14 @@ def run_watched(
 
 
 def watched_environment(base: Mapping[str, str], run: str) -> dict[str, str]:
-    """What the command gets: ours, and where Python finds what is loaded into its processes."""
+    """The command's environment: ours, and a `PYTHONPATH` from which its Python processes load the payload."""
     path = os.pathsep.join(filter(None, [str(PAYLOAD), base.get("PYTHONPATH")]))
     rest = {name: value for name, value in base.items() if name != TOKEN_VARIABLE}
     return {**rest, "PYTHONPATH": path, "LOCKSTEP_WATCH": run}
 
 
 def _wait_for_exit(process: "subprocess.Popen[bytes]", stalled: threading.Event) -> int | None:
-    """Until the command has ended: its exit code; None when it is to be ended."""
+    """Waits until the command has ended, and returns its exit code; None if it stalled and is still running."""
     while not stalled.is_set():
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(0.2)
@@ -135,7 +135,7 @@ def _wait_for_exit(process: "subprocess.Popen[bytes]", stalled: threading.Event)
 
 
 def _terminate(process: "subprocess.Popen[bytes]") -> None:
-    """Asks the command to end, and kills what is left of it and below it after the grace."""
+    """Sends SIGTERM to the command, and after the grace SIGKILL to its remaining processes."""
     below = _process_tree(process.pid)
     process.terminate()
     with contextlib.suppress(WaitTimeout):
@@ -155,51 +155,54 @@ def _start(command: Sequence[str], variables: Mapping[str, str]) -> "subprocess.
 
 @contextlib.contextmanager
 def _monitoring(
-    asked: WatchedCommand,
+    watched: WatchedCommand,
     run: str,
     token: str,
     folder: Path,
-    said: Callable[[SupervisorEvent], None],
-    on_trouble: Callable[[str], None],
+    on_event: Callable[[SupervisorEvent], None],
+    on_problem: Callable[[str], None],
 ) -> Iterator[None]:
-    """Agent and supervisor, while the command runs."""
-    meeting = asked.meeting
+    """Runs an agent and a supervisor beside the command."""
+    meeting = watched.meeting
     try:
         host = meeting.our_address() if meeting else "127.0.0.1"
-        address = start_agent(run, token, folder, generation=WATCH_GENERATION, host=host, node=asked.node)
+        address = start_agent(run, token, folder, generation=WATCH_GENERATION, host=host, node=watched.node)
         client = AgentClient(address, token, name="watch")
     except (AgentError, OSError) as error:
-        on_trouble(f"the agent cannot be started: the command goes on unwatched ({error})")
+        on_problem(f"cannot start the agent: the command continues unwatched ({error})")
         yield
         return
-    judge: RemoteSupervisorClient | SupervisorClient
+    supervisor: RemoteSupervisorClient | SupervisorClient
     if meeting is not None and not meeting.is_ours():
-        judge = RemoteSupervisorClient(meeting, address, asked.node or platform.node(), said, on_trouble)
+        supervisor = RemoteSupervisorClient(meeting, address, watched.node or platform.node(), on_event, on_problem)
     else:
-        judge = SupervisorClient(_supervisor_settings(asked, run, folder, address), token, said, on_trouble)
+        supervisor = SupervisorClient(_supervisor_settings(watched, run, folder, address), token, on_event, on_problem)
     try:
         yield
     finally:
-        judge.close()
+        supervisor.close()
         with contextlib.suppress(AgentError):
             client.leave(0.0)
         client.close()
 
 
-def _supervisor_settings(asked: WatchedCommand, run: str, folder: Path, agent: ServiceAddress) -> SupervisorSettings:
-    facts = {"command": list(asked.command), "python": sys.version.split()[0]}
-    on_stall = "dump" if asked.on_stall == "kill" else asked.on_stall  # we end the whole command, not the culprits
+def _supervisor_settings(watched: WatchedCommand, run: str, folder: Path, agent: ServiceAddress) -> SupervisorSettings:
+    facts = {"command": list(watched.command), "python": sys.version.split()[0]}
+    on_stall = "dump" if watched.on_stall == "kill" else watched.on_stall  # we end the whole command, not the culprits
     settings = SupervisorSettings(
-        run, WATCH_GENERATION, folder, asked.incidents, [agent], os.getpid(), asked.patience, on_stall, facts=facts
+        run, WATCH_GENERATION, folder, watched.incidents, [agent], os.getpid(), watched.patience, on_stall, facts=facts
     )
-    if asked.meeting is None:
+    if watched.meeting is None:
         return settings
-    return replace(settings, run=asked.meeting.run, host=asked.meeting.host, port=asked.meeting.port)
+    return replace(settings, run=watched.meeting.run, host=watched.meeting.host, port=watched.meeting.port)
 
 
 class _SignalForwarder:
-    """What we are sent goes to the command, also what came before it was there. What was ignored when we were started
-    (nohup) stays so for us and for the command: handlers would be reset to the default in it."""
+    """Forwards our signals to the command, including those that arrive before it runs.
+
+    Signals that were ignored when we started (nohup) stay ignored for us and for the command; in it, a handler would be
+    reset to the default.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -209,7 +212,7 @@ class _SignalForwarder:
     def __enter__(self) -> "_SignalForwarder":
         for number in (*FORWARDED_SIGNALS, *TERMINAL_SIGNALS):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                handler = self._pass_on if number in FORWARDED_SIGNALS else _ignore_signal
+                handler = self._forward if number in FORWARDED_SIGNALS else _ignore_signal
                 self._before[number] = signal.signal(number, handler)
         return self
 
@@ -217,12 +220,12 @@ class _SignalForwarder:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def pass_to(self, process: "subprocess.Popen[bytes]") -> None:
+    def forward_to(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
         for number in self._early:
-            self._pass_on(number, None)
+            self._forward(number, None)
 
-    def _pass_on(self, number: int, frame: object) -> None:
+    def _forward(self, number: int, frame: object) -> None:
         if self._process is None:
             self._early.append(number)
             return
@@ -231,7 +234,7 @@ class _SignalForwarder:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Unlike SIG_IGN, a handler is not inherited by the command."""
+    """Ignores a signal; unlike SIG_IGN, the command does not inherit a handler."""
 
 
 def _process_tree(pid: int) -> list[psutil.Process]:
@@ -244,5 +247,5 @@ def _process_tree(pid: int) -> list[psutil.Process]:
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # psutil tells it from a later one of the same pid
+        with contextlib.suppress(psutil.NoSuchProcess):  # psutil recognises a reused pid
             process.kill()

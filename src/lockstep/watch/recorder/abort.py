@@ -35,8 +35,11 @@ _SYSCALL_WAIT_S = 0.05
 
 
 def gloo_epolls(pid: int | None = None, threads: Iterable[int] | None = None) -> dict[int, int]:
-    """The descriptor of the epoll that each of gloo's threads waits in, by native id. `thread_ids`: which ones; None
-    for all that have the name. A thread that stays on the CPU for 50 ms is left out."""
+    """The descriptor of the epoll that each of gloo's threads waits in, by native id.
+
+    `threads` limits it to these; None means all threads with gloo's name. Threads that stay on the CPU for 50 ms are
+    left out.
+    """
     found: dict[int, int] = {}
     until = time.monotonic() + _SYSCALL_WAIT_S
     waiting = gloo_threads(pid) if threads is None else set(threads)
@@ -59,7 +62,7 @@ def list_threads() -> set[int]:
 
 
 def find_gloo_thread(threads: Iterable[int]) -> int:
-    """The one of these threads of this process that is a gloo communicator's, 0 when that cannot be told."""
+    """The only one of these threads of this process that belongs to a gloo communicator; 0 if none or several do."""
     candidates = set(threads)
     named = candidates & gloo_threads()
     found = named or set(gloo_epolls(None, candidates))
@@ -67,7 +70,7 @@ def find_gloo_thread(threads: Iterable[int]) -> int:
 
 
 def gloo_threads(pid: int | None = None) -> set[int]:
-    """Native ids of the threads of a process (None: this one) that have the name of gloo's."""
+    """Native ids of the threads of a process (None: this one) that have gloo's thread name."""
     found = set()
     for task in _tasks(pid):
         with contextlib.suppress(OSError):
@@ -88,7 +91,7 @@ def _proc(pid: int | None) -> Path:
 
 
 def _epoll_of(pid: int | None, thread: int) -> int | None:
-    """The epoll that a thread waits in; None when it is on the CPU just now, -1 when it waits in something else."""
+    """The epoll that a thread waits in; None while it is on the CPU, -1 when it waits in something else."""
     try:
         words = (_proc(pid) / "task" / str(thread) / "syscall").read_text().split()
     except OSError:
@@ -117,9 +120,9 @@ def _is_socket(pid: int | None, descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def duplicated_sockets(pid: int | None, descriptors: Iterable[int]) -> Iterator[list[socket.socket]]:
-    """Our own descriptors of a process's sockets, listening ones left out; closing them changes nothing for the owner.
+    """Duplicates of a process's sockets, without listening ones; closing them does not affect the owner.
 
-    Raises PermissionError when the process may not be looked into, ProcessLookupError when it is gone."""
+    Raises PermissionError when the process may not be inspected, ProcessLookupError when it is gone."""
     pidfd = None if pid is None else os.pidfd_open(pid)
     taken: list[socket.socket] = []
     try:
@@ -165,7 +168,7 @@ def abort_gloo(pid: int | None = None, threads: Iterable[int] | None = None) -> 
 
 
 def enable_keepalive(pid: int | None = None, threads: Iterable[int] | None = None) -> int:
-    """Makes gloo's sockets notice a dead link in about five seconds (it sets no keepalive itself); returns how many."""
+    """Makes gloo's sockets detect a dead link in about five seconds (gloo sets no keepalive); returns how many."""
     watched = 0
     with _gloo_sockets(pid, threads) as taken:
         for each in taken:
@@ -187,7 +190,7 @@ def _gloo_sockets(pid: int | None, threads: Iterable[int] | None) -> Iterator[li
 
 
 class CommunicatorAborter(Protocol):
-    """Ends what is blocked in a communicator of this process."""
+    """Aborts the calls that are blocked in a communicator of this process."""
 
     def free(self) -> int:
         """Returns how many connections (or communicators) were broken."""
@@ -195,7 +198,7 @@ class CommunicatorAborter(Protocol):
 
 
 class GlooAborter:
-    """`thread`: the communicator's own, 0 for all of gloo's in this process."""
+    """`thread`: the communicator's own; 0 means all gloo communicators of this process."""
 
     def __init__(self, thread: int = 0) -> None:
         self._thread = thread
@@ -205,8 +208,8 @@ class GlooAborter:
 
 
 class NcclAborter:
-    """Aborts an NCCL communicator. Torch asks for TORCH_NCCL_ASYNC_ERROR_HANDLING=0 with it; otherwise its own
-    watchdog may end the process first. Of the model that used it nothing may be used afterwards."""
+    """Aborts an NCCL communicator. Torch requires TORCH_NCCL_ASYNC_ERROR_HANDLING=0 for it; otherwise its own watchdog
+    may end the process first. A model that used the communicator must not be used afterwards."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -217,8 +220,7 @@ class NcclAborter:
 
 
 def aborters_for(backend: str, group: Any, loop_thread: int) -> list[CommunicatorAborter]:
-    """What frees those who are blocked in a communicator of this backend, `gloo_choice`, `nccl_choice` or
-    `cpu:gloo,cuda:nccl`."""
+    """The aborters of a communicator with this backend: `gloo`, `nccl` or `cpu:gloo,cuda:nccl`."""
     found: list[CommunicatorAborter] = []
     if "gloo" in backend:
         found.append(GlooAborter(loop_thread))
@@ -230,18 +232,19 @@ def aborters_for(backend: str, group: Any, loop_thread: int) -> list[Communicato
 def release_ranks(
     run: str, ranks: Iterable[BeaconState], text: str, verdict: dict[str, Any] | None = None
 ) -> dict[str, int]:
-    """Ends what these ranks of this host are blocked in; their calls raise CollectiveStalled with `text`.
+    """Frees ranks of this host from the collectives that they are blocked in; their calls raise CollectiveStalled with
+    `text`.
 
-    The verdict is given first, then the connections of the communicators that they are inside of are broken from
-    outside, which needs no answer of the rank. A rank that may not be looked into, and one with NCCL, is asked to do it
-    itself. All members of a communicator have to be released, those on other hosts too: one alone frees only those who
-    happen to wait for it.
+    The ranks get the verdict first. Then the connections of their open communicators are broken from outside, which
+    needs no cooperation of the rank. A rank that may not be inspected, or that uses NCCL, is asked to do it itself. All
+    members of a communicator have to be released, those on other hosts too: one alone frees only the ranks that wait
+    for it.
 
     Args:
         verdict: its JSON form.
 
     Returns:
-        How many connections were broken from here, by beacon's name, for those that were inside of a collective.
+        How many connections were broken from here, by beacon name, for the ranks that were inside a collective.
     """
     states = {state.name: state for state in ranks}
     commands.send_command(run, "verdict", states, text=text, verdict=verdict or {}, freed=True)
@@ -249,7 +252,7 @@ def release_ranks(
 
 
 def announce_verdict(run: str, names: Iterable[str], text: str, verdict: dict[str, Any] | None = None) -> None:
-    """Gives these ranks the verdict for a collective that breaks by itself, as one does when a member of it dies."""
+    """Gives these ranks the verdict for a collective that breaks on its own, as when one of its members dies."""
     commands.send_command(run, "verdict", names, text=text, verdict=verdict or {}, freed=False)
 
 
@@ -258,16 +261,16 @@ def _open_communicators(state: BeaconState) -> list[CommunicatorRecord]:
 
 
 def _abort_communicators(run: str, state: BeaconState) -> int:
-    lines = _open_communicators(state)
-    threads = [each.loop_thread for each in lines if each.loop_thread]
-    asked = [each for each in lines if "nccl" in each.backend or not each.loop_thread]
+    open_records = _open_communicators(state)
+    threads = [each.loop_thread for each in open_records if each.loop_thread]
+    left_to_rank = [each for each in open_records if "nccl" in each.backend or not each.loop_thread]
     broken = 0
     try:
         broken = abort_gloo(state.pid, threads) if threads else 0
     except PermissionError:
-        asked = lines
+        left_to_rank = open_records
     except ProcessLookupError:
         return 0
-    for each in asked:
+    for each in left_to_rank:
         commands.send_command(run, "free", [state.name], communicator=f"{each.identity:016x}")
     return broken

@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.watch.recorder.communicator import NOT_REPORTED, CommunicatorMember
 
 CollectiveCounts = dict[str, tuple[int, int]]
-"""Last enqueued and last completed, by c10d's number of the communicator; -1 where it has none."""
+"""Last enqueued and last completed collective, by c10d's number of the communicator; -1 for none."""
 
 
 class FlightRecorder:
@@ -24,10 +24,10 @@ class FlightRecorder:
     def __init__(self, kind: str, dump: Callable[..., Any]) -> None:
         self.kind, self._dump = kind, dump
         self._names: dict[str, str] = {}
-        self._asked: dict[str, tuple[float, int]] = {}
+        self._tries: dict[str, tuple[float, int]] = {}
 
     def status(self) -> CollectiveCounts:
-        """Of all communicators that have done something."""
+        """The counts of all communicators that have been used."""
         found = json.loads(self._dump(includeCollectives=False)).get("pg_status") or {}
         return {
             number: (int(each.get("last_enqueued_collective", -1)), int(each.get("last_completed_collective", -1)))
@@ -35,16 +35,16 @@ class FlightRecorder:
         }
 
     def name(self, number: str) -> str | None:
-        """c10d's name of the communicator with that number; None while its entries do not say. Asked again after one,
-        two, four ... seconds, because it takes a dump of all entries (0.1 to 40 ms)."""
+        """c10d's name of the communicator with that number; None while its entries lack it. Retried after one, two,
+        four ... seconds, because it takes a dump of all entries (0.1 to 40 ms)."""
         known = self._names.get(number)
         if known is not None:
             return known
-        asked, times = self._asked.get(number, (0.0, 0))
+        tried_at, tries = self._tries.get(number, (0.0, 0))
         now = time.monotonic()
-        if times and now - asked < 2.0 ** (times - 1):
+        if tries and now - tried_at < 2.0 ** (tries - 1):
             return None
-        self._asked[number] = (now, times + 1)
+        self._tries[number] = (now, tries + 1)
         for entry in self.entries().get("entries") or ():
             self._names[str(entry["pg_id"])] = str(entry["process_group"][0])
         return self._names.get(number)
@@ -61,7 +61,7 @@ class FlightRecorder:
 
 
 def flight_recorders(c10d: Any) -> list[FlightRecorder]:
-    """The flight recorders that this torch has. `c10d` is torch._C._distributed_c10d."""
+    """The flight recorders of this torch. `c10d` is torch._C._distributed_c10d."""
     found = []
     for kind, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
         dump = getattr(c10d, name, None)
@@ -71,38 +71,40 @@ def flight_recorders(c10d: Any) -> list[FlightRecorder]:
 
 
 class C10dStatusReader:
-    """Gives members what c10d's flight recorders say; where they say nothing, its sequence number."""
+    """Updates members with the counts of c10d's flight recorders, or with its sequence number where there are none."""
 
     def __init__(self, c10d: Any) -> None:
         self.flights: list[FlightRecorder] = flight_recorders(c10d)
-        self._flying: dict[tuple[str, str], CommunicatorMember | None] = {}
-        """By flight recorder and its number of the communicator; None: it was destroyed."""
+        self._by_number: dict[tuple[str, str], CommunicatorMember | None] = {}
+        """By flight recorder and its number of the communicator; None if it was destroyed."""
 
     def count(self, members: Iterable[CommunicatorMember]) -> None:
-        """One look. `archive_members` in the order in which they were made."""
-        everybody, counted = list(members), set()
+        """One poll. `members` in the order of their creation."""
+        all_members, counted = list(members), set()
         for flight in self.flights:
             for number, numbers in flight.status().items():
                 key = flight.kind, number
-                member = self._flying[key] if key in self._flying else self._fly(flight, number, everybody)
+                member = self._by_number[key] if key in self._by_number else self._assign(flight, number, all_members)
                 if member is not None:
                     member.count(numbers)
                     counted.add(id(member))
-        for member in everybody:
+        for member in all_members:
             member.verify()
             if id(member) not in counted and member.sequence() > 0:
                 member.count((member.sequence(), NOT_REPORTED))
 
-    def _fly(self, flight: FlightRecorder, number: str, members: list[CommunicatorMember]) -> CommunicatorMember | None:
-        """The newest communicator of that name that has no number yet."""
+    def _assign(
+        self, flight: FlightRecorder, number: str, members: list[CommunicatorMember]
+    ) -> CommunicatorMember | None:
+        """Assigns the number to the newest communicator of that name without one."""
         name = flight.name(number)
-        taken = {id(member) for member in self._flying.values()}
+        taken = {id(member) for member in self._by_number.values()}
         free = [each for each in members if each.name == name and id(each) not in taken]
         if not free:
             return None
-        self._flying[flight.kind, number] = free[-1]
+        self._by_number[flight.kind, number] = free[-1]
         return free[-1]
 
     def forget(self, member: CommunicatorMember) -> None:
-        """Its numbers stay its own: a later communicator of the same name has others."""
-        self._flying = {key: None if kept is member else kept for key, kept in self._flying.items()}
+        """Keeps the number reserved: a later communicator of the same name gets another."""
+        self._by_number = {key: None if kept is member else kept for key, kept in self._by_number.items()}

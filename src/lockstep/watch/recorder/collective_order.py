@@ -18,16 +18,16 @@ from lockstep.watch.procfs.processes import is_alive, start_ticks
 
 ROWS = 512
 MAX_MEMBERS = 32
-"""Members of one communicator on one host; more are not looked at."""
+"""Members of one communicator on one host; further members are not checked."""
 DECISION_S = 0.05
 
 _ENTRY = 20
-"""Words of a member: rank + 1, pid, start time, slot in its beacon, and its beacon's name."""
+"""Words of a member's entry: rank + 1, pid, start time, slot in its beacon, and its beacon's name."""
 _NAME = 96
 _TABLE = 8
 _ROWS_AT = _TABLE + MAX_MEMBERS * _ENTRY
 _NUMBERS = ROWS * MAX_MEMBERS
-"""From a member's tag in a row to the number of the collective that it stands for."""
+"""Offset from a member's tag in a row to the number of its collective."""
 _SIZE = 8 * (_ROWS_AT + 2 * ROWS * MAX_MEMBERS)
 _MASK_64 = (1 << 64) - 1
 _PRIME = 0xD6E8FEB86659FD93
@@ -40,7 +40,7 @@ class OrderCheck:
         self.path = make_run_shm_dir(run) / f"{identity:016x}.board"
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            with file_lock(descriptor):  # let go of by name: the mapping keeps the file open, and the lock with it
+            with file_lock(descriptor):  # released explicitly: the mapping keeps the file open, and with it the lock
                 if os.fstat(descriptor).st_size < _SIZE:
                     os.ftruncate(descriptor, _SIZE)
                 self._memory = mmap.mmap(descriptor, _SIZE)
@@ -76,17 +76,17 @@ class OrderCheck:
         return self._words[at] - 1, name, self._words[at + 3]
 
     def enter(self, number: int, signature: int) -> int | None:
-        """Announces collective `number`; returns the column of a member that has entered another, None when it fits."""
+        """Announces collective `number`; returns the column of a member that entered a different call, None if none."""
         words, row = self._words, number % ROWS
         at = _ROWS_AT + row * MAX_MEMBERS
         mine = at + self.column
         tag = ((signature ^ (number * _PRIME)) & _MASK_64 & ~1) or 2
         before = self._mine[row]
-        # The tag first: who sees a number sees the tag that belongs to it, or a later one.
+        # The tag first: a reader that sees a number sees its tag or a later one.
         words[mine] = tag
         words[mine + _NUMBERS] = number
         if not {tag, tag | 1, before, 0}.issuperset(words[at : at + words[0]]):
-            other = self._look(at, number, tag)
+            other = self._find_conflict(at, number, tag)
             if other is not None:
                 words[mine + _NUMBERS] = 0
                 words[mine] = before
@@ -94,9 +94,9 @@ class OrderCheck:
         words[mine] = self._mine[row] = tag | 1
         return None
 
-    def _look(self, at: int, number: int, tag: int) -> int | None:
-        """Every member in turn. One whose row is of an older collective has not come so far; one whose row is of a
-        later one is ahead by so many that nobody knows any more."""
+    def _find_conflict(self, at: int, number: int, tag: int) -> int | None:
+        """The column of a member that committed a different call. A row of an older collective means that the member
+        has not come so far; a row of a later one, that it is so far ahead that the row was reused."""
         words = self._words
         for column in range(words[0]):
             until = time.monotonic() + DECISION_S
@@ -104,7 +104,7 @@ class OrderCheck:
                 theirs = words[at + column]
                 if theirs & ~1 == tag or self._gone(column):
                     break
-                time.sleep(5e-5)  # a tag that is being written belongs to a later number
+                time.sleep(5e-5)  # a tag being written belongs to a later number
                 if (words[at + column], words[at + column + _NUMBERS]) != (theirs, number):
                     continue
                 if theirs & 1 or column < self.column or time.monotonic() >= until:

@@ -24,9 +24,9 @@ from lockstep.base.folders import file_lock, make_run_shm_dir, run_shm_dir
 
 COMMANDS_FILE = "orders.jsonl"
 VERDICT_WAIT_S = 2.0
-"""How long a broken collective waits for the observer to say why, where there is one."""
+"""How long a broken collective waits for the observer's verdict, in a watched run."""
 VERDICT_MAX_AGE_S = 60.0
-"""A verdict older than this explains nothing any more."""
+"""An older verdict no longer explains an error."""
 _BROKEN_CONNECTION = re.compile(
     r"clos|reset|broken pipe|timed? ?out|abort|connect|nccl|gloo|remote|peer", re.IGNORECASE
 )
@@ -36,7 +36,7 @@ MAX_LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RankCommand:
-    """`names` are the beacons it is for, None for all."""
+    """A command to the beacons in `names`; None means all."""
 
     number: int
     op: str
@@ -46,29 +46,29 @@ class RankCommand:
 
 
 def open_command_file(run: str) -> Path:
-    """Says that the run is watched."""
+    """Creates the command file, which marks the run as watched."""
     path = make_run_shm_dir(run) / COMMANDS_FILE
     path.touch(mode=0o600)
     return path
 
 
 def send_command(run: str, op: str, names: Iterable[str] | None = None, **body: Any) -> int:
-    """Appends an order; returns its number, from 1. Several may give at once."""
+    """Appends a command; returns its number, from 1. Several processes may send at once."""
     path = open_command_file(run)
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     try:
         with file_lock(descriptor):
             number = _count_lines(descriptor) + 1
-            order = {
+            command = {
                 "n": number,
                 "op": op,
                 "names": None if names is None else list(names),
                 "wall": time.time(),
                 **body,
             }
-            line = json.dumps(order).encode() + b"\n"
+            line = json.dumps(command).encode() + b"\n"
             if len(line) > MAX_LINE_BYTES:
-                raise ValueError(f"order {op!r} is {len(line)} bytes long; {MAX_LINE_BYTES} is the limit")
+                raise ValueError(f"command {op!r} is {len(line)} bytes long; the limit is {MAX_LINE_BYTES}")
             os.write(descriptor, line)
             return number
     finally:
@@ -81,17 +81,17 @@ def _count_lines(descriptor: int) -> int:
 
 
 class CommandInbox:
-    """A rank's view of the orders; any thread may look."""
+    """The commands for one rank. Thread-safe."""
 
     def __init__(self, run: str, name: str) -> None:
         self._path = run_shm_dir(run) / COMMANDS_FILE
         self._name = name
         self._read = 0
         self.verdict: RankCommand | None = None
-        """The newest verdict that concerns this rank."""
+        """The newest verdict for this rank."""
         self.watched = False
-        self._fresh: list[RankCommand] = []
-        self._looking = threading.Lock()
+        self._unread: list[RankCommand] = []
+        self._lock = threading.Lock()
         self._read = self._size()
 
     def _size(self) -> int:
@@ -103,14 +103,14 @@ class CommandInbox:
         self.watched = True
         return size
 
-    def look(self) -> list[RankCommand]:
-        """The orders for this rank that came since the last look, in their order."""
-        with self._looking:
-            self._read_on()
-            found, self._fresh = self._fresh, []
+    def take(self) -> list[RankCommand]:
+        """The commands for this rank since the last call, in order."""
+        with self._lock:
+            self._read_new()
+            found, self._unread = self._unread, []
             return found
 
-    def _read_on(self) -> None:
+    def _read_new(self) -> None:
         size = self._size()
         if size <= self._read:
             self._read = min(self._read, size)
@@ -120,30 +120,33 @@ class CommandInbox:
             fresh = file.read(size - self._read)
         whole = fresh[: fresh.rfind(b"\n") + 1]
         self._read += len(whole)
-        for order in map(_parse_command, whole.splitlines()):
-            if order is not None and (order.names is None or self._name in order.names):
-                self._fresh.append(order)
-                if order.op == "verdict":
-                    self.verdict = order
+        for command in map(_parse_command, whole.splitlines()):
+            if command is not None and (command.names is None or self._name in command.names):
+                self._unread.append(command)
+                if command.op == "verdict":
+                    self.verdict = command
 
     def stalled(self, freed: bool = False) -> CollectiveStalled | None:
-        """What the observer said to this rank in the last minute; `is_collective_stalled`: only where it broke its
+        """The verdict of the last minute, as an exception. `freed`: only one with which the observer broke this rank's
         collectives."""
-        with self._looking:
-            self._read_on()
-        order = self.verdict
-        if order is None or time.time() - order.wall > VERDICT_MAX_AGE_S or (freed and not order.body.get("freed")):
+        with self._lock:
+            self._read_new()
+        newest = self.verdict
+        if newest is None or time.time() - newest.wall > VERDICT_MAX_AGE_S or (freed and not newest.body.get("freed")):
             return None
-        return CollectiveStalled(str(order.body.get("text", "")), order.body.get("verdict"))
+        return CollectiveStalled(str(newest.body.get("text", "")), newest.body.get("verdict"))
 
     def translate(self, error: Exception) -> Exception:
-        """The observer's verdict if the error is what it did to free this rank, else the error itself. Where somebody
-        watches, a broken connection waits `VERDICT_WAIT_S` for the verdict, once per error on its way up."""
+        """The observer's verdict if freeing this rank caused the error, else the error itself.
+
+        In a watched run, a broken connection waits `VERDICT_WAIT_S` for the verdict, once per error while it
+        propagates.
+        """
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveStalled):
             return error
         if hasattr(error, "__lockstep__") or not _BROKEN_CONNECTION.search(str(error)):
             return error
-        error.__lockstep__ = True  # type: ignore[attr-defined]  # it has been waited for
+        error.__lockstep__ = True  # type: ignore[attr-defined]  # the verdict has been waited for
         found = self.stalled()
         until = time.monotonic() + VERDICT_WAIT_S
         while found is None and self.watched and time.monotonic() < until:

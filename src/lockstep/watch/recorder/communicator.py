@@ -10,7 +10,6 @@ from typing import Any
 
 from lockstep.base.errors import CollectiveRefused
 from lockstep.base.folders import run_shm_dir
-from lockstep.watch.beacon import writer
 from lockstep.watch.beacon.beacon_records import CallRecord
 from lockstep.watch.beacon.call_ring import CommunicatorSlot
 from lockstep.watch.beacon.file_format import (
@@ -24,12 +23,12 @@ from lockstep.watch.beacon.file_format import (
     WHERE_WORD,
 )
 from lockstep.watch.beacon.reader import read_calls
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder.collective_order import OrderCheck
 
 
 class SequenceOffsets:
-    """c10d's sequence number also counts what is no collective (point-to-point with gloo), differently on each rank;
-    this takes it off, so that all members count alike."""
+    """Subtracts the calls that c10d's sequence number counts although they are no collectives."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -37,7 +36,7 @@ class SequenceOffsets:
         self._forgotten = 0
 
     def skip(self, after: int, count: int) -> None:
-        """The backend's number went to `after`, `count_newlines` more than the collectives among it."""
+        """The backend's number is now `after`; `count` of the calls since the last one were no collectives."""
         if count:
             self.total += count
             self._steps.append((after, self.total))
@@ -46,7 +45,7 @@ class SequenceOffsets:
                 del self._steps[:128]
 
     def collective(self, number: int) -> int:
-        """Which collective of the communicator has the backend's `number`."""
+        """The communicator's collective that has the backend's `number`."""
         for after, total in reversed(self._steps):
             if number >= after:
                 return number - total
@@ -55,41 +54,42 @@ class SequenceOffsets:
 
 NOT_REPORTED = -2
 CallKey = tuple[int, int, int]
-"""Of a call: signature, texts as they lie in its record, the site's digest."""
+"""A call's signature, the texts word of its record, and the digest of its call site."""
 SEQUENCE_CHECK_INTERVAL = 8
 STEADY_CALLS = 256
-"""After so many calls in a row whose numbers went with ours, c10d is asked for every eighth number only."""
+"""After this many calls in a row with the expected number, c10d is queried for every eighth number only."""
 NEVER_STEADY = -(1 << 62)
 
 
 class CommunicatorMember:
     """One communicator of this process. Calls on it are issued by one thread at a time.
 
-    A call's sequence number is c10d's, which other callers (C++) move too. Where all calls come from Python, it is ours
-    and a constant; then c10d is asked now and then only, since asking costs half as much as all the rest. Where it
-    turns out that others have come in between, the calls since the last answer are said to be unsure, and from then on
-    c10d is asked every time.
+    A call's sequence number is c10d's, which other callers (C++) advance too. While all calls come from Python, it is
+    the number of issued calls plus a constant (`lead`), and c10d is queried only now and then: a query costs half as
+    much as all the rest. Once another caller turns up, the calls since the last query are marked unsure, and from then
+    on c10d is queried every time.
     """
 
     __slots__ = (
-        "asked", "board", "counted", "entered", "group", "hardened", "issued", "label", "lead", "line", "name",
-        "offsets", "rank", "ranks", "raw", "run", "seen", "sequence", "steady", "sure", "until",
+        "counted", "entered", "group", "issued", "keepalive_rounds", "label", "lead", "line", "name", "offsets",
+        "order_check", "queried", "rank", "ranks", "raw", "run", "seen", "sequence", "steady", "sure", "until",
     )  # fmt: skip
 
     def __init__(self, group: Any, line: CommunicatorSlot, name: str, label: str, ranks: list[int], rank: int) -> None:
         self.group, self.line, self.name, self.label = group, line, name, label
         self.ranks, self.rank = ranks, rank
-        self.board: OrderCheck | None = None
+        self.order_check: OrderCheck | None = None
         self.run = ""
         self.issued = self.lead = self.steady = self.seen = 0
-        self.asked = self.until = self.sure = 0
-        """At which collective c10d was asked last, before which it need not be asked, and the first's number."""
+        self.queried = self.until = self.sure = 0
+        """The call of the last query, the call before which no query is needed, and the newest call whose number is
+        certain."""
         self.offsets = SequenceOffsets()
         self.raw = (-1, -1)
-        """What the poll saw last."""
+        """The counts of the last poll."""
         self.entered = (-1, -1, 0, 0)
         self.counted = False
-        self.hardened = 0
+        self.keepalive_rounds = 0
         self.sequence = group._get_sequence_number_for_group
         try:
             self.sequence()
@@ -101,51 +101,51 @@ class CommunicatorMember:
         return self.ranks[self.rank] if self.rank < len(self.ranks) else self.rank
 
     def enter(self, what: CallKey) -> int:
-        """Notes that a collective begins; returns what `Line.leave` needs.
+        """Records that a collective begins; returns what `CommunicatorSlot.leave` needs.
 
         Raises:
-            CollectiveRefused: another member on this host has entered something else at this place.
+            CollectiveRefused: another member on this host has entered a different call at this place.
         """
         self.issued, line = self.issued + 1, self.line
         left = line.enter(self.number(self.issued), self.issued, what[0], what[1], line.tape.find_where())
-        if self.board is not None:
-            self.hold_against(self.board, what, left)
+        if self.order_check is not None:
+            self.check_order(self.order_check, what, left)
         return left
 
     # --- sequence numbers
 
     def number(self, issued: int) -> int:
-        """The sequence number of the call that comes now."""
-        return issued + self.lead if issued < self.until else self.ask(issued)
+        """The sequence number of the call that begins now."""
+        return issued + self.lead if issued < self.until else self.query_sequence(issued)
 
-    def ask(self, issued: int) -> int:
-        """What number c10d gives to the call that comes now."""
+    def query_sequence(self, issued: int) -> int:
+        """The sequence number that c10d gives to the call that begins now."""
         seq: int = max(0, self.sequence() + 1 - self.offsets.total)
         if seq - issued == self.lead:
-            self.steady += issued - self.asked
+            self.steady += issued - self.queried
         else:
-            self._others_came(seq - issued, self.line.calls)
-        self.asked, self.sure = issued, self.line.calls + 1
+            self._mark_unsure(seq - issued, self.line.calls)
+        self.queried, self.sure = issued, self.line.calls + 1
         self.until = issued + (SEQUENCE_CHECK_INTERVAL if self.steady >= STEADY_CALLS else 1)
         return seq
 
-    def _others_came(self, lead: int, newest: int) -> None:
-        """Takes back what was said of the calls from the last answer to the one with the number `newest_incident`."""
+    def _mark_unsure(self, lead: int, newest: int) -> None:
+        """Marks the calls from the last query to number `newest` as unsure."""
         line = self.line
         for number in range(max(self.sure + 1, line.calls - CALLS_PER_RING + 1), newest + 1):
             line.words[line.call_at(number) + WHERE_WORD] |= FLAG_UNSURE
         self.lead, self.until = lead, 0
-        self.steady = NEVER_STEADY if self.asked else 0
+        self.steady = NEVER_STEADY if self.queried else 0
 
-    def settle(self) -> None:
-        """After a call that c10d may have counted otherwise than as one."""
+    def resynchronize(self) -> None:
+        """Queries c10d after a call that it may not have counted as one."""
         self.lead = self.sequence() - self.offsets.total - self.issued
-        self.asked, self.sure, self.until = self.issued, self.line.calls, 0
+        self.queried, self.sure, self.until = self.issued, self.line.calls, 0
 
     def verify(self) -> None:
-        """From the recorder's thread: asks c10d about a call that nothing has followed since the last look."""
+        """From the recorder's thread: queries c10d about the newest call if none has followed since the last poll."""
         issued, line = self.issued, self.line
-        if issued != self.seen or issued <= self.asked or issued >= self.until:
+        if issued != self.seen or issued <= self.queried or issued >= self.until:
             self.seen = issued
             return
         newest = line.calls
@@ -157,53 +157,53 @@ class CommunicatorMember:
         if inside and lead < self.lead:  # the backend has not seen it yet
             return
         if lead != self.lead:
-            self._others_came(lead, newest - inside)
+            self._mark_unsure(lead, newest - inside)
             if inside:
                 line.words[at + SEQ_WORD] = issued + lead
-        self.asked, self.sure = issued, newest
+        self.queried, self.sure = issued, newest
 
-    def hold_against(self, board: OrderCheck, what: CallKey, left: int) -> None:
-        """Raises CollectiveRefused where the call does not fit."""
-        other = board.enter(self.issued, what[0] ^ what[2])
+    def check_order(self, order_check: OrderCheck, what: CallKey, left: int) -> None:
+        """Raises CollectiveRefused if the call does not fit the peers' order."""
+        other = order_check.enter(self.issued, what[0] ^ what[2])
         if other is not None:
             self.line.leave(left, FLAG_REFUSED)
             refusal = self._refusal(self.issued, other)
             self.issued -= 1
             raise refusal
 
-    def pass_message(self, what: CallKey, peer: int | None) -> int:
-        """Notes that a point-to-point call begins."""
+    def enter_p2p(self, what: CallKey, peer: int | None) -> int:
+        """Records that a point-to-point call begins."""
         self.line.blind()
         return self.line.enter(
             max(0, self.sequence() - self.offsets.total), self.issued, what[0], what[1], self.line.tape.find_where(),
             FLAG_P2P, NO_PEER if peer is None else peer,
         )  # fmt: skip
 
-    # --- the schedule: rare, so it may read the others' beacons
+    # --- refusals: rare, so they may read the peers' beacons
 
     def _call_of(self, column: int, number: int) -> CallRecord | None:
-        assert self.board is not None
-        _, name, slot = self.board.member(column)
+        assert self.order_check is not None
+        _, name, slot = self.order_check.member(column)
         calls = read_calls(run_shm_dir(self.run) / f"{name}.beacon", slot)
         return next(
             (call for call in reversed(calls) if call.issued == number and not (call.p2p or call.refused)), None
         )
 
-    def _mine(self, number: int) -> CallRecord | None:
-        calls = read_calls(writer.current_beacon().path, self.line.slot)
+    def _own_call(self, number: int) -> CallRecord | None:
+        calls = read_calls(current_beacon().path, self.line.slot)
         return next((call for call in reversed(calls) if call.issued == number and not call.p2p), None)
 
     def _refusal(self, number: int, column: int) -> CollectiveRefused:
-        assert self.board is not None
-        rank, _, _ = self.board.member(column)
-        mine, theirs = self._mine(number), self._call_of(column, number)
+        assert self.order_check is not None
+        rank, _, _ = self.order_check.member(column)
+        mine, theirs = self._own_call(number), self._call_of(column, number)
         peer = self.ranks[rank] if rank < len(self.ranks) else rank
         return CollectiveRefused(self.label, number, _call_text(mine), _call_text(theirs), self.global_rank, peer)
 
     # --- c10d's counts, from the recorder's thread
 
     def count(self, raw: tuple[int, int]) -> None:
-        """Notes c10d's own numbers where they changed: -1 for none yet, `NOT_REPORTED` where nobody says."""
+        """Records c10d's own counts where they changed: -1 for none yet, `NOT_REPORTED` without a source."""
         if not self.counted:
             self.counted = True
             self.line.counted()
@@ -219,17 +219,17 @@ class CommunicatorMember:
         self.line.counts(*self.entered)
 
     def close(self) -> None:
-        """The communicator was destroyed; it is let go of, so that its threads and sockets can end."""
+        """Drops the destroyed communicator, so that its threads and sockets can end."""
         self.line.close()
         self.group, self.sequence = None, lambda: self.issued
-        if self.board is not None:
-            board, self.board = self.board, None
-            board.close()
+        if self.order_check is not None:
+            order_check, self.order_check = self.order_check, None
+            order_check.close()
 
 
 def _call_text(call: CallRecord | None) -> str:
     if call is None:
-        return "another call"
+        return "a different call"
     root = "" if call.root is None else f" root {call.root}"
     what = " ".join(word for word in (call.operation, call.shapes, call.dtype) if word)
     return f"{what}{root} at {call.where}" if call.where else f"{what}{root}"

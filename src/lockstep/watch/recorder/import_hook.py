@@ -9,22 +9,22 @@ from types import ModuleType
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing itself; puts a loader around the one that the others find."""
+    """Finds nothing itself; wraps the loader that the other finders return."""
 
     def __init__(self) -> None:
-        self.wanted: dict[str, Callable[[ModuleType], object]] = {}
-        self._asking = False
+        self.hooks: dict[str, Callable[[ModuleType], object]] = {}
+        self._searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if self._asking or fullname not in self.wanted:
+        if self._searching or fullname not in self.hooks:
             return None
-        self._asking = True
+        self._searching = True
         try:
             spec = find_spec(fullname)
         finally:
-            self._asking = False
+            self._searching = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self)
         return spec
@@ -41,7 +41,7 @@ class _Loader(Loader):
         self._inner.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
-        then = self._finder.wanted.pop(module.__name__, None)
+        then = self._finder.hooks.pop(module.__name__, None)
         if then is not None:
             then(module)
 
@@ -50,17 +50,17 @@ _finder = _Finder()
 
 
 def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Calls `then(module)` when the module of that name has been executed; one call per name. What `then` raises comes
-    out of the import."""
+    """Calls `then(module)` when the module of that name has been executed; one hook per name. Errors of `then`
+    propagate out of the import."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         then(loaded)
         return
-    _finder.wanted[name] = then
+    _finder.hooks[name] = then
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
 
 def cancel_import_hook(name: str) -> None:
-    """Does nothing when that module is imported any more."""
-    _finder.wanted.pop(name, None)
+    """Removes the hook of that module."""
+    _finder.hooks.pop(name, None)

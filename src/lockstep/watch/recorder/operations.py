@@ -19,20 +19,20 @@ from lockstep.watch.beacon.file_format import SEPARATOR
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, whatever it is called."""
+    """An operation, whatever name torch gives it."""
 
-    operation: str
+    name: str
     tensor: tuple[str, ...] = ()
-    """Names of the parameter whose shape and dtype count, a tensor or a list of them; of the first that exists."""
+    """Names of the parameter, a tensor or a list, whose shape and dtype are compared; the first that exists is used."""
     root: tuple[str, ...] = ()
-    """Parameters that name the root: the first counts global ranks, the second those of the communicator."""
+    """Parameters that name the root: the first as a global rank, the second as a rank of the communicator."""
     peer: tuple[str, ...] = ()
-    """The same for a point-to-point call, which is no collective."""
+    """The same for the peer of a point-to-point call."""
     sized: bool = True
-    """False where members may give different shapes."""
+    """False if members may pass different shapes."""
     p2p: bool = False
-    unseen: bool = False
-    """c10d neither records nor counts it with gloo, though its sequence number moves."""
+    uncounted: bool = False
+    """With gloo, c10d neither records nor counts it, though its sequence number advances."""
 
 
 _SOURCE, _TARGET = ("src", "group_src"), ("dst", "group_dst")
@@ -58,7 +58,7 @@ OPERATIONS: dict[str, Operation] = {
     "all_to_all_single": Operation("all_to_all_single", ("input", "input_tensor"), sized=False),
     "all_to_all": Operation("all_to_all", ("input_tensor_list",), sized=False),
     "barrier": Operation("barrier"),
-    "monitored_barrier": Operation("monitored_barrier", unseen=True),
+    "monitored_barrier": Operation("monitored_barrier", uncounted=True),
     "all_gather_object": Operation("all_gather_object"),
     "gather_object": Operation("gather_object", root=_TARGET),
     "broadcast_object_list": Operation("broadcast_object_list", root=_SOURCE),
@@ -95,16 +95,16 @@ FUNCTIONAL_OPERATIONS: dict[str, Operation] = {
 
 
 class ArgumentPositions:
-    """Where a function of the installed torch takes what we look at."""
+    """The positions of the arguments that are recorded, in the installed torch's signature of a function."""
 
     __slots__ = ("group", "peer", "root", "tensor")
 
-    def __init__(self, function: Callable[..., Any], form: Operation) -> None:
+    def __init__(self, function: Callable[..., Any], operation: Operation) -> None:
         names = list(inspect.signature(function).parameters)
         self.group = _find_position(names, ("group",))
-        self.tensor = _find_position(names, form.tensor)
-        self.root = [_find_position(names, (name,)) for name in form.root if name in names]
-        self.peer = [_find_position(names, (name,)) for name in form.peer if name in names]
+        self.tensor = _find_position(names, operation.tensor)
+        self.root = [_find_position(names, (name,)) for name in operation.root if name in names]
+        self.peer = [_find_position(names, (name,)) for name in operation.peer if name in names]
 
 
 ArgumentPosition = tuple[int, str]
@@ -118,18 +118,18 @@ def _find_position(names: list[str], wanted: tuple[str, ...]) -> ArgumentPositio
     return _NO_POSITION
 
 
-def get_argument(place: ArgumentPosition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument at a place, None when it was not given."""
-    at, name = place
+def get_argument(position: ArgumentPosition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument at a position, None if it was not passed."""
+    at, name = position
     return args[at] if at < len(args) else kwargs.get(name)
 
 
 def get_rank_argument(
-    places: Sequence[ArgumentPosition], args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Sequence[int]
+    positions: Sequence[ArgumentPosition], args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Sequence[int]
 ) -> int | None:
-    """The root or peer as a rank of the communicator whose global ranks are `ranks`; None when it was not given."""
-    for number, place in enumerate(places):
-        rank = get_argument(place, args, kwargs)
+    """The root or peer as a rank of the communicator with the global ranks `ranks`; None if it was not passed."""
+    for number, position in enumerate(positions):
+        rank = get_argument(position, args, kwargs)
         if rank is not None:
             if number == 0 and ranks:
                 return ranks.index(rank) if rank in ranks else None
@@ -137,26 +137,26 @@ def get_rank_argument(
     return None
 
 
-def describe_call(form: Operation, tensors: Any, root: int | None, module: str = "") -> tuple[int, str]:
-    """64-bit signature and text of a call. `tensors` is a tensor, a list of them, or None; the module is told, and no
-    part of the signature."""
+def describe_call(operation: Operation, tensors: Any, root: int | None, module: str = "") -> tuple[int, str]:
+    """64-bit signature and text of a call. `tensors` is a tensor, a list of them, or None. The module is part of the
+    text, not of the signature."""
     shapes, dtype = "", ""
     if tensors is not None:
         each = [tensors] if hasattr(tensors, "dtype") else list(tensors)
         dtype = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in each}))
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in each) if form.sized else ""
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in each) if operation.sized else ""
     root_text = "" if root is None else str(root)
-    signature = digest64(SEPARATOR.join([form.operation, dtype, root_text, shapes]))
-    return signature, SEPARATOR.join([form.operation, dtype, root_text, module, shapes])
+    signature = digest64(SEPARATOR.join([operation.name, dtype, root_text, shapes]))
+    return signature, SEPARATOR.join([operation.name, dtype, root_text, module, shapes])
 
 
 def digest64(text: str) -> int:
-    """64 bits of a text, never 0."""
+    """A 64-bit digest of a text, never 0."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
 MAX_DEPTH = 80
-"""Frames that are looked at: FSDP's hooks stand some thirty frames below the line that called the model."""
+"""Frames that are searched: FSDP's hooks run some thirty frames below the line that called the model."""
 _SKIPPED_FILES = ("/contextlib.py", "/functools.py", "/threading.py")
 _MAX_FILE_CHARS = 150
 _MODULE_DEPTH = 8
@@ -164,9 +164,9 @@ _PARAM_GROUP = "/_fsdp_param_group.py"
 
 
 class CallSites:
-    """Call sites by number of their text in the tape, and a digest of file name, line and function.
+    """Call sites, as the number of their text in the call rings and a digest of file name, line and function.
 
-    Cheap where it is called often: a place is known by its code object and instruction, and formatted once."""
+    Cheap on the hot path: a site is identified by its code object and instruction, and formatted once."""
 
     def __init__(self, tape: CallRings, torch_file: str) -> None:
         self._tape = tape
@@ -175,10 +175,10 @@ class CallSites:
         self._files: dict[str, bool] = {}
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
         self._codes: dict[int, CodeType] = {}
-        """Keeps the code objects, so that an id means one of them for good."""
+        """Keeps code objects alive, so that their ids stay unique."""
 
     def find(self, frame: FrameType) -> tuple[int, int]:
-        """Number of the text and digest of the place that issued a call from `frame`."""
+        """Text number and digest of the site that issued a call from `frame`."""
         first, files = frame, self._files
         found: FrameType | None = frame
         for _ in range(MAX_DEPTH):
@@ -186,14 +186,14 @@ class CallSites:
                 break
             name = found.f_code.co_filename
             inner = files.get(name)
-            if not (self._judge(name) if inner is None else inner):
+            if not (self._is_inner(name) if inner is None else inner):
                 known = self._known.get((id(found.f_code), found.f_lasti))
-                return known if known is not None and self._tape.fresh(known[0]) else self._note(found)
+                return known if known is not None and self._tape.fresh(known[0]) else self._add(found)
             found = found.f_back
-        return self._said(first)  # a thread of torch's own, or too deep
+        return self._format(first)  # one of torch's own threads, or too deep
 
     def module(self, frame: FrameType | None) -> str:
-        """The module that FSDP2 gathers or reduces for, where one of its frames is near; else empty."""
+        """The module that FSDP2 gathers or reduces for, if one of its frames is near; else empty."""
         for _ in range(_MODULE_DEPTH):
             if frame is None:
                 break
@@ -204,26 +204,26 @@ class CallSites:
             frame = frame.f_back
         return ""
 
-    def keep(self, frame: FrameType) -> bool:
-        """Whether `frame` itself is the place, so that its code and instruction stand for it from now on."""
+    def is_site(self, frame: FrameType) -> bool:
+        """Whether `frame` itself is the call site, so that its code and instruction identify the site."""
         return not self._files.get(frame.f_code.co_filename, True)
 
-    def _judge(self, filename: str) -> bool:
+    def _is_inner(self, filename: str) -> bool:
         inner = filename.startswith(self._inner) or filename.endswith(_SKIPPED_FILES)
         self._files[filename] = inner
         return inner
 
-    def _note(self, frame: FrameType) -> tuple[int, int]:
+    def _add(self, frame: FrameType) -> tuple[int, int]:
         code = frame.f_code
-        if len(self._codes) > 4096:  # code that is made anew again and again
+        if len(self._codes) > 4096:  # the program keeps compiling new code
             self._known.clear()
             self._codes.clear()
         self._codes[id(code)] = code
-        said = self._known[id(code), frame.f_lasti] = self._said(frame)
-        return said
+        site = self._known[id(code), frame.f_lasti] = self._format(frame)
+        return site
 
-    def _said(self, frame: FrameType) -> tuple[int, int]:
+    def _format(self, frame: FrameType) -> tuple[int, int]:
         code = frame.f_code
-        name: Any = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on with the class
+        name: Any = getattr(code, "co_qualname", code.co_name)  # with the class since Python 3.11
         text = f"{code.co_filename[-_MAX_FILE_CHARS:]}:{frame.f_lineno} in {name}"
         return self._tape.text(text), digest64(text.rsplit("/", 1)[-1])

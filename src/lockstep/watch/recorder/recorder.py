@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.base.folders import write_atomically
-from lockstep.watch.beacon import writer
 from lockstep.watch.beacon.call_ring import CallRings
+from lockstep.watch.beacon.writer import Beacon, current_beacon
 from lockstep.watch.recorder import abort, commands, import_hook
 from lockstep.watch.recorder.c10d_status import C10dStatusReader
 from lockstep.watch.recorder.collective_order import OrderCheck
@@ -42,38 +42,42 @@ POLL_S = 0.1
 
 
 class Recorder:
-    """One per process. `refuse_transfer`: hold collectives against the schedule of this host's peers
-    (`plan_packing`). `node_dependencies`: make gloo's sockets notice dead links. `scope` tells communicators of equal
-    names apart (a role and its generation)."""
+    """Records the collectives of this process. One per process.
 
-    def __init__(self, own: writer.Beacon, tape: CallRings, refuse: bool, links: bool, scope: str) -> None:
+    Args:
+        refuse: check the order of collectives against the peers on this host, and refuse a wrong call.
+        links: make gloo's sockets detect dead links.
+        scope: distinguishes communicators of equal names (a role and its generation).
+    """
+
+    def __init__(self, own: Beacon, tape: CallRings, refuse: bool, links: bool, scope: str) -> None:
         self.tape, self._own, self._refuse, self._links, self.scope = tape, own, refuse, links, scope
         self.run = own.path.parent.name
         self.inbox = commands.CommandInbox(self.run, own.path.stem)
         self.missing: list[str] = []
-        """What this torch does not offer, in words."""
-        self.troubles = 0
-        """Failures in here."""
+        """Features that this torch lacks, as text."""
+        self.failures = 0
+        """Internal errors of the recorder."""
         self._torch: Any = None
         self._wait: Any = None
         self._members: dict[Any, CommunicatorMember] = {}
-        """By c10d's object."""
-        self.found: dict[Any, CommunicatorMember | None] = {}
-        """The same, and by what callers give for a communicator: nothing, a name, a mesh."""
-        self._lost: set[str] = set()
+        """By c10d's process group."""
+        self.member_cache: dict[Any, CommunicatorMember | None] = {}
+        """The same, by what callers pass as `group`: a process group, None, a name, a mesh."""
+        self._unrecorded: set[str] = set()
         self._worlds = 0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    # --- putting it in and taking it out
+    # --- attach and detach
 
     def attach(self, torch: Any) -> None:
         """Patches torch.distributed."""
         self._c10d = sys.modules[C10D_MODULE]
         self.sites = CallSites(self.tape, torch.__file__)
-        self._counting = C10dStatusReader(torch._C._distributed_c10d)
+        self._c10d_status = C10dStatusReader(torch._C._distributed_c10d)
         self._wrappers = CollectiveWrappers(self, torch)
         self._torch = torch
         self._wrappers.patch(self._c10d)
@@ -81,26 +85,26 @@ class Recorder:
         self._patch_groups()
         self._wrappers.patch_copies()
         self._patch_wait(torch._C._distributed_c10d.Work)
-        self._say_what_is_missing(torch)
+        self._report_missing_features(torch)
         for group in list(self._c10d._world.pg_map):
-            self.adopt(group)
+            self.add_communicator(group)
 
     def detach(self) -> None:
-        """Puts everything back. Beacons keep what was written."""
+        """Restores torch.distributed. Beacons keep what was written."""
         self._stop.set()
         if self._thread is not None and self._thread.is_alive() and os.getpid() == self._pid:
             self._thread.join(2.0)
-        self._put_back()
+        self._restore()
         for member in self._members.values():
             member.close()
         self._members.clear()
-        self.found.clear()
+        self.member_cache.clear()
 
     def detach_in_child(self) -> None:
-        """After a fork: the beacon and what is mapped belong to the parent."""
-        self._put_back()
+        """After a fork: the beacon and its mapping belong to the parent."""
+        self._restore()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         if self._torch is not None:
             import_hook.cancel_import_hook(FUNCTIONAL_MODULE)
             self._wrappers.undo()
@@ -123,15 +127,15 @@ class Recorder:
             with shown:
                 made = create(*args, **kwargs)
             with contain_errors(self):
-                self.adopt(made[0], ranks, abort.find_gloo_thread(_own_threads() - before))
+                self.add_communicator(made[0], ranks, abort.find_gloo_thread(_own_threads() - before))
             return made
 
         self._wrappers.replace(c10d, "_new_process_group_helper", create, created)
         for name in ("destroy_process_group", "_abort_process_group"):
             if hasattr(c10d, name):
-                self._wrappers.replace(c10d, name, getattr(c10d, name), self._forgetting(getattr(c10d, name)))
+                self._wrappers.replace(c10d, name, getattr(c10d, name), self._wrap_destroy(getattr(c10d, name)))
 
-    def _forgetting(self, end: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_destroy(self, end: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(end)
         def ended(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -152,17 +156,17 @@ class Recorder:
             except Exception as error:
                 if in_recorded_call():
                     raise
-                told = self.translate(error)
-                if told is error:
+                translated = self.translate(error)
+                if translated is error:
                     raise
-                raise told from error
+                raise translated from error
 
         work.wait = wait
 
-    def _say_what_is_missing(self, torch: Any) -> None:
-        kinds = {flight.kind for flight in self._counting.flights}
+    def _report_missing_features(self, torch: Any) -> None:
+        kinds = {flight.kind for flight in self._c10d_status.flights}
         if "gloo" not in kinds:
-            self.missing.append("gloo: completed collectives are not counted, C++ callers have no entries")
+            self.missing.append("gloo: completed collectives are not counted, and calls from C++ have no entries")
         if torch.distributed.is_nccl_available() and not kinds & {"nccl"}:
             self.missing.append("NCCL: no flight recorder in JSON, completed collectives are not counted")
         if os.environ.get("TORCH_FR_BUFFER_SIZE", os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")) == "0":
@@ -174,13 +178,13 @@ class Recorder:
     # --- communicators
 
     def member(self, group: Any) -> CommunicatorMember | None:
-        """This process on a communicator (None: the default one); None where it is no member of it."""
+        """This process's membership in a communicator (None: the default one); None if it is not a member."""
         try:
-            return self.found[group]
+            return self.member_cache[group]
         except KeyError:
             found = self._find(group)
             if found is not None:
-                self.found[group] = found
+                self.member_cache[group] = found
             return found
         except TypeError:  # a list of ranks
             return self._find(group)
@@ -190,12 +194,12 @@ class Recorder:
         if group is None:
             group = self._c10d.GroupMember.WORLD
         elif not hasattr(group, "_get_sequence_number_for_group"):
-            group = self._resolved(group)
+            group = self._resolve(group)
         known = None if group is None else self._members.get(group)
-        return known if known is not None else self.adopt(group)
+        return known if known is not None else self.add_communicator(group)
 
-    def _resolved(self, group: Any) -> Any:
-        """What functional collectives take for a communicator: a name, ranks, a mesh, or a mesh and its dimension."""
+    def _resolve(self, group: Any) -> Any:
+        """The process group that functional collectives mean by a name, ranks, a mesh, or a mesh and its dimension."""
         funcol = sys.modules.get(FUNCTIONAL_MODULE)
         resolve = getattr(funcol, "_resolve_group_name", None)
         if resolve is None or group is self._c10d.GroupMember.NON_GROUP_MEMBER:
@@ -203,8 +207,8 @@ class Recorder:
         name = group if isinstance(group, str) else resolve(group, "")
         return next((each for each, known in self._c10d._world.pg_names.items() if known == name), None)
 
-    def adopt(self, group: Any, ranks: Sequence[int] = (), loop: int = 0) -> CommunicatorMember | None:
-        """Begins to note what this process does on a communicator. `loop`: gloo's thread for it, if known."""
+    def add_communicator(self, group: Any, ranks: Sequence[int] = (), loop: int = 0) -> CommunicatorMember | None:
+        """Starts recording the calls of this process on a communicator. `loop`: gloo's thread for it, if known."""
         if group is None or group not in self._c10d._world.pg_map:
             return None
         with self._lock:
@@ -222,28 +226,28 @@ class Recorder:
                 loop,
             )  # fmt: skip
             if line is None:
-                if not self._lost:
+                if not self._unrecorded:
                     log.warning("recorder: no room for communicator %s; it is not recorded", name)
-                self._lost.add(name)
+                self._unrecorded.add(name)
                 return None
             label = description if description not in ("", "undefined") else name
             member = CommunicatorMember(group, line, name, label, ranks, group.rank())
             if self._refuse and group.size() > 1:
-                member.run, member.board = self.run, self._board(member)
+                member.run, member.order_check = self.run, self._open_order_check(member)
             self._members[group] = member
-            self.found.clear()
-            self._watch()
+            self.member_cache.clear()
+            self._start_thread()
             return member
 
-    def _board(self, member: CommunicatorMember) -> OrderCheck | None:
+    def _open_order_check(self, member: CommunicatorMember) -> OrderCheck | None:
         try:
             return OrderCheck(self.run, member.line.about[0], member.rank, self._own.path.stem, member.line.slot)
         except (OSError, OverflowError) as error:
-            log.warning("recorder: calls on %s are not held against those of its peers: %s", member.label, error)
+            log.warning("recorder: the order of calls on %s is not checked against its peers: %s", member.label, error)
             return None
 
     def _identity(self, group: Any, name: str) -> int:
-        """Equal on all members: where they met, how often, and the communicator's name."""
+        """Equal on all members: a digest of the store's address, how often a world was created, and the name."""
         store = self._c10d._world.pg_map[group][1]
         store = getattr(store, "_underlying_non_prefix_store", store)
         place = getattr(store, "port", None) or getattr(store, "path", "")
@@ -254,14 +258,14 @@ class Recorder:
             for group, member in list(self._members.items()):
                 if group not in self._c10d._world.pg_map:
                     del self._members[group]
-                    self._counting.forget(member)
+                    self._c10d_status.forget(member)
                     member.close()
-            self.found.clear()
+            self.member_cache.clear()
 
     # --- the thread
 
-    def _watch(self) -> None:
-        """Starts the thread with the first communicator: a process that has none pays for none."""
+    def _start_thread(self) -> None:
+        """Starts the thread with the first communicator; a process without one needs no thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._poll, name="lockstep-recorder", daemon=True)
             self._thread.start()
@@ -272,43 +276,43 @@ class Recorder:
                 self.tick()
 
     def tick(self) -> None:
-        """One look at everything; about 20 microseconds."""
+        """One poll of counts, links and commands; about 20 microseconds."""
         self._own.beat()
-        self._counting.count(self._members.values())
+        self._c10d_status.count(self._members.values())
         if self._links:
-            self._watch_links()
-        for order in self.inbox.look():
+            self._enable_keepalive()
+        for command in self.inbox.take():
             with contain_errors(self):
-                self._obey(order)
+                self._execute(command)
 
-    def _watch_links(self) -> None:
+    def _enable_keepalive(self) -> None:
         for member in list(self._members.values()):
-            if member.hardened < 2 and member.line.about[5]:
+            if member.keepalive_rounds < 2 and member.line.about[5]:
                 abort.enable_keepalive(None, [member.line.about[5]])
-                member.hardened += 1
+                member.keepalive_rounds += 1
 
-    # --- orders
+    # --- commands
 
-    def _obey(self, order: commands.RankCommand) -> None:
-        if order.op == "dump":
-            done = self._dump(Path(order.body["folder"]))
-        elif order.op == "free":
-            done = self.free(order.body.get("communicator"))
+    def _execute(self, command: commands.RankCommand) -> None:
+        if command.op == "dump":
+            done = self._dump(Path(command.body["folder"]))
+        elif command.op == "free":
+            done = self.free(command.body.get("communicator"))
         else:
             done = 0
-        self._own.event("order", f"{order.number} {order.op} {done}")
+        self._own.event("order", f"{command.number} {command.op} {done}")
 
     def _dump(self, folder: Path) -> int:
-        for flight in self._counting.flights:
+        for flight in self._c10d_status.flights:
             text = flight.text()
             raw = text.encode() if isinstance(text, str) else bytes(text)
             name = self._own.path.stem + ("" if flight.kind == "gloo" else f"-{flight.kind}")
             write_atomically(folder / f"{name}.json", raw)
-        return len(self._counting.flights)
+        return len(self._c10d_status.flights)
 
     def free(self, communicator: str | None = None) -> int:
-        """Breaks a communicator (by name, description or identity in hex; None: all) from inside; returns how many
-        connections."""
+        """Aborts a communicator (by name, description or identity in hex; None: all) from inside; returns the number of
+        broken connections."""
         broken = 0
         for member in list(self._members.values()):
             names = (member.name, member.label, f"{member.line.about[0]:016x}")
@@ -318,18 +322,18 @@ class Recorder:
         return broken
 
     def translate(self, error: Exception) -> Exception:
-        """The observer's verdict if the error is what it did to free this rank, else the error itself."""
+        """The observer's verdict if freeing this rank caused the error, else the error itself."""
         try:
             return self.inbox.translate(error)
-        except (OSError, ValueError) as trouble:
-            self.trouble(trouble)
+        except (OSError, ValueError) as failure:
+            self.record_failure(failure)
             return error
 
-    def trouble(self, error: Exception) -> None:
-        """Counts a failure in here; the first is logged."""
-        self.troubles += 1
-        if self.troubles == 1:
-            log.warning("the recorder failed (the job goes on, further failures are only counted)", exc_info=error)
+    def record_failure(self, error: Exception) -> None:
+        """Counts an internal error; the first is logged."""
+        self.failures += 1
+        if self.failures == 1:
+            log.warning("the recorder failed (the job continues; further failures are only counted)", exc_info=error)
             with contain_errors(None):
                 self._own.event("recorder", f"failed: {error!r}")
 
@@ -350,15 +354,15 @@ def current() -> Recorder | None:
 
 
 def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Recorder | None:
-    """Begins to record. Call it before the communicators are made; called again it changes only `scope`.
+    """Starts recording. Call it before communicators are created; a second call only changes `scope`.
 
-    Returns None where there is nothing to record or nowhere to write it (no torch.distributed, no open beacon), and
-    where a torch is so different that it cannot be done, which is logged."""
+    Returns None if there is nothing to record or nowhere to write it (no torch.distributed, no open beacon), or if this
+    torch cannot be patched, which is logged."""
     global _current
     if _current is not None:
         _current.scope = scope
         return _current
-    torch, own = importlib.import_module("torch"), writer.current_beacon()
+    torch, own = importlib.import_module("torch"), current_beacon()
     tape = own.tape()
     if tape is None or not importlib.import_module("torch.distributed").is_available():
         return None
@@ -366,7 +370,7 @@ def install(*, refuse: bool = False, links: bool = False, scope: str = "") -> Re
     atexit.register(uninstall)
     with contain_errors(made):
         made.attach(torch)
-    if made.troubles:
+    if made.failures:
         uninstall()
     return _current
 
@@ -381,20 +385,20 @@ def uninstall() -> None:
 
 
 def translate_error(error: Exception) -> Exception:
-    """`Recorder.translate`, for errors that come out of C++ callers (a backward pass) and meet no wrapper."""
+    """`Recorder.translate` for errors of C++ callers (a backward pass), which pass no wrapper."""
     return error if _current is None else _current.translate(error)
 
 
 def raise_if_stalled() -> None:
-    """Raises CollectiveStalled when the observer has let go of this rank: for the places where an error that came too
-    late must not be missed (before an optimizer step, a publish, a commit)."""
+    """Raises CollectiveStalled if the observer has freed this rank. Called where a late error must not be missed:
+    before an optimizer step, a publish, a commit."""
     found = None if _current is None else _current.inbox.stalled(freed=True)
     if found is not None:
         raise found
 
 
 def _forget_in_child() -> None:
-    # A forked child shares the parent's mapping and has not its thread.
+    # A forked child shares the parent's mapping but does not have its thread.
     global _current
     previous, _current = _current, None
     if previous is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lockstep.base.bounded_wait import track_wait
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import Beacon
 
 RENDEZVOUS = "rendezvous"
 JOINS = " joins "
@@ -17,56 +17,59 @@ _RANKS = re.compile(r"ranks (\d+) to (\d+) of (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRanks:
-    """Who should come to a meeting."""
+    """The ranks that a rendezvous expects."""
 
     first: int
     last: int
-    """Of the ranks that are on the waiter's host."""
+    """`first` and `last` of the ranks on the waiting rank's host."""
     size: int
-    """How many take part, on all hosts."""
+    """The number of participants on all hosts."""
 
 
 def rendezvous_target(expected: ExpectedRanks) -> str:
-    """Whom a wait in a meeting is for."""
+    """The target of a wait in a rendezvous."""
     return f"ranks {expected.first} to {expected.last} of {expected.size}"
 
 
 class RendezvousInfo(NamedTuple):
-    """What a wait says of the meeting that it is in."""
+    """The rendezvous that a wait is in."""
 
     name: str = ""
-    """Empty when it is in none."""
+    """Empty outside a rendezvous."""
     members: str = ""
-    """Whom the process takes for the members of what is made there, where it says that."""
+    """The member list that the process creates the communicator with, if it shows one."""
     expected: ExpectedRanks | None = None
 
 
-def rendezvous_reason(rank: int, meeting: str, members: Sequence[int] = ()) -> str:
-    """Why: members name the same meeting, and whom they take for its members."""
+def rendezvous_reason(rank: int, rendezvous: str, members: Sequence[int] = ()) -> str:
+    """The reason of a wait in a rendezvous: its name, equal on all members, and the member list."""
     ranks = f"{OF_RANKS}{', '.join(map(str, members))}" if members else ""
-    return f"rank {rank}{JOINS}{meeting}{ranks}"
+    return f"rank {rank}{JOINS}{rendezvous}{ranks}"
 
 
-def parse_rendezvous(kind: str, whom_: str, why_: str) -> RendezvousInfo:
-    """What the words of a wait say."""
+def parse_rendezvous(kind: str, waits_for: str, why: str) -> RendezvousInfo:
+    """Parses the kind, target and reason of a wait."""
     if kind != RENDEZVOUS:
         return RendezvousInfo()
-    name, _, members = why_.partition(JOINS)[2].partition(OF_RANKS)
-    found = _RANKS.fullmatch(whom_)
+    name, _, members = why.partition(JOINS)[2].partition(OF_RANKS)
+    found = _RANKS.fullmatch(waits_for)
     return RendezvousInfo(name, members, None if found is None else ExpectedRanks(*map(int, found.groups())))
 
 
 MAX_SHOWN_MEMBERS = 8
 MAX_TARGET_CHARS = 96
-"""More members, and names of more characters, have no room in a beacon: who makes such a one is not shown."""
+"""A beacon has no room for more members or longer names; the wait is not shown then."""
 
 
 def group_init_wait(
-    own: writer.Beacon, world: Any, ranks: Sequence[int], name: str, about: str | None
+    own: Beacon, world: Any, ranks: Sequence[int], name: str, about: str | None
 ) -> contextlib.AbstractContextManager[object]:
-    """A wait for the other members, with the list of those that this process believes in: with different lists they
-    wait for each other for good. Nothing of the default communicator (`world` is None, or no ranks are given): its
-    members meet where the program says so."""
+    """Shows that this process waits for the other members while a communicator is created, and its list of members:
+    processes with different lists wait for each other forever.
+
+    Does nothing for the default communicator (`world` is None, or no ranks are given), whose rendezvous the program
+    starts itself.
+    """
     if world is None or not 2 <= len(ranks) <= MAX_SHOWN_MEMBERS or world.rank() not in ranks:
         return contextlib.nullcontext()
     rank = world.rank()

@@ -35,38 +35,38 @@ FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
 
 
 class WrapperOwner(Protocol):
-    """The recorder, as the wrappers see it."""
+    """The part of the recorder that the wrappers use."""
 
     tape: CallRings
     sites: CallSites
     found: dict[Any, CommunicatorMember | None]
-    """By what callers give for a communicator."""
+    """By what callers pass as `group`."""
 
     def member(self, group: Any) -> CommunicatorMember | None: ...
-    def trouble(self, error: Exception) -> None: ...
+    def record_failure(self, error: Exception) -> None: ...
     def translate(self, error: Exception) -> Exception: ...
 
 
 _recording_threads: set[int] = set()
-"""The threads that are in a call that is noted and may call others, which are part of it."""
+"""Threads inside a recorded call; further calls that they make are part of it."""
 
 
 def in_recorded_call() -> bool:
-    """Whether this thread is in a call that is noted, and whose errors are translated, already."""
+    """Whether this thread is inside a recorded call, whose errors are translated already."""
     return get_ident() in _recording_threads
 
 
 class CollectiveWrappers:
-    """Makes a wrapper per function and remembers what to put back."""
+    """Wraps functions and restores the originals."""
 
     def __init__(self, owner: WrapperOwner, torch: Any) -> None:
         self._owner, self._torch = owner, torch
         self._wrapped: dict[int, tuple[Any, Any]] = {}
-        """By id of the original: it and its wrapper."""
+        """By the original's id: the original and its wrapper."""
         self._put: list[tuple[ModuleType, str, Any]] = []
         self._texts: dict[Any, tuple[int, str]] = {}
         self._known: list[dict[Any, CallKey]] = []
-        """What calls are, for each wrapper."""
+        """For each wrapper, its cache of call keys."""
         owner.tape.on_turn.append(self._forget)
 
     def _forget(self) -> None:
@@ -74,11 +74,11 @@ class CollectiveWrappers:
             known.clear()
 
     def patch(self, module: ModuleType) -> None:
-        """The functions of torch.distributed or of its functional collectives."""
-        for name, form in (FUNCTIONAL_OPERATIONS if module.__name__ == FUNCTIONAL_MODULE else OPERATIONS).items():
+        """Wraps the functions of torch.distributed or of its functional collectives."""
+        for name, operation in (FUNCTIONAL_OPERATIONS if module.__name__ == FUNCTIONAL_MODULE else OPERATIONS).items():
             original = module.__dict__.get(name)
             if inspect.isfunction(original) and not hasattr(original, "__lockstep__"):
-                self.replace(module, name, original, self.wrapper_of(original, form))
+                self.replace(module, name, original, self.wrapper_of(original, operation))
 
     def replace(self, module: ModuleType, name: str, original: Any, wrapper: Any) -> None:
         wrapper.__lockstep__ = True
@@ -87,7 +87,7 @@ class CollectiveWrappers:
         setattr(module, name, wrapper)
 
     def patch_copies(self) -> None:
-        """Names that other modules took with `from torch.distributed import ...` before we came."""
+        """Wraps names that other modules imported with `from torch.distributed import ...` earlier."""
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", None)
             if not isinstance(module, ModuleType) or not names:
@@ -105,40 +105,40 @@ class CollectiveWrappers:
         self._wrapped.clear()
 
     def patch_functional(self, module: ModuleType) -> None:
-        """Functional collectives; and the compiler's table of what stands for which function: it has to know ours."""
+        """Wraps functional collectives, and adds the wrappers to the compiler's table of equivalent functions."""
         remaps = getattr(module, "traceable_collective_remaps", {})
         for original, wrapper in list(self._wrapped.values()):
             if original in remaps:
                 remaps[wrapper] = remaps[original]
         self.patch(module)
 
-    def wrapper_of(self, original: Callable[..., Any], form: Operation) -> Callable[..., Any]:
-        """What stands around a function of torch."""
-        if form.p2p or form.unseen:
-            return self._uncounted(original, form)
+    def wrapper_of(self, original: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
+        """The wrapper of a function of torch."""
+        if operation.p2p or operation.uncounted:
+            return self._uncounted(original, operation)
         if original.__module__ == FUNCTIONAL_MODULE:
-            return self._traced(original, self._collective(original, form))
-        return self._collective(original, form)
+            return self._traced(original, self._collective(original, operation))
+        return self._collective(original, operation)
 
-    def _traced(self, original: Callable[..., Any], noting: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiler looks into functional collectives: it is to see the original."""
+    def _traced(self, original: Callable[..., Any], recording: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiler traces functional collectives, so it gets the original."""
         torch = self._torch
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            return noting(*args, **kwargs)
+            return recording(*args, **kwargs)
 
         return wrapper
 
-    def _collective(self, original: Callable[..., Any], form: Operation) -> Callable[..., Any]:
+    def _collective(self, original: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
         """The common case, written for speed: docs/recorder.md says what a wrapper costs."""
         owner, inside, getframe = self._owner, _recording_threads, sys._getframe
-        found, tape, words, look_up = owner.found, owner.tape, owner.tape.words, self._look_up
-        places = ArgumentPositions(original, form)
-        (group_at, group_name), (tensor_at, tensor_name) = places.group, places.tensor
-        roots, nests = places.root, _calls_others(original)
+        found, tape, words, look_up = owner.member_cache, owner.tape, owner.tape.words, self._look_up
+        positions = ArgumentPositions(original, operation)
+        (group_at, group_name), (tensor_at, tensor_name) = positions.group, positions.tensor
+        roots, nests = positions.root, _calls_others(original)
         known: dict[Any, CallKey] = {}
         self._known.append(known)
 
@@ -161,12 +161,12 @@ class CollectiveWrappers:
                         key = id(frame.f_code), frame.f_lasti, root, tensor.shape, tensor.dtype
                     except AttributeError:  # none, or a list of them
                         key = id(frame.f_code), frame.f_lasti, root, None, tensor is None
-                    what = known.get(key) or look_up(form, tensor, root, frame, known, key)
+                    what = known.get(key) or look_up(operation, tensor, root, frame, known, key)
                     if nests:
                         member.until = 0
-                    # Member.enter, written out
+                    # CommunicatorMember.enter, inlined
                     member.issued = issued = member.issued + 1
-                    seq = issued + member.lead if issued < member.until else member.ask(issued)
+                    seq = issued + member.lead if issued < member.until else member.query_sequence(issued)
                     line = member.line
                     calls = line.calls
                     begin = line.ring + calls % CALLS_PER_RING * CALL_WORDS
@@ -182,12 +182,12 @@ class CollectiveWrappers:
                     words[begin + 8] = calls
                     words[line.calls_word] = calls
                     at = begin + LEFT_WORD
-                    if member.board is not None:
-                        member.hold_against(member.board, what, at)
+                    if member.order_check is not None:
+                        member.check_order(member.order_check, what, at)
             except CollectiveRefused:
                 raise
-            except Exception as error:  # noqa: BLE001 - whatever goes wrong in here, the job goes on
-                owner.trouble(error)
+            except Exception as error:  # noqa: BLE001 - an internal error must not stop the job
+                owner.record_failure(error)
             if at < 0 or member is None:
                 return original(*args, **kwargs)
             if nests:
@@ -206,32 +206,38 @@ class CollectiveWrappers:
                 else:
                     member.line.leave(at, FLAG_ASYNC)
                 if nests:
-                    member.settle()
+                    member.resynchronize()
             except Exception as error:  # noqa: BLE001
-                owner.trouble(error)
+                owner.record_failure(error)
             return result
 
         return wrapper
 
-    def _described(self, form: Operation, tensors: Any, root: int | None, module: str) -> tuple[int, str]:
+    def _described(self, operation: Operation, tensors: Any, root: int | None, module: str) -> tuple[int, str]:
         if not hasattr(tensors, "dtype"):
-            return describe_call(form, tensors, root, module)
-        key = form.operation, tensors.shape, tensors.dtype, root, module
+            return describe_call(operation, tensors, root, module)
+        key = operation.name, tensors.shape, tensors.dtype, root, module
         known = self._texts.get(key)
         if known is None:
             if len(self._texts) >= _MAX_CACHED:
                 self._texts.clear()
-            known = self._texts[key] = describe_call(form, tensors, root, module)
+            known = self._texts[key] = describe_call(operation, tensors, root, module)
         return known
 
     def _look_up(
-        self, form: Operation, tensors: Any, root: int | None, frame: FrameType, known: dict[Any, CallKey], key: Any
+        self,
+        operation: Operation,
+        tensors: Any,
+        root: int | None,
+        frame: FrameType,
+        known: dict[Any, CallKey],
+        key: Any,
     ) -> CallKey:
-        """What a call is; kept under `key` where that stands for it."""
+        """The key of a call; cached under `key` where that identifies the call."""
         owner = self._owner
         site, where = owner.sites.find(frame)
-        direct = owner.sites.keep(frame)
-        signature, text = self._described(form, tensors, root, "" if direct else owner.sites.module(frame))
+        direct = owner.sites.is_site(frame)
+        signature, text = self._described(operation, tensors, root, "" if direct else owner.sites.module(frame))
         label = owner.tape.text(text)
         what = signature, pack_text_numbers(label, site), where
         if direct and (tensors is None or hasattr(tensors, "dtype")):
@@ -240,16 +246,17 @@ class CollectiveWrappers:
             known[key] = what
         return what
 
-    def _uncounted(self, original: Callable[..., Any], form: Operation) -> Callable[..., Any]:
-        """Point-to-point calls, and collectives that c10d keeps no account of: noted, and taken off its number."""
+    def _uncounted(self, original: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
+        """Point-to-point calls, and collectives that c10d does not account for: recorded, and subtracted from its
+        sequence number."""
         owner = self._owner
-        places = ArgumentPositions(original, form)
+        positions = ArgumentPositions(original, operation)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if in_recorded_call():
                 return original(*args, **kwargs)
-            with _recorded(owner, self._look_up, form, places, args, kwargs, sys._getframe(1)) as leave:
+            with _recorded(owner, self._look_up, operation, positions, args, kwargs, sys._getframe(1)) as leave:
                 result = original(*args, **kwargs)
                 leave(result)
                 return result
@@ -261,26 +268,26 @@ class CollectiveWrappers:
 def _recorded(
     owner: WrapperOwner,
     look_up: Callable[..., CallKey],
-    form: Operation,
-    places: ArgumentPositions,
+    operation: Operation,
+    positions: ArgumentPositions,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     frame: FrameType,
 ) -> Iterator[Callable[[Any], None]]:
     member, at, before = None, -1, 0
     try:
-        member = owner.member(_group_of(form, places, args, kwargs))
+        member = owner.member(_group_of(operation, positions, args, kwargs))
         if member is not None:
             before = member.sequence()
-            what = look_up(form, get_argument(places.tensor, args, kwargs), None, frame, {}, None)
-            if form.p2p:
-                at = member.pass_message(what, get_rank_argument(places.peer, args, kwargs, member.ranks))
+            what = look_up(operation, get_argument(positions.tensor, args, kwargs), None, frame, {}, None)
+            if operation.p2p:
+                at = member.enter_p2p(what, get_rank_argument(positions.peer, args, kwargs, member.ranks))
             else:
                 at = member.enter(what)
     except CollectiveRefused:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever goes wrong in here, the job goes on
-        owner.trouble(error)
+    except Exception as error:  # noqa: BLE001 - an internal error must not stop the job
+        owner.record_failure(error)
     flag = 0
 
     def leave(result: Any) -> None:
@@ -301,32 +308,32 @@ def _recorded(
         try:
             if member is not None:
                 after = member.sequence()
-                member.offsets.skip(after, after - before - (0 if form.p2p else 1))
+                member.offsets.skip(after, after - before - (0 if operation.p2p else 1))
                 if at >= 0:
                     member.line.leave(at, flag)
         except Exception as error:  # noqa: BLE001
-            owner.trouble(error)
+            owner.record_failure(error)
 
 
-def _group_of(form: Operation, places: ArgumentPositions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if form.operation == "batch_isend_irecv":
+def _group_of(operation: Operation, positions: ArgumentPositions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if operation.name == "batch_isend_irecv":
         batch = args[0] if args else kwargs["p2p_op_list"]
         return batch[0].group
-    return get_argument(places.group, args, kwargs)
+    return get_argument(positions.group, args, kwargs)
 
 
 def _raise_translated(owner: WrapperOwner, member: CommunicatorMember, left: int, error: Exception) -> None:
-    """Notes that a call raised, and raises what the observer says of it, if anything."""
+    """Records that a call failed, and raises the observer's verdict if there is one."""
     with contain_errors(owner):
         member.line.leave(left, FLAG_FAILED)
-        member.settle()
-    told = owner.translate(error)
-    if told is not error:
-        raise told from error
+        member.resynchronize()
+    translated = owner.translate(error)
+    if translated is not error:
+        raise translated from error
 
 
 def _calls_others(function: Callable[..., Any]) -> bool:
-    """Whether it may call another function that is noted, which is then part of it."""
+    """Whether it may call another wrapped function, which is then part of the same call."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     names = set(code.co_names) if code is not None else set(OPERATIONS)
     return bool(names & (OPERATIONS.keys() | FUNCTIONAL_OPERATIONS.keys()) - {function.__name__})
@@ -334,9 +341,9 @@ def _calls_others(function: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def contain_errors(owner: WrapperOwner | None) -> Iterator[None]:
-    """The edge of the recorder: what fails inside is counted and never reaches the job."""
+    """Contains the recorder's internal errors: they are counted and never reach the job."""
     try:
         yield
     except Exception as error:  # noqa: BLE001
         if owner is not None:
-            owner.trouble(error)
+            owner.record_failure(error)

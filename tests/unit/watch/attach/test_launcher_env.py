@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.base.bounded_wait import WaitRecord
 from lockstep.watch.agent.process_monitor import UNKNOWN_RANK, ProcessMonitor
 from lockstep.watch.agent.report_messages import (
     Roster,
@@ -27,7 +28,7 @@ from lockstep.watch.attach.launcher_env import (
     launcher_world_size,
     ranks_on_this_host,
 )
-from lockstep.watch.beacon.beacon_records import BeaconState, WaitRecord
+from lockstep.watch.beacon.beacon_records import BeaconState
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence_types import Liveness, ProcessInfo, ProcessNote
 from lockstep.watch.diagnosis.verdict import VerdictKind, VerdictLevel

@@ -16,23 +16,23 @@ def base(tmp_path, monkeypatch):
 
 def test_orders_reach_those_they_are_for_once_and_in_order():
     mine, other = commands.CommandInbox("run-1", "policy-0"), commands.CommandInbox("run-1", "policy-1")
-    assert not mine.watched and mine.look() == []
+    assert not mine.watched and mine.take() == []
     assert commands.send_command("run-1", "dump", ["policy-0"], folder="/x") == 1
     assert commands.send_command("run-1", "verdict", None, text="why", verdict={"kind": "dead"}) == 2
-    found = mine.look()
+    found = mine.take()
     assert [(each.number, each.op, each.body.get("folder")) for each in found] == [
         (1, "dump", "/x"),
         (2, "verdict", None),
     ]
     assert mine.verdict is not None and mine.verdict.body["verdict"] == {"kind": "dead"}
-    assert [each.number for each in other.look()] == [2]
-    assert mine.look() == [] and mine.watched
+    assert [each.number for each in other.take()] == [2]
+    assert mine.take() == [] and mine.watched
 
 
 def test_what_was_ordered_before_a_rank_began_is_not_for_it():
     commands.send_command("run-1", "verdict", None, text="of the last life")
     late = commands.CommandInbox("run-1", "policy-0")
-    assert late.look() == [] and late.verdict is None and late.watched
+    assert late.take() == [] and late.verdict is None and late.watched
 
 
 def test_half_a_line_and_garbage_are_left_alone():
@@ -40,12 +40,12 @@ def test_half_a_line_and_garbage_are_left_alone():
     path = commands.open_command_file("run-1")
     with path.open("a") as file:
         file.write('nonsense\n{"n": 1}\n[]\n{"n": 5, "op": "dump", "names": null, "wall": 1.0}\n{"n": 6, "op": "du')
-    assert [each.number for each in inbox.look()] == [5]
+    assert [each.number for each in inbox.take()] == [5]
     with path.open("a") as file:
         file.write('mp", "names": null, "wall": 1.0}\n')
-    assert [each.number for each in inbox.look()] == [6]
+    assert [each.number for each in inbox.take()] == [6]
     path.write_text("")
-    assert inbox.look() == []
+    assert inbox.take() == []
     with pytest.raises(ValueError, match="limit"):
         commands.send_command("run-1", "verdict", None, text="x" * commands.MAX_LINE_BYTES)
 
@@ -60,7 +60,7 @@ def test_many_may_order_at_once():
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert [each.number for each in inbox.look()] == list(range(1, 81))
+    assert [each.number for each in inbox.take()] == list(range(1, 81))
 
 
 def test_errors_travel():
@@ -85,7 +85,7 @@ def test_a_broken_connection_becomes_the_verdict():
     assert found.was == str(again) and inbox.translate(found) is found
     for other in (ValueError("closed"), RuntimeError("shape '[3]' is invalid")):
         assert inbox.translate(other) is other
-    assert [order.op for order in inbox.look()] == ["dump", "verdict"]  # whoever obeys them still gets them
+    assert [order.op for order in inbox.take()] == ["dump", "verdict"]  # whoever obeys them still gets them
 
 
 def test_an_old_verdict_explains_nothing(monkeypatch):

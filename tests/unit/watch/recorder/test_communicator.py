@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lockstep.watch.beacon import writer
 from lockstep.watch.beacon.reader import read_calls
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.recorder import communicator
 
 
@@ -26,7 +26,7 @@ class Rank:
     """A member that issues calls."""
 
     def __init__(self) -> None:
-        self.beacon = writer.open_beacon("run-1", "policy-0", "policy", 0)
+        self.beacon = open_beacon("run-1", "policy-0", "policy", 0)
         self.line = self.beacon.tape().open_line(1, 2, "0", "", "gloo", 2, 0)
         self.c10d = C10d()
         self.member = communicator.CommunicatorMember(self.c10d, self.line, "0", "0", [0, 1], 0)
@@ -53,7 +53,7 @@ class Rank:
 def rank(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
     yield Rank()
-    writer.close_beacon()
+    close_beacon()
 
 
 def steady(rank: Rank) -> None:
@@ -112,7 +112,7 @@ def test_a_failed_call_may_not_have_been_counted(rank):
     steady(rank)
     at = rank.member.enter((5, 0, 0))
     rank.line.leave(at, 4)
-    rank.member.settle()
+    rank.member.resynchronize()
     for _ in range(20):
         rank.call()
     read = rank.read()
@@ -139,7 +139,7 @@ def test_no_wrong_number_stays(tmp_path_factory, events):
                 rank.look()
         rank.look()
         assert all(rank.truth[number] == seq for number, seq in rank.read().items())
-        writer.close_beacon()
+        close_beacon()
 
 
 def test_a_stand_in_for_c10d_that_knows_no_numbers(rank):

@@ -59,8 +59,8 @@ def test_a_signature_is_of_operation_shapes_dtype_and_root():
     assert text.split(SEPARATOR) == ["broadcast", "float32", "1", "layers.3", "[4]"]
     assert describe_call(form, torch.zeros(4), 1)[0] == signature
     for other in (
-        describe_call(OPERATIONS["reduce"], four, 1), describe_call(form, torch.ones(5), 1), describe_call(form, four.double(), 1),
-        describe_call(form, four, 0), describe_call(form, four[None], 1),
+        describe_call(OPERATIONS["reduce"], four, 1), describe_call(form, torch.ones(5), 1),
+        describe_call(form, four.double(), 1), describe_call(form, four, 0), describe_call(form, four[None], 1),
     ):  # fmt: skip
         assert other[0] != signature
     assert (

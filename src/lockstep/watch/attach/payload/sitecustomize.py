@@ -20,24 +20,24 @@ HERE = Path(__file__).resolve().parent
 RUN = "LOCKSTEP_WATCH"
 """The run's id; set by `lockstep watch`."""
 NEEDED = (3, 10)
-"""What the recorder's own files need."""
+"""The Python version that the recorder needs."""
 DISTRIBUTED = "torch.distributed"
 
 
-class _After(importlib.abc.MetaPathFinder):
-    """Calls `begin` once torch.distributed has been imported, and torch as well: some of its own modules import it."""
+class _DistributedFinder(importlib.abc.MetaPathFinder):
+    """Calls `enroll` once torch.distributed and torch have been imported: some of torch's modules import the former."""
 
     def __init__(self) -> None:
-        self._asking = False
+        self._searching = False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if self._asking or fullname not in ("torch", DISTRIBUTED):
+        if self._searching or fullname not in ("torch", DISTRIBUTED):
             return None
-        self._asking = True
+        self._searching = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._asking = False
+            self._searching = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -48,28 +48,28 @@ class _After(importlib.abc.MetaPathFinder):
             under_way = fullname == DISTRIBUTED and getattr(torch.__spec__, "_initializing", False)
             if DISTRIBUTED in sys.modules and not under_way and self in sys.meta_path:
                 sys.meta_path.remove(self)
-                begin()
+                enroll()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def begin() -> None:
+def enroll() -> None:
     try:
         _find_lockstep()
-        enroll = importlib.import_module("lockstep.watch.attach.enroll")
-        enroll.enroll_process(os.environ[RUN])
-    except Exception as error:  # noqa: BLE001 - nothing of ours may end the job
-        tell(f"{type(error).__name__}: {error}")
+        module = importlib.import_module("lockstep.watch.attach.enroll")
+        module.enroll_process(os.environ[RUN])
+    except Exception as error:  # noqa: BLE001 - an error of ours must not end the job
+        warn(f"{type(error).__name__}: {error}")
 
 
-def tell(why: str) -> None:
+def warn(why: str) -> None:
     sys.stderr.write(f"lockstep watch: process {os.getpid()} is not recorded: {why}\n")
 
 
 def _find_lockstep() -> None:
-    """Makes `lockstep.watch` importable where Lockstep is not installed: the package of which this file is a part. It
-    needs nothing else of it."""
+    """Makes `lockstep` importable where it is not installed: the package that this file is part of, without its
+    dependencies."""
     if "lockstep" in sys.modules or importlib.util.find_spec("lockstep") is not None:
         return
     package = HERE.parents[2]
@@ -83,8 +83,8 @@ def _find_lockstep() -> None:
     spec.loader.exec_module(module)
 
 
-def _others() -> None:
-    """Imports the module of the same name that would have been imported without us."""
+def _import_shadowed() -> None:
+    """Imports the `sitecustomize` that this one shadows."""
     paths = [path for path in sys.path if Path(path or os.curdir).resolve() != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and spec.loader is not None:
@@ -95,7 +95,7 @@ def _others() -> None:
 
 if os.environ.get(RUN):
     if sys.version_info >= NEEDED:
-        sys.meta_path.insert(0, _After())
+        sys.meta_path.insert(0, _DistributedFinder())
     elif "RANK" in os.environ:
-        tell("its Python is older than 3.10")
-_others()
+        warn("its Python is older than 3.10")
+_import_shadowed()
