@@ -45,14 +45,14 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.8,
 }
 _SMOOTH_FROM = 40
-"""Points from which a curve is also drawn smoothed, unless it is exact by nature."""
+"""Longer curves are also drawn smoothed, unless they are exact by nature."""
 _MAX_POINTS = 1000
-"""Points of one curve: the card is some 500 pixels wide."""
+"""Points per curve: a card is about 500 pixels wide."""
 _EXACT_METRICS = frozenset({"policy/lr", "steps"})
 _MAX_LABELLED = 20
-"""Marks of a chart from which on they have no numbers any more."""
+"""Charts with more marks show them without numbers."""
 _TICK_STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
-"""Seconds between ticks of a clock."""
+"""Tick spacings of a time axis, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +61,25 @@ class Chart:
 
     title: str
     names: tuple[str, ...]
-    """Metrics drawn together; those the run does not have are left out."""
+    """Metrics drawn together; those that the run does not have are left out."""
     unit: str = ""
     log: bool = False
-    """Only where the values span more than a decade."""
+    """Logarithmic, if the values span more than a decade."""
     bounded: bool = False
-    """Values are shares: the axis is 0 to 1."""
+    """The values are shares: the axis runs from 0 to 1."""
     wide: bool = False
     """As wide as the page."""
     clock: bool = False
-    """Over seconds instead of steps."""
+    """Drawn over seconds instead of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChartMark:
-    """Something that happened, on a chart's axis."""
+    """An event on a chart's axis."""
 
     at: float
     until: float
-    """The same as `at` where it took no time on this axis."""
+    """The same as `at` if it has no duration on this axis."""
     label: str
     fine: bool
 
@@ -96,7 +96,7 @@ class DrawnChart:
 def draw_chart(
     chart: Chart, curves: Mapping[str, Series], labels: Mapping[str, str] | None = None, marks: Sequence[ChartMark] = ()
 ) -> DrawnChart | None:
-    """The chart as SVG; None where the run has none of its metrics. Points that are not finite leave a gap."""
+    """The chart as SVG; None if the run has none of its metrics. Non-finite points leave a gap."""
     present = [name for name in chart.names if any(math.isfinite(value) for _, value in curves.get(name, ()))]
     if not present:
         return None
@@ -136,8 +136,8 @@ def thinned(points: Series, most: int = _MAX_POINTS) -> list[tuple[float, float]
 
 
 def smoothed(points: Series) -> list[tuple[float, float]]:
-    """Mean under a Gaussian window around each point, a thirtieth of the curve wide: unlike a moving average it does
-    not lag behind. Points that are not finite are skipped."""
+    """Mean under a Gaussian window around each point, a thirtieth of the curve wide. Unlike a moving average it does
+    not lag behind. Non-finite points are skipped."""
     finite = np.array([point for point in points if math.isfinite(point[1])], dtype=np.float64).reshape(-1, 2)
     if not len(finite):
         return []
@@ -170,7 +170,7 @@ def _clock_axis(axes: Any) -> None:
 
 
 def _draw_marks(axes: Any, marks: Sequence[ChartMark]) -> None:
-    """A line where something happened, a band where it lasted, its number above."""
+    """A line at the start of an event, a band for its duration, its number above."""
     for mark in marks:
         colour = _FINE if mark.fine else _BAD
         if mark.until > mark.at:

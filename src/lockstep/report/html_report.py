@@ -31,7 +31,7 @@ PROGRESS_CHART = Chart("Steps done", ("steps",), "over the time the run was up",
 
 
 class RunUptime:
-    """Seconds that a run has been up, without the time between its attempts."""
+    """Seconds that a run has been up, excluding the time between its attempts."""
 
     def __init__(self, events: Sequence[EventRow], commits: Sequence[CommitRow]) -> None:
         spans: dict[int, tuple[float, float]] = {}
@@ -42,12 +42,12 @@ class RunUptime:
         self._spans = [spans[generation] for generation in sorted(spans)]
 
     def at(self, wall: float) -> float:
-        """Of a moment in seconds since the epoch; between two attempts, the end of the first."""
+        """Uptime at a time in seconds since the epoch; between two attempts, at the end of the first."""
         return sum(min(max(wall - first, 0.0), last - first) for first, last in self._spans)
 
 
 class IncidentTimeline:
-    """Places of incidents on charts over time, and on those over steps."""
+    """Positions of incidents on charts over time and over steps."""
 
     def __init__(self, ledger: Ledger, incidents: Sequence[Incident]) -> None:
         commits = sorted(ledger.commits(), key=lambda row: row.at)
@@ -57,7 +57,7 @@ class IncidentTimeline:
         self._done = [row.step + 1 for row in commits]
 
     def curve(self) -> list[tuple[float, float]]:
-        """(seconds up, steps done) at the begin and at every step's end."""
+        """(seconds up, steps done) at the start and at each step's end."""
         return [(0.0, 0.0)] + [
             (self._clock.at(at), float(done)) for at, done in zip(self._committed, self._done, strict=True)
         ]
@@ -78,7 +78,7 @@ class IncidentTimeline:
         ]
 
     def step(self, wall: float) -> int:
-        """Under way at that time, counted from 1."""
+        """The step under way at that time, counted from 1."""
         before = bisect_right(self._committed, wall)
         return self._done[before - 1] + 1 if before else 1
 
@@ -107,7 +107,7 @@ _LABELS = {
     "policy/engine_gap_max": "max",
 }
 _MAX_OTHER_CHARTS = 24
-"""At most so many further metrics get a curve of their own."""
+"""Further metrics with a chart of their own, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +130,17 @@ class StageShare:
 
 @dataclass(frozen=True, slots=True)
 class ListedIncident:
-    """An incident as it is listed, under the number that it has on the charts."""
+    """An incident in the list, with its number on the charts."""
 
     number: int
     incident: Incident
     clock: str
     step: int
-    """Under way when it began, counted from 1."""
+    """The step under way when it began, counted from 1."""
     moments: list[tuple[str, IncidentMoment]]
-    """With the time since it began."""
+    """Each with the time since the incident began."""
     environment: list[str]
-    """What was odd about the environment of its processes."""
+    """Findings about the environment of its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +158,14 @@ class SamplePair:
 
 
 def write_report(ledger: Ledger, exit_reason: str = "") -> Path:
-    """Writes `report.html` into the run's folder, whole or not at all; `ledger` may be a reader."""
+    """Writes `report.html` into the run's folder atomically; `ledger` may be a reader."""
     path = ledger.folder / "report.html"
     replace_file(path, render_html(ledger, exit_reason).encode("utf-8", "replace"))
     return path
 
 
 def render_html(ledger: Ledger, exit_reason: str = "") -> str:
-    """The page. Whatever comes from data or models is escaped."""
+    """The page. Text from data or models is escaped."""
     config = ledger.config()
     rows, evaluations = committed_rows(ledger)
     reason = exit_reason or _exit_reason(ledger)
@@ -281,13 +281,13 @@ def _stages(rows: list[MetricsRow]) -> list[StageShare]:
 
 
 def _sampled_steps(evaluations: list[EvaluationRow]) -> tuple[int, int] | None:
-    """Steps done at the first and the last evaluation that have samples."""
+    """Steps done at the first and the last evaluation with samples."""
     sampled = [row.step + 1 for row in evaluations if row.samples]
     return (sampled[0], sampled[-1]) if sampled else None
 
 
 def _pairs(evaluations: list[EvaluationRow]) -> list[SamplePair]:
-    """Samples of the first and last evaluation, side by side where the prompt is the same."""
+    """Samples of the first and last evaluation, paired by prompt."""
     sampled = [row for row in evaluations if row.samples]
     if not sampled:
         return []
@@ -299,7 +299,7 @@ def _pairs(evaluations: list[EvaluationRow]) -> list[SamplePair]:
 
 
 def _exit_reason(ledger: Ledger) -> str:
-    """How the newest attempt ended, if it did: a report may be written while the run goes on."""
+    """How the newest attempt ended; a report may be written while the run continues."""
     ends = [event for event in ledger.events() if event.kind == "end" and event.generation == ledger.generation]
     return str(ends[-1].fields["reason"]) if ends else "still running, or killed"
 

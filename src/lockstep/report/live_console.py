@@ -22,24 +22,25 @@ from lockstep.watch.beacon.beacon_table import CounterRow, ProcessRow
 
 _BARS = "▁▂▃▄▅▆▇█"
 REPORT_AFTER_S = 2.0
-"""Where lines stay, who is awaited in a stage is told after so long, and then at doubling times."""
+"""Without a live block, the wait of a stage is printed after this many seconds, then at doubling intervals."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageActivity:
-    """What goes on within a step; read from beacons, so that it moves while the controller waits."""
+    """Progress within a stage; read from beacons, so that it moves while the controller waits."""
 
     done: int = 0
     total: int | None = None
     unit: str = ""
     waiting: str = ""
-    """Who is waited for, for what and since when; empty where nobody is."""
+    """What the controller waits for, why and for how long; empty if it does not wait."""
 
 
 class LiveConsole:
-    """Calls come from the controller's thread; a refresh thread of rich only reads.
+    """The console of a run. Called from the controller's thread; rich's refresh thread only reads.
 
-    `quiet` prints nothing but warnings and the last line. `activity` is asked at every refresh (4 per second)."""
+    `quiet` prints only warnings and the last line. `activity` is called at every refresh (4 per second).
+    """
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class LiveConsole:
         self.close()
 
     def start(self, first: int = 0) -> None:
-        """The run begins, with `first` steps already done."""
+        """Begins the run, with `first` steps already done."""
         self._done = self._first = first
         self._began = time.monotonic()
         self._began_steps = True
@@ -84,13 +85,15 @@ class LiveConsole:
         self._open()
 
     def stage(self, name: str) -> None:
-        """A stage of the step begins; "" between stages."""
+        """Begins a stage of the step; "" between stages."""
         self._stage, self._stage_began, self._told = name, time.monotonic(), StageActivity()
         self._awaited, self._tell_after_s = "", REPORT_AFTER_S
 
     def awaits(self, text: str) -> None:
-        """Who is awaited now, "" where nobody is: one line that is refreshed on a terminal, and told seldom elsewhere.
-        From any thread, also before `run_training`."""
+        """Shows what the run waits for, "" if nothing: one refreshed line on a terminal, rare lines elsewhere.
+
+        Thread-safe; may be called before `start`.
+        """
         self._awaited = text
         since_s = time.monotonic() - self._stage_began
         if self._quiet or not text:
@@ -102,11 +105,11 @@ class LiveConsole:
             self._print(f"[dim]{escape(self._stage)} waits for {escape(text)}[/]")
 
     def progress(self, done: int, total: int | None = None, unit: str = "", waiting: str = "") -> None:
-        """Progress within the stage, where no `activity` is asked for it."""
+        """Progress within the stage, if there is no `activity` callback."""
         self._told = StageActivity(done, total, unit, waiting)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step (counted from 0) is over."""
+        """Ends a step (counted from 0)."""
         self._done = step + 1
         self._metrics = dict(metrics)
         if "reward/mean" in metrics:
@@ -125,16 +128,16 @@ class LiveConsole:
             self._print(f"[cyan]evaluation[/] after step {done}: {escape(shown)}")
 
     def message(self, text: str) -> None:
-        """Something a person should know, once."""
+        """Prints information once."""
         if not self._quiet:
             self._print(escape(text))
 
     def warning(self, text: str) -> None:
-        """Something a person must know; shown in quiet mode too."""
+        """Prints a warning, in quiet mode too."""
         self._print(f"[yellow]{escape(text)}[/]")
 
     def finish(self, reason: str, report: Path | None = None, incidents: str = "") -> None:
-        """The last line: how the run ended, what went wrong meanwhile, and where everything is."""
+        """Prints the last line: how the run ended, its incidents, and where its files are."""
         self.close()
         exact = ""
         if self._evaluated:
@@ -149,7 +152,7 @@ class LiveConsole:
         )
 
     def close(self) -> None:
-        """Takes the live block off the terminal. Idempotent."""
+        """Removes the live block from the terminal. Idempotent."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -222,7 +225,7 @@ class LiveConsole:
         return line
 
     def _line(self) -> str:
-        """A step in one plain line, for logs."""
+        """A step as one plain line, for logs."""
         shown = "  ".join(f"{label} {value}" for label, value in self._shown())
         stages = " ".join(
             f"{name.removeprefix('time/').removesuffix('_s')} {format_duration(value)}"
@@ -239,7 +242,7 @@ class LiveConsole:
 
 
 def sparkline(values: list[float]) -> str:
-    """Eight heights between the least and the greatest value; a gap where a value is not a number."""
+    """Eight heights between the least and the greatest value; a gap for a value that is not a number."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""
@@ -249,7 +252,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def format_number(value: float) -> str:
-    """Three significant figures, as a person writes them: 0.512, 12.3, 1,204, 3.2e-06."""
+    """Three significant figures: 0.512, 12.3, 1,204, 3.2e-06."""
     if value != value or abs(value) == float("inf"):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1000:
@@ -261,7 +264,7 @@ _SHOW_WAIT_S = 2.0
 
 
 def beacon_activity(run: str, controller: str = "controller") -> StageActivity:
-    """Progress of whoever moved last, summed over its role, and the controller's longest wait."""
+    """The latest progress, summed over its role, and the controller's longest wait."""
     return stage_activity(beacon_table.process_rows(beacon_table.take_snapshot(run)), controller)
 
 

@@ -29,17 +29,17 @@ from lockstep.ledger.durable_files import disk_full_as_ledger_error, replace_fil
 
 class MetricSink(Protocol):
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        """One row; visible to readers on return. `at`: seconds since the epoch, now when None."""
+        """Writes one row, visible to readers on return. `at`: seconds since the epoch, now if None."""
 
     def close(self, reason: str = "") -> None:
-        """Idempotent. `os_error_reason`: how the run ended, as its summary says it."""
+        """Idempotent. `reason`: how the run ended, as in its summary."""
 
 
 class JsonlSink:
     """`metrics.jsonl`: one object per row with `step`, `time` and the values; NaN and infinities are null."""
 
     def __init__(self, path: Path, resume_after: int | None = None) -> None:
-        """`resume_after`: keep rows up to this step (None: the file's rows all stay; a torn last line goes)."""
+        """`resume_after`: keep rows up to this step (None: keep all rows; a torn last line is dropped)."""
         self._path = path
         if path.exists():
             _trim_rows(path, resume_after)
@@ -60,11 +60,11 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Event files that `tensorboard --logdir` reads. Written in the caller's thread: TensorBoard's own writer hands
-    over to a thread that it joins without a bound."""
+    """Event files for `tensorboard --logdir`. Written in the caller's thread, because TensorBoard's own writer joins
+    its thread without a bound."""
 
     def __init__(self, folder: Path, resume_after: int | None = None) -> None:
-        """`resume_after`: tells TensorBoard to forget what earlier event files say about later steps."""
+        """`resume_after`: tells TensorBoard to discard the later steps of earlier event files."""
         name = (
             f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns() % 10**9}"
         )
@@ -112,7 +112,7 @@ class MetricSinks:
 def open_sinks(
     folder: Path, *, tensorboard: bool = True, resume_after: int | None = None, others: Sequence[MetricSink] = ()
 ) -> MetricSinks:
-    """The sinks of a run's folder, `metrics.jsonl` and where wanted `tensorboard/`, and others besides."""
+    """The sinks of a run's folder: `metrics.jsonl`, optionally `tensorboard/`, and `others`."""
     sinks: list[MetricSink] = [JsonlSink(folder / "metrics.jsonl", resume_after)]
     if tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", resume_after))
@@ -120,14 +120,14 @@ def open_sinks(
 
 
 def _close_file(file: IO[Any]) -> None:
-    """Every row was flushed as it was written. What is left is one that found no room, which `write_incident` has
-    told; that there still is none must not take the place of that error."""
+    """Rows are flushed as they are written. What is left is a row that found no space, which `write` has reported; the
+    same failure must not mask that error."""
     with contextlib.suppress(OSError):
         file.close()
 
 
 def _trim_rows(path: Path, resume_after: int | None) -> None:
-    """Drops rows past `resume_after` and what a killed writer left of its last line; rewrites only if it must."""
+    """Drops rows past `resume_after` and a torn last line; rewrites the file only if necessary."""
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
     kept = b"".join(line for line in lines if line.endswith(b"\n") and _belongs(line, resume_after))
@@ -146,9 +146,9 @@ def _belongs(line: bytes, resume_after: int | None) -> bool:
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_ROWS = 10_000
-"""Rows that may wait; later ones are dropped, and counted."""
+"""Further rows are dropped and counted."""
 CLOSE_S = 30.0
-"""At the end of a run its last rows have this long."""
+"""Seconds that the last rows have at the end of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +164,14 @@ class _QueuedClose:
 
 
 class BackgroundSink:
-    """Hands rows to a sink in a thread of its own, which lives while there are rows. What the sink raises is told once,
-    without secrets, and nobody else hears of it: a tracker that is down neither stops nor slows a run."""
+    """Passes rows to a sink in a thread that lives while there are rows.
+
+    An exception of the sink is logged once, without secrets, and not raised: a tracker that is down neither stops nor
+    slows a run.
+    """
 
     def __init__(self, name: str, opened: Callable[[], MetricSink], known_secrets: tuple[str, ...] = ()) -> None:
-        """`opened` makes the sink; it is called in the thread, at once."""
+        """`opened` makes the sink; it is called in the thread immediately."""
         self.name, self._opened, self._known = name, opened, known_secrets
         self._sink: MetricSink | None = None
         self._waiting: deque[_QueuedRow | _QueuedClose] = deque()
@@ -180,7 +183,7 @@ class BackgroundSink:
             self._wake()
 
     def write(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
-        """Returns at once."""
+        """Queues the row and returns immediately."""
         with self._lock:
             if self._ended or self._broken or len(self._waiting) >= MAX_QUEUED_ROWS:
                 self._lost += not self._ended
@@ -189,7 +192,7 @@ class BackgroundSink:
             self._wake()
 
     def close(self, reason: str = "") -> None:
-        """Gives the last rows `CLOSE_S`. Idempotent."""
+        """Waits up to `CLOSE_S` for the last rows. Idempotent."""
         with self._lock:
             if not self._ended:
                 self._ended = True

@@ -22,7 +22,7 @@ _LONG_WAIT_S = 10.0
 
 
 def render_processes(rows: Sequence[ProcessRow], run: str = "", verdicts: Sequence[Verdict] = ()) -> RenderableType:
-    """A table of processes, suspects on top, and below it who everybody waits for. With verdicts, these first."""
+    """A table of processes, suspects first, with verdicts above it and a summary of waits below."""
     if not rows:
         return Text(f"no process of {run or 'the run'} has a beacon on this host", style="yellow")
     table = Table(box=None, header_style="bold dim", padding=(0, 2, 0, 0))
@@ -49,7 +49,7 @@ def render_processes(rows: Sequence[ProcessRow], run: str = "", verdicts: Sequen
 
 
 def follow_processes(run: str, console: Console, every_s: float = 1.0, turns: int | None = None) -> None:
-    """Shows the table until Ctrl-C (or for a number of turns), refreshed in place; KeyboardInterrupt ends it."""
+    """Shows the table until Ctrl-C (or `turns` times), refreshed in place."""
     before: beacon_table.BeaconSnapshot | None = None
     onlooker = _run_observer(run)
     with Live(console=console, auto_refresh=False, screen=False, transient=False) as live:
@@ -68,7 +68,7 @@ def follow_processes(run: str, console: Console, every_s: float = 1.0, turns: in
 
 
 def print_processes(run: str, console: Console, settle: Callable[[], None] | None = None) -> None:
-    """Prints the table once. With `gather_outcomes` (a short pause) between two readings, counters have rates."""
+    """Prints the table once. With `settle` (a short pause) between two readings, counters have rates."""
     onlooker = _run_observer(run)
     before = beacon_table.take_snapshot(run)
     if settle is not None:
@@ -105,7 +105,7 @@ def _progress(counters: Sequence[CounterRow]) -> Text:
 
 
 def _collectives(row: ProcessRow, rows: Sequence[ProcessRow]) -> Text:
-    """Entered (and completed, where that is less) of each communicator; who is behind the others stands out."""
+    """Sequence numbers entered on each communicator; a rank behind the others is highlighted."""
     text = Text()
     for each in row.communicators[:3]:
         ahead = max(other.entered for one in rows for other in one.communicators if other.label == each.label)

@@ -15,23 +15,23 @@ from lockstep.base.text import format_duration
 from lockstep.ledger import EventRow
 
 STALL_EVENT = "stall"
-"""The ledger's event of everything that the supervisor says."""
+"""The ledger's event kind for the supervisor's reports."""
 RECOVERY_EVENT = "recovery"
-"""The ledger's event of everything that recovery does."""
+"""The ledger's event kind for actions of recovery."""
 
 Outcome = Literal["healed", "passed", "open", "gave up"]
 
 _LATE_S = 5.0
-"""The supervisor may tell of a failure when it is healed already: an engine is back in less than a second."""
+"""The supervisor may report a failure after its recovery: an engine is back in less than a second."""
 _STALL_NOTICE_S = 10.0
-"""What stands is told of within this time: an older wait was for somebody who still moved."""
+"""A stall is reported within this time: an older wait was for a process that still made progress."""
 _SEVERITIES = ("error", "warning", "note")
 _CLOSING_ACTIONS = ("restarted", "gave up")
 
 
 @dataclass(frozen=True, slots=True)
 class IncidentMoment:
-    """Something that was told or done."""
+    """A report or an action."""
 
     at: float
     """Seconds since the epoch."""
@@ -42,29 +42,29 @@ class IncidentMoment:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Somebody failed, or was waited for and blamed."""
+    """A failure, or a confirmed stall."""
 
     who: str
     what: str
-    """Kind of the verdict; of a failure without one, how it failed."""
+    """Kind of the verdict; without one, how the process failed."""
     began: float
-    """Seconds since the epoch: since when others waited for it, as far as that is known."""
+    """Seconds since the epoch; since when others waited for it, if known."""
     ended: float | None
     outcome: Outcome
-    """healed by recovery, passed by itself, open (nobody knows of an end), or the run gave up."""
+    """healed by recovery, passed by itself, open (no known end), or gave up."""
     moments: tuple[IncidentMoment, ...]
-    """The oldest first."""
+    """Oldest first."""
     folder: str
-    """Within the run's; empty where none was written."""
+    """Relative to the run's folder; empty if none was written."""
 
     @property
     def fine(self) -> bool:
-        """Whether the run went on as if nothing had happened."""
+        """Whether the run continued unharmed."""
         return self.outcome in ("healed", "passed")
 
     @property
     def told(self) -> str:
-        """How it ended, for a person: `healed after 5.2s`."""
+        """How it ended: `healed after 5.2s`."""
         if self.ended is None:
             return {"open": "not over", "gave up": "the run gave up"}.get(self.outcome, self.outcome)
         return f"{self.outcome} after {format_duration(self.ended - self.began)}"
@@ -84,7 +84,7 @@ class Incident:
 
 @dataclass(slots=True)
 class _Stall:
-    """What the supervisor said of one stall."""
+    """The supervisor's reports about one stall."""
 
     generation: int
     said: list[Mapping[str, Any]] = field(default_factory=list)
@@ -122,7 +122,7 @@ class _Stall:
 
 @dataclass(slots=True)
 class _Repair:
-    """A failure of the trainer, or of one engine, with what recovery did until it was healed or given up."""
+    """A failure of the trainer or of one engine, with recovery's actions until it was healed or given up."""
 
     generation: int
     key: str
@@ -150,7 +150,7 @@ class _Repair:
 
 
 def incidents_of(events: Sequence[EventRow]) -> list[Incident]:
-    """Of all attempts at the run, the oldest first. What was only noticed, and passed, is none."""
+    """Incidents of all attempts, oldest first. A stall that passed as a mere notice is not an incident."""
     repairs = _repairs(events)
     heard: dict[int, list[_Stall]] = {index: [] for index in range(len(repairs))}
     alone = []
@@ -165,7 +165,7 @@ def incidents_of(events: Sequence[EventRow]) -> list[Incident]:
 
 
 def incidents_summary(incidents: Sequence[Incident]) -> str:
-    """`2 incidents, all healed`; empty where there was none."""
+    """`2 incidents, all healed`; empty if there were none."""
     if not incidents:
         return ""
     bad = sum(not each.fine for each in incidents)
@@ -206,12 +206,12 @@ def _repairs(events: Sequence[EventRow]) -> list[_Repair]:
 
 
 def _restart_unit(worker: str) -> str:
-    """Who is restarted with it: the trainer's ranks all together, an engine in all its lives by itself."""
+    """What is restarted together: all trainer ranks, or one engine in all its incarnations."""
     return "policy" if worker.startswith("policy-") else worker.partition(",")[0].partition(".")[0]
 
 
 def _repair_of(stall: _Stall, repairs: Sequence[_Repair]) -> int | None:
-    """The repair that was of the same workers while they stood, the one that names them if there is one."""
+    """The repair of the same workers during the stall, preferably the one that names them."""
     keys, who = {_restart_unit(name) for name in stall.who}, set(stall.who)
     near = [
         (bool(who & set(repair.who)), -abs(repair.began - stall.told), index)
@@ -259,8 +259,8 @@ def _incident_of_stall(stall: _Stall) -> Incident:
 
 
 def environment_findings(folder: Path) -> list[str]:
-    """What `findings.json` of an incident says of the variables of its processes, the worst first; empty where there is
-    none."""
+    """Findings in an incident's `findings.json` about environment variables, worst first; empty if there is no such
+    file."""
     try:
         said = json.loads((folder / "findings.json").read_text(encoding="utf-8"))["environment"]
         told = [(_SEVERITIES.index(each["severity"]), f"{each['seen']}. {each['why']}") for each in said]
@@ -270,7 +270,7 @@ def environment_findings(folder: Path) -> list[str]:
 
 
 def _incident_folder(stalls: Sequence[_Stall]) -> str:
-    """Within the run's folder, which may have been moved since."""
+    """Relative to the run's folder, which may have been moved since."""
     written = [each["incident"] for stall in stalls for each in stall.said if each["incident"]]
     return f"incidents/{Path(written[0]).name}" if written else ""
 

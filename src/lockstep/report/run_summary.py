@@ -15,7 +15,7 @@ _PACKAGES = ("lockstep-rl", "torch", "transformers", "numpy", "pyarrow", "ray", 
 
 
 def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
-    """What the ledger says about a run that ends now. `exit_reason`: `finalize_run`, `interrupted`, or an error."""
+    """The ledger's summary of a run that ends now. `exit_reason`: `finished`, `interrupted`, or an error."""
     config, checkpoint = ledger.config(), ledger.newest_checkpoint()
     rows, evaluations = committed_rows(ledger)
     return {
@@ -35,15 +35,15 @@ def build_summary(ledger: Ledger, exit_reason: str) -> dict[str, Any]:
 
 
 def committed_rows(ledger: Ledger) -> tuple[list[MetricsRow], list[EvaluationRow]]:
-    """Metrics and evaluations of the steps behind the newest attempt's weights, without what an earlier attempt has
-    left of steps that this one has not come to again."""
+    """Metrics and evaluations of committed steps, without rows of an earlier attempt that this one has not reached
+    again."""
     done = ledger.done()
     rows = [row for row in ledger.metrics_rows() if row.step < done]
     return rows, [row for row in ledger.evaluations() if row.step < done]
 
 
 def write_summary(ledger: Ledger, exit_reason: str) -> Path:
-    """Writes `summary.json` into the run's folder, whole or not at all."""
+    """Writes `summary.json` into the run's folder atomically."""
     path = ledger.folder / "summary.json"
     text = json.dumps(build_summary(ledger, exit_reason), indent=2, ensure_ascii=False)
     replace_file(path, (text + "\n").encode())
@@ -51,7 +51,7 @@ def write_summary(ledger: Ledger, exit_reason: str) -> Path:
 
 
 def stage_seconds(rows: list[MetricsRow]) -> dict[str, float]:
-    """Seconds of each stage over all steps, from `time/<stage>_s` (`time/step_s` is their sum and no stage)."""
+    """Seconds of each stage over all steps, from `time/<stage>_s` (`time/step_s` is their sum, not a stage)."""
     totals: dict[str, float] = {}
     for row in rows:
         for name, value in row.values.items():
@@ -62,7 +62,7 @@ def stage_seconds(rows: list[MetricsRow]) -> dict[str, float]:
 
 
 def total_tokens(rows: list[MetricsRow]) -> int:
-    """`tokens/total` of the last row that has it, else the sum of what was generated."""
+    """`tokens/total` of the last row that has it, else the sum of the generated tokens."""
     totals = [row.values["tokens/total"] for row in rows if "tokens/total" in row.values]
     if totals:
         return int(totals[-1])
@@ -70,7 +70,8 @@ def total_tokens(rows: list[MetricsRow]) -> int:
 
 
 def package_versions() -> dict[str, str]:
-    """Of Python and of the packages that decide a run's bits; those that are not installed are left out."""
+    """Versions of Python and of the packages that affect a run's results; packages that are not installed are left
+    out."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

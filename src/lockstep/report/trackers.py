@@ -33,7 +33,8 @@ PROMETHEUS_CLOSE_S = 5.0
 class PrometheusExporter:
     """A sink that answers `GET /metrics`: `lockstep_reward_mean{run="NAME"}` for `reward/mean`, and `lockstep_step`.
 
-    It answers while the run goes on; a port that cannot be had is told and leaves the run alone."""
+    It serves while the run lasts; if its port is taken it logs a warning and the run continues.
+    """
 
     def __init__(self, cfg: PrometheusConfig, run: str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -55,7 +56,7 @@ class PrometheusExporter:
         log.info("prometheus: http://%s:%d/metrics", cfg.host, self.port)
 
     def collect(self) -> Iterator[Any]:
-        """For prometheus_client, from the server's threads."""
+        """Called by prometheus_client from the server's threads."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
@@ -94,16 +95,16 @@ def prometheus_name(name: str) -> str:
 
 IDS_FILE = "tracking.json"
 INIT_S = 20.0
-"""Longest time for W&B's server to take a run on; at its exit a process waits for it."""
+"""Time limit for W&B's server to accept a run; a process waits for it at exit."""
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow", "prometheus": "prometheus_client"}
 _ENVIRONMENT_PREFIXES = ("CUDA", "NCCL", "GLOO", "TORCH", "PYTORCH", "OMP", "MKL", "LOCKSTEP", "TOKENIZERS", "SLURM")
-"""Beginnings of the variables that say what a run ran on."""
+"""Prefixes of the environment variables that are recorded."""
 _MAX_PARAM_CHARS = 500
-"""Characters of a value; what old MLflow servers take."""
+"""The longest parameter value that old MLflow servers accept."""
 
 
 class TrackingError(ValueError):
-    """A tracker that cannot be used, and what would help."""
+    """A tracker that cannot be used, and the fix."""
 
     def __init__(self, kind: str, problem: str, remedy: str) -> None:
         super().__init__(f"tracking {kind}: {problem}; {remedy}")
@@ -111,7 +112,7 @@ class TrackingError(ValueError):
 
 
 def check_trackers(trackers: Sequence[TrackerConfig], environment: Mapping[str, str] = os.environ) -> None:
-    """Raises TrackingError for a package or a key that is missing. Asks no server."""
+    """Raises TrackingError for a missing package or key. Contacts no server."""
     for tracker in trackers:
         package = _PACKAGES[tracker.kind]
         if importlib.util.find_spec(package) is None:
@@ -126,7 +127,7 @@ def check_trackers(trackers: Sequence[TrackerConfig], environment: Mapping[str, 
 def open_trackers(
     trackers: Sequence[TrackerConfig], folder: Path, config: Mapping[str, Any], versions: Any
 ) -> list[MetricSink]:
-    """The sinks; those that speak to servers in the background."""
+    """The sinks; those that contact servers run in the background."""
     known = secret_values(os.environ)
     about = redact({"config": dict(config), "versions": versions, "environment": environment_facts()}, known)
     sinks: list[MetricSink] = []
@@ -139,7 +140,7 @@ def open_trackers(
 
 
 def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that say what a run ran on."""
+    """The recorded environment variables."""
     return {name: value for name, value in sorted(environment.items()) if name.startswith(_ENVIRONMENT_PREFIXES)}
 
 
@@ -157,9 +158,10 @@ def _background_sink(
 
 
 class WandBSink:
-    """Rows with their step as an own value: W&B itself only counts up, and a resumed run may do steps again.
+    """Rows with their step as a value of its own: W&B's own step only increases, and a resumed run may repeat steps.
 
-    Where the server cannot be had at the start, the run is written to its folder, for `wandb sync`."""
+    If the server cannot be reached at the start, the run is written to its folder, for `wandb sync`.
+    """
 
     def __init__(self, cfg: WandBConfig, folder: Path, about: Mapping[str, Any]) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -218,7 +220,7 @@ class WandBSink:
 
 
 class MLflowSink:
-    """One MLflow run, by the client, without MLflow's global state."""
+    """One MLflow run, through the client, without MLflow's global state."""
 
     def __init__(self, cfg: MLflowConfig, folder: Path, about: Mapping[str, Any]) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -220,8 +220,11 @@ def test_top_has_suspects_on_top_and_says_who_is_behind():
         )  # fmt: skip
 
     verdict = Verdict(
-        VerdictKind.ABSENT, VerdictLevel.CONFIRMED, (Culprit(1, "policy", "", 101, name="policy-1"),), explanation="policy-1 is late."
-    )  # fmt: skip
+        VerdictKind.ABSENT,
+        VerdictLevel.CONFIRMED,
+        (Culprit(1, "policy", "", 101, name="policy-1"),),
+        explanation="policy-1 is late.",
+    )
     lines = shown(render_processes([rank(0, 412, "all_reduce"), rank(1, 411, "")], "run", [verdict]), 200).splitlines()
     assert lines[0] == "confirmed: policy-1 is late."
     assert [line.split()[0] for line in lines[2:5]] == ["process", "policy-1", "policy-0"]

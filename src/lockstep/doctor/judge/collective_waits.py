@@ -29,9 +29,9 @@ _COLLECTIVE_NAMES = (
 )  # fmt: skip
 _COMMON_NAMES = ("send", "recv", "reduce", "gather", "scatter", "broadcast")
 _COMMUNICATION_FILE = re.compile(r"torch|distributed|deepspeed|collective|comm|nccl")
-"""Where functions of everyday names are collectives: `http.client` sends too."""
+"""Files in which functions with common names are collectives; `http.client` has a `send` too."""
 _COLLECTIVE_CALL = re.compile(r"\b(?:dist|distributed|collective|c10d|group|comm|pg)\.(\w+)\(")
-"""Of functions, the innermost frame first; a backward pass that waits does so in the reducer's all-reduce."""
+"""A collective call in source text."""
 
 
 SHARDED_WEIGHTS = re.compile(r"(?i)fsdp|zero|deepspeed|unshard|stage3|partitioned_param|summon_full")
@@ -62,17 +62,17 @@ _ACTIVITY_CLASSES = (
     ),
     ("slow_collective_timeout", re.compile(r"(?i)generat|rollout|sampl|eval|decod|scor|reward")),
 )
-"""What a rank says while its peers wait for it, the first that fits."""
+"""What a rank does while its peers wait for it; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveWait:
-    """A rank in a collective.
+    """A rank waiting in a collective.
 
     Attributes:
-        path: The frames outside of libraries, the outermost first; empty where only the watchdog spoke.
-        timed_out: Its own time-out ended the wait; else a peer left, or it still waits.
-        file, line, text: What shows it.
+        path: The frames outside libraries, outermost first; empty if only the watchdog reported the wait.
+        timed_out: Its own timeout ended the wait; otherwise a peer left, or it still waits.
+        file, line, text: The evidence.
     """
 
     rank: int | None
@@ -91,7 +91,7 @@ class CollectiveWait:
 
     @property
     def place(self) -> tuple[str, str, int]:
-        """File, function and line of the innermost frame that is no library's."""
+        """File, function and line of the innermost frame outside libraries."""
         if not self.path:
             return "", "", 0
         last = self.path[-1]
@@ -104,7 +104,10 @@ class CollectiveWait:
 
 
 def collective_of_frames(frames: Iterable[TraceFrame]) -> str:
-    """The collective that a stack is in; "" where none of its frames names one."""
+    """The collective in a stack, found from the innermost frame outwards; "" if no frame names one.
+
+    A backward pass that waits does so in the reducer's all-reduce.
+    """
     known = list(frames)
     for frame in reversed(known):
         called = _COLLECTIVE_CALL.search(frame.source)
@@ -117,15 +120,25 @@ def collective_of_frames(frames: Iterable[TraceFrame]) -> str:
 
 
 def wait_of_traceback(
-    origin: LineOrigin, when: float | None, found: Traceback, reading: ParsedLog
+    origin: LineOrigin, when: float | None, found: Traceback, log: ParsedLog
 ) -> CollectiveWait | None:
-    """The wait that an exception ended; None where no collective raised it."""
+    """The wait that an exception ended; None if no collective raised it."""
     message = f"{found.type}: {found.message}"
     timed_out, lost = bool(TIMEOUT_MESSAGE.search(message)), bool(PEER_LOST_MESSAGE.search(message))
     if not (timed_out or lost):
         return None
-    return CollectiveWait(origin.rank, origin, collective_of_frames(found.frames), user_frames(found.frames), timed_out, lost and not timed_out,
-                ended=when, file=reading.name, line=found.number, text=found.text)  # fmt: skip
+    return CollectiveWait(
+        origin.rank,
+        origin,
+        collective_of_frames(found.frames),
+        user_frames(found.frames),
+        timed_out,
+        lost and not timed_out,
+        ended=when,
+        file=log.name,
+        line=found.number,
+        text=found.text,
+    )
 
 
 def user_frames(frames: Sequence[TraceFrame]) -> tuple[TraceFrame, ...]:
@@ -134,7 +147,7 @@ def user_frames(frames: Sequence[TraceFrame]) -> tuple[TraceFrame, ...]:
 
 
 def waits_by_rank(history: JobHistory) -> Mapping[int, CollectiveWait]:
-    """By rank, the first wait that ended it; what the watchdog says of it is added."""
+    """The first ended wait of each rank, completed by the watchdog's reports."""
     found: dict[int, CollectiveWait] = {}
     for each in _waits_of_tracebacks(history):
         if each.rank is not None and each.rank not in found:
@@ -145,7 +158,7 @@ def waits_by_rank(history: JobHistory) -> Mapping[int, CollectiveWait]:
 
 
 def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait]) -> None:
-    """Adds what the watchdogs say of the ranks that timed out."""
+    """Adds the watchdogs' reports about ranks that timed out."""
     for timeout in history.timeouts:
         rank = timeout.origin.rank
         if rank is None:
@@ -155,8 +168,21 @@ def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait])
         started = None if seen.when is None or ran is None else seen.when - ran / 1000
         if known is None:
             named = "" if timeout.seq is None and timeout.operation in ("send", "recv") else timeout.operation
-            found[rank] = CollectiveWait(rank, timeout.origin, normalize_collective(named), (), True, False, timeout.seq, timeout.numel, started,
-                               seen.when, seen.file, seen.line, seen.text)  # fmt: skip
+            found[rank] = CollectiveWait(
+                rank,
+                timeout.origin,
+                normalize_collective(named),
+                (),
+                True,
+                False,
+                timeout.seq,
+                timeout.numel,
+                started,
+                seen.when,
+                seen.file,
+                seen.line,
+                seen.text,
+            )
         else:
             found[rank] = replace(
                 known, seq=timeout.seq if known.seq is None else known.seq,
@@ -167,26 +193,39 @@ def _add_watchdog_reports(history: JobHistory, found: dict[int, CollectiveWait])
 
 
 def _add_enqueued(history: JobHistory, found: dict[int, CollectiveWait]) -> None:
-    """Adds those who say that they entered what the others timed out in, and did not complete it."""
+    """Adds ranks that report having entered the timed-out collective without completing it."""
     first = next((each for each in found.values() if each.seq is not None), None)
     if first is None or first.seq is None:
         return
     for each in history.facts("work_state"):
         rank, fields = history.reporting_rank(each), each.fields
         if rank is not None and rank not in found and int(fields["completed"]) < first.seq <= int(fields["enqueued"]):
-            found[rank] = CollectiveWait(rank, each.origin, first.operation, (), True, False, first.seq, first.numel, first.started,
-                               each.when, each.file, each.line, each.text)  # fmt: skip
+            found[rank] = CollectiveWait(
+                rank,
+                each.origin,
+                first.operation,
+                (),
+                True,
+                False,
+                first.seq,
+                first.numel,
+                first.started,
+                each.when,
+                each.file,
+                each.line,
+                each.text,
+            )
 
 
 def _waits_of_tracebacks(history: JobHistory) -> Iterator[CollectiveWait]:
-    for origin, when, traceback, reading in history.tracebacks:
-        found = wait_of_traceback(origin, when, traceback, reading)
+    for origin, when, traceback, log in history.tracebacks:
+        found = wait_of_traceback(origin, when, traceback, log)
         if found is not None and (found.operation or found.path):
             yield found
 
 
 def count_collectives(history: JobHistory) -> Counter[str]:
-    """Of all tracebacks, however they ended, the collectives that they were in."""
+    """The collectives in all tracebacks."""
     names = (collective_of_frames(traceback.frames) for _, _, traceback, _ in history.tracebacks)
     return Counter(name for name in names if name)
 
@@ -201,10 +240,10 @@ def normalize_collective(said: str) -> str:
 
 
 def main_stack_by_rank(history: JobHistory) -> Mapping[int, LoggedStack]:
-    """By rank, the main thread of those whose stack was taken."""
+    """The main thread's stack of each rank that has one."""
     found: dict[int, LoggedStack] = {}
-    for reading in history.logs:
-        for stack in reading.stacks:
+    for log in history.logs:
+        for stack in log.stacks:
             rank = stack.origin.rank
             if rank is None and stack.pid is not None:
                 rank = history.rank_of_pid.get(stack.pid)
@@ -214,11 +253,11 @@ def main_stack_by_rank(history: JobHistory) -> Mapping[int, LoggedStack]:
 
 
 def any_sharded_generation(stacks: Iterable[LoggedStack]) -> bool:
-    """Some stack gathers sharded weights for a forward of generation or evaluation."""
+    """Whether some stack gathers sharded weights during generation or evaluation."""
     whole = (" ".join(map(str, each.frames)) for each in stacks)
     return any(GENERATION.search(each) and SHARDED_WEIGHTS.search(each) for each in whole)
 
 
 def class_of_activity(text: str) -> str | None:
-    """The class that names or words of functions, or what a rank says, point to."""
+    """The class suggested by function names or by a rank's log line."""
     return next((cls for cls, pattern in _ACTIVITY_CLASSES if pattern.search(text)), None)

@@ -16,7 +16,7 @@ _KILL_CODES = ("SIGKILL", "Killed", "-9", "137", "Out Of Memory")
 
 
 def first_failed(history: JobHistory) -> Iterator[Culprit]:
-    """Killed ones before others; those that the launcher ended never."""
+    """The ranks or hosts that failed first: killed ones before others, and never those that the launcher ended."""
     exits = [each for each in history.facts("exit") if not _ended_by_launcher(each)]
     killed = [each for each in exits if _signal_or_code(each) in _KILL_CODES]
     first = killed or sorted(history.facts("first_failure"), key=match_order)[:1] or exits[:1]
@@ -30,22 +30,22 @@ def first_failed(history: JobHistory) -> Iterator[Culprit]:
 
 
 def ended_by_signal(history: JobHistory) -> bool:
-    """A signal ended somebody, not the launcher's: that has causes of its own."""
+    """Whether a signal, not sent by the launcher, ended a process: that has causes of its own."""
     exits = [each for each in history.facts("exit") if not _ended_by_launcher(each)]
     return any(_signal_or_code(each).startswith(("-", "SIG")) or _signal_or_code(each) in _KILL_CODES for each in exits)
 
 
 def culprit_of_rank(rank: int, history: JobHistory) -> Culprit:
-    """A rank with its host and the line that its first traceback ended in."""
+    """A rank with its host and the line where its first traceback ended."""
     return Culprit(rank, host=history.hosts.get(rank, ""), where=history.exception_sites.get(rank, ""))
 
 
-def _signal_or_code(seen: RuleMatch) -> str:
-    return seen.fields.get("signal") or seen.fields.get("code", "")
+def _signal_or_code(match: RuleMatch) -> str:
+    return match.fields.get("signal") or match.fields.get("code", "")
 
 
-def _ended_by_launcher(seen: RuleMatch) -> bool:
-    return _signal_or_code(seen) in (*_TERMINATION_CODES, "0", "")
+def _ended_by_launcher(match: RuleMatch) -> bool:
+    return _signal_or_code(match) in (*_TERMINATION_CODES, "0", "")
 
 
 _MAX_CULPRITS = 64
@@ -54,14 +54,15 @@ _FIRST_FAILURE_CLASSES = frozenset((
     "os_limits", "storage_fault", "remote_service_timeout", "nan_or_inf",
     "external_kill", "watchdog_or_heartbeat", "framework_bug", "gpu_binding",
 ))  # fmt: skip
-"""Classes in which somebody falls first: where no line says who, the first who ended with a fault does."""
+"""Classes in which one process fails first: if no line names it, the first process that ended with an error is the
+culprit."""
 _ADDRESS = r"\d{1,3}(?:\.\d{1,3}){3}"
 _MENTIONED_NODE = re.compile(
     rf"\b(?:ip|IP)[=:] ?(?P<a>{_ADDRESS})|\b(?:on|at|of|this) node (?P<b>{_ADDRESS}|(?=[\w.-]*\d)[A-Za-z][\w.-]+)"
     rf"|[Nn]ode failure on (?P<c>[\w.-]+)|\baddress: (?P<d>{_ADDRESS})|\b(?:on|of) host (?P<e>[\w.-]+)"
 )
 _RANK_PREFIX = re.compile(r"(?:^|Error: )\[?[Rr]ank (?P<rank>\d+)[\],:](?! [Rr]ank \d)")
-"""How a message begins that names the rank which raises it."""
+"""The beginning of a message that names the rank raising it."""
 _SERVICE = re.compile(r"(?i)(?:server|service|reward|judge|scorer|frontend|router|engine|gateway|proxy)")
 _DRIVERS = re.compile(
     r"(?i)task_?runner|main_task|driver|entrypoint|raylet|gcs_server|autoscaler|apiserver|engine_?core$"
@@ -69,7 +70,7 @@ _DRIVERS = re.compile(
 
 
 def find_culprits(candidate: Candidate, history: JobHistory) -> tuple[Culprit, ...]:
-    """All who are at fault, as far as the logs tell; empty where they do not."""
+    """All culprits, as far as the logs show them; else empty."""
     if candidate.cls == "benign" or (candidate.cls == "unknown" and candidate.culprits is None):
         return ()
     if candidate.culprits is not None:
@@ -80,7 +81,7 @@ def find_culprits(candidate: Candidate, history: JobHistory) -> tuple[Culprit, .
 
 
 def _expand_named(guessed: list[Culprit], history: JobHistory) -> list[Culprit]:
-    """Of those whom the structure shows a message that lists them may name more."""
+    """Replaces guessed culprits by the longer list in a message, if one contains them all."""
     ranks = {each.rank for each in guessed}
     told = (
         list(_culprits_of_match(each, history))
@@ -115,7 +116,7 @@ def _culprits_of_matches(candidate: Candidate, history: JobHistory) -> Iterator[
 
 
 def _common_host(history: JobHistory) -> str:
-    """The container, host or actor that all lines begin with, so that it tells nobody from anybody else."""
+    """The host that all lines have in common, which therefore distinguishes nothing."""
     logs = [each for each in history.logs if each.source not in history.old_sources]
     spoken = [origin.with_defaults(each.origin).host for each in logs for origin in each.origins]
     hosts = {*spoken, *(each.origin.host for each in logs if not each.origins)}
@@ -123,7 +124,7 @@ def _common_host(history: JobHistory) -> str:
 
 
 def _culprits_of_rule(rule: str, matches: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
-    """Whom the sightings of one rule name."""
+    """The culprits named by the matches of one rule."""
     same = [each for each in matches if each.rule.id == rule]
     if same[0].rule.signature.culprit == "others":
         return _missing_participants(same, history)
@@ -137,7 +138,7 @@ def _culprits_of_rule(rule: str, matches: Sequence[RuleMatch], history: JobHisto
 
 
 def _unmapped_pids_as_ranks(found: Iterable[Culprit], history: JobHistory) -> list[Culprit]:
-    """As many processes as there are ranks, by their numbers only, are all ranks."""
+    """If there are as many unknown pids as ranks, all ranks are meant."""
     culprits = list(found)
     unknown = [each for each in culprits if each.rank is None and each.name == str(each.pid)]
     if unknown and len(unknown) == len(culprits) == len(history.ranks):
@@ -146,8 +147,8 @@ def _unmapped_pids_as_ranks(found: Iterable[Culprit], history: JobHistory) -> li
 
 
 def _missing_participants(same: Sequence[RuleMatch], history: JobHistory) -> list[Culprit]:
-    """Who is known and does not say it: as many ranks as are missing, else the hosts with a file of their own. Whom the
-    store was lost to had come."""
+    """The known ranks without such a line, if their number fits; else the hosts with files of their own. Ranks that
+    lost the store had joined."""
     came = [*same, *history.facts("store_lost")]
     said = {history.rank(each) for each in came}
     missing = [rank for rank in sorted(history.ranks) if rank not in said]
@@ -156,12 +157,12 @@ def _missing_participants(same: Sequence[RuleMatch], history: JobHistory) -> lis
     if missing and None not in said and counts <= {len(missing)}:
         return [culprit_of_rank(rank, history) for rank in missing]
     files = {each.source for each in came}
-    hosts = {reading.origin.host for reading in history.logs if reading.origin.host and reading.source not in files}
+    hosts = {log.origin.host for log in history.logs if log.origin.host and log.source not in files}
     return [Culprit(None, host=each, name=each) for each in sorted(hosts)]
 
 
 def _prefer_raising(same: Sequence[RuleMatch], history: JobHistory) -> list[RuleMatch]:
-    """Of those who say the same only the ones that raised something, where some did: the others only warned."""
+    """Of several ranks with the same line only those that raised an exception, if some did: the others only warned."""
     if not same or same[0].rule.signature.culprit != "line":
         return list(same)
     raised = {_origin_key(origin) for origin, _, _, _ in history.tracebacks} - {None}
@@ -173,25 +174,25 @@ def _origin_key(origin: LineOrigin) -> object:
     return origin.rank if origin.rank is not None else (origin.pid or origin.host or None)
 
 
-def _names_all(seen: RuleMatch) -> bool:
-    said = seen.rule.signature.culprit
+def _names_all(match: RuleMatch) -> bool:
+    said = match.rule.signature.culprit
     return not isinstance(said, str) and said.all
 
 
-def _captures_culprit(seen: RuleMatch) -> bool:
-    """It names somebody; of who says the same without a name, nothing is known but that."""
-    said = seen.rule.signature.culprit
+def _captures_culprit(match: RuleMatch) -> bool:
+    """Whether a match names a culprit; otherwise only its origin is known."""
+    said = match.rule.signature.culprit
     if isinstance(said, str) or said.facts:
         return False
-    return any(seen.fields.get(group) for group in ((said.group,) if isinstance(said.group, str) else said.group))
+    return any(match.fields.get(group) for group in ((said.group,) if isinstance(said.group, str) else said.group))
 
 
-def _culprits_of_match(seen: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
-    said = seen.rule.signature.culprit
+def _culprits_of_match(match: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
+    said = match.rule.signature.culprit
     if said == "none":
         return
     if isinstance(said, str):
-        yield from culprit_of_origin(seen, history)
+        yield from culprit_of_origin(match, history)
         return
     groups = (said.group,) if isinstance(said.group, str) else said.group
     if said.facts:
@@ -202,16 +203,16 @@ def _culprits_of_match(seen: RuleMatch, history: JobHistory) -> Iterator[Culprit
                     yield from _culprits_of_group(group, each.fields[group], each, history)
         return
     for group in groups:
-        value = seen.fields.get(group)
+        value = match.fields.get(group)
         if value:
-            yield from _culprits_of_group(group, value, seen, history)
+            yield from _culprits_of_group(group, value, match, history)
             if not said.all:
                 return
-    if not any(seen.fields.get(group) for group in groups):
-        yield from culprit_of_origin(seen, history)
+    if not any(match.fields.get(group) for group in groups):
+        yield from culprit_of_origin(match, history)
 
 
-def _culprits_of_group(group: str, value: str, seen: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
+def _culprits_of_group(group: str, value: str, match: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
     if group == "rank" or (group == "peer" and re.fullmatch(r"[\d, ]+", value)):
         for number in re.findall(r"\d+", value):
             yield culprit_of_rank(int(number), history)
@@ -220,42 +221,43 @@ def _culprits_of_group(group: str, value: str, seen: RuleMatch, history: JobHist
         yield (
             culprit_of_rank(rank, history)
             if rank is not None
-            else Culprit(None, host=seen.origin.host, pid=int(value), name=value)
+            else Culprit(None, host=match.origin.host, pid=int(value), name=value)
         )
     elif group in ("host", "address", "peer"):
         yield Culprit(None, host=history.alias(value), name=value)
     elif group == "device":
-        yield Culprit(None, host=seen.origin.host, name=value)
+        yield Culprit(None, host=match.origin.host, name=value)
     else:
         yield Culprit(None, name=value)
 
 
-def culprit_of_origin(seen: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
-    """Who says a line: its rank, else the node that it speaks of, its host, the service whose log it is, its role."""
-    where = seen.traceback.where if seen.traceback else ""
-    rank = seen.origin.rank if seen.origin.rank is not None else history.rank(seen)
-    own = _RANK_PREFIX.search(seen.text) if rank is None else None
+def culprit_of_origin(match: RuleMatch, history: JobHistory) -> Iterator[Culprit]:
+    """The origin of a line as a culprit: its rank, else the node it mentions, its host, the service whose log it is, or
+    its role."""
+    where = match.traceback.where if match.traceback else ""
+    rank = match.origin.rank if match.origin.rank is not None else history.rank(match)
+    own = _RANK_PREFIX.search(match.text) if rank is None else None
     rank = int(own["rank"]) if own else rank
-    host = seen.origin.host or _host_of_task(seen.origin.label, history)
-    mentioned = _MENTIONED_NODE.search(seen.text)
+    host = match.origin.host or _host_of_task(match.origin.label, history)
+    mentioned = _MENTIONED_NODE.search(match.text)
     node = next((each for each in mentioned.groups() if each), "") if mentioned else ""
-    remote = seen.fields.get("ip", "")
-    role = "" if _DRIVERS.search(seen.origin.role) else seen.origin.role
+    remote = match.fields.get("ip", "")
+    role = "" if _DRIVERS.search(match.origin.role) else match.origin.role
     if rank is not None:
         known = culprit_of_rank(rank, history)
-        yield replace(known, where=where or known.where, role=seen.origin.role, pid=seen.origin.pid)
+        yield replace(known, where=where or known.where, role=match.origin.role, pid=match.origin.pid)
     elif remote or node:
         yield Culprit(None, host=history.alias(remote or node), name=remote or node, where=where, role=role)
     elif host:
-        yield Culprit(None, host=host, name=history.alias(host), where=where, role=role, pid=seen.origin.pid)
-    elif _SERVICE.search(PurePosixPath(seen.file).stem):
-        name = PurePosixPath(seen.file).stem
+        yield Culprit(None, host=host, name=history.alias(host), where=where, role=role, pid=match.origin.pid)
+    elif _SERVICE.search(PurePosixPath(match.file).stem):
+        name = PurePosixPath(match.file).stem
         yield Culprit(None, name=name, role=name, where=where)
     elif role:
-        yield Culprit(None, name=role, role=role, where=where, pid=seen.origin.pid)
+        yield Culprit(None, name=role, role=role, where=where, pid=match.origin.pid)
 
 
 def _host_of_task(task: int | None, history: JobHistory) -> str:
-    """The host of a task of srun, as its end tells."""
+    """The host of an srun task, according to the message about its end."""
     ends = [each.fields for each in history.facts("exit")] if task is not None else []
     return next((each["host"] for each in ends if each.get("task") == str(task) and each.get("host")), "")

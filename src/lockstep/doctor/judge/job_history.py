@@ -20,7 +20,7 @@ from lockstep.doctor.logs.step_progress import StepHistory
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 PERSISTENT_CLASSES = ("gpu_hardware_fault",)
-"""Classes that the next attempt has too when it gets the same hosts."""
+"""Classes that persist in the next attempt on the same hosts."""
 _TAIL_LINES = 4
 _TROUBLE_WORDS = re.compile(
     r"\b(?:ERROR|CRITICAL|FATAL|[A-Z]\w*Error|failed|Killed|killed|[Aa]borted|crashed|OOM|out of memory|marked dead)\b"
@@ -30,14 +30,14 @@ _ADDRESS = re.compile(r"\d{1,3}(?:\.\d{1,3}){3}")
 _MAX_RANKS = 100_000
 _EXCEPTION_LINE = re.compile(r"\s*(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): ")
 _SURE_STRENGTH = 0.7
-"""Strength from which on a cause ends a job, whatever it said before."""
+"""A cause of at least this strength ends a job, whatever success it reported before."""
 _RANKS_PER_HOST = 8
-"""Ranks that one host has: of more, several hosts may take part of which no line tells."""
+"""With more ranks, several hosts may take part even if no line names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTimeout:
-    """A rank waited in a collective until its time-out."""
+    """A rank waited in a collective until its timeout."""
 
     origin: LineOrigin
     operation: str
@@ -46,20 +46,20 @@ class CollectiveTimeout:
     ran_ms: float | None
     timeout_ms: float | None
     group: str
-    """The number of its process group, where that is said."""
+    """The number of its process group, if known."""
     match: RuleMatch
 
 
 @dataclass
 class JobHistory:
-    """All sightings in the order of time, of the last attempt and of earlier ones."""
+    """All matches in time order, of the last attempt and of earlier ones."""
 
     logs: Sequence[ParsedLog]
     matches: list[RuleMatch] = field(default_factory=list)
-    """Of the last attempt."""
+    """Matches of the last attempt."""
     earlier: list[RuleMatch] = field(default_factory=list)
     starts: Mapping[int, int] = field(default_factory=dict)
-    """By source, the line that the last attempt begins on."""
+    """The line on which the last attempt begins, by source."""
     old_sources: frozenset[int] = frozenset()
     """Sources of earlier attempts."""
 
@@ -76,17 +76,17 @@ class JobHistory:
 
     @cached_property
     def ticks(self) -> list[ProgressTick]:
-        """Of the last attempt."""
-        return [tick for reading in self.logs if reading.source not in self.old_sources for tick in reading.ticks
-                if tick.line >= self.starts.get(reading.source, 0)]  # fmt: skip
+        """The progress counters of the last attempt."""
+        return [tick for log in self.logs if log.source not in self.old_sources for tick in log.ticks
+                if tick.line >= self.starts.get(log.source, 0)]  # fmt: skip
 
     def ticks_of(self, source: int) -> list[ProgressTick]:
-        """Counters in one file."""
+        """The progress counters of one file."""
         return self.by_source[source].ticks if source in self.by_source else []
 
     @cached_property
     def steps(self) -> StepHistory:
-        """After each line of each file."""
+        """The steps after each line of each file."""
         return StepHistory(self.logs, self.old_sources)
 
     @cached_property
@@ -97,11 +97,13 @@ class JobHistory:
         """Whether a line belongs to the last attempt."""
         return source not in self.old_sources and line >= self.starts.get(source, 0)
 
-    def survived(self, seen: RuleMatch) -> bool:
-        """The same file shows steps made after it, by the same rank where ranks are known; what nobody survives, only
-        steps of the very rank that says it, or so many that nobody can be missing."""
+    def survived(self, match: RuleMatch) -> bool:
+        """Whether the same file shows later steps, of the same rank if ranks are known.
+
+        After a fatal line only steps of that very rank count, or so many steps that no rank can be missing.
+        """
         return self.steps.continued_after(
-            seen.source, seen.origin.rank, seen.line, fatal=seen.rule.signature.fatal is True
+            match.source, match.origin.rank, match.line, fatal=match.rule.signature.fatal is True
         )
 
     @cached_property
@@ -109,25 +111,25 @@ class JobHistory:
         """When the last attempt ran."""
         return attempts.job_time_span(self.logs, self.old_sources, self.starts)
 
-    def outside_job(self, seen: RuleMatch) -> float:
-        """Seconds that a record beside the job's logs is dated before or after the job; 0 within, or where unknown."""
-        return attempts.seconds_outside_job(seen, self.by_source[seen.source], self.period)
+    def outside_job(self, match: RuleMatch) -> float:
+        """Seconds by which a host record lies before or after the job; 0 inside or if unknown."""
+        return attempts.seconds_outside_job(match, self.by_source[match.source], self.period)
 
     @cached_property
     def tracebacks(self) -> list[tuple[LineOrigin, float | None, Traceback, ParsedLog]]:
-        """Of the last attempt, those after which nobody went on."""
+        """The last attempt's tracebacks after which the rank made no more steps."""
         return [
-            (origin.with_defaults(reading.origin), when, traceback, reading)
-            for reading in self.logs for origin, when, traceback in reading.tracebacks
-            if self.in_last_attempt(reading.source, traceback.number)
-            and not self.steps.continued_after(reading.source, origin.rank, traceback.number)
+            (origin.with_defaults(log.origin), when, traceback, log)
+            for log in self.logs for origin, when, traceback in log.tracebacks
+            if self.in_last_attempt(log.source, traceback.number)
+            and not self.steps.continued_after(log.source, origin.rank, traceback.number)
         ]  # fmt: skip
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """All that are known."""
-        found = {origin.rank for reading in self.logs for origin in reading.origins}
-        found |= {reading.origin.rank for reading in self.logs}
+        """All known ranks."""
+        found = {origin.rank for log in self.logs for origin in log.origins}
+        found |= {log.origin.rank for log in self.logs}
         found |= {tick.origin.rank for tick in self.ticks}
         found |= {each.origin.rank for each in self.matches}
         said = [*self.facts("world"), *self.facts("placed")]
@@ -138,7 +140,7 @@ class JobHistory:
 
     @cached_property
     def hosts(self) -> Mapping[int, str]:
-        """By rank."""
+        """The host of each rank."""
         found: dict[int, str] = {}
         for each in self.facts("placed") + self.facts("exit"):
             if each.fields.get("rank") and each.fields.get("host"):
@@ -150,8 +152,8 @@ class JobHistory:
 
     @cached_property
     def nodes(self) -> frozenset[str]:
-        """Hosts that take part. Ray names the host of a line only where it is not the driver's."""
-        origins = [origin for reading in self.logs for origin in (*reading.origins, reading.origin)]
+        """Hosts that take part. Ray names the host of a line only if it is not the driver's."""
+        origins = [origin for log in self.logs for origin in (*log.origins, log.origin)]
         found = {origin.host for origin in origins if origin.host} | set(self.hosts.values())
         found = {min(each, self.alias(each)) for each in found}
         remote = any(origin.host and origin.role for origin in origins)
@@ -159,15 +161,15 @@ class JobHistory:
 
     @cached_property
     def foreign_connections(self) -> list[RuleMatch]:
-        """Connections that were tried to addresses of networks in which no host is known to be."""
-        origins = [origin for reading in self.logs for origin in reading.origins]
+        """Attempted connections to addresses in networks without a known host."""
+        origins = [origin for log in self.logs for origin in log.origins]
         known = {_network_prefix(origin.host) for origin in origins if _ADDRESS.fullmatch(origin.host)}
         tried = [each for each in self.facts("connect") if each.fields.get("address")]
         return [each for each in tried if known and _network_prefix(each.fields["address"]) not in known]
 
     @cached_property
     def _names(self) -> Mapping[str, str]:
-        """Host names by address and addresses by name, where a line has both."""
+        """Host names by address and addresses by name, from lines that have both."""
         found: dict[str, str] = {}
         for each in self.facts("named"):
             host, address = each.fields.get("host") or each.origin.host, each.fields.get("address", "")
@@ -177,12 +179,12 @@ class JobHistory:
         return found
 
     def alias(self, host: str) -> str:
-        """The other name of a host, or the same where none is known."""
+        """The other name of a host, or the same one if none is known."""
         return self._names.get(host, host)
 
     @cached_property
     def exception_sites(self) -> Mapping[int, str]:
-        """By rank, the line of the user's code that its first traceback ended in."""
+        """The line of user code where the first traceback of each rank ended."""
         found: dict[int, str] = {}
         for origin, _, traceback, _ in self.tracebacks:
             if origin.rank is not None:
@@ -192,24 +194,22 @@ class JobHistory:
     @cached_property
     def rank_of_pid(self) -> Mapping[int, int]:
         said = [each.fields for each in self.facts("placed") + self.facts("exit")]
-        origins = [origin for reading in self.logs for origin in reading.origins] + [
-            each.origin for each in self.matches
-        ]
+        origins = [origin for log in self.logs for origin in log.origins] + [each.origin for each in self.matches]
         return ranks_by_pid(said, origins, one_host=len(self.nodes) <= 1 and len(self.ranks) <= _RANKS_PER_HOST)
 
-    def rank(self, seen: RuleMatch) -> int | None:
-        """Who a sighting is about: the rank that it names, that says it, or whose process it is."""
-        if seen.fields.get("rank", "").isdigit():
-            return int(seen.fields["rank"])
-        if seen.origin.rank is not None:
-            return seen.origin.rank
-        pid = seen.fields.get("pid") or seen.origin.pid
+    def rank(self, match: RuleMatch) -> int | None:
+        """The rank that a match is about: the rank it names, the line's origin, or the rank of its process."""
+        if match.fields.get("rank", "").isdigit():
+            return int(match.fields["rank"])
+        if match.origin.rank is not None:
+            return match.origin.rank
+        pid = match.fields.get("pid") or match.origin.pid
         return self.rank_of_pid.get(int(pid)) if pid is not None and str(pid).isdigit() else None
 
-    def reporting_rank(self, seen: RuleMatch) -> int | None:
-        """Who says it: what follows `SelfTestRank` in the middle of a line of c10d counts in its group, not in the
+    def reporting_rank(self, match: RuleMatch) -> int | None:
+        """The rank that reports a match. `Rank` in the middle of a c10d line is counted in its group, not in the
         job."""
-        return seen.origin.rank if seen.origin.rank is not None else self.rank(seen)
+        return match.origin.rank if match.origin.rank is not None else self.rank(match)
 
     @cached_property
     def timeouts(self) -> list[CollectiveTimeout]:
@@ -217,20 +217,29 @@ class JobHistory:
         for each in self.facts("collective_timeout"):
             said = each.fields
             numbers = {key: float(said[key]) if said.get(key) else None for key in ("ran_ms", "timeout_ms")}
-            found.append(CollectiveTimeout(
-                LineOrigin(self.reporting_rank(each), each.origin.host, each.origin.role, each.origin.pid), said.get("op", "").lower(),
-                int(said["seq"]) if said.get("seq") else None, _element_count(said),
-                numbers["ran_ms"], numbers["timeout_ms"], said.get("pg", ""), each))  # fmt: skip
+            found.append(
+                CollectiveTimeout(
+                    LineOrigin(self.reporting_rank(each), each.origin.host, each.origin.role, each.origin.pid),
+                    said.get("op", "").lower(),
+                    int(said["seq"]) if said.get("seq") else None,
+                    _element_count(said),
+                    numbers["ran_ms"],
+                    numbers["timeout_ms"],
+                    said.get("pg", ""),
+                    each,
+                )
+            )
         return found
 
     @cached_property
     def failures(self) -> list[RuleMatch]:
-        """What ends processes, in time."""
+        """Whatever ended processes, in time order."""
         names = ("collective_timeout", "peer_lost", "exit", "crash", "cancelled")
         return sorted((each for name in names for each in self.facts(name)), key=match_order)
 
     def _first_collective(self) -> bool:
-        """By the number of what timed out, else by what the ranks say of that group; of others one may be idle."""
+        """Whether the first collective timed out, by its number or by the reported state of that group; other groups
+        may be idle."""
         numbers = [each.seq for each in self.timeouts if each.seq is not None]
         if numbers:
             return max(numbers) <= 1
@@ -241,13 +250,16 @@ class JobHistory:
 
     @cached_property
     def ended_well(self) -> bool:
-        """It says so, nothing went wrong after that, and what had gone wrong before did not keep it from going on."""
+        """Whether the job reports success, nothing failed later, and earlier failures did not stop it."""
         done = [each for each in self.facts("done") if not (self.survived(each) or self._is_partial(each))]
         if not done:
             return False
         first, last = done[0], {each.source: each.line for each in sorted(done, key=lambda each: each.line)}
-        bad = [(each.source, each.origin.rank, each.line) for each in self.failures + self.exceptions if self._ended_process(each)
-               and not (_cleans_up(each, last) or _was_handled(each.traceback, each, first))]  # fmt: skip
+        bad = [
+            (each.source, each.origin.rank, each.line)
+            for each in self.failures + self.exceptions
+            if self._ended_process(each) and not (_cleans_up(each, last) or _was_handled(each.traceback, each, first))
+        ]
         bad += [(at.source, None, each.number) for _, _, each, at in self.tracebacks
                 if is_primary(each) and not _was_handled(each, at, first)]  # fmt: skip
         if any(each[0] != first.source or not self._has_step_between(*each, first.line) for each in bad):
@@ -258,22 +270,23 @@ class JobHistory:
         )
 
     def _is_partial(self, done: RuleMatch) -> bool:
-        """Only an evaluation or a test has ended: a counter before it had not come to its end."""
+        """Whether only an evaluation or test ended: the counter before it had not reached its total."""
         before = [tick for tick in self.ticks_of(done.source) if tick.line < done.line]
         return "part" in done.fields and bool(before) and before[-1].step + 1 < before[-1].of
 
     def _has_step_between(self, source: int, rank: int | None, line: int, until: int) -> bool:
-        """A step was made between two lines."""
+        """Whether a step was made between two lines."""
         return any(line < tick.line <= until and (rank is None or tick.origin.rank in (None, rank))
                    for tick in self.ticks_of(source))  # fmt: skip
 
-    def _is_fatal(self, seen: RuleMatch) -> bool:
-        signature = seen.rule.signature
+    def _is_fatal(self, match: RuleMatch) -> bool:
+        signature = match.rule.signature
         sure = signature.role == "cause" and signature.strength >= _SURE_STRENGTH and signature.fatal is not False
-        return sure and not signature.needs and not self.survived(seen)
+        return sure and not signature.needs and not self.survived(match)
 
     def _raises_after(self, source: int, line: int) -> bool:
-        """The last words of a file name an exception; those with a traceback have rules of their own."""
+        """Whether the last lines of a file name an exception without a traceback; tracebacks have rules of their
+        own."""
         said = [
             each.text for of_rank in self.by_source[source].tail_lines.values() for each in of_rank if each.line > line
         ]
@@ -281,19 +294,19 @@ class JobHistory:
             _EXCEPTION_LINE.match(each, line_origin.parse_prefixes(each, TimestampParser()).at) for each in said
         )
 
-    def _ended_process(self, seen: RuleMatch) -> bool:
-        return seen.rule.signature.fact != "peer_lost" and _exit_code(seen) != 0 and not self.survived(seen)
+    def _ended_process(self, match: RuleMatch) -> bool:
+        return match.rule.signature.fact != "peer_lost" and _exit_code(match) != 0 and not self.survived(match)
 
     @cached_property
     def ends_with_trouble(self) -> bool:
-        """The last words of some file, after its last counter, are those of trouble, whatever trouble."""
-        for reading in self.logs:
+        """Whether the last lines of some file, after its last counter, report any trouble."""
+        for log in self.logs:
             lines = sorted(
-                (said for of_rank in reading.tail_lines.values() for said in of_rank), key=lambda said: said.line
+                (said for of_rank in log.tail_lines.values() for said in of_rank), key=lambda said: said.line
             )
-            after = max((tick.line for tick in reading.ticks), default=0)
+            after = max((tick.line for tick in log.ticks), default=0)
             last = [said.text for said in lines[-_TAIL_LINES:] if said.line > after]
-            if reading.source not in self.old_sources and any(_TROUBLE_WORDS.search(each) for each in last):
+            if log.source not in self.old_sources and any(_TROUBLE_WORDS.search(each) for each in last):
                 return True
         return False
 
@@ -303,7 +316,7 @@ class JobHistory:
 
     @cached_property
     def traits(self) -> frozenset[str]:
-        """Which of `JOB_TRAITS` hold."""
+        """The traits (of `JOB_TRAITS`) that hold."""
         found = set()
         timeouts = self.timeouts
         if self.ended_well:
@@ -342,9 +355,9 @@ class JobHistory:
         return frozenset(found)
 
 
-def match_order(seen: RuleMatch) -> tuple[float, int, int]:
-    """By time; what has none stands last among the sources, in the order of lines."""
-    return seen.when if seen.when is not None else float("inf"), seen.source, seen.line
+def match_order(match: RuleMatch) -> tuple[float, int, int]:
+    """Sort key by time; matches without a time come last, in order of source and line."""
+    return match.when if match.when is not None else float("inf"), match.source, match.line
 
 
 def _element_count(said: Mapping[str, str]) -> int | None:
@@ -355,33 +368,35 @@ def _element_count(said: Mapping[str, str]) -> int | None:
 
 
 def _network_prefix(address: str) -> str:
-    """Its first two numbers: hosts of one cluster are rarely in several such networks, and then on purpose."""
+    """The first two numbers of an address: the hosts of one cluster rarely span several such networks."""
     return ".".join(address.split(".")[:2])
 
 
 def _was_handled(found: Traceback | None, at: RuleMatch | ParsedLog, done: RuleMatch) -> bool:
-    """Of an exception one line was printed, and then the job came to its end."""
+    """Whether only the last line of an exception was printed and the job then finished."""
     return found is not None and found.alone and at.source == done.source and found.number < done.line
 
 
-def _cleans_up(seen: RuleMatch, done: Mapping[int, int]) -> bool:
-    """Before the last word of success a launcher ends a process of its own."""
-    return seen.rule.signature.fact == "cancelled" and "signal" in seen.fields and seen.line < done.get(seen.source, 0)
+def _cleans_up(match: RuleMatch, done: Mapping[int, int]) -> bool:
+    """Whether a launcher ended a process of its own before it reported success."""
+    return (
+        match.rule.signature.fact == "cancelled" and "signal" in match.fields and match.line < done.get(match.source, 0)
+    )
 
 
-def _exit_code(seen: RuleMatch) -> int | None:
-    code = seen.fields.get("code")
+def _exit_code(match: RuleMatch) -> int | None:
+    code = match.fields.get("code")
     return int(code) if code is not None else None
 
 
 def build_history(logs: Sequence[ParsedLog]) -> JobHistory:
-    """The story of all that was read."""
+    """Builds the history of a job from all its logs."""
     old = earlier_attempts(logs)
     starts = {each.source: last_attempt_start(each) for each in logs if each.source not in old}
     history = JobHistory(logs, starts=starts, old_sources=old)
-    hosts = {origin.host for reading in logs if reading.source not in old for origin in reading.origins if origin.host}
-    for reading in logs:
-        for each in reading.matches:
+    hosts = {origin.host for log in logs if log.source not in old for origin in log.origins if origin.host}
+    for log in logs:
+        for each in log.matches:
             persists = each.rule.cls in PERSISTENT_CLASSES and (not each.origin.host or each.origin.host in hosts)
             in_last_attempt = persists or (
                 history.in_last_attempt(each.source, each.line) and history.outside_job(each) < attempts.TIME_ZONES_S

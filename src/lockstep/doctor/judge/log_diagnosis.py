@@ -9,7 +9,10 @@ from pathlib import Path
 from lockstep.doctor.judge import collective_waits as waiting
 from lockstep.doctor.judge import prior_verdicts
 from lockstep.doctor.judge.culprits import find_culprits
-from lockstep.doctor.judge.detectors import persistent_nan, rank_differences, stack_outliers, timeout_structure, trends
+from lockstep.doctor.judge.detectors.rank_differences import difference_candidates
+from lockstep.doctor.judge.detectors.stack_outliers import stack_candidates
+from lockstep.doctor.judge.detectors.timeout_structure import structure_candidates
+from lockstep.doctor.judge.detectors.trends import trend_candidates
 from lockstep.doctor.judge.job_history import JobHistory, build_history
 from lockstep.doctor.judge.scoring import Candidate, Judgement, rank_candidates
 from lockstep.doctor.knowledge.knowledge_base import KnowledgeBase, load_knowledge
@@ -30,21 +33,36 @@ MAX_EVIDENCE = 8
 _MIN_CHARS = 4
 _LINES_PER_RULE, _FIRST_FACTS, _VICTIM_FACTS = 3, 4, 2
 _NO_FAULT = ("unknown", "benign")
-_DETECTORS = (rank_differences, timeout_structure, stack_outliers, persistent_nan, trends)
+_DETECTORS = (difference_candidates, structure_candidates, stack_candidates, trend_candidates)
 _KIND_OF_CLASS = {
-    "uneven_data": VerdictKind.MISMATCH, "rank_divergent_branch": VerdictKind.MISMATCH, "zero3_generate_desync": VerdictKind.MISMATCH,
-    "slow_rank_preprocess": VerdictKind.ABSENT, "checkpoint_timeout": VerdictKind.ABSENT, "rendezvous_incomplete": VerdictKind.ABSENT,
-    "rank_oom": VerdictKind.DEAD, "host_oom": VerdictKind.DEAD, "rank_exception_masked": VerdictKind.DEAD, "external_kill": VerdictKind.DEAD,
-    "cuda_kernel_error": VerdictKind.DEAD, "nan_or_inf": VerdictKind.DEAD, "vllm_engine_failure": VerdictKind.DEAD,
-    "config_error": VerdictKind.DEAD, "version_mismatch": VerdictKind.DEAD, "storage_fault": VerdictKind.DEAD, "shm_too_small": VerdictKind.DEAD,
-    "p2p_path_broken": VerdictKind.IN_FLIGHT, "network_blocked": VerdictKind.IN_FLIGHT, "ib_rdma_fault": VerdictKind.IN_FLIGHT,
-    "slow_collective_timeout": VerdictKind.SLOW, "ray_resources_pending": VerdictKind.STARVED,
-}  # fmt: skip
+    "uneven_data": VerdictKind.MISMATCH,
+    "rank_divergent_branch": VerdictKind.MISMATCH,
+    "zero3_generate_desync": VerdictKind.MISMATCH,
+    "slow_rank_preprocess": VerdictKind.ABSENT,
+    "checkpoint_timeout": VerdictKind.ABSENT,
+    "rendezvous_incomplete": VerdictKind.ABSENT,
+    "rank_oom": VerdictKind.DEAD,
+    "host_oom": VerdictKind.DEAD,
+    "rank_exception_masked": VerdictKind.DEAD,
+    "external_kill": VerdictKind.DEAD,
+    "cuda_kernel_error": VerdictKind.DEAD,
+    "nan_or_inf": VerdictKind.DEAD,
+    "vllm_engine_failure": VerdictKind.DEAD,
+    "config_error": VerdictKind.DEAD,
+    "version_mismatch": VerdictKind.DEAD,
+    "storage_fault": VerdictKind.DEAD,
+    "shm_too_small": VerdictKind.DEAD,
+    "p2p_path_broken": VerdictKind.IN_FLIGHT,
+    "network_blocked": VerdictKind.IN_FLIGHT,
+    "ib_rdma_fault": VerdictKind.IN_FLIGHT,
+    "slow_collective_timeout": VerdictKind.SLOW,
+    "ray_resources_pending": VerdictKind.STARVED,
+}
 
 
 @dataclass
 class Explanation:
-    """A verdict with what it was made from."""
+    """A verdict with everything it was derived from."""
 
     verdict: Verdict
     history: JobHistory
@@ -52,29 +70,29 @@ class Explanation:
     rules: KnowledgeBase
     gaps: list[str] = field(default_factory=list)
     recorded: Sequence[Verdict] = ()
-    """Verdicts of incidents or dumps that stand as they are, `to_verdict` first."""
+    """Verdicts of incidents or dumps that were adopted unchanged, `verdict` first."""
 
 
 def explain(
     paths: Sequence[str], folders: Sequence[Path] = (), *, ranks: str | None = None, world_size: int | None = None
 ) -> Explanation:
-    """What was wrong with the job that left these files: logs, dumps of the flight recorder, incidents.
+    """Explains what was wrong with the job that left these files: logs, flight-recorder dumps, incidents.
 
     Args:
-        folders: Of further knowledge files.
-        ranks: Where the rank stands in the names of dumps, see `read_dumps`.
-        world_size: Of the job; None takes what the dumps say.
+        folders: Folders of further knowledge files.
+        ranks: Pattern for the rank in the names of dumps, see `explain_dumps`.
+        world_size: Number of ranks of the job; None takes it from the dumps.
 
     Raises:
-        NoSuchPath: A path that does not exist.
-        BadRule: A file of rules that is not of the schema.
+        NoSuchPath: A path does not exist.
+        InvalidRule: A knowledge file violates the schema.
     """
     rules = load_knowledge(*folders)
     found = collect_sources(list(paths))
     left = prior_verdicts.take_prior_verdicts(found, paths, ranks=ranks, world_size=world_size)
     logs = parse_logs(found, rules)
     history = build_history(logs)
-    judgement = rank_candidates(history, [each for room in _DETECTORS for each in room.candidates(history)])
+    judgement = rank_candidates(history, [each for detect in _DETECTORS for each in detect(history)])
     verdict = _verdict(judgement, history, rules, found.gaps)
     before = prior_verdicts.standing_verdicts(verdict, left, logs_read=bool(logs))
     if before:
@@ -109,7 +127,7 @@ def _verdict(judgement: Judgement, history: JobHistory, rules: KnowledgeBase, ga
 
 
 def _collective(best: Candidate, history: JobHistory) -> StalledCollective | None:
-    """What the ranks waited in, or what the cause names."""
+    """The collective in which the ranks waited, or the one that the cause names."""
     operation = best.collective
     for each in best.matches:
         operation = operation or each.fields.get("op", "") or (each.rule.signature.collective or "")
@@ -127,7 +145,7 @@ def _collective(best: Candidate, history: JobHistory) -> StalledCollective | Non
 
 
 def _evidence(best: Candidate, history: JobHistory) -> tuple[Fact, ...]:
-    """What shows it, those who are to blame first, then what shows the structure, then what the first victims say."""
+    """Evidence lines: first those of the culprits, then the structure, then the first victims."""
     blame = {each.rank for each in find_culprits(best, history)} - {None}
     own = [each for each in best.facts if len(each.text) >= _MIN_CHARS]
     shown = _match_facts(
@@ -143,7 +161,7 @@ def _evidence(best: Candidate, history: JobHistory) -> tuple[Fact, ...]:
 
 
 def _match_facts(matches: Iterable[RuleMatch]) -> list[Fact]:
-    """Of each rule a few lines."""
+    """A few lines per rule."""
     rules: Counter[str] = Counter()
     found = []
     for each in matches:
@@ -154,7 +172,7 @@ def _match_facts(matches: Iterable[RuleMatch]) -> list[Fact]:
 
 
 def fill_fields(text: str, fields: dict[str, str]) -> str:
-    """`{field}` replaced; a sentence with one that is not known is left out."""
+    """Replaces each `{field}`; omits sentences with an unknown field."""
     sentences = re.split(r"(?<=[.!?])\s+", text.strip())
     kept = []
     for each in sentences:

@@ -15,11 +15,11 @@ _CLASSES_OF_KIND = {
     VerdictKind.CYCLE: ("rank_divergent_branch",),
     VerdictKind.ABSENT: ("uneven_data", "rank_divergent_branch", "slow_rank_preprocess"),
 }
-"""Classes that a structure of the dumps argues for."""
+"""Failure classes that fit the structure found in dumps."""
 
 
 class NothingToRead(ValueError):
-    """The paths hold nothing that can be explained."""
+    """The paths contain nothing that can be explained."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
@@ -30,12 +30,12 @@ class NothingToRead(ValueError):
 
 
 STRUCTURE_CONFIDENCE = 0.7
-"""The confidence of a class that only the structure argues for."""
+"""Confidence of a class that only the structure of the dumps suggests."""
 
 
 @dataclass(frozen=True, slots=True)
 class PriorVerdicts:
-    """Verdicts of incidents, the newest first, and of dumps, the one that explains the others first."""
+    """Verdicts of incidents, newest first, and of dumps, starting with the one that explains the others."""
 
     incidents: tuple[Verdict, ...] = ()
     dumps: tuple[Verdict, ...] = ()
@@ -44,10 +44,10 @@ class PriorVerdicts:
 def take_prior_verdicts(
     found: CollectedSources, paths: Sequence[str], *, ranks: str | None, world_size: int | None
 ) -> PriorVerdicts:
-    """Reads incidents and dumps, and takes their files out of what is read as logs.
+    """Reads incidents and dumps, and removes their files from the log sources.
 
     Raises:
-        ValueError: A file says that it is an incident and is none, or `ranks` fits no file.
+        ValueError: A file claims to be an incident and is not, or `ranks` fits no file.
         NothingToRead: There is neither a log nor a dump nor an incident.
     """
     from lockstep.watch.dumps.dump_files import find_dump_files
@@ -79,7 +79,7 @@ def take_prior_verdicts(
 
 
 def _incident_files(top: Path) -> list[Path]:
-    """`verdict.json` of the incident or of the folder of incidents, the newest first."""
+    """`verdict.json` of an incident or of all incidents in a folder, newest first."""
     from lockstep.watch.supervisor.incident import list_incidents
 
     file = top if top.name == "verdict.json" else top / "verdict.json"
@@ -99,8 +99,8 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def standing_verdicts(logs: Verdict, left: PriorVerdicts, *, logs_read: bool) -> Sequence[Verdict]:
-    """What was judged before and says more than the logs: of an incident, which saw the job live, or of dumps that
-    have no logs beside them; empty where the logs are to be heard."""
+    """Verdicts that take precedence over the logs: those of incidents, which saw the job live, or of dumps without
+    logs; empty if the verdict of the logs counts."""
     if left.incidents and not (logs_read and left.incidents[0].cause == "unknown" and logs.cause not in _NO_FAULT):
         return left.incidents
     if left.dumps and not logs_read:
@@ -109,7 +109,7 @@ def standing_verdicts(logs: Verdict, left: PriorVerdicts, *, logs_read: bool) ->
 
 
 def merge_dumps(logs: Verdict, left: PriorVerdicts) -> Verdict:
-    """The verdict of the logs with the structure that the dumps show."""
+    """Adds the structure found in the dumps to the verdict of the logs."""
     if not left.dumps:
         return logs
     dump = left.dumps[0]
@@ -127,7 +127,7 @@ def merge_dumps(logs: Verdict, left: PriorVerdicts) -> Verdict:
 
 
 def _verdict_of_dumps(logs: Verdict, dump: Verdict) -> Verdict:
-    """The dumps show a fault, the logs show none: a class is what fits the structure best."""
+    """The verdict if only the dumps show a fault; its class is the one that best fits their structure."""
     classes = [each for each in dump.alternatives if each.what != "unknown"]
     fits = _CLASSES_OF_KIND.get(dump.kind, ())
     cause = (
@@ -140,7 +140,7 @@ def _verdict_of_dumps(logs: Verdict, dump: Verdict) -> Verdict:
 
 
 def _dump_facts(dump: Verdict) -> tuple[Fact, ...]:
-    """What dumps say has no line that it stands on; the file is named in the text."""
+    """Dump evidence without a line number names its file in the text."""
     return tuple(
         each if each.line is not None or not each.file
         else Fact(f"{Path(each.file).name}: {each.text}", each.source or "dumps")

@@ -9,7 +9,7 @@ from lockstep.doctor.logs.parsed_log import RuleMatch
 
 
 class MatchIndex:
-    """The sightings of the last attempt, to be asked."""
+    """The matches of the last attempt, indexed for conditions."""
 
     def __init__(self, history: JobHistory) -> None:
         self.history = history
@@ -24,22 +24,22 @@ class MatchIndex:
     def by_id(self) -> Mapping[str, Sequence[RuleMatch]]:
         return self._by_id
 
-    def allows(self, seen: RuleMatch) -> bool:
-        """All that its rule needs is there, and nothing that it excludes."""
-        signature = seen.rule.signature
-        return all(self.holds(each, seen) for each in signature.needs) and not any(
-            self.holds(each, seen) for each in signature.unless
+    def allows(self, match: RuleMatch) -> bool:
+        """Whether everything that the match's rule needs is present, and nothing that it excludes."""
+        signature = match.rule.signature
+        return all(self.holds(each, match) for each in signature.needs) and not any(
+            self.holds(each, match) for each in signature.unless
         )
 
-    def holds(self, condition: RuleCondition | str, seen: RuleMatch) -> bool:
-        """Whether a condition of the rule of `seen` is met."""
+    def holds(self, condition: RuleCondition | str, match: RuleMatch) -> bool:
+        """Whether a condition of the match's rule is met."""
         if isinstance(condition, str):
-            return any(each is not seen for each in self._by_id.get(condition, ()))
+            return any(each is not match for each in self._by_id.get(condition, ()))
         if condition.any:
-            return any(self.holds(each, seen) for each in condition.any)
+            return any(self.holds(each, match) for each in condition.any)
         if condition.story is not None:
             return condition.story in self.history.traits
-        return any(_relation_holds(condition, each, seen) for each in self._others(condition) if each is not seen)
+        return any(_relation_holds(condition, each, match) for each in self._others(condition) if each is not match)
 
     def _others(self, condition: RuleCondition) -> Iterable[RuleMatch]:
         if condition.id is not None:
@@ -49,36 +49,36 @@ class MatchIndex:
         return self.history.facts(condition.fact or "")
 
 
-def _relation_holds(condition: RuleCondition, other: RuleMatch, seen: RuleMatch) -> bool:
+def _relation_holds(condition: RuleCondition, other: RuleMatch, match: RuleMatch) -> bool:
     for name, pattern in condition.matches.items():
         if re.fullmatch(pattern, other.fields.get(name, "")) is None:
             return False
     if condition.who != "any":
-        same = same_origin(other, seen)
+        same = same_origin(other, match)
         if same is None or same != (condition.who == "same"):
             return False
-    if condition.when == "before" and _precedes(seen, other):
+    if condition.when == "before" and _precedes(match, other):
         return False
-    if condition.when == "after" and _precedes(other, seen):
+    if condition.when == "after" and _precedes(other, match):
         return False
     if condition.within_s is not None and (
-        other.when is None or seen.when is None or abs(other.when - seen.when) > condition.within_s
+        other.when is None or match.when is None or abs(other.when - match.when) > condition.within_s
     ):
         return False
     if condition.within_lines is not None:
-        return other.source == seen.source and abs(other.line - seen.line) <= condition.within_lines
+        return other.source == match.source and abs(other.line - match.line) <= condition.within_lines
     return True
 
 
 def _precedes(one: RuleMatch, other: RuleMatch) -> bool:
-    """By time; where one of them has none by the line in one file, and of two files nothing is known."""
+    """Whether one match precedes another: by time, or by line within one file; unknown order counts as no."""
     if one.when is None or other.when is None:
         return one.source == other.source and one.line < other.line
     return match_order(one) < match_order(other)
 
 
 def same_origin(one: RuleMatch, other: RuleMatch) -> bool | None:
-    """None where one of them is not known."""
+    """None if an origin is unknown."""
     if one.origin.rank is not None and other.origin.rank is not None:
         return one.origin.rank == other.origin.rank
     if one.origin.pid is not None and other.origin.pid is not None:

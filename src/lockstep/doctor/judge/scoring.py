@@ -17,58 +17,57 @@ from lockstep.doctor.logs.stack_traces import is_primary
 from lockstep.watch.diagnosis.verdict import Culprit, Fact
 
 MAX_SIGN_WEIGHT = 0.6
-"""What a class is worth of which only signs were seen."""
+"""Weight of a class with signs only."""
 MAX_VICTIM_WEIGHT = 0.5
-"""What a class is worth of which only wrappers and consequences were seen."""
+"""Weight of a class with wrappers and consequences only."""
 SURVIVED_FACTOR = 0.25
-"""The weight of what the job survived."""
+"""Factor for matches that the job survived."""
 TROUBLED_FACTOR = 0.4
-"""How much of being healthy is left where the last words of a file are those of trouble."""
+"""Factor for a healthy verdict if the last lines of a file report trouble."""
 MAX_OUTSIDE_WEIGHT = 0.45
-"""What a record is worth that is dated outside of the job, by so little that the clocks may differ, or of a fault that
-lasts."""
+"""Weight of a record dated slightly outside the job's time (clocks may differ), or of a persistent fault."""
 LATER_FACTOR = 0.75
-"""The weight of a cause that comes after another one's, on another rank or in the same."""
+"""Factor for a cause that follows another cause."""
 FINAL_KILL_FACTOR = 0.6
-"""The weight of an end from outside that comes long after a failure."""
+"""Factor for an external kill long after a failure."""
 STRONG_WEIGHT = 0.5
-"""A class from this on may take weight from others."""
+"""A class from this weight on may reduce the weight of others."""
 _EXTERNAL_KILL = "external_kill"
 _INCOMPLETE_RENDEZVOUS = "rendezvous_incomplete"
 _CLOSE_S = 60.0
-"""Seconds within which the order of lines says little of what came first."""
+"""Within this many seconds the order of lines says little about which event came first."""
 MIN_NAMED_WEIGHT = 0.35
-"""A class below this is not named."""
+"""Classes with less weight are not named."""
 MAX_CONFIDENCE = 0.97
 
 
 @dataclass
 class Candidate:
-    """A class with the reasons for it."""
+    """A failure class and the reasons for it."""
 
     cls: str
     weight: float
     matches: list[RuleMatch] = field(default_factory=list)
     """The strongest first."""
     culprits: tuple[str | int | Culprit, ...] | None = None
-    """From the structure; None: as the sightings' rules say."""
+    """Culprits from the structure; None: as the rules of the matches say."""
     collective: str = ""
     explanation: str = ""
     facts: list[Fact] = field(default_factory=list)
-    """Evidence beside the sightings."""
+    """Evidence besides the matches."""
     persists: bool = False
-    """It was still so at the end: a job that ends well all the same is not healed of it."""
+    """The condition held until the end, so that a successful end does not refute it."""
 
     @property
     def first(self) -> tuple[float, int, int]:
-        """When its strongest reason was seen first."""
+        """Sort key of the strongest reason's first match."""
         strongest = [each for each in self.matches if each.rule.id == self.matches[0].rule.id]
         return min((match_order(each) for each in strongest), default=(float("inf"), 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The candidates, the best first, and what is left for `unknown`."""
+    """The best candidate, its confidence, and the runners-up."""
 
     best: Candidate
     confidence: float
@@ -76,7 +75,7 @@ class Judgement:
 
 
 def rank_candidates(history: JobHistory, structural: Iterable[Candidate] = ()) -> Judgement:
-    """What it was, the other things that it may have been, and how sure that is."""
+    """Ranks the possible causes and computes the confidence of the best."""
     seen = MatchIndex(history)
     telling = [each for each in history.matches if each.rule.cls and each.rule.signature.role != "context"]
     held = [each for each in telling if seen.allows(each)]
@@ -106,16 +105,15 @@ def rank_candidates(history: JobHistory, structural: Iterable[Candidate] = ()) -
 
 
 def _drop_explained(history: JobHistory, causes: list[RuleMatch]) -> list[RuleMatch]:
-    """Without those that another one explains: by its rule, whatever the order. What the job went on after, or what is
-    dated outside of it, explains nothing."""
+    """Drops causes that another one explains, in whatever order they occur. What the job survived, or what is dated
+    outside it, explains nothing."""
     present = {each.rule.id: each for each in causes if not (history.survived(each) or history.outside_job(each))}
     kept = [each for each in causes if not any(_explains(one, each) for one in present.values())]
     return kept or causes
 
 
 def _drop_short_counts(history: JobHistory, causes: list[RuleMatch]) -> list[RuleMatch]:
-    """Without the counts of who came, where as many ranks as were missed had errors of their own before that: those
-    kept them away."""
+    """Drops counts of missing ranks if exactly that many ranks had failed before: their errors kept them away."""
     short = [each for each in causes if {"joined", "size"} <= each.fields.keys()]
     fell = [
         (history.rank(each), each.when)
@@ -132,7 +130,7 @@ def _drop_short_counts(history: JobHistory, causes: list[RuleMatch]) -> list[Rul
 
 
 def _explains(one: RuleMatch, other: RuleMatch) -> bool:
-    """An end from outside explains nothing that was before it."""
+    """Whether one match explains another; an external kill explains nothing that happened long before it."""
     names = one.rule.signature.explains
     if other.rule.id not in names and other.rule.cls not in names:
         return False
@@ -140,7 +138,7 @@ def _explains(one: RuleMatch, other: RuleMatch) -> bool:
 
 
 def _long_before(one: RuleMatch, other: RuleMatch) -> bool:
-    """By so much that it cannot be a consequence which was only printed earlier."""
+    """Whether a match is so much earlier that it cannot be a consequence that was merely printed first."""
     if one.when is not None and other.when is not None:
         return one.when < other.when - _CLOSE_S
     return one.source == other.source and one.line < other.line
@@ -174,7 +172,7 @@ def _by_class(history: JobHistory, causes: Sequence[RuleMatch]) -> dict[str, Can
 
 
 def _add_victims(history: JobHistory, victims: Sequence[RuleMatch], candidates: dict[str, Candidate]) -> None:
-    """What wraps other failures counts where nothing else is there."""
+    """Adds wrappers of other failures if there is nothing else."""
     for cls, each in _by_class(history, victims).items():
         each.weight = min(each.weight, MAX_VICTIM_WEIGHT)
         candidates[cls] = each if cls not in candidates else _combined(candidates[cls], each)
@@ -189,7 +187,7 @@ def _combined(one: Candidate, other: Candidate) -> Candidate:
 
 
 def _discount_generic_exception(candidates: Mapping[str, Candidate]) -> None:
-    """That a rank raised something says less than what it raised."""
+    """A specific class outweighs the general "a rank raised an exception" for the same exception."""
     general = candidates.get("rank_exception_masked")
     if general is None:
         return
@@ -201,7 +199,7 @@ def _discount_generic_exception(candidates: Mapping[str, Candidate]) -> None:
 
 
 def _discount_later_causes(candidates: Mapping[str, Candidate]) -> None:
-    """Of causes that are about as strong, those after the first lose."""
+    """Of similarly strong causes, all but the first lose weight."""
     strong = [each for each in candidates.values() if each.matches and each.weight >= STRONG_WEIGHT]
     if len(strong) < 2:
         return
@@ -212,7 +210,7 @@ def _discount_later_causes(candidates: Mapping[str, Candidate]) -> None:
 
 
 def _discount_final_kill(history: JobHistory, candidates: Mapping[str, Candidate]) -> None:
-    """A job that hangs after a failure, or goes on for a while, is ended by its time limit or by somebody."""
+    """A job that hangs or runs on after a failure is later ended by its time limit or by a person."""
     end = candidates.get(_EXTERNAL_KILL)
     if end is None or not end.matches:
         return
@@ -223,14 +221,14 @@ def _discount_final_kill(history: JobHistory, candidates: Mapping[str, Candidate
 
 
 def _ends_with_trouble(history: JobHistory, candidates: Mapping[str, Candidate]) -> bool:
-    """The last thing that a file says of the job is a reason to worry: no step was made after it."""
+    """Whether some match was not followed by further steps."""
     return history.ends_with_trouble or any(
         not history.survived(seen) for each in candidates.values() for seen in each.matches
     )
 
 
 def _add_benign(history: JobHistory, healthy: Sequence[RuleMatch], candidates: dict[str, Candidate]) -> None:
-    """How much speaks for nothing being wrong."""
+    """Adds the class `benign`, weighted by the signs of a healthy job."""
     traits = history.traits
     worst = max((each.weight for each in candidates.values()), default=0.0)
     weight = 0.0

@@ -16,11 +16,11 @@ _ROLES = {
     "context": "tells a fact",
 }
 _MAX_CHARS = 200
-"""Characters of a line that is shown."""
+"""Longer lines are shortened."""
 
 
 def render_catalogue(rules: KnowledgeBase | None = None) -> str:
-    """One section per class: what it is, what helps, what to collect, and which lines show it."""
+    """One section per class: what it is, its fix, what to collect, and the lines that show it."""
     rules = rules or load_knowledge()
     classes = [name for name in get_args(FailureClass) if name in rules.about]
     lines = [
@@ -65,14 +65,14 @@ def _entry(rule: FailureRule) -> Iterator[str]:
 
 
 def _inline_code(line: str) -> str:
-    """A line of a log as code, shortened."""
+    """A log line as inline code, shortened."""
     text = " ".join(line.split())
     text = text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
     return f"`` {text} ``"
 
 
 def _prose(text: str) -> str:
-    """Fields in italics; what Markdown would take for more outside of code is escaped."""
+    """Text with fields in italics and Markdown escaped outside code."""
     parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
     return "".join(part if part.startswith("`") else _escaped(part) for part in parts)
 

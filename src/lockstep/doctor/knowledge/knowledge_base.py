@@ -18,13 +18,13 @@ _YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class InvalidRule(ValueError):
-    """A knowledge file that is not of the schema.
+    """A knowledge file that violates the schema.
 
     Attributes:
-        file: Of the rule.
-        rule: Its id, or "" where the file as a whole is meant.
+        file: The file of the rule.
+        rule: Its id, or "" if the file as a whole is meant.
         key: The key, dotted.
-        why: What is wrong with it.
+        why: What is wrong.
     """
 
     def __init__(self, file: Path, rule: str, key: str, why: str) -> None:
@@ -35,7 +35,7 @@ class InvalidRule(ValueError):
 
 @dataclass(frozen=True)
 class FailureRule:
-    """A signature with the file that it stands in."""
+    """A signature with its file's entry."""
 
     signature: FailureSignature
     about: KnowledgeFile
@@ -65,7 +65,7 @@ class FailureRule:
         return None
 
     def fields(self, found: re.Match[str]) -> dict[str, str]:
-        """Groups that took part in a match; of who is to blame all that the text names, where the rule asks for all."""
+        """The captured groups; a culprit group has all values in the text if the rule asks for all."""
         fields = {name: value for name, value in found.groupdict().items() if value}
         culprit = self.signature.culprit
         if isinstance(culprit, CulpritSelector) and culprit.all and not culprit.facts:
@@ -85,7 +85,7 @@ class KnowledgeBase:
 
     @cached_property
     def by_literal(self) -> Mapping[str, tuple[FailureRule, ...]]:
-        """Rules for lines, by each text that they need one of."""
+        """Line rules, by each literal of which they need one."""
         found: dict[str, list[FailureRule]] = {}
         for rule in self.rules:
             if rule.signature.match == "line":
@@ -99,7 +99,7 @@ class KnowledgeBase:
 
     @cached_property
     def about(self) -> Mapping[str, KnowledgeFile]:
-        """By class, the first file of it."""
+        """The first file of each class."""
         found: dict[str, KnowledgeFile] = {}
         for rule in self.rules:
             if rule.cls is not None:
@@ -108,10 +108,10 @@ class KnowledgeBase:
 
 
 def load_knowledge(*folders: Path) -> KnowledgeBase:
-    """The knowledge of the package and of further folders; a rule there replaces one of the same id.
+    """Loads the package's knowledge base and further folders; a rule there replaces one of the same id.
 
     Raises:
-        BadRule: A file is not of the schema.
+        InvalidRule: A file violates the schema.
         OSError: A folder or file cannot be read.
     """
     found: dict[str, FailureRule] = {}
@@ -160,7 +160,7 @@ def _rule_literals(rule: FailureRule) -> tuple[str, ...]:
 
 
 def _invalid_rule(file: Path, said: dict[str, Any], error: ValidationError) -> InvalidRule:
-    """The first thing that is wrong, with the id of the rule that it is in."""
+    """The first error, with the id of its rule."""
     first = error.errors()[0]
     place = [str(each) for each in first["loc"]]
     rule = ""

@@ -16,13 +16,13 @@ FailureClass = Literal[
     "storage_fault", "config_error", "benign", "unknown",
 ]  # fmt: skip
 SignatureRole = Literal["cause", "sign", "victim", "context", "healthy"]
-"""cause: shows the class by itself; sign: supports it; victim: a consequence of something else; context: says a fact;
+"""cause: shows the class by itself; sign: supports it; victim: a consequence of something else; context: states a fact;
 healthy: argues that nothing is wrong."""
 LineKind = Literal["log", "kernel", "stack", "process", "gpu", "environment"]
-"""Of what a file is: console and framework logs; dmesg and syslog; py-spy, faulthandler, gdb; ps and top; nvidia-smi
-and its CSV; `env` and `pip list`. A line of a log can be of another kind too (a kernel line in a console)."""
+"""Kind of a file: console and framework logs; dmesg and syslog; py-spy, faulthandler, gdb; ps and top; nvidia-smi and
+its CSV; `env` and `pip list`. A line of a log can have another kind (a kernel line in a console)."""
 CULPRIT_GROUPS = ("rank", "host", "address", "interface", "device", "peer", "port", "service", "pid")
-"""Names of groups that `culprit: {group: ...}` may point to and that become culprits."""
+"""Groups that `culprit: {group: ...}` may name."""
 
 SignatureId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)]
 Url = Annotated[str, Field(pattern=r"^https?://")]
@@ -33,10 +33,10 @@ class _KnowledgeModel(BaseModel):
 
 
 class RuleCondition(_KnowledgeModel):
-    """Something else that was seen in the same attempt, in a relation to the sighting that asks.
+    """Another match in the same attempt, in a relation to the match of this rule.
 
-    Exactly one of `id` (a signature), `class` (any cause or sign of it), `fact_text` (see `facts.yaml`),
-    `incident_story` (what the structure of the job says, see `story.TRAITS`) or `any` (one of several conditions).
+    Exactly one of `id` (a signature), `class` (any cause or sign of it), `fact` (see `facts.yaml`), `story` (a trait
+    of the job, see `JOB_TRAITS`) or `any` (one of several conditions).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -47,13 +47,13 @@ class RuleCondition(_KnowledgeModel):
     story: str | None = None
     any: "tuple[RuleCondition | str, ...]" = ()
     who: Literal["same", "other", "any"] = "any"
-    """Said by the same rank or host, or by another one. One who is not known is neither."""
+    """From the same rank or host, or from another one. An unknown origin is neither."""
     when: Literal["before", "after", "any"] = "any"
     within_s: Annotated[float, Field(gt=0)] | None = None
     within_lines: Annotated[int, Field(gt=0)] | None = None
-    """So many lines away at most, in the same file."""
+    """Maximal distance in lines, in the same file."""
     matches: dict[str, str] = {}
-    """Field of the other sighting -> regular expression that its value matches as a whole."""
+    """Regular expressions that fields of the other match must match as a whole."""
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -63,14 +63,14 @@ class RuleCondition(_KnowledgeModel):
 
 
 class CulpritSelector(_KnowledgeModel):
-    """Who is to blame: what the groups of the pattern captured, or all who say such a line."""
+    """The culprits: what the groups of the pattern captured."""
 
     group: str | tuple[str, ...]
     fact: str | tuple[str, ...] | None = None
-    """The groups are those of this fact's sightings in the same attempt, of several facts those of the first that was
-    seen: an interface that is set on another line."""
+    """Take the groups from this fact's matches in the same attempt, of several facts from the first that was matched:
+    for example an interface that is set on another line."""
     all: bool = False
-    """All groups that captured something, not the first of them, and all places of the line that the pattern fits."""
+    """Take all groups that captured something instead of the first, and all places in the line that match."""
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -81,35 +81,36 @@ class FailureSignature(_KnowledgeModel):
     id: SignatureId
     pattern: str | None = None
     patterns: tuple[str, ...] = ()
-    """Alternatives of `pattern`. One of both is needed."""
+    """Alternatives of `pattern`; one of the two is required."""
     literals: tuple[str, ...] = ()
-    """For the prefilter, where no text of 4 characters follows from the pattern: each match contains one of these."""
+    """For the prefilter, if the pattern implies no text of 4 characters: each match contains one of these."""
     match: Literal["line", "exception"] = "line"
-    """exception: matched against `module.Type: message` of an assembled traceback, messages of several lines whole."""
+    """exception: matched against `module.Type: message` of a whole traceback, with all lines of the message."""
     frames: str | None = None
-    """Of `exception`: matched against the frames, one per line: `file:line in function: source text`."""
+    """For `exception`: matched against the frames, one per line: `file:line in function: source text`."""
     lines: Annotated[int, Field(ge=1, le=40)] = 1
-    """The pattern sees so many lines of the same speaker, joined by newlines, from the one with its literal on."""
+    """The pattern sees this many lines of the same origin, joined by newlines, starting with the one that has its
+    literal."""
     kinds: tuple[LineKind, ...] = ()
-    """Only in files or lines of these kinds; empty: everywhere."""
+    """Only in files or lines of these kinds; empty: in all."""
     role: SignatureRole = "cause"
     strength: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """How sure the class is when nothing else is known."""
+    """Probability of the class if nothing else is known."""
     needs: tuple[RuleCondition | str, ...] = ()
     unless: tuple[RuleCondition | str, ...] = ()
     explains: tuple[str, ...] = ()
-    """Classes or ids whose sightings are consequences of this one, whatever comes first in the files."""
+    """Classes or ids whose matches are consequences of this one, in whatever order they appear."""
     culprit: Literal["line", "others", "none"] | CulpritSelector = "line"
-    """line: who says it (rank, else host); others: the known ranks or hosts that do not say it."""
+    """line: the origin of the line (rank, else host); others: the known ranks or hosts without such a line."""
     collective: str | None = None
-    """The operation that it shows, where there is no group `op`."""
+    """The operation, if there is no group `op`."""
     fact: str | None = None
-    """What it tells the story; see `facts.yaml`."""
+    """The fact that a match states; see `facts.yaml`."""
     fatal: bool | None = None
-    """False: jobs go on after it; True: they never do. None: what comes after it decides."""
+    """False: jobs continue after it; True: they never do. None: the following lines decide."""
     framework: tuple[str, ...] = ()
     explanation: str | None = None
-    """In place of the file's, for this signature."""
+    """Replaces the file's explanation for this signature."""
     fix: str | None = None
     collect: tuple[str, ...] | None = None
     examples: tuple[str, ...] = ()
@@ -150,14 +151,14 @@ class FailureSignature(_KnowledgeModel):
 
 
 class KnowledgeFile(_KnowledgeModel):
-    """One file: a class with its signatures, or, without a class, facts."""
+    """One file: a class with its signatures, or facts without a class."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     cls: FailureClass | None = Field(None, alias="class")
     title: str = ""
     explanation: str = ""
-    """In plain words; `{field}` is replaced by what signatures captured, a sentence with an unknown field left out."""
+    """Plain language; `{field}` is replaced by a captured group, and a sentence with an unknown field is omitted."""
     fix: str = ""
     collect: tuple[str, ...] = ()
     docs: tuple[Url, ...] = ()
@@ -190,4 +191,4 @@ JOB_TRAITS = {
     "many_hosts": "more than one host takes part",
     "foreign_address": "a connection was tried to an address outside of the networks that Ray knows the hosts in",
 }
-"""What `story:` in a condition may ask for."""
+"""What `story:` in a condition may name."""

@@ -11,14 +11,14 @@ from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 MIN_LITERAL_CHARS = 4
-"""Characters: shorter literals stand in too many lines."""
+"""Shorter literals occur in too many lines."""
 _MAX_LITERALS = 256
-"""Literals of one pattern; more is a list of words, not a signature."""
+"""A pattern with more literals is a word list, not a signature."""
 _MAX_COMBINED = 64
 _MAX_ALTERNATIVES = 3
 _EMPTY_TEXT = frozenset([""])
 _NEWLINE = 10
-"""The prefilter looks at single lines: a text never goes over the end of one."""
+"""The prefilter searches single lines, so a literal never contains a newline."""
 _WORDS = """
     rank ranks error errors warning warn info debug model step steps loss epoch epochs train training time start started
     run running wait waiting load loading server rollout rollouts generation generate sample samples checkpoint complete
@@ -28,7 +28,7 @@ _WORDS = """
     batch data dataset process processes group torch distributed python file line with from this that while request
     requests token tokens rate learning grad norm reward value values eval test init version config """
 _COMMON_WORDS = frozenset(_WORDS.split())
-"""Words of healthy logs: a pattern that needs one of them and nothing rarer makes most lines candidates."""
+"""Words of healthy logs: a pattern that needs only one of them makes most lines candidates."""
 
 
 @cache
@@ -48,11 +48,11 @@ def required_literals(pattern: str) -> tuple[str, ...]:
 
 @cache
 def parse_pattern(pattern: str) -> Any:
-    """The parse tree; `.state.groupdict` has its named groups. Much quicker than to compile it, which waits until a
-    line has one of its literals.
+    """The parse tree; `.state.groupdict` has the named groups. Parsing is much faster than compiling, which is deferred
+    until a line contains one of the literals.
 
     Raises:
-        ValueError: It is no regular expression.
+        ValueError: It is not a regular expression.
     """
     try:
         return parser.parse(pattern)
@@ -61,10 +61,10 @@ def parse_pattern(pattern: str) -> Any:
 
 
 def _most_selective(items: list[Any]) -> frozenset[str]:
-    """Of the texts that a sequence offers those that are the most selective; empty where there are none.
+    """The most selective literals of a sequence; empty if there are none.
 
-    Neighbours of which all texts are known are put together: `(?:run|job) (?:is )?done` needs `run done`,
-    `run is done`, `job done` or `job is done`, each of which is rarer than its parts.
+    Neighbouring items with known texts are concatenated: `(?:run|job) (?:is )?done` needs `run done`, `run is done`,
+    `job done` or `job is done`, each of which is rarer than its parts.
     """
     offers: list[frozenset[str]] = []
     run = _EMPTY_TEXT
@@ -79,7 +79,7 @@ def _most_selective(items: list[Any]) -> frozenset[str]:
 
 
 def _exact_texts(op: Any, value: Any) -> frozenset[str]:
-    """All texts, in lower case, that an item matches, where these are few; else empty."""
+    """All texts, in lower case, that an item matches, if they are few; else empty."""
     if op is ops.LITERAL:
         return frozenset([chr(value).lower()]) if value < 128 and value != _NEWLINE else frozenset()
     if (

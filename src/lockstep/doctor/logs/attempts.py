@@ -17,8 +17,11 @@ _END_FACTS = ("exit", "crash", "cancelled", "done")
 
 
 def earlier_attempts(logs: Sequence[ParsedLog]) -> frozenset[int]:
-    """Sources of earlier attempts: of names such as `run_001/` and `run_002/`, or of files of one kind that do not
-    overlap in time, all but the last."""
+    """Sources of earlier attempts.
+
+    These are all but the last of numbered folders such as `run_001/` and `run_002/`, or of files of one kind that do
+    not overlap in time.
+    """
     numbers = {each.source: int(found[1]) for each in logs if (found := _ATTEMPT_NUMBER.search(each.name))}
     if len(set(numbers.values())) > 1 and not _overlap_in_time(logs, numbers):
         last = max(numbers.values())
@@ -28,7 +31,7 @@ def earlier_attempts(logs: Sequence[ParsedLog]) -> frozenset[int]:
 
 
 def _overlap_in_time(logs: Sequence[ParsedLog], numbers: dict[int, int]) -> bool:
-    """They overlap in time, so the numbers count something else."""
+    """Whether the numbered files overlap in time, so that the numbers do not count attempts."""
     spans: dict[int, list[float]] = defaultdict(list)
     for each in logs:
         if each.source in numbers and each.first is not None and each.last is not None:
@@ -38,7 +41,8 @@ def _overlap_in_time(logs: Sequence[ParsedLog], numbers: dict[int, int]) -> bool
 
 
 def _ended_before_others(logs: Sequence[ParsedLog]) -> frozenset[int]:
-    """Of files that differ only in a number and are nobody's own, those that had ended before another began."""
+    """Of files whose names differ only in a number and that belong to no rank, host or role, those that ended before
+    another began."""
     kinds: dict[str, list[ParsedLog]] = defaultdict(list)
     for each in logs:
         if not each.origin and each.node is None and each.first is not None and each.last is not None:
@@ -52,19 +56,19 @@ def _ended_before_others(logs: Sequence[ParsedLog]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _is_attempt(reading: ParsedLog) -> bool:
-    facts = {each.rule.signature.fact for each in reading.matches}
-    return "attempt" in facts or bool(facts & set(_END_FACTS)) or bool(reading.tracebacks)
+def _is_attempt(log: ParsedLog) -> bool:
+    facts = {each.rule.signature.fact for each in log.matches}
+    return "attempt" in facts or bool(facts & set(_END_FACTS)) or bool(log.tracebacks)
 
 
-def last_attempt_start(reading: ParsedLog) -> int:
-    """The line on which the last attempt in one file begins: where a start is announced after an end, or where a banner
-    that was there before comes again after one."""
-    ends = sorted({each.line for each in reading.matches if each.rule.signature.fact in _END_FACTS}
-                  | {traceback.number for _, _, traceback in reading.tracebacks})  # fmt: skip
+def last_attempt_start(log: ParsedLog) -> int:
+    """The line on which the last attempt in a file begins: a start message after an end, or a repeated banner after an
+    end."""
+    ends = sorted({each.line for each in log.matches if each.rule.signature.fact in _END_FACTS}
+                  | {traceback.number for _, _, traceback in log.tracebacks})  # fmt: skip
     begin = 0
     banners: dict[str, int] = {}
-    for each in reading.matches:
+    for each in log.matches:
         fact = each.rule.signature.fact
         if fact == "attempt" and _ended_between(ends, begin, each.line):
             begin = each.line
@@ -82,14 +86,14 @@ def _ended_between(ends: Sequence[int], after: int, before: int) -> bool:
 
 
 TIME_ZONES_S = 14 * 3600.0
-"""Seconds that clocks of one job may be apart: a host's kernel speaks local time, a container mostly UTC."""
+"""Largest clock difference within one job: a host's kernel logs local time, a container mostly UTC."""
 _MARGIN_BEFORE_S = 300.0
 _MARGIN_AFTER_S = 3600.0
-"""A job that hangs says nothing any more."""
+"""A job that hangs prints nothing more."""
 _EDGE_LINES = 40
-"""Lines at the beginning and at the end of a log among which one has a time, so that its first and last time count."""
+"""A log's first and last timestamps count if they are within this many lines of its ends."""
 _MIN_LINES = 3
-"""A log of fewer lines says nothing of when the job ran."""
+"""Logs with fewer lines do not show when the job ran."""
 _HALF_YEAR_S = 183 * 86_400.0
 
 
@@ -101,14 +105,14 @@ class TimeSpan:
     last: float = float("inf")
 
     def outside(self, at: float) -> float:
-        """Seconds before the first or after the last; 0 within, with some time to spare."""
+        """Seconds before the start or after the end; 0 inside, with a margin on both sides."""
         if at < self.first - _MARGIN_BEFORE_S:
             return self.first - at
         return at - self.last if at > self.last + _MARGIN_AFTER_S else 0.0
 
 
 def job_time_span(logs: Sequence[ParsedLog], old: Collection[int], starts: Mapping[int, int]) -> TimeSpan:
-    """From the first to the last line of the last attempt, where all its logs have times at both ends."""
+    """From the first to the last line of the last attempt, if all its logs have timestamps at both ends."""
     logs = [each for each in logs if each.kind == "log" and each.source not in old and each.lines >= _MIN_LINES]
     dated = [each for each in logs if each.kind == "log" and each.source not in old and each.first is not None]
     if not dated or any(each not in dated for each in logs):
@@ -118,34 +122,34 @@ def job_time_span(logs: Sequence[ParsedLog], old: Collection[int], starts: Mappi
     return TimeSpan(min(firsts), max(persists))
 
 
-def _span_start(reading: ParsedLog, start: int) -> float:
-    assert reading.first is not None
+def _span_start(log: ParsedLog, start: int) -> float:
+    assert log.first is not None
     if start:
-        times = [tick.when for tick in reading.ticks if tick.line >= start and tick.when is not None]
-        times += [each.when for each in reading.matches if each.line >= start and each.when is not None]
-        return min(times, default=reading.first)
-    early = reading.dated_lines[0] <= _EDGE_LINES and not any(
-        tick.line < reading.dated_lines[0] for tick in reading.ticks[:_EDGE_LINES]
+        times = [tick.when for tick in log.ticks if tick.line >= start and tick.when is not None]
+        times += [each.when for each in log.matches if each.line >= start and each.when is not None]
+        return min(times, default=log.first)
+    early = log.dated_lines[0] <= _EDGE_LINES and not any(
+        tick.line < log.dated_lines[0] for tick in log.ticks[:_EDGE_LINES]
     )
-    return reading.first if early else float("-inf")
+    return log.first if early else float("-inf")
 
 
-def _span_end(reading: ParsedLog) -> float:
-    """Of a log whose counters go on without times, or that ends with older lines, nobody knows when it ended."""
-    assert reading.first is not None and reading.last is not None
-    said = reading.dated_lines[1]
+def _span_end(log: ParsedLog) -> float:
+    """When a log ended; infinite if counters without timestamps follow the last timestamp, or if the log ends with
+    older lines."""
+    assert log.first is not None and log.last is not None
+    said = log.dated_lines[1]
     late = (
-        reading.lines - said <= _EDGE_LINES
-        and reading.last >= reading.first
-        and not any(tick.line > said for tick in reading.ticks[-_EDGE_LINES:])
+        log.lines - said <= _EDGE_LINES
+        and log.last >= log.first
+        and not any(tick.line > said for tick in log.ticks[-_EDGE_LINES:])
     )
-    return reading.last if late else float("inf")
+    return log.last if late else float("inf")
 
 
-def seconds_outside_job(seen: RuleMatch, reading: ParsedLog, job: TimeSpan) -> float:
-    """Seconds that a line of the kernel, or of another record that is not the job's own, is dated outside of the job;
-    0 where that is not known."""
-    if seen.when is None or (reading.kind == "log" and kind_of_line("log", seen.text) == "log"):
+def seconds_outside_job(match: RuleMatch, log: ParsedLog, job: TimeSpan) -> float:
+    """Seconds by which a line of a kernel log or other host record lies outside the job's time span; 0 if unknown."""
+    if match.when is None or (log.kind == "log" and kind_of_line("log", match.text) == "log"):
         return 0.0
-    gap = job.outside(seen.when)
-    return 0.0 if not reading.has_year and gap > _HALF_YEAR_S else gap
+    gap = job.outside(match.when)
+    return 0.0 if not log.has_year and gap > _HALF_YEAR_S else gap

@@ -16,22 +16,21 @@ from lockstep.doctor.logs.parsed_log import ParsedLog
 from lockstep.doctor.logs.timestamps import UNDATED_YEAR, move_to_year
 
 MIN_OFFSET_S = 2.0
-"""Seconds by which clocks differ that are worth a correction: writing a line takes its time too."""
+"""Smaller clock differences are not corrected: writing a line takes time too."""
 MAX_JITTER_S = 1.0
-"""Seconds by which a difference may vary from one step to the next."""
+"""Largest variation of a clock offset between steps."""
 MIN_COMMON_EVENTS = 3
-"""Events that two clocks have in common."""
+"""Number of common events from which an offset may be any value."""
 ZONE_S, _NEAR_ZONE_S = 1800.0, 5.0
-"""Seconds between time zones, and how near to it a difference must be for which there is one event."""
+"""Spacing of time zones, and how close to a multiple of it an offset must be if there are fewer common events."""
 _MAX_EVENTS = 2_000
 
 EventTimes = Mapping[Hashable, float]
-"""When what happened, on one clock."""
+"""When each event happened, on one clock."""
 
 
 def clock_offsets(clocks: Mapping[Hashable, EventTimes]) -> dict[Hashable, float]:
-    """Seconds that clocks are ahead of what most of them say; those that agree or have too little in common are left
-    out."""
+    """Seconds by which each clock is ahead of the majority; clocks that agree or share too few events are left out."""
     if not clocks:
         return {}
     reference = max(clocks, key=lambda each: len(clocks[each]))
@@ -46,7 +45,7 @@ def clock_offsets(clocks: Mapping[Hashable, EventTimes]) -> dict[Hashable, float
 
 
 def _clock_difference(own: EventTimes, other: EventTimes) -> float | None:
-    """By how much one clock is ahead of another one; None where nobody can tell."""
+    """Seconds by which one clock is ahead of another; None if this cannot be determined."""
     differences = sorted(own[event] - other[event] for event in own.keys() & other.keys())
     if not differences:
         return None
@@ -61,9 +60,9 @@ def _clock_difference(own: EventTimes, other: EventTimes) -> float | None:
 
 
 def align_clocks(logs: Sequence[ParsedLog]) -> dict[Hashable, float]:
-    """Puts files of different ranks or hosts onto one clock; by rank, host and node, the seconds that were taken off.
+    """Moves the files of different ranks or hosts onto one clock; returns the seconds subtracted from each.
 
-    A file of nobody in particular is left as it is: it may be another attempt, which counts the same steps later.
+    A file without rank, host or node is unchanged: it may be another attempt, which counts the same steps later.
     """
     files: dict[Hashable, list[ParsedLog]] = defaultdict(list)
     for each in logs:
@@ -82,7 +81,7 @@ def _subtract(seconds: float, at: float) -> float:
 
 
 def _shared_events(logs: Sequence[ParsedLog]) -> EventTimes:
-    """Steps and time-outs, each where it was dated first."""
+    """Steps and collective timeouts, each with its first timestamp."""
     found: dict[Hashable, float] = {}
     for tick in (tick for each in logs for tick in each.ticks):
         if tick.when is not None and len(found) < _MAX_EVENTS:
@@ -95,7 +94,7 @@ def _shared_events(logs: Sequence[ParsedLog]) -> EventTimes:
 
 
 def assign_years(logs: Sequence[ParsedLog]) -> None:
-    """Gives the files that name no year the year of those that do."""
+    """Gives files whose timestamps have no year the year of the other files."""
     years = [time.gmtime(each.first).tm_year for each in logs if each.has_year and each.first is not None]
     if not years or years[0] == UNDATED_YEAR:
         return
@@ -104,15 +103,15 @@ def assign_years(logs: Sequence[ParsedLog]) -> None:
             shift_times(each, lambda at: move_to_year(at, years[0]))
 
 
-def shift_times(reading: ParsedLog, move: Callable[[float], float]) -> None:
-    """Moves all times of a file."""
+def shift_times(log: ParsedLog, move: Callable[[float], float]) -> None:
+    """Shifts all times of a file."""
 
     def moved(at: float | None) -> float | None:
         return None if at is None else move(at)
 
-    reading.first, reading.last = moved(reading.first), moved(reading.last)
-    reading.matches = [replace(seen, when=moved(seen.when)) for seen in reading.matches]
-    reading.ticks = [replace(tick, when=moved(tick.when)) for tick in reading.ticks]
-    reading.tracebacks = [(origin, moved(when), traceback) for origin, when, traceback in reading.tracebacks]
-    reading.tail_lines = {rank: [replace(said, when=moved(said.when)) for said in lines]
-                    for rank, lines in reading.tail_lines.items()}  # fmt: skip
+    log.first, log.last = moved(log.first), moved(log.last)
+    log.matches = [replace(seen, when=moved(seen.when)) for seen in log.matches]
+    log.ticks = [replace(tick, when=moved(tick.when)) for tick in log.ticks]
+    log.tracebacks = [(origin, moved(when), traceback) for origin, when, traceback in log.tracebacks]
+    log.tail_lines = {rank: [replace(said, when=moved(said.when)) for said in lines]
+                    for rank, lines in log.tail_lines.items()}  # fmt: skip

@@ -11,31 +11,31 @@ from pathlib import PurePosixPath
 from lockstep.doctor.logs.timestamps import TimestampParser
 
 _MAX_PREFIXES = 8
-"""Prefixes before one line."""
+"""Prefixes of one line at most."""
 _HEAD_CHARS = 400
-"""Characters in which names of a rank without brackets are looked for."""
+"""Characters searched for a rank without brackets."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineOrigin:
-    """A speaker, as far as known."""
+    """The rank, host, role and process that wrote a line, as far as known."""
 
     rank: int | None = None
     host: str = ""
     role: str = ""
     pid: int | None = None
     local: int | None = None
-    """Its number on its host."""
+    """The process's number on its host."""
     label: int | None = None
-    """What a launcher numbers its processes with: the task of srun, of mpirun, torchrun's number on the host."""
+    """The launcher's number of a process: srun's or mpirun's task, torchrun's local rank."""
     guessed: bool = False
-    """Its rank is only that label, as nothing on the line says more."""
+    """The rank is only the label, because the line holds nothing more precise."""
 
     def __bool__(self) -> bool:
         return self.rank is not None or bool(self.host or self.role) or self.pid is not None
 
     def with_defaults(self, other: "LineOrigin") -> "LineOrigin":
-        """With what the other knows where this one does not."""
+        """This origin, its unknown parts filled in from another one."""
         if not other:
             return self
         if not self:
@@ -61,7 +61,7 @@ _STAMPS = (
 )
 _RANK = r"(?:[Gg]lobal[_ ]?)?(?:rank|Rank|RANK)"
 _PART = r"(?:local|node|group|[A-Z]{2}|tensor|pipeline|data|expert|model)"
-"""What a rank may be counted in that is not the job."""
+"""Kinds of rank that do not count over the whole job."""
 _LEVEL = r"(?:TRACE|DEBUG|INFO|NOTICE|SUCCESS|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
 _HOST = r"(?:\d{1,3}(?:\.\d{1,3}){3}|(?=[\w.-]*\d)(?=[\w.-]*[-.]|[a-z]+\d{2,}|[a-z]{1,5}\d+\b)[A-Za-z][\w.-]{2,62})"
 _PREFIX = re.compile(
@@ -104,7 +104,7 @@ _PREFIX = re.compile(
     r")"
 )
 _SEPARATOR = re.compile(r"\s*[-|](?=\s) ?")
-"""Between the last prefix and what is said."""
+"""Separates the last prefix from the message."""
 _KEY_VALUES = re.compile(rf"\s*(?:[\w.]+=(?:\"[^\"]*\"|\S+)\s+){{0,6}}{_RANK}=(?P<rank>\d{{1,6}})(?=\s|$)")
 """A line of names and values, `time=... level=info rank=3 msg=...`."""
 _MENTIONED_RANK = re.compile(
@@ -130,13 +130,13 @@ _TOOL_NAME = re.compile(
 _KERNEL_LOG = r"(?:dmesg|kern(?:el)?|syslog|messages|journal(?:ctl)?)"
 _KERNEL_FILE = re.compile(rf"^{_KERNEL_LOG}(?:\.log|[_-]T)?[_.@-](?P<after>.+)$|^(?P<before>.+?)[_.-]{_KERNEL_LOG}$")
 _KERNEL_HOST = re.compile(r"(?=[^\d]*\d|(?:host|node|gpu|worker|server|head|master|login|compute)[-_.])[A-Za-z][\w.-]*")
-"""What stands beside the kernel's name: the log of a kernel is a host's, with fewer forms than other files have."""
+"""The host in the name of a kernel log. Kernel logs belong to a host, and their names have fewer forms than others."""
 _NOT_A_HOST = re.compile(r"(?:job|slurm|run|attempt|step|boot|part|after|before)[-_.]?\d*")
 _PROGRAM_NAME = re.compile(
     r"^(?:raylet|gcs(?:[-_]server)?|dashboard(?:[-_]agent)?|(?:runtime[-_]env[-_])?agent|(?:log[-_])?monitor"
     r"|(?:python[-_])?core[-_](?:worker|driver)|torchrun|elastic|watchdog)(?:[-_.]\d+)?(?:[-_](?=\D)|$)"
 )
-"""Programs of every host, of which a number tells only one from another; the host may stand behind them."""
+"""Programs that run on every host. A number after the name only distinguishes instances; the host may follow."""
 _FILE_ADDRESS = re.compile(
     r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?=[_.-]|$)(?!\.\d)"
 )
@@ -148,12 +148,12 @@ _JOB_NAMES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ParsedPrefix:
-    """A line with its prefixes taken off.
+    """The parsed prefixes of a line.
 
     Attributes:
-        who: Who says it, by its prefixes.
-        at: Where in the line what is said begins.
-        when: Its own time, None where it has none.
+        origin: What the prefixes say about the line's origin.
+        at: Where in the line the message begins.
+        when: The line's own timestamp, None if it has none.
     """
 
     origin: LineOrigin
@@ -162,7 +162,7 @@ class ParsedPrefix:
 
 
 def parse_prefixes(line: str, clock: TimestampParser) -> ParsedPrefix:
-    """Takes the prefixes off a line."""
+    """Parses the prefixes of a line."""
     origin, at = UNKNOWN_ORIGIN, 0
     if line.startswith("{"):
         rank, host = _JSON_RANK.search(line, 0, _HEAD_CHARS), _JSON_HOST.search(line, 0, _HEAD_CHARS)
@@ -195,7 +195,8 @@ _OUTERMOST_GROUPS = ("slurm", "pdsh", "container")
 
 
 def _with_prefix(origin: LineOrigin, found: re.Match[str]) -> LineOrigin:
-    """What one prefix adds. A rank counts more than a label; of actors the innermost speaks, others pass it on."""
+    """Adds what one prefix says. A rank takes precedence over a label, and of nested Ray actors the innermost is the
+    origin."""
     if found.lastindex is None:
         return origin
     rank, guessed = origin.rank, origin.guessed
@@ -225,13 +226,13 @@ def _first_group(found: re.Match[str], names: Iterable[str]) -> str:
 
 
 def mentioned_rank(line: str) -> int | None:
-    """A rank that a line speaks of, where its prefixes name none."""
+    """A rank mentioned in a line whose prefixes name none."""
     found = _MENTIONED_RANK.search(line[:400])
     return None if found is None else int(next(each for each in found.groups() if each))
 
 
 def origin_of_file(name: str) -> tuple[LineOrigin, int | None]:
-    """Who a file belongs to by its name, and the number of its node."""
+    """The origin of a file's lines according to its name, and the node number in the name."""
     attempt = _TORCHRUN_FILE.search(name)
     if attempt:
         return LineOrigin(int(attempt["rank"])), None
@@ -259,9 +260,9 @@ _NUMBERED_PROCESS = re.compile(
 _RANK_SUFFIX = re.compile(
     r"[_.-](?:(?:global|local)_?)?(?:rank|proc|process|r|trainer)[_.-]?\d+(?:[_.-]of[_.-]\d+)?$", re.IGNORECASE
 )
-"""Behind the host in a name."""
+"""Follows the host in a name."""
 _RUN_NAME = re.compile(r"^[a-z]+-[a-z]+-\d+(?:_|$)|^[a-z]+-[a-z]+$|_\d{5,}")
-"""Names that experiment trackers and schedulers make up."""
+"""Names generated by experiment trackers and schedulers."""
 
 
 def _host_of_name(stem: str, last: str) -> str:

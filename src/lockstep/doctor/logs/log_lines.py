@@ -20,7 +20,7 @@ _FILE_NAMES = (
     ("environment", re.compile(r"(?:^|[/_.-])(?:env|printenv|pip|conda|collect_env)(?:[/_.-]|$)", re.IGNORECASE)),
 )
 _DMESG_DATE = r"^\[[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d [\d:]{8} \d{4}\] "
-"""How `dmesg -T` begins a line."""
+"""The start of a line of `dmesg -T`."""
 _FILE_HEADS = (
     (
         "kernel",
@@ -33,11 +33,11 @@ _FILE_HEADS = (
 _PROCESS_LINE = re.compile(r"^\s*(?:[a-z_][\w-]*\s+)?\d+\s+(?:\d+\s+)?(?:[\d.]+\s+){0,4}\S*\s*[RSDZTI][sl<NL+]*\s+\S+")
 _KERNEL_LINE = re.compile(rf" kernel: |\bNVRM: |^\[ *\d+\.\d{{6}}\] |{_DMESG_DATE}")
 _HEAD_BYTES = 2_000
-"""Bytes of a file that a heading decides for: a job's log may hold a list of processes, but is none."""
+"""Bytes in which a heading decides a file's kind: the log of a job may contain a process list without being one."""
 
 
 def kind_of_file(name: str, head: str) -> str:
-    """The kind that its name or, of a short file, its first lines show; `log` otherwise."""
+    """A file's kind according to its first lines or its name; `log` otherwise."""
     for kind, pattern in _FILE_HEADS:
         found = pattern.search(head[:_HEAD_BYTES])
         if found and found.start() < _HEAD_BYTES // 8:
@@ -49,19 +49,19 @@ def kind_of_file(name: str, head: str) -> str:
 
 
 def kind_of_line(kind: str, line: str) -> str:
-    """The kind of a line in a file of a kind."""
+    """The kind of a line, in a file of the given kind."""
     if _KERNEL_LINE.search(line):
         return "kernel"
     return "process" if _PROCESS_LINE.match(line) else kind
 
 
 MAX_LINE_CHARS = 16 << 10
-"""Characters of a line, or of a part of it, that are looked at; the rest of a longer one is cut."""
+"""Longer lines, or parts of lines, are cut."""
 EDGE_PARTS = 6
-"""Of a line that `\\r` rewrites many times, the first and the last so many parts are looked at for counters."""
+"""Of a line rewritten with `\\r`, this many parts at both ends are searched for counters."""
 _NEWLINE = ord("\n")
 LOOKAHEAD_BYTES = 64 << 10
-"""Bytes of the next page that are at hand, for tracebacks that go over the edge."""
+"""Bytes of the next page available, for tracebacks that cross the page boundary."""
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
@@ -73,8 +73,8 @@ class Page:
     Attributes:
         data: The lines.
         first: Number of the first line.
-        after: Up to `LOOKAHEAD_BYTES` bytes of what follows.
-        newlines: How many the page has.
+        after: Up to `LOOKAHEAD_BYTES` of the following data.
+        newlines: Number of newlines in the page.
     """
 
     data: bytes
@@ -83,13 +83,14 @@ class Page:
     newlines: int = 0
 
     def lookahead(self, start: int) -> bytes:
-        """From a byte on, as far as a traceback may reach."""
+        """The data from a byte on, as far as a traceback may reach."""
         data = self.data[start : start + LOOKAHEAD_BYTES]
         return data if len(data) == LOOKAHEAD_BYTES else data + self.after
 
 
 def split_pages(blocks: Iterable[bytes]) -> Iterator[Page]:
-    """The lines of a stream, each in exactly one page; UTF-16 and UTF-32 with a byte order mark become UTF-8."""
+    """Splits a stream into pages; each line is in exactly one. UTF-16 and UTF-32 with a byte order mark become
+    UTF-8."""
     held: list[bytes | memoryview] = []
     waiting, number = b"", 1
     for block in _decode_to_utf8(blocks):
@@ -115,7 +116,7 @@ def split_pages(blocks: Iterable[bytes]) -> Iterator[Page]:
 
 
 def count_newlines(data: bytes) -> int:
-    """Newlines; several times as fast as `bytes.count` where lines are short."""
+    """Counts newlines; several times as fast as `bytes.count` if lines are short."""
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == _NEWLINE))
 
 
@@ -140,7 +141,7 @@ def _decode_to_utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def clean_text(raw: bytes) -> str:
-    """A line, or a part of one, as characters: escapes and control characters removed."""
+    """Decodes a line, or a part of one, and removes escape sequences and control characters."""
     said = raw[: MAX_LINE_CHARS * 2].decode("utf-8", "replace")[:MAX_LINE_CHARS]
     if "\x1b" in said:
         said = _ESCAPES.sub("", said)
@@ -150,7 +151,7 @@ def clean_text(raw: bytes) -> str:
 
 
 def rewritten_parts(raw: bytes) -> Sequence[bytes]:
-    """What a line showed one after the other, where `\\r` rewrites it; of many the first and the last `EDGE_PARTS`."""
+    """The successive contents of a line rewritten with `\\r`; of many, `EDGE_PARTS` at both ends."""
     if b"\r" not in raw:
         return (raw,)
     found = [each for each in raw.split(b"\r") if each]
@@ -162,9 +163,10 @@ _DIGITS = re.compile(r"\d+")
 
 
 def wrap_width(head: str) -> int:
-    """The width at which a terminal or a mail has broken the lines of a file; 0 where they are whole.
+    """The width at which a terminal or a mail program wrapped the lines of a file; 0 if they are whole.
 
-    No line is longer then, and several that say different things are just as long and end within a word.
+    In a wrapped file no line is longer than that width, and several different lines have exactly that length and end
+    within a word.
     """
     lines = head.split("\n")
     width = max(map(len, lines))
@@ -175,7 +177,7 @@ def wrap_width(head: str) -> int:
 
 
 def unwrap_page(page: Page, width: int) -> Page:
-    """Broken lines put together; empty ones follow in place of their parts, so that all others keep their numbers."""
+    """Joins wrapped lines; empty lines replace the continuation lines, so that line numbers stay valid."""
     whole: list[bytes] = []
     left, broken = 0, False
     for line in page.data.split(b"\n"):
@@ -190,7 +192,7 @@ def unwrap_page(page: Page, width: int) -> Page:
 
 
 def excerpt(said: str, at: int = 0, most: int = 400) -> str:
-    """Of a line what evidence cites: `most` characters, those around `at` where that is far behind."""
+    """The part of a line that evidence quotes: at most `most` characters, around `at` if that is far to the right."""
     if len(said) > most:
         begin = 0 if at < most * 3 // 4 else at - most // 4
         said = said[begin : begin + most]
@@ -215,27 +217,27 @@ _SAMPLE_BEGIN = re.compile(
     r"|(?<=\[)(?:prompt|response|completion|ground_truth)\])",
     re.IGNORECASE,
 )
-"""How a printed sample begins."""
+"""The start of a printed sample."""
 _STRUCTURED_SAMPLE = re.compile(
     r"[\"'](?:completions?|prompts?|generated_text|question|answer|solution|response_str|input_text)[\"']: ?\[?[\"'{]"
     r"|[\"']role[\"']: ?[\"'](?:user|assistant|system|tool)[\"']|<\|im_start\|>|<think>|<answer>|\u2502"
 )
-"""Of a structured sample, of a chat template, or of the table that TRL prints with `log_completions`."""
+"""Part of a structured sample, of a chat template, or of the table that TRL prints with `log_completions`."""
 _SAMPLE_MARK = re.compile(
     rb"^[^\n]{0,120}?\[(?P<mark>prompt|response|ground_truth|score)\]", re.MULTILINE | re.IGNORECASE
 )
-"""verl prints samples of several lines between such marks."""
+"""verl prints multi-line samples between such marks."""
 _OPENING_MARKS = (b"prompt", b"response")
 _OPENING_TEXTS = (b"[prompt]", b"[Prompt]", b"[response]", b"[Response]")
 SAMPLE_BYTES = 8 << 10
-"""Bytes before and after a line in which the marks of a sample are looked for."""
+"""Bytes before and after a line that are searched for the marks of a sample."""
 
 
 def is_quoted(line: str, at: int, begin: int = 0) -> bool:
-    """Whether what stands at `at` of a line is part of a sample.
+    """Whether position `at` of a line is inside a printed sample.
 
     Args:
-        begin: Where in the line its prefixes end.
+        begin: Where the line's prefixes end.
     """
     return (
         _SAMPLE_BEGIN.match(line, begin, max(begin, at)) is not None
@@ -244,7 +246,7 @@ def is_quoted(line: str, at: int, begin: int = 0) -> bool:
 
 
 def sample_start(before: bytes, after: bytes) -> bytes | None:
-    """The line that began the sample of several lines that ends in `after`; None where there is none."""
+    """The line that starts the multi-line sample that ends in `after`; None if there is none."""
     if not any(each in before for each in _OPENING_TEXTS):
         return None
     last = None
@@ -260,9 +262,10 @@ _CAUSE_LIST = re.compile(
     r"(?:[Pp]ossible|[Pp]otential|[Cc]ommon|[Ll]ikely|[Tt]ypical|[Uu]sual)(?: root)? (?:reasons?|causes?)"
     r"(?: (?:include|includes|are|is|for [^.:]{1,80}))?[:.] "
 )
-"""How a library begins a list of what may have happened."""
+"""How a library introduces a list of possible causes."""
 
 
 def is_supposition(line: str, at: int) -> bool:
-    """Whether what stands at `at` of a line is one of several causes that a library lists without knowing which."""
+    """Whether position `at` of a line is in a list of possible causes that a library prints without knowing which
+    applies."""
     return _CAUSE_LIST.search(line, 0, at) is not None

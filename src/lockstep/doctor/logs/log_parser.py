@@ -30,43 +30,43 @@ from lockstep.doctor.logs.timestamps import TimestampParser, find_year
 
 HEAD_BYTES = 512 << 10
 TAIL_BYTES = 1 << 20
-"""Bytes at both ends of a source of which each line is looked at, for counters and times: some 15 us each."""
+"""Bytes at the ends of a source whose lines are all searched for counters and timestamps, at about 15 us each."""
 MIN_BYTES = 4 << 10
 TOTAL_BYTES = 16 << 20
-"""Of all sources together; of many each has a smaller part, `MIN_BYTES` at the least."""
+"""The limit for all sources together; with many sources each gets a smaller share, at least `MIN_BYTES`."""
 MATCHES_PER_ORIGIN = 12
-"""Sightings of one rule by one speaker that are kept from the start; of later ones the last."""
+"""Matches of one rule kept per origin: the first so many, and the last."""
 MATCHES_PER_RULE = 2_000
 LAST_LINES = 12
-"""Lines of each rank that are kept from the end."""
+"""Last lines kept per rank."""
 _LINES_BACK = 12
-"""Lines before a line without a time in which one is looked for."""
+"""Preceding lines searched for a timestamp if a line has none."""
 
 _SPAWN_HEADER = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
-"""What torch.multiprocessing.spawn puts before the traceback of a process."""
+"""The header that torch.multiprocessing.spawn prints before the traceback of a process."""
 _TORCHRUN_RANK = re.compile(r"rank +: (?P<rank>\d+) \(local_rank: \d+\)")
 _TORCHRUN_TRACEBACK = re.compile(r"\btraceback : Traceback")
-"""torchrun's table of those who failed, whose last row is the traceback of a rank."""
+"""torchrun's table of failed ranks, whose last row is a traceback."""
 _IGNORED_EXCEPTION = "Exception ignored in"
-"""What Python puts before the traceback of a finaliser, after which it goes on."""
+"""Python prints this before the traceback of a finaliser; the process continues."""
 _INTERLEAVED = re.compile(r"(?:\[(?:rank|default)\d+\]:\s*)+Traceback \(most")
 _PROGRESS_BAR = re.compile(r"\d(?:/\d+|[a-z]{2,12}) \[\d[\d:]*(?:<[\d:?]+)?(?:, [^\]]*)?\]\s*(?=\S)")
-"""A progress bar that something follows on."""
+"""A progress bar followed by other text on the same line."""
 _SOURCE_INDENT = "    "
-"""Source in a traceback: `if step == 11` is no counter."""
+"""Source lines in a traceback: `if step == 11` is not a counter."""
 
 
 class LogParser:
-    """Reads one source."""
+    """Parses one source."""
 
     def __init__(self, rules: KnowledgeBase, prefilter: Prefilter, name: str, source: int, sources: int = 1) -> None:
-        """`sources` are all that there are."""
+        """`sources` is the number of all sources."""
         self._rules, self._filter = rules, prefilter
         share = TOTAL_BYTES // max(1, sources)
         self._head_bytes = min(HEAD_BYTES, max(MIN_BYTES, share // 3))
         self._tail_bytes = min(TAIL_BYTES, max(MIN_BYTES, share * 2 // 3))
         origin, node = line_origin.origin_of_file(name)
-        self.reading = ParsedLog(name, source, origin, node)
+        self.log = ParsedLog(name, source, origin, node)
         self._clock = TimestampParser()
         self._width = 0
         self._match_counts: Counter[tuple[str, LineOrigin]] = Counter()
@@ -80,20 +80,20 @@ class LogParser:
         for page in pages:
             if page.first == 1:
                 head = page.data[: 64 << 10].decode("utf-8", "replace")
-                self.reading.kind = log_lines.kind_of_file(self.reading.name, head[:4096])
+                self.log.kind = log_lines.kind_of_file(self.log.name, head[:4096])
                 self._clock.year = find_year(head)
                 self._width = wrap_width(head)
             page = unwrap_page(page, self._width) if self._width else page
             if page.first == 1:
-                if self.reading.kind == "stack":
+                if self.log.kind == "stack":
                     whole = ((number, clean_text(raw)) for number, raw in numbered_lines(page))
-                    self.reading.stacks += stack_traces.parse_stacks(whole, self.reading.origin, self.reading.name)
+                    self.log.stacks += stack_traces.parse_stacks(whole, self.log.origin, self.log.name)
                 self._head(page)
             for number, start, end in self._filter.candidates(page):
                 self._examine_candidate(page, number, start, end)
             recent.append(page)
         self._tail(list(recent))
-        found = self.reading
+        found = self.log
         kept = {id(each) for each in found.matches}
         found.matches += [each for each in self._latest.values() if id(each) not in kept]
         found.matches.sort(key=lambda each: each.line)
@@ -105,8 +105,8 @@ class LogParser:
         return found
 
     def _resolve_labels(self, resolve: Callable[[LineOrigin], LineOrigin]) -> None:
-        """Decides which labels are ranks, now that all lines are known."""
-        found = self.reading
+        """Replaces launcher labels by ranks, once all lines are known."""
+        found = self.log
         found.origins = {resolve(origin): line for origin, line in found.origins.items()}
         found.matches = [replace(each, origin=resolve(each.origin)) for each in found.matches]
         found.ticks = [replace(each, origin=resolve(each.origin)) for each in found.ticks]
@@ -119,7 +119,7 @@ class LogParser:
         }
 
     def _excerpt(self, line: str, at: int = 0) -> str:
-        """What evidence cites of a line: of a broken one what surely stands in its first part."""
+        """The text that evidence quotes; of a wrapped line only what is certainly in its first part."""
         return excerpt(line[: self._width * 2 // 3] if self._width else line, at)
 
     def _head(self, page: Page) -> None:
@@ -130,7 +130,7 @@ class LogParser:
         if not recent:
             return
         last = recent[-1]
-        self.reading.lines = last.first + last.newlines
+        self.log.lines = last.first + last.newlines
         left = self._tail_bytes
         windows: list[Page] = []
         for page in reversed(recent):
@@ -149,14 +149,14 @@ class LogParser:
                 self._examine_edge_line(number, raw)
 
     def _examine_edge_line(self, number: int, raw: bytes) -> None:
-        """A line near one of the ends, or what is left of its parts: who speaks, the time, counters, the last words."""
+        """Examines a line near an end of the file, or its remaining parts: origin, timestamp, counters, last lines."""
         *before, last = rewritten_parts(raw)
         for each in before:
             self._examine_line(number, clean_text(each))
         line = clean_text(last)
         origin, when = self._examine_line(number, line)
         if line and not line.isspace():
-            rank_of = origin if origin.rank is not None else self.reading.origin
+            rank_of = origin if origin.rank is not None else self.log.origin
             key = LineOrigin(rank_of.rank, label=rank_of.label, guessed=rank_of.guessed)
             lines = self._tail_lines.get(key)
             if lines is None:
@@ -164,9 +164,9 @@ class LogParser:
             lines.append((number, when, line))
 
     def _examine_line(self, number: int, line: str) -> tuple[LineOrigin, float | None]:
-        """Who says it and when."""
+        """The line's origin and timestamp."""
         said = line_origin.parse_prefixes(line, self._clock)
-        found = self.reading
+        found = self.log
         if said.when is not None:
             found.first = said.when if found.first is None else found.first
             found.last = said.when
@@ -186,14 +186,11 @@ class LogParser:
         line = clean_text(page.data[start:end])
         texts = self._filter.texts(line)
         said = _parse_line_end(line, self._clock)
-        origin = said.origin.with_defaults(self.reading.origin)
+        origin = said.origin.with_defaults(self.log.origin)
         rules = {rule.id: rule for each in texts for rule in self._rules.by_literal.get(each, ())}
         when: float | None = said.when
         for rule in rules.values():
-            if (
-                self.reading.counts[rule.id] < MATCHES_PER_RULE
-                or self._match_counts[rule.id, origin] < MATCHES_PER_ORIGIN
-            ):
+            if self.log.counts[rule.id] < MATCHES_PER_RULE or self._match_counts[rule.id, origin] < MATCHES_PER_ORIGIN:
                 self._match(rule, page, number, start, line, said.at, origin, when)
         at = next((at for each in stack_traces.TRACEBACK_STARTS if (at := line.find(each)) >= 0), None)
         if at is not None and not self._is_quoted(page, start, line, at, said.at):
@@ -207,7 +204,7 @@ class LogParser:
     def _match(self, rule: FailureRule, page: Page, number: int, start: int, line: str, begin: int, origin: LineOrigin,
                when: float | None) -> None:  # fmt: skip
         wanted = rule.signature.kinds
-        if wanted and log_lines.kind_of_line(self.reading.kind, line) not in wanted:
+        if wanted and log_lines.kind_of_line(self.log.kind, line) not in wanted:
             return
         whole = line
         if rule.signature.lines > 1:
@@ -224,12 +221,12 @@ class LogParser:
             page, start, line, at if at > begin else min(found.end(), len(line)), begin
         ):
             return
-        seen = RuleMatch(rule, origin, when, self.reading.name, self.reading.source, number, self._excerpt(line, at),
+        seen = RuleMatch(rule, origin, when, self.log.name, self.log.source, number, self._excerpt(line, at),
                         rule.fields(found))  # fmt: skip
         self._add_match(seen)
 
     def _is_quoted(self, page: Page, start: int, line: str, at: int, begin: int) -> bool:
-        """Whether what a line says is part of a sample that is printed."""
+        """Whether a text is part of a printed sample."""
         if log_lines.is_quoted(line, at, begin):
             return True
         data = page.data
@@ -242,19 +239,19 @@ class LogParser:
             == line_origin.parse_prefixes(line, TimestampParser()).origin
         )
 
-    def _add_match(self, seen: RuleMatch) -> None:
-        key = seen.rule.id, seen.origin
-        self.reading.counts[seen.rule.id] += 1
+    def _add_match(self, match: RuleMatch) -> None:
+        key = match.rule.id, match.origin
+        self.log.counts[match.rule.id] += 1
         self._match_counts[key] += 1
         if self._match_counts[key] <= MATCHES_PER_ORIGIN:
-            self.reading.matches.append(seen)
-        self._latest[key] = seen
+            self.log.matches.append(match)
+        self._latest[key] = match
 
     def _add_traceback(
         self, page: Page, number: int, start: int, line: str, origin: LineOrigin, when: float | None
     ) -> None:
         found = stack_traces.parse_traceback(self._lines_of_origin(page, number, start, 200))
-        if found is None or len(self.reading.tracebacks) >= MATCHES_PER_RULE or found.number in self._exception_lines:
+        if found is None or len(self.log.tracebacks) >= MATCHES_PER_RULE or found.number in self._exception_lines:
             return
         self._exception_lines.add(found.number)
         when = self._time_before(page, start) if when is None else when
@@ -267,9 +264,9 @@ class LogParser:
         self._add_exception(found, origin, when)
 
     def _add_exception(self, found: Traceback, origin: LineOrigin, when: float | None) -> None:
-        """Keeps an exception, and what the rules say of it."""
+        """Adds an exception and the matches of exception rules."""
         found = replace(found, text=self._excerpt(found.text))
-        self.reading.tracebacks.append((origin, when, found))
+        self.log.tracebacks.append((origin, when, found))
         whole = f"{found.type}: {found.message}"
         frames = "\n".join(str(each) for each in found.frames)
         for rule in self._rules.exceptions:
@@ -278,11 +275,11 @@ class LogParser:
             match = rule.match(whole)
             if match is not None:
                 fields = {"where": found.where, "exception": found.type, "ip": found.ip, **rule.fields(match)}
-                self._add_match(RuleMatch(rule, origin, when, self.reading.name, self.reading.source, found.number,
+                self._add_match(RuleMatch(rule, origin, when, self.log.name, self.log.source, found.number,
                                     found.text, fields, found))  # fmt: skip
 
     def _lines_of_origin(self, page: Page, number: int, start: int, most: int) -> list[tuple[int, str]]:
-        """The line at `run_training` and what the same speaker says next, prefixes taken off."""
+        """The line at `start` and the following lines of the same origin, without their prefixes."""
         said: list[tuple[int, str]] = []
         own = None
         misses = 0
@@ -307,7 +304,7 @@ class LogParser:
         return said
 
     def _time_before(self, page: Page, start: int) -> float | None:
-        """The time of the nearest line before that has one."""
+        """The nearest timestamp before a line."""
         end = start - 1
         for _ in range(_LINES_BACK):
             if end <= 0:
@@ -322,7 +319,7 @@ class LogParser:
 
 
 def _parse_line_end(line: str, clock: TimestampParser) -> line_origin.ParsedPrefix:
-    """Who says the end of a line, where that follows on a progress bar or on what another thread had not ended."""
+    """Parses the prefixes of a line that may follow a progress bar or an unfinished line of another thread."""
     glued = _INTERLEAVED.search(line)
     cut = glued.start() if glued else max((each.end() for each in _PROGRESS_BAR.finditer(line)), default=0)
     if not cut:
@@ -337,12 +334,12 @@ def _parse_line_end(line: str, clock: TimestampParser) -> line_origin.ParsedPref
 
 
 def _has_no_origin(origin: LineOrigin, own: LineOrigin) -> bool:
-    """Whether a line may go on what another one said: it has no name, or its launcher's label only."""
+    """Whether a line may continue the previous one: it has no origin of its own, or only its launcher's label."""
     return not origin or (origin.guessed and origin.label == own.label and origin.host == own.host)
 
 
 def _torchrun_rank(before: bytes, line: str) -> re.Match[str] | None:
-    """The rank whose traceback a line of torchrun's summary begins."""
+    """The rank whose traceback begins in a line of torchrun's summary."""
     if not _TORCHRUN_TRACEBACK.search(line):
         return None
     return next(iter([*_TORCHRUN_RANK.finditer(before.decode("utf-8", "replace"))][-1:]), None)
@@ -353,7 +350,7 @@ def _with_rank(origin: LineOrigin, rank: int | None) -> LineOrigin:
 
 
 def parse_logs(found: CollectedSources, rules: KnowledgeBase) -> list[ParsedLog]:
-    """All sources, one after the other."""
+    """Parses all sources, aligns their clocks and assigns missing years."""
     prefilter = Prefilter([*rules.by_literal, *TRACEBACK_STARTS, *EXCEPTION_MARKS])
     many = len(found.sources)
     logs = [LogParser(rules, prefilter, source.name, number, many).read(split_pages(blocks))

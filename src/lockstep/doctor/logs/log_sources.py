@@ -23,17 +23,27 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 MAX_ZIP_BYTES = 256 << 20
-"""Bytes of a zip file inside of another archive, which is held in memory: its directory stands at its end."""
-ARCHIVE_ERRORS = (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, RuntimeError, ValueError,
-          OverflowError, struct.error)  # fmt: skip
-"""What a file that is not what it should be raises; zipfile lets through what negative sizes and odd names lead to."""
+"""Limit for a zip file inside another archive, which is held in memory because its directory is at its end."""
+ARCHIVE_ERRORS = (
+    OSError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    RuntimeError,
+    ValueError,
+    OverflowError,
+    struct.error,
+)
+"""Raised for damaged archives; zipfile also lets through the errors caused by negative sizes and odd names."""
 _TAR_NAMES = re.compile(r"\.(?:tar|tgz|tbz2?|txz|tzst)$|\.tar\.(?:gz|bz2|xz|zst|lzma)$")
 MAX_ENTRIES = 200_000
-"""Of one tar file, folders and links included."""
+"""Entries of one tar file, folders and links included."""
 
 
 def archive_kind(name: str) -> str:
-    """`tar` or `zip` for the name of an archive, else empty."""
+    """`tar` or `zip` if the name is that of an archive, else empty."""
     low = name.rsplit("/", 1)[-1].lower()
     if low.endswith(".zip"):
         return "zip"
@@ -41,16 +51,14 @@ def archive_kind(name: str) -> str:
 
 
 def archive_members(raw: Any, name: str) -> Iterator[tuple[str, int, Callable[[], IO[bytes]]]]:
-    """Name, size and stream of each regular member, in the order of the archive.
+    """Name, size and stream of each regular member, in archive order. A stream ends when the next member is requested.
 
     Args:
-        raw: The archive's own bytes; needs `peek`.
-        name: Of the archive.
-
-    A stream ends where the next member is asked for.
+        raw: The bytes of the archive; needs `peek`.
+        name: The archive's name.
 
     Raises:
-        ERRORS: It is none, or broken.
+        ARCHIVE_ERRORS: It is not an archive, or damaged.
     """
     if archive_kind(name) == "zip":
         with zipfile.ZipFile(
@@ -86,7 +94,7 @@ def _open_member(tar: tarfile.TarFile, about: tarfile.TarInfo) -> IO[bytes]:
 
 
 def decompressed(raw: Any) -> Any:
-    """The stream itself, or what it becomes where its first bytes say that it is packed."""
+    """The decompressed stream if its first bytes show a compression format, else the stream itself."""
     head = raw.peek(10)[:10]
     if head[:3] == b"\x1f\x8b\x08":
         return gzip.GzipFile(fileobj=raw)
@@ -122,12 +130,12 @@ class _ZstdStream(io.RawIOBase):
 BLOCK_BYTES = 4 << 20
 MAX_FILES = 20_000
 MAX_UNPACKED_BYTES = 8 << 30
-"""Bytes that all of one archive may become."""
+"""Unpacked bytes of one archive at most."""
 MAX_RATIO = 1_000
-"""Times that a member may grow beyond its first `FREE_BYTES` bytes: text grows 20 to 200 times."""
+"""A member may grow by this factor beyond its first `FREE_BYTES`; text grows 20 to 200 times."""
 FREE_BYTES = 64 << 20
 MAX_NESTING = 2
-"""Archives in an archive, one in the other."""
+"""Depth of archives within archives."""
 _SKIPPED = re.compile(
     r"\.(?:py|pyc|so|pt|pth|safetensors|bin|npz?|parquet|arrow|ckpt|png|jpe?g|pdf|whl|mp4|ipynb|svg|gif|o|a|db|sqlite"
     r"|tfevents[^/]*)$|(?:^|/)(?:\.git|__pycache__|node_modules|\.venv)/|events\.out\.tfevents"
@@ -148,9 +156,9 @@ class LogSource:
     """A file, a member of an archive, or standard input.
 
     Attributes:
-        name: Relative to what was given, as evidence cites it.
-        path: The file itself; None for standard input.
-        inside: Member names from the outside in.
+        name: Relative to the given path, as evidence cites it.
+        path: The file; None for standard input.
+        inside: Member names, outermost first.
     """
 
     name: str
@@ -170,7 +178,7 @@ def collect_sources(paths: list[str]) -> CollectedSources:
     """All streams below the paths; "-" is standard input.
 
     Raises:
-        NoSuchPath: One does not exist and matches nothing.
+        NoSuchPath: A path does not exist and matches nothing as a pattern.
     """
     found = CollectedSources()
     for given in paths:
@@ -187,7 +195,7 @@ def collect_sources(paths: list[str]) -> CollectedSources:
 
 
 def _glob(pattern: Path) -> list[Path]:
-    """What a pattern matches, from its first part with a wildcard on."""
+    """The matches of a pattern."""
     parts = pattern.parts
     at = next((at for at, part in enumerate(parts) if set("*?[") & set(part)), None)
     if at is None:
@@ -221,7 +229,7 @@ def _collect_below(top: Path, found: CollectedSources, *, several: bool) -> None
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Folders below, links followed, a folder that cannot be read passed over."""
+    """Folders below, following links and skipping unreadable folders."""
     folders: list[str] = []
     names: list[str] = []
     try:
@@ -252,16 +260,16 @@ def _add_file(path: Path, name: str, found: CollectedSources) -> None:
 
 
 class _LimitReached(Exception):
-    """More is not listed."""
+    """A limit ends the listing."""
 
 
 def _add_members(raw: Any, file: str, about: LogSource, found: CollectedSources, left: list[int]) -> None:
-    """One source for each member that can hold lines, and for those of archives in it.
+    """Adds one source per member that can hold lines, including members of nested archives.
 
     Args:
         raw, file: The bytes and the name of the archive.
-        about: The archive, its name as evidence cites it.
-        left: The bytes that members may still have, all together.
+        about: The archive, with the name that evidence cites.
+        left: Remaining unpacked bytes, as a list of one number.
     """
     listed: set[str] = set()
     for member, size, opened in archive_members(raw, file):
@@ -289,15 +297,15 @@ def _add_members(raw: Any, file: str, about: LogSource, found: CollectedSources,
 
 
 def _member_name(member: str) -> str:
-    """A name as evidence cites it; archives hold any bytes."""
+    """A member's name as evidence cites it; names in archives may hold any bytes."""
     said = member.encode("utf-8", "replace").decode()
     return str(PurePosixPath("/" + said.lstrip("/")).relative_to("/"))
 
 
 def open_streams(sources: Sequence[LogSource], gaps: list[str]) -> Iterator[tuple[LogSource, Iterator[bytes]]]:
-    """Each source with its bytes, which end where the next one is asked for; an archive is gone through once.
+    """Each source with its bytes, which end when the next source is requested; an archive is read once.
 
-    What is wrong with a source goes to `find_gaps` and ends it.
+    An error is added to `gaps` and ends that source.
     """
     for (path, packed), group in groupby(sources, key=lambda each: (each.path, bool(each.inside))):
         if path is None or not packed:
@@ -328,7 +336,7 @@ def _read_whole(source: LogSource, gaps: list[str]) -> Iterator[bytes]:
 def _read_archive(
     raw: Any, file: str, sources: Sequence[LogSource], depth: int, gaps: list[str]
 ) -> Iterator[tuple[LogSource, Iterator[bytes]]]:
-    """The sources that an archive holds, in its order, `depth` archives deep."""
+    """The sources inside an archive, in its order, `depth` archives deep."""
     groups = ((name, list(same)) for name, same in groupby(sources, key=lambda each: each.inside[depth]))
     wanted = next(groups, None)
     for member, _, opened in archive_members(raw, file):

@@ -11,15 +11,15 @@ from lockstep.doctor.logs.stack_traces import LoggedStack, Traceback
 
 @dataclass(frozen=True, slots=True)
 class RuleMatch:
-    """A rule matched.
+    """A match of a rule.
 
     Attributes:
-        who: The speaker, with what the file's name adds.
-        when: Seconds since 1970 on the clock of the file; None where nothing near has a time.
+        origin: The line's origin, completed from the file's name.
+        when: Seconds since 1970 on the file's clock; None if no nearby line has a timestamp.
         file: Name of the source.
-        source: Number of the source, in the order in which they were given.
+        source: Number of the source, in the order given.
         line: Number of the line.
-        fields: Named groups.
+        fields: Named groups of the pattern.
     """
 
     rule: FailureRule
@@ -39,7 +39,7 @@ class RuleMatch:
 
 @dataclass(frozen=True, slots=True)
 class ProgressTick:
-    """A counter of progress on a line."""
+    """A progress counter on a line."""
 
     origin: LineOrigin
     line: int
@@ -61,7 +61,7 @@ class TailLine:
 
 @dataclass
 class ParsedLog:
-    """Of one source all that was seen."""
+    """What was extracted from one source."""
 
     name: str
     source: int
@@ -69,20 +69,20 @@ class ParsedLog:
     node: int | None = None
     lines: int = 0
     kind: str = "log"
-    """See `log_lines`."""
+    """See `log_lines.kind_of_file`."""
     first: float | None = None
     last: float | None = None
     dated_lines: tuple[int, int] = (0, 0)
-    """The first and the last line with a time of its own, as far as they were looked at."""
+    """The first and the last examined line with a timestamp of its own."""
     matches: list[RuleMatch] = field(default_factory=list)
     ticks: list[ProgressTick] = field(default_factory=list)
     tracebacks: list[tuple[LineOrigin, float | None, Traceback]] = field(default_factory=list)
     origins: dict[LineOrigin, int] = field(default_factory=dict)
-    """Who speaks, and the last line in which."""
+    """The origins seen, each with its last line."""
     tail_lines: dict[int | None, list[TailLine]] = field(default_factory=dict)
-    """By rank, its last lines."""
+    """The last lines of each rank."""
     stacks: list[LoggedStack] = field(default_factory=list)
     has_year: bool = False
     """Some line names the year."""
     counts: Counter[str] = field(default_factory=Counter)
-    """By rule, how often."""
+    """Number of matches per rule."""

@@ -17,7 +17,7 @@ from lockstep.doctor.logs.log_lines import MAX_LINE_CHARS, Page
 
 
 class Prefilter:
-    """Finds lines that contain one of some texts, whatever their case (ASCII)."""
+    """Finds lines that contain one of several texts, ignoring (ASCII) case."""
 
     def __init__(self, texts: Collection[str]) -> None:
         self._texts = sorted({each.lower() for each in texts})
@@ -29,9 +29,9 @@ class Prefilter:
         self._lines: Any = AhoCorasick(self._texts)
 
     def candidates(self, page: Page) -> Iterator[tuple[int, int, int]]:
-        """Number of the line, first and last byte of each part of a line of a page that contains a text.
+        """Line number, first and last byte of each part of a page's line that contains a text.
 
-        A line has several parts where `\\r` rewrites it.
+        A line has several parts if `\\r` rewrites it.
         """
         data = page.data
         number, line, end, last = page.first, 0, -1, -1

@@ -8,7 +8,7 @@ from lockstep.doctor.logs.line_origin import LineOrigin
 
 
 def ranks_by_label(origins: Iterable[LineOrigin]) -> Mapping[int, set[int]]:
-    """By label, the ranks that say behind it which rank they are."""
+    """For each label, the ranks that appear behind it on lines that name their rank."""
     found: dict[int, set[int]] = defaultdict(set)
     for origin in origins:
         if origin.label is not None and origin.rank is not None and not origin.guessed:
@@ -17,16 +17,17 @@ def ranks_by_label(origins: Iterable[LineOrigin]) -> Mapping[int, set[int]]:
 
 
 def with_exit_rank(origin: LineOrigin, fact: str | None, fields: Mapping[str, str]) -> LineOrigin:
-    """Who speaks; where a launcher behind a label reports the end of a rank, that rank, which it had started."""
+    """The origin of a launcher's report that a rank ended: that rank, if the line has only a label."""
     rank = fields.get("rank", "") if fact in ("exit", "first_failure") else ""
     return replace(origin, rank=int(rank), guessed=False) if origin.guessed and rank.isdigit() else origin
 
 
 def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], LineOrigin]:
-    """Takes labels for ranks unless some rank says otherwise; then for the rank that alone has the label. Whoever has
-    no rank keeps the label.
+    """Returns a function that replaces labels by ranks.
 
-    What several labels take for their rank is none: each process that knows of no others calls itself rank 0.
+    A label is taken as the rank itself unless some line contradicts that; then as the rank that appears only behind
+    this label. If neither applies, the label stays. A rank claimed by several labels does not count: each process
+    that knows of no others calls itself rank 0.
     """
     claims: Counter[int | None] = Counter(rank for ranks in known.values() for rank in ranks)
     own = {label: {rank for rank in ranks if claims[rank] == 1} for label, ranks in known.items()}
@@ -47,12 +48,12 @@ def label_resolver(known: Mapping[int, set[int]]) -> Callable[[LineOrigin], Line
 
 
 def ranks_by_pid(said: Iterable[Mapping[str, str]], origins: Iterable[LineOrigin], *, one_host: bool) -> dict[int, int]:
-    """Rank by number of process.
+    """Ranks by process number.
 
     Args:
-        said: Fields of lines that name both, or the process and its number on the host.
-        speakers: Some with both; a number that several ranks have, on different hosts, tells nothing.
-        one_host: The number on the host is the rank.
+        said: Fields of lines that name pid and rank, or pid and local rank.
+        origins: Origins, some with both pid and rank; a pid that several ranks share, on different hosts, is ignored.
+        one_host: The local rank is the rank.
     """
     fields = [each for each in said if each.get("pid")]
     found = {int(each["pid"]): int(each["rank"]) for each in fields if each.get("rank")}

@@ -1,16 +1,16 @@
 """Parses Python tracebacks in logs, and stacks of live processes as py-spy and faulthandler print them."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.doctor.logs.line_origin import UNKNOWN_ORIGIN, LineOrigin
 
 TRACEBACK_START = "Traceback (most recent call last)"
 TRACEBACK_STARTS = (TRACEBACK_START, "error raised in its creation task", "Unhandled error (suppress with")
-"""Ray leaves the first of them out where it tells what a constructor or a task raised."""
+"""Ray omits the first one when it reports an exception of a constructor or a task."""
 EXCEPTION_MARKS = ("error: ", "exception: ")
-"""Texts of the last line of a traceback, in lower case."""
+"""Texts on the last line of a traceback, in lower case."""
 _LONE_EXCEPTION = re.compile(
     r"\s?(?:Uncaught (?P<uncaught>[A-Z]\w*)|(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception)))"
     r": (?P<message>\S.*)$"
@@ -48,10 +48,10 @@ _WRAPPER_EXCEPTIONS = re.compile(
     r"|CancelledError|GetTimeoutError|RPC call to \w+ timed out"
     r"|NCCL (?:error|communicator)|cancelled|worker process|Child process|terminated with"
 )
-"""Exceptions that tell of another failure."""
+"""Exceptions that report another failure."""
 _MAX_LINES = 200
 _MESSAGE_LINES = 16
-"""Lines of a message."""
+"""Lines of a message at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ class TraceFrame:
 
 @dataclass(frozen=True, slots=True)
 class Traceback:
-    """An exception with its way there.
+    """An exception with its frames.
 
     Attributes:
-        type: As printed, with its module where that is printed.
+        type: As printed, with its module if that is printed.
         number: The line of the file that names the exception.
-        first: The line that the traceback begins on.
-        chained: Another exception led to this one or followed from it; the first of a chain is the cause.
+        first: The line on which the traceback begins.
+        chained: Another exception caused this one or follows from it; the first of a chain is the cause.
     """
 
     type: str
@@ -84,16 +84,16 @@ class Traceback:
     text: str
     chained: bool = False
     ip: str = ""
-    """Of the node that a remote task raised it on."""
+    """The node on which a remote task raised it."""
 
     @property
     def alone(self) -> bool:
-        """Only its last line is there."""
+        """Only the last line of the traceback is there."""
         return self.first == self.number
 
     @property
     def user(self) -> TraceFrame | None:
-        """The innermost frame that is no library's; else the innermost."""
+        """The innermost frame outside libraries, else the innermost frame."""
         for each in reversed(self.frames):
             if not LIBRARY_FILE.search(each.file):
                 return each
@@ -106,22 +106,22 @@ class Traceback:
 
 
 def is_primary(found: Traceback) -> bool:
-    """Whether it tells of a failure of its own. An engine's `TimeoutError` without a word says only that a worker did
-    not answer."""
+    """Whether the exception is a failure of its own. A `TimeoutError` without a message in vLLM only means that a
+    worker did not answer."""
     if not found.message and found.type == "TimeoutError" and found.frames and "/vllm/" in found.frames[-1].file:
         return False
     return not is_secondary(f"{found.type}: {found.message}")
 
 
 def is_secondary(message: str) -> bool:
-    """It tells of a wait that ended, a peer that left, or another failure."""
+    """Whether a message reports an ended wait, a lost peer, or another failure."""
     return bool(
         TIMEOUT_MESSAGE.search(message) or PEER_LOST_MESSAGE.search(message) or _WRAPPER_EXCEPTIONS.search(message)
     )
 
 
 def parse_lone_exception(number: int, said: str) -> Traceback | None:
-    """The last line of a traceback of which the rest was left out; None where a line is none."""
+    """Parses the last line of a traceback whose other lines are missing; None if the line is not one."""
     found = _LONE_EXCEPTION.match(said)
     if found is None:
         return None
@@ -130,10 +130,10 @@ def parse_lone_exception(number: int, said: str) -> Traceback | None:
 
 
 def parse_traceback(said: Sequence[tuple[int, str]]) -> Traceback | None:
-    """From the lines of one speaker, the first of them one of `TRACEBACK_STARTS`; None where no exception follows.
+    """Parses the lines of one origin, the first of which is one of `TRACEBACK_STARTS`; None if no exception follows.
 
     Args:
-        said: Number and what is said, prefixes taken off.
+        said: Line numbers and texts without prefixes.
     """
     frames: list[TraceFrame] = []
     held: Traceback | None = None
@@ -171,30 +171,13 @@ def parse_traceback(said: Sequence[tuple[int, str]]) -> Traceback | None:
 
 
 def _message(first: str, said: Sequence[tuple[int, str]], at: int, indent: int) -> str:
-    """A message goes on until an empty line, another traceback or a prompt of another kind."""
+    """The message, which ends at an empty line, another traceback or a chained exception."""
     lines = [first]
     for _, line in said[at : at + _MESSAGE_LINES]:
         if not line.strip() or TRACEBACK_START in line or _CHAIN.search(line) or _TRACEBACK_FRAME.match(line):
             break
         lines.append(line[indent:].rstrip())
     return "\n".join(lines)
-
-
-def of_speaker(
-    following: Iterable[tuple[int, str]], speaker: Callable[[str], tuple[object, int]], first: tuple[int, str]
-) -> list[tuple[int, str]]:
-    """The lines from the first on which the same one says, their prefixes taken off as far as the first's went."""
-    own, at = speaker(first[1])
-    said = [(first[0], first[1][at:])]
-    for number, line in following:
-        other, begin = speaker(line)
-        if other == own:
-            said.append((number, line[begin:]))
-        elif not own and begin:
-            break
-        if len(said) > _MAX_LINES:
-            break
-    return said
 
 
 _PYSPY_PROCESS = re.compile(r"^Process (?P<pid>\d+)(?:: (?P<command>.*))?")
@@ -207,12 +190,12 @@ _FAULTHANDLER_FRAME = re.compile(r'^ {2}File "(?P<file>[^"]+)", line (?P<line>\d
 
 
 UNREADABLE = "unreadable"
-"""The state of a process that could not be stopped to look at: it sits in the kernel, or belongs to somebody else."""
+"""State of a process whose stack could not be read: it is in the kernel, or belongs to another user."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedStack:
-    """A thread; its frames, the outermost first.
+    """The stack of a thread, outermost frame first.
 
     Attributes:
         number: The line of the file that names the thread.

@@ -10,7 +10,7 @@ from lockstep.doctor.logs.parsed_log import ParsedLog, ProgressTick
 
 _DIGIT = re.compile(r"\d")
 _HEAD_CHARS = 600
-"""Characters of a line that a counter stands in; the rows of a trainer have theirs at the end."""
+"""Characters searched for a counter; a trainer's metric rows have theirs at the end."""
 _STEP = re.compile(
     r"(?:\"(?:step|iteration|global_step|it)\": ?|\b(?:global[_ ]?)?(?:step|steps|iteration|iter|Step|Iteration|Iter"
     r"|STEP|update|batch|Batch|it)(?:s)?[ =:#\[(]{1,12})(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
@@ -24,15 +24,15 @@ _BAR = re.compile(r"\|\s*(?P<bar>\d{1,9})/(?P<total>\d{1,9}) \[[\d:]+<")
 _WITHIN = re.compile(
     r"(?i)\b(?:step|iteration|iter|batch|it)s?[ =:#\[(]{1,12}(?P<step>\d{1,9})(?: ?(?:/|of) *(?P<of>\d{1,9}))?\b"
 )
-"""What stands after the number of an epoch: `epoch 3 batch 11`."""
+"""Follows the number of an epoch: `epoch 3 batch 11`."""
 _ROW = re.compile(r"\{.*['\"]epoch['\"]: ?['\"]?(?P<at>\d{1,6}(?:\.\d+)?(?:e-?\d{1,2})?)")
-"""Of transformers' trainers, and those of TRL, which count in parts of an epoch: `{'loss': 0.61, ..., 'epoch': 0.12}`,
-the numbers quoted from release 5 on."""
+"""Rows of transformers' and TRL's trainers, which count fractions of an epoch: `{'loss': 0.61, ..., 'epoch': 0.12}`,
+with quoted numbers from release 5 on."""
 _PARTS = 1_000_000
 
 
 def parse_step(line: str) -> tuple[int, int, int, bool] | None:
-    """Epoch, step, total, whether of a progress bar; None where a line counts nothing."""
+    """Epoch, step, total, and whether it is a progress bar; None if the line has no counter."""
     if _DIGIT.search(line, 0, 400) is None:
         return None
     found = _STEP.search(line[:_HEAD_CHARS])
@@ -49,7 +49,7 @@ def parse_step(line: str) -> tuple[int, int, int, bool] | None:
 
 
 def _step_within_epoch(line: str, epoch: re.Match[str] | None) -> tuple[int, int, int, bool] | None:
-    """What counts within an epoch: the bar or step after its name, or a row that gives the epoch as a fraction."""
+    """The counter within an epoch: a bar or step after the epoch, or a row that gives the epoch as a fraction."""
     if epoch is not None:
         bar, within = _BAR.search(line, epoch.end(), _HEAD_CHARS), _WITHIN.search(line, epoch.end(), _HEAD_CHARS)
         if bar is not None:
@@ -63,20 +63,20 @@ def _step_within_epoch(line: str, epoch: re.Match[str] | None) -> tuple[int, int
 
 
 FEW_STEPS = 2
-"""So many steps after a failure may be those that were under way."""
+"""This many steps after a failure may have been under way already."""
 MANY_STEPS = 10
-"""More than those who wait for a dead rank can make."""
+"""More than ranks that wait for a dead rank can make."""
 _ANY_RANK = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _RankSteps:
-    """The counters of a speaker, in the order of lines.
+    """The counters of one rank, in line order.
 
     Attributes:
-        lines: On which they stand.
-        left: How many different ones stand on each and after it.
-        most: The highest of these.
+        lines: Their line numbers.
+        left: Number of different counters on each of these lines and after it.
+        most: The highest of these counters.
         reached: The highest of all.
     """
 
@@ -87,19 +87,19 @@ class _RankSteps:
 
 
 class StepHistory:
-    """Of all files of an attempt."""
+    """The steps in all files of an attempt."""
 
     def __init__(self, logs: Sequence[ParsedLog], old: Collection[int]) -> None:
-        self._after = {reading.source: _steps_of_ranks(reading.ticks) for reading in logs if reading.source not in old}
+        self._after = {log.source: _steps_of_ranks(log.ticks) for log in logs if log.source not in old}
 
     def continued_after(self, source: int, rank: int | None, line: int, *, fatal: bool = False) -> bool:
-        """Whether steps were made after a line, by the same rank where that is known, else by anybody.
+        """Whether steps follow a line: of the same rank if it is known, else of any rank.
 
-        Where a rank that counted counts no more the others have to get further than it, and by many: in a file that was
-        put together from those of several ranks theirs follow on its last words.
+        If that rank counted before and does not any more, the others must get many steps further than it: in a file
+        merged from those of several ranks, their lines follow its last ones.
 
         Args:
-            lethal: Nobody survives what the line says, so of others many steps are wanted.
+            fatal: No process survives what the line reports, so many steps of other ranks are needed.
         """
         counted = self._after.get(source, {})
         own, all_of_them = counted.get(rank), counted.get(_ANY_RANK)
@@ -119,7 +119,7 @@ class StepHistory:
 
 
 def _steps_of_ranks(ticks: Sequence[ProgressTick]) -> dict[int | None, _RankSteps]:
-    """By rank."""
+    """The steps of each rank."""
     of_rank: dict[int | None, list[ProgressTick]] = defaultdict(list)
     for tick in ticks:
         of_rank[_ANY_RANK].append(tick)
@@ -139,7 +139,7 @@ def _steps_of_ranks(ticks: Sequence[ProgressTick]) -> dict[int | None, _RankStep
 
 
 def last_step_by_rank(ticks: Iterable[ProgressTick]) -> Mapping[int, ProgressTick]:
-    """By rank the last counter that it showed."""
+    """The last counter of each rank."""
     found: dict[int, ProgressTick] = {}
     for tick in ticks:
         if tick.origin.rank is not None:

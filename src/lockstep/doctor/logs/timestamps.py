@@ -24,17 +24,17 @@ _US_DATE = re.compile(
     r"\b(?P<month>0[1-9]|1[0-2])/(?P<day>\d\d)/(?P<year>20\d\d),? "
     r"(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)(?:[.,](?P<f>\d{1,9}))?"
 )
-"""The examples of transformers and accelerate date so."""
+"""The format of the transformers and accelerate examples."""
 _VLLM_DATE = re.compile(r"\b(?P<month>\d\d)-(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)")
 _EPOCH = re.compile(r"\"(?:t|ts|time|timestamp)\": ?(?P<t>1[5-9]\d{8}(?:\.\d+)?)(?P<ms>\d{3})?\b")
 _TIME_OF_DAY = re.compile(
     r"(?:^|[\[ ])(?P<h>[01]\d|2[0-3]):(?P<m>[0-5]\d):(?P<s>[0-5]\d)(?:[.,](?P<f>\d+))?(?=[\] ,|]|$)"
 )
 _HEAD_CHARS = 240
-"""Characters of a line that its time stands in."""
+"""Characters searched for a timestamp."""
 DAY_S = 86_400.0
 UNDATED_YEAR = 2000
-"""The year of stamps in a file that names none."""
+"""The year of timestamps in a file that names no year."""
 _YEAR = re.compile(
     r"(?:^|[\s\[\"T])(20\d\d)-[01]\d-[0-3]\d[ T_]|\"t\": ?(1[5-9]\d{8})\b"
     r"|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} .{0,24}?\b(20\d\d)\b|\b[01]\d/[0-3]\d/(20\d\d)[ ,]",
@@ -44,14 +44,14 @@ _YEAR = re.compile(
 
 @dataclass(slots=True)
 class TimestampParser:
-    """Of one file: the year and the day that stamps without one get, from the stamps that have one."""
+    """Parses the timestamps of one file; earlier full dates supply a missing year or day."""
 
     year: int = 0
     day: float = 0.0
     _last: float = 0.0
 
     def read(self, line: str) -> float | None:
-        """The time on a line; None where there is none."""
+        """The timestamp of a line; None if it has none."""
         head = line[:_HEAD_CHARS]
         found = _ISO.search(head)
         if found:
@@ -96,7 +96,7 @@ class TimestampParser:
 
 
 def find_year(text: str) -> int:
-    """The year that the first full date of a text has; 0 where there is none."""
+    """The year of the first full date in a text; 0 if there is none."""
     found = _YEAR.search(text)
     if found is None:
         return 0
@@ -104,7 +104,7 @@ def find_year(text: str) -> int:
 
 
 def move_to_year(at: float, year: int) -> float:
-    """The same day and time in another year."""
+    """The same date and time in another year."""
     was = time.gmtime(at)
     return calendar.timegm((year, *was[1:6], 0, 0, 0)) + at % 1.0
 

@@ -1,4 +1,4 @@
-"""An answer for the terminal."""
+"""Renders explanations and verdicts: in the terminal, and as a self-contained HTML page."""
 
 import re
 from collections.abc import Iterator
@@ -28,12 +28,12 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202
 
 
 def terminal_safe(text: str) -> str:
-    """Without anything that a terminal obeys: what stands in a log may come from anybody."""
+    """The text without control characters: log lines may come from anybody."""
     return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def render_explanation(explained: "Explanation") -> RenderableType:
-    """What it was, then, each under its name, who, in what, why that is believed, and what helps."""
+    """Explanation, culprits, collective, evidence and fix, each under its name."""
     verdict = explained.verdict
     title = Text.assemble(
         (terminal_safe(explanation_title(explained)), "bold green" if verdict.cause == "benign" else "bold red"),
@@ -48,13 +48,13 @@ def render_explanation(explained: "Explanation") -> RenderableType:
 
 
 def explanation_title(explained: "Explanation") -> str:
-    """The title of the class."""
+    """The title of the failure class."""
     about = explained.rules.about.get(explained.verdict.cause)
     return about.title if about else "The logs do not tell"
 
 
 def explanation_rows(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """Name and text of each thing that is known; the name stands beside the first of its texts only."""
+    """Name and text of everything known; the name stands only beside the first of its texts."""
     yield from labeled_rows("structure", [str(verdict.kind)] if verdict.kind is not VerdictKind.UNKNOWN else [])
     yield from labeled_rows("culprit", [culprit_text(each) for each in verdict.culprits])
     if verdict.collective is not None:
@@ -74,7 +74,7 @@ def culprit_text(who: Culprit) -> str:
 
 
 def fact_text(said: Fact) -> str:
-    """The line and where it stands."""
+    """The line and its place."""
     place = f"{said.file}:{said.line}" if said.line is not None else said.file or said.source
     return f"{said.text}  [{place}]" if place else said.text
 
@@ -101,7 +101,7 @@ code { color: #666; }
 
 
 def explanation_page(explained: "Explanation") -> str:
-    """The whole document; what stands in logs is escaped."""
+    """The whole page; log text is escaped."""
     verdict = explained.verdict
     environment = Environment(autoescape=select_autoescape(default_for_string=True, default=True))
     return environment.from_string(_PAGE).render(
@@ -114,11 +114,11 @@ def explanation_page(explained: "Explanation") -> str:
 
 _LEVEL_COLOURS = {VerdictLevel.NOTICE: "yellow", VerdictLevel.CONFIRMED: "bold red", VerdictLevel.ACT: "bold red"}
 _MAX_EVIDENCE = 12
-"""Pieces of evidence that are shown."""
+"""Pieces of evidence shown."""
 
 
 def render_verdict(verdict: Verdict) -> RenderableType:
-    """What is wrong, then, each under its name, who, in what, who waits, why that is believed, and what helps."""
+    """Explanation, culprits, collective, waiting processes, evidence and fix, each under its name."""
     colour = "green" if verdict.cause == "benign" else _LEVEL_COLOURS[verdict.level]
     title = Text.assemble((str(verdict.kind), colour), f"  {verdict.level}, confidence {verdict.confidence:.2f}")
     if verdict.cause not in ("", "unknown"):

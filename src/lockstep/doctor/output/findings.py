@@ -5,20 +5,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 Severity = Literal["error", "warning", "note", "ok", "unchecked"]
-"""`error`: a run will fail or hang. `warning`: it may, or will be slow. `write_incident_findings`: good to know.
-`ok`: looked at and right. `unchecked`: could not be looked at, and why."""
+"""`error`: a run will fail or hang. `warning`: it may, or will be slow. `note`: good to know. `ok`: checked and right.
+`unchecked`: could not be checked, and why."""
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     id: str
-    """Of the kind of finding, such as `shm-size`; the same on every host and in every version."""
+    """Identifies the kind of finding, such as `shm-size`; the same on every host and in every version."""
     severity: Severity
     host: str
-    """Where; several joined by commas, empty where it is about no host in particular."""
+    """The host, or several joined by commas; empty if it is about no particular host."""
     seen: str
     """What was found, with its numbers."""
     why: str = ""
@@ -26,15 +26,15 @@ class Finding:
     fix: str = ""
     """The exact command or setting."""
     source: str = ""
-    """URL of the documentation or source that says so."""
+    """URL of documentation or source code."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckSection:
-    """What one part of a check said, and how long it took."""
+    """The findings of one part of a check, and its duration."""
 
     name: str
-    """A word, for scripts."""
+    """One word, for scripts."""
     title: str
     findings: tuple[Finding, ...] = ()
     seconds: float = 0.0
@@ -42,17 +42,17 @@ class CheckSection:
 
 @dataclass(slots=True)
 class CheckReport:
-    """All rungs, in the order in which they were climbed."""
+    """All sections, in the order in which they ran."""
 
     rungs: list[CheckSection] = field(default_factory=list)
 
     def add(self, name: str, title: str, findings: Iterable[Finding], seconds: float = 0.0) -> None:
-        """One rung more."""
+        """Adds a section."""
         self.rungs.append(CheckSection(name, title, tuple(findings), seconds))
 
     @property
     def findings(self) -> list[Finding]:
-        """Of all rungs."""
+        """Findings of all sections."""
         return [finding for rung in self.rungs for finding in rung.findings]
 
     @property
@@ -61,7 +61,7 @@ class CheckReport:
         return all(finding.severity != "error" for finding in self.findings)
 
     def counts(self) -> dict[Severity, int]:
-        """How many findings there are of each severity."""
+        """Number of findings of each severity."""
         severities = [finding.severity for finding in self.findings]
         return {severity: severities.count(severity) for severity in SEVERITIES}
 
@@ -77,7 +77,7 @@ class CheckReport:
 
 
 def guarded_findings(id: str, host: str, what: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """What `look` finds; where the system refuses, or says what is not understood, that this could not be checked."""
+    """The findings of `look`; one `unchecked` finding if the system refuses or its answer cannot be parsed."""
     try:
         return list(look())
     except (OSError, ValueError, LookupError) as error:

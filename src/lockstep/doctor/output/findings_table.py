@@ -21,18 +21,18 @@ _SEVERITY_ORDER: tuple[Severity, ...] = ("error", "warning", "note", "ok", "unch
 
 
 def render_report(report: CheckReport) -> RenderableType:
-    """Each rung with its findings, worst first, then the answer in one line."""
+    """Each section with its findings, worst first, then a one-line summary."""
     parts = [render_section(rung, covers_several_hosts(report)) for rung in report.rungs if rung.findings]
     return Group(*parts, report_summary(report))
 
 
 def covers_several_hosts(report: CheckReport) -> bool:
-    """Whether it is about more than one host, so that each finding says about which."""
+    """Whether the report covers several hosts, so that each finding names its own."""
     return len({finding.host for finding in report.findings if finding.host}) > 1
 
 
 def report_summary(report: CheckReport) -> Text:
-    """Whether anything is wrong, and what was not looked at."""
+    """Whether anything is wrong, and what was not checked."""
     counts = report.counts()
     if not report.passed:
         said = Text(_counted_noun(counts["error"], "error"), "bold red")
@@ -52,7 +52,7 @@ def _counted_noun(many: int, noun: str) -> str:
 
 
 def render_section(rung: CheckSection, several: bool) -> RenderableType:
-    """Its findings, worst first, under its title."""
+    """The title and the findings, worst first."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

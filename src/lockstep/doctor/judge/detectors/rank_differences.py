@@ -11,19 +11,20 @@ from lockstep.watch.diagnosis.verdict import Culprit, Fact
 
 _MAX_FACTS = 3
 _SIMILAR_TOTALS = 0.75
-"""Bars whose totals differ by more count different things."""
+"""Progress bars whose totals differ by more count different things."""
 _MAX_PEERS = 4096
 
 
-def candidates(history: JobHistory) -> Iterator[Candidate]:
-    """What the differences argue for."""
+def difference_candidates(history: JobHistory) -> Iterator[Candidate]:
+    """Candidates from collective fingerprints, progress totals and versions."""
     yield from _different_operations(history)
     yield from _different_totals(history)
     yield from _different_versions(history)
 
 
 def _different_operations(history: JobHistory) -> Iterator[Candidate]:
-    """The ranks called different things under one number: the same operation with other shapes is uneven data."""
+    """Ranks called different collectives under one sequence number; the same operation with other shapes is uneven
+    data."""
     said = [each for each in history.facts("mismatch") if not history.survived(each)]
     if not said:
         return
@@ -40,13 +41,13 @@ def _different_operations(history: JobHistory) -> Iterator[Candidate]:
 
 
 def minority_ranks(told: Iterable[tuple[int, int | None, Hashable]]) -> tuple[int, ...]:
-    """Who is in the minority where ranks tell of the first peer that differs from them.
+    """The minority among ranks that each report the first peer that differs from them.
 
-    A rank compares itself with all others in the order of their numbers, so that it agrees with those before the peer
-    (`ProcessGroupWrapper.cpp`). Empty where no side is the larger one.
+    A rank compares itself with all others in rank order, so it agrees with those before the reported peer
+    (`ProcessGroupWrapper.cpp`). Empty if no side is larger.
 
     Args:
-        told: Who tells, the peer that it names, and what it calls itself.
+        told: The reporting rank, the peer that it names, and the reporting rank's own fingerprint.
     """
     group: dict[int, int] = {}
     same: dict[Hashable, int] = {}
@@ -72,7 +73,7 @@ def minority_ranks(told: Iterable[tuple[int, int | None, Hashable]]) -> tuple[in
 
 
 def _different_totals(history: JobHistory) -> Iterator[Candidate]:
-    """Ranks count up to different numbers, and one that counts to the smaller one is through while others wait."""
+    """Ranks count to different totals, and one with the smaller total has finished while others wait."""
     last = last_step_by_rank(each for each in history.ticks if each.of)
     totals = Counter(tick.of for tick in last.values())
     if len(totals) < 2 or not history.traits & {"collective_timeout", "peer_lost"}:
@@ -96,17 +97,17 @@ def _different_totals(history: JobHistory) -> Iterator[Candidate]:
 
 
 def _last_tick_facts(history: JobHistory, ranks: Iterable[int]) -> Iterator[Fact]:
-    """Of each rank the last line in which it counts."""
+    """The last line of each rank with a counter."""
     for rank in ranks:
         tick = next(each for each in reversed(history.ticks) if each.origin.rank == rank and each.of)
-        for reading in history.logs:
-            said = next((each for each in reading.tail_lines.get(rank, ()) if each.line == tick.line), None)
-            if said is not None and any(each is tick for each in reading.ticks):
-                yield Fact(said.text, file=reading.name, line=said.line)
+        for log in history.logs:
+            said = next((each for each in log.tail_lines.get(rank, ()) if each.line == tick.line), None)
+            if said is not None and any(each is tick for each in log.ticks):
+                yield Fact(said.text, file=log.name, line=said.line)
 
 
 def _different_versions(history: JobHistory) -> Iterator[Candidate]:
-    """Hosts that print different versions of NCCL: the fewer ones are named, and both of a pair."""
+    """Hosts with different NCCL versions; the culprits are the minority, or both of a pair."""
     by_host: dict[str, set[str]] = defaultdict(set)
     shown: dict[str, RuleMatch] = {}
     for each in history.facts("nccl_version"):

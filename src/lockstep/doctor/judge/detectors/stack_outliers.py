@@ -18,7 +18,7 @@ _FILE_FUNCTIONS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class StackSnapshot:
-    """The main thread of a process: the collective that it is in, "" for none, and the function that called it."""
+    """The main thread of a process: its collective ("" if none), and the function that called it."""
 
     stack: LoggedStack
     operation: str
@@ -26,18 +26,18 @@ class StackSnapshot:
 
 
 def stack_snapshots(history: JobHistory) -> list[StackSnapshot]:
-    """Of all processes whose stack was taken in the last attempt."""
+    """The stacks taken in the last attempt."""
     found = []
-    for reading in history.logs:
-        for stack in reading.stacks if reading.source not in history.old_sources else ():
+    for log in history.logs:
+        for stack in log.stacks if log.source not in history.old_sources else ():
             if stack.main:
                 own = [frame.function for frame in stack.frames if "torch/" not in frame.file]
                 found.append(StackSnapshot(stack, collective_of_frames(stack.frames), own[-1] if own else ""))
     return found
 
 
-def candidates(history: JobHistory) -> Iterator[Candidate]:
-    """Nothing without stacks of several processes, of which most are in one collective."""
+def stack_candidates(history: JobHistory) -> Iterator[Candidate]:
+    """Candidates from processes outside the collective that most are in; none without several stacks."""
     found = stack_snapshots(history)
     counted = Counter(each.operation for each in found if each.operation)
     if len(found) < 2 or not counted:
@@ -58,7 +58,7 @@ def candidates(history: JobHistory) -> Iterator[Candidate]:
 def _classify_outliers(
     all_of: Sequence[StackSnapshot], stuck: Sequence[StackSnapshot], others: Sequence[StackSnapshot]
 ) -> tuple[str, float]:
-    """Those who wait in another collective took another way; of others their functions tell what keeps them."""
+    """The class of the outliers: those in another collective took another branch; otherwise their functions decide."""
     frames = " ".join(frame.function for each in others for frame in each.stack.frames)
     if stuck:
         return "storage_fault", 0.55
@@ -75,7 +75,7 @@ def _classify_outliers(
 
 
 def _in_kernel(history: JobHistory, stack: LoggedStack) -> bool:
-    """A list of processes shows it in uninterruptible sleep."""
+    """Whether a process list shows it in uninterruptible sleep."""
     pid = str(stack.pid)
     return any(each.fields.get("pid") == pid for each in history.facts("uninterruptible"))
 

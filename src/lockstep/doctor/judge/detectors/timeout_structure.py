@@ -38,23 +38,23 @@ _BEGUN_FACTS = (
     ("checkpoint", "checkpoint_timeout"), ("preparing", "slow_rank_preprocess"),
     ("generating", "slow_collective_timeout"), ("checkpoint_done", ""),
 )  # fmt: skip
-"""Facts, and the class that each argues for; none for what is over."""
+"""Facts that begin an activity, with the class that each suggests; "" for an activity that is over."""
 _PAIR = 2
 _REPORTS_PER_SILENT_RANK = 4
-"""So many ranks must tell of a time-out for each that says nothing."""
+"""Silent ranks are inferred only if this many times as many ranks report a timeout."""
 _ON_RANK = re.compile(r"\b(?:on|by|from) rank (\d+)\b")
 _RUNTIME_LINE = re.compile(r"\.cpp:\d+\]|NCCL (?:INFO|WARN)|^\s*frame #|^\s*$")
-"""Lines of threads that speak while the rank itself is stuck."""
+"""Lines of background threads, which print while the rank itself is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingRanks:
-    """The ranks and where they were at the end."""
+    """The ranks and where each waited at the end."""
 
     history: JobHistory
     waits: Mapping[int, CollectiveWait]
     absent: tuple[int, ...]
-    """Known by their own lines, and in no collective that ended."""
+    """Ranks that wrote lines and were in no ended collective."""
 
     @property
     def timed_out(self) -> list[CollectiveWait]:
@@ -62,13 +62,13 @@ class WaitingRanks:
 
 
 def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
-    """Who waits, and who is known and does not."""
+    """The waiting ranks, and the known ranks that do not wait."""
     found = waits_by_rank(history)
     heard = set()
-    for reading in history.logs:
-        if reading.source not in history.old_sources:
-            heard |= {rank for rank in reading.tail_lines if rank is not None}
-            heard |= {tick.origin.rank for tick in reading.ticks if tick.origin.rank is not None}
+    for log in history.logs:
+        if log.source not in history.old_sources:
+            heard |= {rank for rank in log.tail_lines if rank is not None}
+            heard |= {tick.origin.rank for tick in log.ticks if tick.origin.rank is not None}
     raised = {history.rank(each) for each in history.exceptions}
     named = {int(rank) for each in history.facts("absent") for rank in re.findall(r"\d+", each.fields.get("peer", ""))}
     return WaitingRanks(
@@ -77,7 +77,7 @@ def find_waiting_ranks(history: JobHistory) -> WaitingRanks:
 
 
 def _silent_ranks(history: JobHistory, told: set[int | None]) -> set[int]:
-    """Numbers that nobody has among many who tell how they ended: those ranks are there, and silent."""
+    """Missing rank numbers, if many others reported how they ended: those ranks exist and are silent."""
     numbers = {rank for rank in told if rank is not None} | history.ranks
     missing = set(range(max(numbers, default=0) + 1)) - told
     return (
@@ -87,34 +87,34 @@ def _silent_ranks(history: JobHistory, told: set[int | None]) -> set[int]:
     )
 
 
-def candidates(history: JobHistory) -> Iterator[Candidate]:
-    """What the structure of the job argues for."""
+def structure_candidates(history: JobHistory) -> Iterator[Candidate]:
+    """Candidates from where the ranks waited."""
     yield from _first_exception(history)
-    seen = find_waiting_ranks(history)
-    if not seen.timed_out:
-        yield from _left_early(seen)
+    waiting = find_waiting_ranks(history)
+    if not waiting.timed_out:
+        yield from _left_early(waiting)
         return
-    behind = _ranks_behind(seen)
-    groups = _waits_by_place(seen)
+    behind = _ranks_behind(waiting)
+    groups = _waits_by_place(waiting)
     if behind:
-        yield from _never_entered(seen, behind)
+        yield from _never_entered(waiting, behind)
     elif len(groups) > 1:
-        yield from _different_places(seen, groups)
-    elif seen.absent:
-        yield from _absent_ranks(seen)
-    elif len(seen.waits) > 1:
-        yield from _all_in_one_place(seen)
-    yield from _last_begun(seen)
+        yield from _different_places(waiting, groups)
+    elif waiting.absent:
+        yield from _absent_ranks(waiting)
+    elif len(waiting.waits) > 1:
+        yield from _all_in_one_place(waiting)
+    yield from _last_begun(waiting)
 
 
 def _first_exception(history: JobHistory) -> Iterator[Candidate]:
-    """The first exception that is neither a wait that ended nor a wrapper of another one."""
-    found = [(when if when is not None else float("inf"), reading.source, traceback.number, origin, traceback, reading)
-             for origin, when, traceback, reading in history.tracebacks if is_primary(traceback)]  # fmt: skip
+    """The first exception that neither ended a wait nor wraps another exception."""
+    found = [(when if when is not None else float("inf"), log.source, traceback.number, origin, traceback, log)
+             for origin, when, traceback, log in history.tracebacks if is_primary(traceback)]  # fmt: skip
     if not found:
         return
-    _, _, _, said, traceback, reading = min(found, key=lambda each: each[:3])
-    fact = Fact(traceback.text, file=reading.name, line=traceback.number)
+    _, _, _, said, traceback, log = min(found, key=lambda each: each[:3])
+    fact = Fact(traceback.text, file=log.name, line=traceback.number)
     text = f"{f'Rank {said.rank}' if said.rank is not None else 'A process'} raised {traceback.type}"
     text += f" in {traceback.where}." if traceback.where else "."
     culprits = None if said.rank is None else (said.rank,)
@@ -125,43 +125,49 @@ def _first_exception(history: JobHistory) -> Iterator[Candidate]:
     yield Candidate("rank_exception_masked", 0.6 if victims else 0.45, [], culprits, "", text, [fact])
 
 
-def _left_early(seen: WaitingRanks) -> Iterator[Candidate]:
-    """Nobody timed out, some lost a peer: who is known and says nothing has left."""
-    lost = [each for each in seen.waits.values() if each.lost]
-    if not lost or any(is_primary(traceback) for _, _, traceback, _ in seen.history.tracebacks):
+def _left_early(waiting: WaitingRanks) -> Iterator[Candidate]:
+    """No rank timed out and some lost a peer: a known rank without any report has left."""
+    lost = [each for each in waiting.waits.values() if each.lost]
+    if not lost or any(is_primary(traceback) for _, _, traceback, _ in waiting.history.tracebacks):
         return
-    gone = [each for each in first_failed(seen.history) if each.rank is not None and each.rank not in seen.waits]
+    gone = [each for each in first_failed(waiting.history) if each.rank is not None and each.rank not in waiting.waits]
     ranks = tuple(each.rank for each in gone if each.rank is not None)
-    if ranks and not ended_by_signal(seen.history):
+    if ranks and not ended_by_signal(waiting.history):
         text = f"{_rank_list(ranks)} ended first, without a word; the others lost the connection to it."
-        yield Candidate("rank_exception_masked", 0.5, [], tuple(gone), lost[0].operation, text, _wait_facts(seen, ()))
-    elif not ranks and seen.absent and len(seen.absent) <= len(lost):
-        facts = [_last_line_fact(seen, rank) for rank in seen.absent[:3] if _last_lines(seen.history, rank)]
-        text = f"{_rank_list(seen.absent)} left while the others were still in {lost[0].operation or 'a collective'}."
-        yield Candidate("uneven_data", 0.45, [], seen.absent, lost[0].operation, text, facts + _wait_facts(seen, ()))
+        yield Candidate(
+            "rank_exception_masked", 0.5, [], tuple(gone), lost[0].operation, text, _wait_facts(waiting, ())
+        )
+    elif not ranks and waiting.absent and len(waiting.absent) <= len(lost):
+        facts = [_last_line_fact(waiting, rank) for rank in waiting.absent[:3] if _last_lines(waiting.history, rank)]
+        text = (
+            f"{_rank_list(waiting.absent)} left while the others were still in {lost[0].operation or 'a collective'}."
+        )
+        yield Candidate(
+            "uneven_data", 0.45, [], waiting.absent, lost[0].operation, text, facts + _wait_facts(waiting, ())
+        )
 
 
-def _ranks_behind(seen: WaitingRanks) -> tuple[int, ...]:
-    """Ranks whose last enqueued work is before the one that others timed out in, of the same group."""
-    wanted = max((each.seq for each in seen.timed_out if each.seq is not None), default=None)
+def _ranks_behind(waiting: WaitingRanks) -> tuple[int, ...]:
+    """Ranks whose last enqueued work precedes the timed-out collective, in the same group."""
+    wanted = max((each.seq for each in waiting.timed_out if each.seq is not None), default=None)
     if wanted is None:
         return ()
     last: dict[int, int] = {}
-    states = seen.history.facts("work_state")
+    states = waiting.history.facts("work_state")
     groups = {each.fields.get("pg") for each in states if each.fields.get("seq")}
     for each in states:
-        rank = seen.history.reporting_rank(each)
+        rank = waiting.history.reporting_rank(each)
         if rank is not None and (not groups or each.fields.get("pg") in groups):
             last[rank] = max(last.get(rank, -1), int(each.fields["enqueued"]))
     late = tuple(sorted(rank for rank, number in last.items() if 0 <= number < wanted))
     return late if len(late) < len(last) else ()
 
 
-def _never_entered(seen: WaitingRanks, behind: Sequence[int]) -> Iterator[Candidate]:
-    first = seen.timed_out[0]
-    facts = _wait_facts(seen, behind)
+def _never_entered(waiting: WaitingRanks, behind: Sequence[int]) -> Iterator[Candidate]:
+    first = waiting.timed_out[0]
+    facts = _wait_facts(waiting, behind)
     text = f"{_rank_list(behind)} never entered the {first.operation} in which the others timed out."
-    does = _activity_of_absent(seen, behind)
+    does = _activity_of_absent(waiting, behind)
     if does is not None:
         yield _wait_candidate(does[0], does[1], behind, first, text, facts)
     yield _wait_candidate("rank_divergent_branch", 0.5 if does else 0.6, behind, first, text, facts)
@@ -173,11 +179,11 @@ def _wait_candidate(
     return Candidate(cls, weight, [], tuple(ranks), wait.operation, text, facts)
 
 
-def _waits_by_place(seen: WaitingRanks) -> list[list[CollectiveWait]]:
-    """The waits by place, the fullest first."""
+def _waits_by_place(waiting: WaitingRanks) -> list[list[CollectiveWait]]:
+    """The waits by place, the largest group first."""
     groups: dict[object, list[CollectiveWait]] = defaultdict(list)
-    framed = any(each.path for each in seen.waits.values())
-    for each in seen.waits.values():
+    framed = any(each.path for each in waiting.waits.values())
+    for each in waiting.waits.values():
         if framed:
             if each.path:
                 groups[each.operation, each.place].append(each)
@@ -186,26 +192,26 @@ def _waits_by_place(seen: WaitingRanks) -> list[list[CollectiveWait]]:
     return sorted(groups.values(), key=len, reverse=True)
 
 
-def _different_places(seen: WaitingRanks, groups: Sequence[Sequence[CollectiveWait]]) -> Iterator[Candidate]:
-    """Not all in one place: those who are fewer, or further, are the ones to look at."""
+def _different_places(waiting: WaitingRanks, groups: Sequence[Sequence[CollectiveWait]]) -> Iterator[Candidate]:
+    """Ranks at different places: the smaller group, or the one that is further, is suspect."""
     most, others = groups[0], [each for group in groups[1:] for each in group]
     ahead = [each for each in others if _is_further(each, most[0])]
     fewer = sorted(each.rank for each in (ahead or others) if each.rank is not None)
     if len(most) == len(others) and not ahead:
         fewer = sorted(each.rank for each in [*most, *others] if each.rank is not None) if len(others) > 1 else fewer
-    steps = last_step_by_rank(seen.history.ticks)
-    counts = {rank: (tick.epoch, tick.step) for rank, tick in steps.items() if rank in seen.waits}
+    steps = last_step_by_rank(waiting.history.ticks)
+    counts = {rank: (tick.epoch, tick.step) for rank, tick in steps.items() if rank in waiting.waits}
     later = any(_FINAL_PHASE.search(each.where) for each in others)
     left = any(len(each.path) < len(most[0].path) for each in ahead)
     uneven = _at_another_step(counts, fewer) or bool(ahead and (left or later)) or (later and not others[0].path)
-    facts = _wait_facts(seen, [*fewer[:2], *(each.rank for each in most[:2] if each.rank is not None)])
+    facts = _wait_facts(waiting, [*fewer[:2], *(each.rank for each in most[:2] if each.rank is not None)])
     where = others[0].where or f"{others[0].operation} of {others[0].numel} elements"
     text = (
         f"{_rank_list(fewer)} waited in {others[0].operation or 'a collective'} ({where}), "
         f"the others in {most[0].operation or 'a collective'} ({most[0].where or f'{most[0].numel} elements'})."
     )
     operation = most[0].operation
-    if _is_sharded_generation(seen):
+    if _is_sharded_generation(waiting):
         yield Candidate("zero3_generate_desync", 0.7, culprits=(), collective=operation, explanation=text, facts=facts)
         return
     cls, other = ("uneven_data", "rank_divergent_branch") if uneven else ("rank_divergent_branch", "uneven_data")
@@ -214,7 +220,7 @@ def _different_places(seen: WaitingRanks, groups: Sequence[Sequence[CollectiveWa
 
 
 def _is_further(one: CollectiveWait, other: CollectiveWait) -> bool:
-    """It is on a later line of the last function that both are in."""
+    """Whether a wait is on a later line of the last function that both have in common."""
     for mine, its in zip(one.path, other.path, strict=False):
         if mine.file != its.file or mine.function != its.function:
             return False
@@ -229,97 +235,99 @@ def _at_another_step(counts: Mapping[int, tuple[int, int]], ranks: Sequence[int]
     return bool(mine and rest) and not mine & rest
 
 
-def _is_sharded_generation(seen: WaitingRanks) -> bool:
-    stacks = [" ".join(map(str, each.path)) for each in seen.waits.values()]
+def _is_sharded_generation(waiting: WaitingRanks) -> bool:
+    stacks = [" ".join(map(str, each.path)) for each in waiting.waits.values()]
     generates = any(GENERATION.search(each) for each in stacks)
-    sharded = any(SHARDED_WEIGHTS.search(each.text) for each in seen.history.matches) or any(
+    sharded = any(SHARDED_WEIGHTS.search(each.text) for each in waiting.history.matches) or any(
         SHARDED_WEIGHTS.search(frame.file + frame.function)
-        for reading in seen.history.logs for _, _, traceback in reading.tracebacks for frame in traceback.frames
+        for log in waiting.history.logs for _, _, traceback in log.tracebacks for frame in traceback.frames
     )  # fmt: skip
     return generates and sharded
 
 
-def _absent_ranks(seen: WaitingRanks) -> Iterator[Candidate]:
-    """Some ranks are known and reported nothing: what they did meanwhile tells what kept them."""
-    absent = seen.absent
-    first = seen.timed_out[0]
+def _absent_ranks(waiting: WaitingRanks) -> Iterator[Candidate]:
+    """Known ranks that reported nothing: their activity in the meantime explains the delay."""
+    absent = waiting.absent
+    first = waiting.timed_out[0]
     text = f"{_rank_list(absent)} did not come to the {first.operation or 'collective'} in which the others timed out."
-    facts = _wait_facts(seen, absent) + [
-        _last_line_fact(seen, rank) for rank in absent[:3] if _last_lines(seen.history, rank)
+    facts = _wait_facts(waiting, absent) + [
+        _last_line_fact(waiting, rank) for rank in absent[:3] if _last_lines(waiting.history, rank)
     ]
-    waiting = " ".join(f"{frame.function} {frame.source}" for each in seen.timed_out for frame in each.path)
-    does = _activity_of_absent(seen, absent)
-    cls, weight = does if does is not None else (class_of_activity(waiting) or "unknown", 0.45)
-    if len(absent) > max(1, len(seen.waits)):
+    stack_text = " ".join(f"{frame.function} {frame.source}" for each in waiting.timed_out for frame in each.path)
+    does = _activity_of_absent(waiting, absent)
+    cls, weight = does if does is not None else (class_of_activity(stack_text) or "unknown", 0.45)
+    if len(absent) > max(1, len(waiting.waits)):
         weight = min(weight, 0.45)
     yield _wait_candidate(cls, weight, absent, first, text, facts)
 
 
-def _activity_of_absent(seen: WaitingRanks, ranks: Sequence[int]) -> tuple[str, float] | None:
-    """What ranks did while the others waited for them, and how sure that is: by their stack, what they said while the
-    others waited, or, less sure, what they said last."""
-    stacks = main_stack_by_rank(seen.history)
+def _activity_of_absent(waiting: WaitingRanks, ranks: Sequence[int]) -> tuple[str, float] | None:
+    """What absent ranks did while the others waited, and how certain that is.
+
+    Judged by their stack, by what they logged while the others waited, or, less certain, by what they logged last.
+    """
+    stacks = main_stack_by_rank(waiting.history)
     for rank in ranks:
-        if rank in stacks and _in_another_call(seen, collective_of_frames(stacks[rank].frames)):
+        if rank in stacks and _in_another_call(waiting, collective_of_frames(stacks[rank].frames)):
             return (
                 "zero3_generate_desync" if any_sharded_generation(stacks.values()) else "rank_divergent_branch"
             ), 0.7
         cls = class_of_activity(" ".join(frame.function for frame in stacks[rank].frames)) if rank in stacks else None
         if cls is not None:
             return cls, 0.75
-    began = min((each.started for each in seen.timed_out if each.started is not None), default=None)
+    began = min((each.started for each in waiting.timed_out if each.started is not None), default=None)
     moved = False
     for rank in ranks:
-        for each in reversed(_last_lines(seen.history, rank)):
+        for each in reversed(_last_lines(waiting.history, rank)):
             if _RUNTIME_LINE.search(each.text):
                 continue
             during = began is not None and each.when is not None and each.when > began + 1.0
             moved = moved or during
             cls = class_of_activity(each.text)
-            if cls == "uneven_data" and _all_out_of_data(seen):
+            if cls == "uneven_data" and _all_out_of_data(waiting):
                 continue
             if cls is not None:
                 return cls, 0.7 if during else 0.55
     return ("slow_collective_timeout", 0.5) if moved else None
 
 
-def _in_another_call(seen: WaitingRanks, call: str) -> bool:
-    """A collective that is not the one in which others timed out: who waits there is not slow."""
-    return bool(call) and call not in {each.operation for each in seen.timed_out}
+def _in_another_call(waiting: WaitingRanks, call: str) -> bool:
+    """Whether it is a collective other than the timed-out ones: a rank that waits there is not slow."""
+    return bool(call) and call not in {each.operation for each in waiting.timed_out}
 
 
-def _all_out_of_data(seen: WaitingRanks) -> bool:
-    """Those who wait say as well that they have no data left."""
-    said = (each.text for rank in seen.waits for each in _last_lines(seen.history, rank))
+def _all_out_of_data(waiting: WaitingRanks) -> bool:
+    """Whether the waiting ranks report that they have no data left either."""
+    said = (each.text for rank in waiting.waits for each in _last_lines(waiting.history, rank))
     return any(class_of_activity(text) == "uneven_data" for text in said)
 
 
-def _all_in_one_place(seen: WaitingRanks) -> Iterator[Candidate]:
-    """Everybody came, and nothing went through: the path between them, or all wait for each other's message."""
-    first = seen.timed_out[0]
-    facts = _wait_facts(seen, [each.rank for each in seen.timed_out[:3] if each.rank is not None])
-    traits = seen.history.traits
+def _all_in_one_place(waiting: WaitingRanks) -> Iterator[Candidate]:
+    """All ranks arrived and nothing went through: the transport failed, or all wait for each other's message."""
+    first = waiting.timed_out[0]
+    facts = _wait_facts(waiting, [each.rank for each in waiting.timed_out[:3] if each.rank is not None])
+    traits = waiting.history.traits
     where = f" ({first.where})" if first.where else ""
     text = f"All ranks waited in the same {first.operation or 'collective'}{where}, and none got through."
     if first.operation in ("recv", "send"):
         text = f"All ranks waited in {first.operation} for each other{where}."
         yield _wait_candidate("rank_divergent_branch", 0.6, (), first, text, facts)
-    elif len(seen.waits) >= len(seen.history.ranks):
+    elif len(waiting.waits) >= len(waiting.history.ranks):
         if "first_collective" in traits and "many_hosts" not in traits:
             yield _wait_candidate("p2p_path_broken", 0.6, (), first, text, facts)
         elif "many_hosts" in traits:
-            hosts = sorted(set(seen.history.hosts.values()))
+            hosts = sorted(set(waiting.history.hosts.values()))
             yield Candidate("network_blocked", 0.5, [], tuple(hosts) if len(hosts) == _PAIR else (), first.operation,
                             text, facts)  # fmt: skip
 
 
-def _last_begun(seen: WaitingRanks) -> Iterator[Candidate]:
-    """What was begun before the time-out and after the last step that was made: it may be what took so long."""
+def _last_begun(waiting: WaitingRanks) -> Iterator[Candidate]:
+    """The last activity begun before the timeout and after the last step may be what took so long."""
     history, first = (
-        seen.history,
-        min((each for each in seen.timed_out), key=lambda each: (each.ended or 0.0, each.line)),
+        waiting.history,
+        min((each for each in waiting.timed_out), key=lambda each: (each.ended or 0.0, each.line)),
     )
-    source = next((reading.source for reading in history.logs if reading.name == first.file), -1)
+    source = next((log.source for log in history.logs if log.name == first.file), -1)
     ticks = [tick.line for tick in history.ticks_of(source) if tick.line < first.line]
     last = max(ticks, default=0)
     found = [
@@ -332,14 +340,14 @@ def _last_begun(seen: WaitingRanks) -> Iterator[Candidate]:
     _, cls, each = max(found, key=lambda one: one[0])
     text = "The last thing that was begun before the time-out: " + each.text[:120]
     if cls:
-        alone = _sole_actor(seen, [one.text for _, of, one in found if of == cls])
+        alone = _sole_actor(waiting, [one.text for _, of, one in found if of == cls])
         yield _wait_candidate(cls, 0.4, alone, first, text, [Fact(each.text, file=each.file, line=each.line)])
 
 
-def _sole_actor(seen: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
-    """Who did what was begun and was not where most waited: by its lines, else the one rank that waited elsewhere."""
-    groups = _waits_by_place(seen)
-    most = {each.rank for each in groups[0]} if groups and len(groups[0]) > 1 else set(seen.waits)
+def _sole_actor(waiting: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
+    """The rank that began the activity and was not with the majority: named in its lines, or the only one elsewhere."""
+    groups = _waits_by_place(waiting)
+    most = {each.rank for each in groups[0]} if groups and len(groups[0]) > 1 else set(waiting.waits)
     named = {int(rank) for text in begun for rank in _ON_RANK.findall(text)} - most
     if named:
         return tuple(sorted(named))
@@ -348,22 +356,22 @@ def _sole_actor(seen: WaitingRanks, begun: Sequence[str]) -> tuple[int, ...]:
 
 
 def _last_lines(history: JobHistory, rank: int) -> list[TailLine]:
-    """What a rank said last, in the file where it spoke last."""
-    found = [list(reading.tail_lines[rank]) for reading in history.logs
-             if rank in reading.tail_lines and reading.source not in history.old_sources]  # fmt: skip
+    """A rank's last lines, in the file where it wrote last."""
+    found = [list(log.tail_lines[rank]) for log in history.logs
+             if rank in log.tail_lines and log.source not in history.old_sources]  # fmt: skip
     return max(found, key=lambda each: each[-1].when or 0.0, default=[])
 
 
-def _last_line_fact(seen: WaitingRanks, rank: int) -> Fact:
-    last = _last_lines(seen.history, rank)[-1]
-    file = next(reading.name for reading in seen.history.logs
-                if rank in reading.tail_lines and reading.tail_lines[rank][-1] == last)  # fmt: skip
+def _last_line_fact(waiting: WaitingRanks, rank: int) -> Fact:
+    last = _last_lines(waiting.history, rank)[-1]
+    file = next(log.name for log in waiting.history.logs
+                if rank in log.tail_lines and log.tail_lines[rank][-1] == last)  # fmt: skip
     return Fact(last.text, file=file, line=last.line)
 
 
-def _wait_facts(seen: WaitingRanks, ranks: Sequence[int]) -> list[Fact]:
-    shown = [seen.waits[rank] for rank in ranks if rank in seen.waits] or seen.timed_out[:2]
-    shown = shown or list(seen.waits.values())[:2]
+def _wait_facts(waiting: WaitingRanks, ranks: Sequence[int]) -> list[Fact]:
+    shown = [waiting.waits[rank] for rank in ranks if rank in waiting.waits] or waiting.timed_out[:2]
+    shown = shown or list(waiting.waits.values())[:2]
     return [Fact(each.text, file=each.file, line=each.line) for each in shown[:4]]
 
 

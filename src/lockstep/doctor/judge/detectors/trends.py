@@ -1,9 +1,6 @@
-"""Candidates from how durations develop.
+"""Candidates from values over time: stage durations, collective durations, and a loss that stays NaN."""
 
-A stage that finished after the others had timed out was slow; a collective that takes longer and longer times out
-at last.
-"""
-
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -15,20 +12,23 @@ from lockstep.doctor.logs.parsed_log import RuleMatch
 from lockstep.watch.diagnosis.verdict import Fact
 
 _MIN_TIMEOUTS, _MAX_TIMEOUTS = 0.8, 2.0
-"""How long the late rank's stage was, in time-outs."""
+"""Duration of the late rank's stage, in timeouts."""
 _NEAR_TIMEOUT = 0.9
-"""How near to the time-out, as a part of it, the last collective before it came."""
+"""How close to the timeout the previous collective must come, as a fraction."""
 _MIN_COLLECTIVES = 3
+_MIN_ROWS = 4
+"""This many rows without a number are needed: trainers skip one or two of them."""
 _STAGE_CLASSES = ("checkpoint_timeout", "slow_rank_preprocess")
 
 
-def candidates(history: JobHistory) -> Iterator[Candidate]:
-    """Nothing without a time-out whose length is known."""
-    said = [each for each in history.timeouts if each.timeout_ms]
-    if not said:
+def trend_candidates(history: JobHistory) -> Iterator[Candidate]:
+    """Candidates from durations; none without a timeout of known length."""
+    yield from _persistent_nan(history)
+    timeouts = [each for each in history.timeouts if each.timeout_ms]
+    if not timeouts:
         return
-    first = min((each.match for each in said), key=match_order)
-    limit = min(each.timeout_ms for each in said if each.timeout_ms) / 1000
+    first = min((each.match for each in timeouts), key=match_order)
+    limit = min(each.timeout_ms for each in timeouts if each.timeout_ms) / 1000
     lengths = [each for each in history.facts("length") if each.fields.get("seconds")]
     yield from _late_stage(history, lengths, first, limit)
     yield from _climbing_collective(history, lengths, first, limit)
@@ -37,23 +37,35 @@ def candidates(history: JobHistory) -> Iterator[Candidate]:
 def _late_stage(
     history: JobHistory, lengths: Sequence[RuleMatch], first: RuleMatch, limit: float
 ) -> Iterator[Candidate]:
-    """One who is not among those that timed out came to the end of a long stage after they had given up."""
+    """A rank that did not time out finished a long stage after the others had given up."""
     waited = {each.origin.rank for each in history.timeouts}
-    after = [each for each in lengths if match_order(each) > match_order(first) and history.rank(each) not in {*waited, None}
-             and _MIN_TIMEOUTS * limit <= _seconds(each) <= _MAX_TIMEOUTS * limit]  # fmt: skip
+    after = [
+        each
+        for each in lengths
+        if match_order(each) > match_order(first)
+        and history.rank(each) not in {*waited, None}
+        and _MIN_TIMEOUTS * limit <= _seconds(each) <= _MAX_TIMEOUTS * limit
+    ]
     if not after:
         return
     cls = class_of_activity(after[0].text)
     ranks = tuple(sorted({rank for each in after if (rank := history.rank(each)) is not None}))
     text = f"Rank {ranks[0]} was done after {_seconds(after[0]):.0f} s, the others had given up after {limit:.0f} s."
-    yield Candidate(cls if cls in _STAGE_CLASSES else "slow_collective_timeout", 0.65, [], ranks, history.timeouts[0].operation,
-                    text, [_match_fact(each) for each in (after[0], first)])  # fmt: skip
+    yield Candidate(
+        cls if cls in _STAGE_CLASSES else "slow_collective_timeout",
+        0.65,
+        [],
+        ranks,
+        history.timeouts[0].operation,
+        text,
+        [_match_fact(each) for each in (after[0], first)],
+    )
 
 
 def _climbing_collective(
     history: JobHistory, lengths: Sequence[RuleMatch], first: RuleMatch, limit: float
 ) -> Iterator[Candidate]:
-    """All ranks are in the collective which took nearly as long as its time-out before, and longer each time."""
+    """All ranks are in a collective that nearly took its timeout before, and longer each time."""
     seen = find_waiting_ranks(history)
     waits: list[CollectiveWait] = seen.timed_out
     if seen.absent or len(waits) < len(history.ranks) or len({(each.operation, each.seq) for each in waits}) > 1:
@@ -74,9 +86,21 @@ def _climbing_collective(
                     [_match_fact(each) for each in (same[0], same[-1], first)])  # fmt: skip
 
 
-def _seconds(seen: RuleMatch) -> float:
-    return float(seen.fields["seconds"])
+def _seconds(match: RuleMatch) -> float:
+    return float(match.fields["seconds"])
 
 
-def _match_fact(seen: RuleMatch) -> Fact:
-    return Fact(seen.text, file=seen.file, line=seen.line)
+def _match_fact(match: RuleMatch) -> Fact:
+    return Fact(match.text, file=match.file, line=match.line)
+
+
+def _persistent_nan(history: JobHistory) -> Iterator[Candidate]:
+    """A loss that is NaN in the last rows."""
+    rows: dict[tuple[int, int | None], list[RuleMatch]] = defaultdict(list)
+    for each in history.facts("no_number"):
+        rows[each.source, each.origin.rank].append(each)
+    lasting = [each for each in rows.values() if len(each) >= _MIN_ROWS and not history.survived(each[-1])]
+    if lasting:
+        first = min(lasting, key=lambda each: each[0].line)
+        text = "The loss or the norm of the gradients became NaN and stayed so until the last row."
+        yield Candidate("nan_or_inf", 0.5, [first[0], first[-1]], (), "", text, persists=True)
