@@ -48,7 +48,7 @@ def test_who_is_awaited_and_what_they_wait_for(cluster: LocalCluster) -> None:
     assert any(text.startswith("w-0, w-1 (load) for") for text in told), told
     assert alone.is_set(), f"w-0 had come: {told}"
     assert told[-1] == "", "nobody is awaited any more"
-    assert cluster.doing("w-9") == ""
+    assert cluster.describe_worker("w-9") == ""
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.config.algorithm import PolicyLoss
 from lockstep.config.recipes import GRPOConfig, RecipeConfig, SFTConfig
-from lockstep.data.forest_builder import forest_from_rollouts, trees_from_documents
+from lockstep.data.forest_builder import forest_from_rollouts, forest_from_documents
 from lockstep.data.micro_batch import MiniBatch
 from lockstep.data.packing import TrainingBatch, pack
 from lockstep.data.packing_plan import PackingMode
@@ -109,7 +109,7 @@ def rollouts() -> tuple[Rollouts, np.ndarray]:
 
 def batch_of(cfg: RecipeConfig, ranks: int, budget: int = 400, mode: PackingMode = "forest") -> TrainingBatch:
     if isinstance(cfg, SFTConfig):
-        return pack(trees_from_documents(documents()), ranks, budget, mode)
+        return pack(forest_from_documents(documents()), ranks, budget, mode)
     return pack(forest_from_rollouts(*rollouts()), ranks, budget, mode)
 
 
@@ -117,14 +117,14 @@ def minibatch_of(trainer: FSDP2Trainer, batch: TrainingBatch) -> MiniBatch:
     """The batch as one optimizer step, with what the loss needs from the trainer (each rank sets its own part)."""
     if isinstance(trainer.config.loss, PolicyLoss):
         everything = batch.everything()
-        mine = trainer.evaluate(everything.ranks[trainer.ranks.rank], ["logprobs", "reference_logprobs"])
+        mine = trainer.evaluate(everything.by_rank[trainer.ranks.rank], ["logprobs", "reference_logprobs"])
         for name, field_ in (("logprobs", "old_logprob"), ("reference_logprobs", "reference_logprob")):
-            values = [[np.zeros(row.index.size, np.float32) for row in rank] for rank in everything.ranks]
+            values = [[np.zeros(row.index.size, np.float32) for row in rank] for rank in everything.by_rank]
             # ratios other than one, without asking the peers: a fixed shift per target
             shift = 0.05 if name == "logprobs" else 0.0
             values[trainer.ranks.rank] = [
                 row[name] + np.float32(shift) * np.cos(packed.index).astype(np.float32)
-                for row, packed in zip(mine, everything.ranks[trainer.ranks.rank], strict=True)
+                for row, packed in zip(mine, everything.by_rank[trainer.ranks.rank], strict=True)
             ]
             batch.set_field(field_, everything, values)
     return next(iter(batch.minibatches(1, None, trainer.config.loss)))
@@ -154,7 +154,7 @@ def train(trainer: FSDP2Trainer, batch: TrainingBatch, steps: int = 3) -> Result
     result = Result(trainer.ranks.rank)
     minibatch = minibatch_of(trainer, batch)
     for step in range(steps):
-        stats = trainer.step(minibatch.ranks[trainer.ranks.rank], trainer.config.loss)
+        stats = trainer.step(minibatch.by_rank[trainer.ranks.rank], trainer.config.loss)
         result.metrics.append(stats.values)
         if step == 0:
             beta = trainer.config.trainer.optimizer.betas[0]
@@ -344,9 +344,9 @@ def export(folder: Path, ranks: ParallelContext, port: int) -> Result:
     trainer = FSDP2Trainer(cfg, ranks)
     result = train(trainer, batch_of(cfg, ranks.world))
     trainer.export(folder / "exported")
-    weights = trainer.outgoing.merged()
+    weights = trainer.merged_weights.merged()
     small = folder / "exported-small"
-    export_model(small, trainer.policy, weights, cfg.model, trainer.compute, ranks, file_bytes=20_000)
+    export_model(small, trainer.policy, weights, cfg.model, trainer.compute_dtype, ranks, file_bytes=20_000)
     return result
 
 
@@ -354,12 +354,12 @@ def empty(folder: Path, ranks: ParallelContext, port: int) -> Result:
     """One document for two ranks: the other gets an empty micro-batch."""
     cfg = config(folder, "qwen2", "sft")
     trainer = FSDP2Trainer(cfg, ranks)
-    batch = pack(trees_from_documents(documents()[:1]), ranks.world, 400, "forest")
+    batch = pack(forest_from_documents(documents()[:1]), ranks.world, 400, "forest")
     minibatch = next(iter(batch.minibatches(1, None, cfg.loss)))
     result = Result(ranks.rank)
-    result.metrics = [trainer.step(minibatch.ranks[ranks.rank], cfg.loss).values]
+    result.metrics = [trainer.step(minibatch.by_rank[ranks.rank], cfg.loss).values]
     result.weights = rows_of_all(trainer)
-    result.extra["empty"] = bool((minibatch.ranks[ranks.rank][0].index < 0).all())
+    result.extra["empty"] = bool((minibatch.by_rank[ranks.rank][0].index < 0).all())
     return result
 
 
@@ -368,7 +368,7 @@ def non_finite(folder: Path, ranks: ParallelContext, port: int) -> Result:
     cfg = config(folder, "qwen2", "grpo")
     trainer = FSDP2Trainer(cfg, ranks)
     minibatch = minibatch_of(trainer, batch_of(cfg, ranks.world, budget=60))
-    mine = minibatch.ranks[ranks.rank]
+    mine = minibatch.by_rank[ranks.rank]
     before = rows_of_all(trainer)
     good = mine[1].fields["advantage"].copy()
     if ranks.rank == ranks.world - 1:

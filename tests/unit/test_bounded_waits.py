@@ -1,4 +1,4 @@
-"""Outside `watch/` nothing blocks without a bound: every blocking call goes through `lockstep.base.waits`.
+"""Outside `watch/` and `base/` nothing blocks without a bound: every blocking call goes through `lockstep.base.waits`.
 
 The checker reads the syntax tree. It resolves imported names, and follows what a name was assigned from or annotated
 with in the same file, so that `dict.get`, `str.join` and `os.path.join` pass while `queue.get`, `thread.join` do not.
@@ -23,7 +23,7 @@ FUNCTIONS = {
     "os.popen": "waits.run",
     **dict.fromkeys([f"os.{n}" for n in ("wait", "waitpid", "waitid", "wait3", "wait4")], "waits.process"),
     **dict.fromkeys(["select.select", "select.poll", "select.epoll"], "waits.readable"),
-    "socket.create_connection": "watch.wire",
+    "socket.create_connection": "base.transport",
     "ray.get": "waits.poll",
     "ray.wait": "waits.poll",
     "concurrent.futures.wait": "waits.future",
@@ -61,7 +61,7 @@ LOOKS = {
 
 
 def bare_waits(source: str) -> list[tuple[int, str]]:
-    """Line and complaint of every blocking call that does not go through `waits_by_rank`."""
+    """Line and complaint of every blocking call that does not go through `waits`."""
     tree = ast.parse(source)
     names = _Names(tree)
     found = [(call.lineno, complaint) for call in _calls(tree) if (complaint := _complaint(call, names))]
@@ -72,12 +72,12 @@ def bare_waits(source: str) -> list[tuple[int, str]]:
                     found.append((node.lineno, "`with` an executor joins its threads without a bound"))
     for call in _calls(tree):
         if names.dotted(call.func) == "asyncio.run" and call not in _published(tree, names):
-            found.append((call.lineno, "asyncio.run: publish it with waits.waiting, and bound it from outside"))
+            found.append((call.lineno, "asyncio.run: publish it with track_wait, and bound it from outside"))
     return sorted(found)
 
 
 def _published(tree: ast.AST, names: "_Names") -> list[ast.Call]:
-    """The calls inside `with waits.waiting(...)`."""
+    """The calls inside `with track_wait(...)`."""
     blocks = [
         node
         for node in ast.walk(tree)
@@ -211,7 +211,7 @@ def _calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 def _complaint(call: ast.Call, names: _Names) -> str | None:
     dotted = names.dotted(call.func)
-    if dotted.startswith("lockstep.watch."):
+    if dotted.startswith(("lockstep.watch.", "lockstep.base.")):
         return None
     if dotted in FUNCTIONS:
         return f"{dotted}: use {FUNCTIONS[dotted]}"
@@ -293,12 +293,12 @@ def _receive(call: ast.Call, owner: ast.expr, names: _Names) -> str | None:
     first = call.args[0] if call.args else None
     seconds = isinstance(first, ast.Constant) and (first.value == 0 or isinstance(first.value, float))
     seconds = seconds or (first is not None and bool(LOOKS["bound"].search(last(first))))
-    return None if seconds else "recv/accept: use watch.wire, or waits.readable first"
+    return None if seconds else "recv/accept: use base.transport, or waits.readable first"
 
 
 def _connect(call: ast.Call, owner: ast.expr, names: _Names) -> str | None:
     address = bool(call.args) and isinstance(call.args[0], ast.Tuple)
-    return "connect: use watch.wire" if address or names.of_kind(owner, SOCKET, "socket") else None
+    return "connect: use base.transport" if address or names.of_kind(owner, SOCKET, "socket") else None
 
 
 def _acquire(call: ast.Call, owner: ast.expr, names: _Names) -> str | None:
@@ -320,7 +320,7 @@ def _shutdown(call: ast.Call, owner: ast.expr, names: _Names) -> str | None:
 _METHODS = {
     "get": _get, "put": _put, "join": _join, "result": _result, "wait": _wait, "wait_for": _wait,
     "recv": _receive, "recv_into": _receive, "recvfrom": _receive, "recv_bytes": _receive, "accept": _receive,
-    "connect": _connect, "sendall": lambda *_: "sendall: use watch.wire",
+    "connect": _connect, "sendall": lambda *_: "sendall: use base.transport",
     "communicate": lambda *_: "communicate: use waits.run", "acquire": _acquire, "shutdown": _shutdown,
     "select": _select, "run_until_complete": lambda *_: "use asyncio.run inside waits.waiting",
     "run_forever": lambda *_: "use asyncio.run inside waits.waiting",
@@ -338,7 +338,7 @@ def _is(call: ast.Call, position: int, keyword: str, value: object) -> bool:
 
 
 def _files() -> list[Path]:
-    return [path for path in sorted(SOURCE.rglob("*.py")) if path.relative_to(SOURCE).parts[0] != "watch"]
+    return [path for path in sorted(SOURCE.rglob("*.py")) if path.relative_to(SOURCE).parts[0] not in ("watch", "base")]
 
 
 def test_every_blocking_call_goes_through_waits() -> None:

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 WORKER = """
 import sys, time
-from lockstep.watch.beacon import writer
-own = writer.open_beacon(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
+own = open_beacon(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
 for step in range(100_000):
     own.progress("work", step)
     time.sleep(0.0005)
@@ -23,12 +23,12 @@ from lockstep.base.folders import new_run_id
 import signal, subprocess, sys, time
 from pathlib import Path
 import psutil
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
 
 folder, worker, heals, code = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "heals", int(sys.argv[4])
 folder.mkdir()
 run = new_run_id("broken")
-own = writer.open_beacon(run, "controller", "controller", 0)
+own = open_beacon(run, "controller", "controller", 0)
 (folder / "run-id").write_text(run)
 
 def start(name, role, rank):
@@ -73,7 +73,7 @@ print("broken", broken, flush=True)
 for process in there.values():
     process.kill()
     process.wait(10)
-writer.close_beacon(remove=True)
+close_beacon(remove=True)
 sys.exit(code)
 """
 

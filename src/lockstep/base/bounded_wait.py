@@ -1,5 +1,6 @@
-"""A wait in progress: its bounds, its progress, its notices, and how the beacon shows it. Used through `base.waits`.
-Stays apart from `base.waits`: the recorder loads it into other people's jobs, on Python 3.10 too.
+"""A wait in progress: its bounds, its progress, its notices, and where it is shown. Used through `base.waits`.
+
+Apart from `base.waits` because the recorder loads it into other people's jobs, on Python 3.10 too.
 """
 
 import contextlib
@@ -9,22 +10,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 
 from lockstep.base.errors import PicklableError
-from lockstep.watch.beacon import writer
-from lockstep.watch.beacon.beacon_records import WaitRecord
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 _ATTEMPT_S = 0.25
-"""A blocking call is made in slices of this length where somebody must look at progress or notices meanwhile."""
+"""A blocking call is made in slices of this length when progress or notices have to be checked meanwhile."""
 
 
 class WaitTimeout(PicklableError, TimeoutError):
-    """A wait reached its bound. Fields: kind, whom, why, waited_s."""
+    """A wait reached its bound. Fields: kind, waits_for, why, waited_s."""
 
     error_code = "wait_timeout"
 
@@ -34,14 +33,14 @@ class WaitTimeout(PicklableError, TimeoutError):
 
 
 class Stalled(WaitTimeout):
-    """The one waited for made no progress for `stall_s`."""
+    """The target of a wait made no progress for `stall_s`."""
 
     error_code = "stalled"
 
     def __init__(self, kind: str, waits_for: str, why: str, waited_s: float, stall_s: float) -> None:
         super().__init__(kind, waits_for, why, waited_s)
         self.stall_s = stall_s
-        self.args = (f"no progress of {waits_for} for {stall_s:.1f} s ({kind}, waited {waited_s:.1f} s): {why}",)
+        self.args = (f"{waits_for} made no progress for {stall_s:.1f} s ({kind}, waited {waited_s:.1f} s): {why}",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,52 +52,87 @@ class WaitState:
     why: str
     waited_s: float
     stalled_s: float
-    """Since when the progress value did not change; equals waited_s where nobody reports progress."""
+    """For how long the progress value has not changed; equals waited_s when no progress is reported."""
     progress: object = None
 
     def __str__(self) -> str:
-        return f"waiting for {self.waits_for} ({self.kind}) since {self.waited_s:.0f} s: {self.why}"
+        return f"has been waiting for {self.waits_for} ({self.kind}) for {self.waited_s:.0f} s: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """A wait of a thread, as other processes read it. Times are nanoseconds of the host's monotonic clock."""
+
+    kind: str
+    waits_for: str
+    why: str
+    since_ns: int
+    deadline_ns: int | None
+    moved_ns: int
+    """When the target last made progress that the waiter saw; `since_ns` when it saw none."""
+    thread: int
+    thread_name: str
+
+
+class WaitDisplay(Protocol):
+    """Shows the innermost wait of each thread of this process to other processes."""
+
+    def take_wait_slot(self) -> int | None: ...
+    def write_wait(self, slot: int, wait: WaitRecord) -> None: ...
+    def free_wait_slot(self, slot: int) -> None: ...
+
+
+_find_display: Callable[[], WaitDisplay | None] = lambda: None  # noqa: E731
+
+
+def show_waits_on(find_display: Callable[[], WaitDisplay | None]) -> None:
+    """Waits are shown on what `find_display()` returns, called at every change. `watch.beacon` registers the beacon of
+    the process; without it waits are not shown."""
+    global _find_display
+    _find_display = find_display
 
 
 NoticeHandler = Callable[[WaitState], None]
 
 
 def log_notice(state: WaitState) -> None:
-    """The notice of a wait nobody gave another for: a warning in the log."""
+    """The default notice handler: logs a warning."""
     log.warning("%s", state)
 
 
 class _ThreadWaits(threading.local):
-    """The waits this thread is in, outermost first, and the beacon slot that shows the innermost."""
+    """The waits of this thread, outermost first, and the slot of the display that shows the innermost."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
         self.slot: int | None = None
-        self.beacon: writer.Beacon | None = None
+        self.display: WaitDisplay | None = None
         self.pid = os.getpid()
 
 
 _thread_waits = _ThreadWaits()
 
 
-def _publish_wait(stack: _ThreadWaits) -> None:
+def _publish_wait(current: _ThreadWaits) -> None:
     """Brings the thread's slot up to date with its innermost wait."""
-    here = writer.current_beacon()
-    if stack.beacon is not here:  # opened, replaced or forked meanwhile
-        stack.beacon, stack.slot = here, None
-    if not stack.waits:
-        if stack.slot is not None:
-            here.free_wait_slot(stack.slot)
-            stack.slot = None
+    display = _find_display()
+    if current.display is not display:  # opened, replaced or forked meanwhile
+        current.display, current.slot = display, None
+    if display is None:
         return
-    if stack.slot is None:
-        stack.slot = here.take_wait_slot()
-    if stack.slot is not None:
-        here.write_wait(stack.slot, stack.waits[-1].record())
+    if not current.waits:
+        if current.slot is not None:
+            display.free_wait_slot(current.slot)
+            current.slot = None
+        return
+    if current.slot is None:
+        current.slot = display.take_wait_slot()
+    if current.slot is not None:
+        display.write_wait(current.slot, current.waits[-1].record())
 
 
 class Wait:
-    """A wait under way. `moved(value)` tells it what the one waited for has reached; `check()` holds the bounds."""
+    """A wait in progress. Callers report the target's progress with `moved(value)`; `check()` enforces the bounds."""
 
     def __init__(self, kind: str, waits_for: str, why: str, timeout_s: float | None, stall_s: float | None) -> None:
         self.kind, self.waits_for, self.why, self.timeout_s, self.stall_s = kind, waits_for, why, timeout_s, stall_s
@@ -106,7 +140,7 @@ class Wait:
         self.progress: object = None
         self._thread = threading.current_thread().name
         self._thread_id = threading.get_native_id()
-        """Asked of the kernel: to Python 3.11 the main thread of a forked process is still its parent's."""
+        """From the kernel: in Python 3.11 the main thread of a forked process keeps its parent's id."""
 
     def waited_s(self) -> float:
         return (time.monotonic_ns() - self.since_ns) / 1e9
@@ -115,7 +149,7 @@ class Wait:
         return (time.monotonic_ns() - self.moved_ns) / 1e9
 
     def moved(self, value: object) -> bool:
-        """Notes the progress of the one waited for; a value unlike the last one restarts the stall clock."""
+        """Notes the progress of the target; a value unlike the last one restarts the stall clock."""
         if value == self.progress:
             return False
         self.progress, self.moved_ns = value, time.monotonic_ns()
@@ -123,7 +157,7 @@ class Wait:
         return True
 
     def remaining(self) -> float | None:
-        """Seconds until the nearer bound as things stand, at least 0; None without a bound."""
+        """Seconds until the nearer bound if nothing moves, at least 0; None without a bound."""
         bounds = []
         if self.timeout_s is not None:
             bounds.append(self.timeout_s - self.waited_s())
@@ -143,12 +177,12 @@ class Wait:
         return WaitState(self.kind, self.waits_for, self.why, self.waited_s(), self.stalled_s(), self.progress)
 
     def record(self) -> WaitRecord:
-        left = None if self.timeout_s is None else self.since_ns + int(self.timeout_s * 1e9)
+        deadline = None if self.timeout_s is None else self.since_ns + int(self.timeout_s * 1e9)
         if self.stall_s is not None:
             stalls = self.moved_ns + int(self.stall_s * 1e9)
-            left = stalls if left is None else min(left, stalls)
+            deadline = stalls if deadline is None else min(deadline, stalls)
         return WaitRecord(
-            self.kind, self.waits_for, self.why, self.since_ns, left, self.moved_ns, self._thread_id, self._thread
+            self.kind, self.waits_for, self.why, self.since_ns, deadline, self.moved_ns, self._thread_id, self._thread
         )
 
 
@@ -158,7 +192,7 @@ def track_wait(
 ) -> Iterator[Wait]:
     """Publishes a wait around code that blocks in its own way, for instance a loop that calls `Wait.check()`."""
     wait = Wait(kind, waits_for, why, timeout_s, stall_s)
-    if _thread_waits.pid != os.getpid():  # the parent's waits are not ours
+    if _thread_waits.pid != os.getpid():  # forked: these are the parent's waits
         _thread_waits.waits, _thread_waits.slot, _thread_waits.pid = [], None, os.getpid()
     _thread_waits.waits.append(wait)
     _publish_wait(_thread_waits)
@@ -170,21 +204,22 @@ def track_wait(
 
 
 def narrow_wait(waits_for: str) -> None:
-    """This thread's innermost wait goes on, for these only: the others have come. Does nothing where it is in none."""
+    """Names the remaining targets of this thread's innermost wait, when the others are done. Does nothing outside a
+    wait."""
     if _thread_waits.waits and _thread_waits.waits[-1].waits_for != waits_for:
         _thread_waits.waits[-1].waits_for = waits_for
         _publish_wait(_thread_waits)
 
 
 class NotReady:
-    """The answer of an attempt that has to go on waiting."""
+    """The result of an attempt after which the wait continues."""
 
 
 NOT_READY = NotReady()
 
 
 class WaitBounds(TypedDict, total=False):
-    """What every helper takes; at least one of the first two."""
+    """What every helper takes; at least one of the first two is required."""
 
     timeout_s: float | None
     """The wait ends with WaitTimeout after this long, whatever happens."""
@@ -193,13 +228,13 @@ class WaitBounds(TypedDict, total=False):
     progress: Callable[[], object] | None
     """Cheap; called about four times a second."""
     on_notice: Callable[["WaitState"], None] | None
-    """Told of a wait without progress, first after `notice_after_s`, then at doubling times; None: `log_notice`."""
+    """Called while no progress is made, first after `notice_after_s`, then at doubling times; None: `log_notice`."""
     notice_after_s: float | None
-    """10 s unless given; None for a wait that is idle by nature, which nobody is told of."""
+    """10 s unless given; None for a wait that is idle by nature and gives no notice."""
 
 
 def wait_for(kind: str, waits_for: str, why: str, attempt: Callable[[float], T | NotReady], bounds: WaitBounds) -> T:
-    """Calls `attempt(seconds it may block)` until it answers: at least once, and once more at the bound."""
+    """Calls `attempt(seconds it may block)` until it returns a result: at least once, and once more at the bound."""
     timeout_s, stall_s, progress = bounds.get("timeout_s"), bounds.get("stall_s"), bounds.get("progress")
     notice_after_s, on_notice = bounds.get("notice_after_s", 10.0), bounds.get("on_notice") or log_notice
     if timeout_s is None and stall_s is None:
@@ -208,9 +243,9 @@ def wait_for(kind: str, waits_for: str, why: str, attempt: Callable[[float], T |
     with track_wait(kind, waits_for, why, timeout_s, stall_s) as wait:
         while True:
             left = wait.remaining() or 0.0
-            answer = attempt(left if progress is None and notice_at is None else min(left, _ATTEMPT_S))
-            if not isinstance(answer, NotReady):
-                return answer
+            result = attempt(left if progress is None and notice_at is None else min(left, _ATTEMPT_S))
+            if not isinstance(result, NotReady):
+                return result
             if progress is not None and wait.moved(progress()):
                 notice_at = notice_after_s
             if left <= 0:

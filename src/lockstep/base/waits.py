@@ -1,10 +1,10 @@
 """The one way to wait.
 
-Every helper says what kind of wait it is, on whom, why, and how long; publishes that in the process's beacon while
-it lasts; and ends with an error that says the same when its bound is reached. There are two bounds, at least one
-of which is given: `timeout_s`, and `stall_s`, after which the one waited for must have shown progress: whenever
-the value of `progress()` changes, the stall clock starts again. So a long wait that moves is never cut, and a
-short limit needs no tuning (rule 2 of DESIGN.md: progress, not patience).
+Every helper takes the kind of the wait, its target, the reason and the bounds; publishes them in the process's beacon
+while the wait lasts; and raises an error with the same words when a bound is reached. At least one of two bounds is
+required: `timeout_s` for the whole wait, and `stall_s`, the longest time without progress of the target: whenever the
+value of `progress()` changes, the stall clock restarts. So a long wait that makes progress is never cut, and a short
+limit needs no tuning.
 
     result = waits.future(pending, waits_for="reward-0", why="scores of step 7", stall_s=60, progress=worker.moves)
 """
@@ -22,48 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, Unpack, cast
 
-from lockstep.base.bounded_wait import (
-    NOT_READY,
-    NoticeHandler,
-    NotReady,
-    Stalled,
-    Wait,
-    WaitBounds,
-    WaitState,
-    WaitTimeout,
-    log_notice,
-    narrow_wait,
-    track_wait,
-    wait_for,
-)
-
-__all__ = [
-    "NoticeHandler",
-    "Stalled",
-    "Wait",
-    "WaitBounds",
-    "WaitState",
-    "WaitTimeout",
-    "condition",
-    "coroutine",
-    "event",
-    "file",
-    "future",
-    "join",
-    "log_notice",
-    "narrow_wait",
-    "poll",
-    "process",
-    "queue_get",
-    "queue_put",
-    "readable",
-    "run",
-    "sleep",
-    "store_get",
-    "track_wait",
-    "work",
-    "writable",
-]  # fmt: skip
+from lockstep.base.bounded_wait import NOT_READY, NoticeHandler, NotReady, WaitBounds, track_wait, wait_for
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

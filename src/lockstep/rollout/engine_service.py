@@ -18,7 +18,7 @@ from lockstep.config.rollout import EngineConfig
 from lockstep.data.samples import Completion
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Request, RolloutEngine
 from lockstep.rollout.weight_loading import open_reader
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class EngineService:
             return False
         self._tell()
         now = self._engine.progress()
-        here = writer.current_beacon()
+        here = current_beacon()
         here.progress("tokens", now.tokens)
         here.progress("completions", now.finished)
         return not now.paused and now.running + now.waiting > 0

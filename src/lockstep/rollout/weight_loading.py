@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.base import waits
 from lockstep.rollout.errors import WeightsMismatch
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 
 WeightReader = Callable[[Path, int], AbstractContextManager[Mapping[str, Tensor]]]
 """Opens a version in the weight room's store: parameter names to tensors, valid inside the context.
@@ -32,7 +32,7 @@ class CountedTensors(Mapping[str, Tensor]):
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        writer.current_beacon().add("tensors")
+        current_beacon().add("tensors")
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -144,7 +144,7 @@ def watch_worker_progress(workers: int) -> Generator[str]:
 
         def look() -> None:
             counts = [_COUNTER.unpack_from(memory, each * _COUNTER.size)[0] for each in range(workers)]
-            writer.current_beacon().progress("loading", sum(counts))
+            current_beacon().progress("loading", sum(counts))
 
         with _repeat_in_thread(look):
             yield f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -160,7 +160,7 @@ def publish_worker_progress(path: str, worker: int) -> Generator[None]:
         return
     with Path(path).open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
-    with _repeat_in_thread(lambda: _COUNTER.pack_into(memory, worker * _COUNTER.size, writer.current_beacon().moves)):
+    with _repeat_in_thread(lambda: _COUNTER.pack_into(memory, worker * _COUNTER.size, current_beacon().moves)):
         yield
 
 

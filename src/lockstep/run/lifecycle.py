@@ -39,38 +39,57 @@ from lockstep.run.telemetry.controller_log import controller_logging
 from lockstep.run.telemetry.run_reporter import RunReporter
 from lockstep.run.trainer_group import TrainerGroup, set_up_ranks
 from lockstep.run.weight_sync import WeightPublisher, make_device_sync, make_weight_delivery
-from lockstep.run.worker_launcher import WorkerLauncher
+from lockstep.run.worker_launcher import RunWorkerLauncher
 from lockstep.train.api import TrainerInfo
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import open_beacon
 from lockstep.watch.diagnosis.verdict import StallThresholds
 from lockstep.watch.supervisor.supervisor_settings import WaitAlias
 
+log = logging.getLogger(__name__)
+
 GC_THRESHOLD = 50_000
-"""Objects made and not freed before it looks for cycles among them; Python's own 700 make it look some hundred times a
-step of four thousand completions, for a sixth of the controller's time."""
+"""Net allocations before Python's garbage collector looks for cycles. With its own 700 it does so some hundred times in
+a step of four thousand completions, which takes a sixth of the controller's time."""
 
 
 @contextmanager
-def infrequent_gc() -> Iterator[None]:
-    """What there is when a run begins lives as long as it: the collector leaves it alone, and looks at the rest rarely.
-    Arrays, and whatever else is in no cycle, are freed at once as ever."""
-    before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(GC_THRESHOLD, *before[1:])
+def open_run(prepared: PreparedRun) -> Iterator[Run]:
+    """Starts everything, yields the run, and stops everything, whatever happens.
+
+    Raises:
+        RunRefused: the folder cannot be made, or another process runs this run; nothing was started.
+        NotStarted: a role of a new run could not start; its name is free for the next try.
+        RemoteError, WorkerDied, RewardError: a role of a resumed run could not start.
+    """
+    ledger = _open_ledger(prepared)
+    started = False
     try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
-
-
-log = logging.getLogger(__name__)
+        with ExitStack() as stack:
+            stack.enter_context(ledger)
+            ledger.event(START_EVENT, rows=prepared.rows)
+            interrupt = InterruptHandler()
+            stack.enter_context(interrupt.listening())
+            config, wanted = prepared.config, prepared.plan.wanted
+            inherited = take_over_processes(
+                config.cluster, prepared.folder, ledger.generation, wanted, config.placement
+            )
+            name = claim_run_id(prepared.folder, prepared.config.name) if inherited is None else inherited.run
+            reporter = RunReporter(prepared.config, prepared.folder, ledger, name)
+            stack.callback(reporter.close)
+            stack.enter_context(controller_logging(prepared.folder / "logs" / "controller.log", reporter.console))
+            run = stack.enter_context(_start_run(prepared, ledger, reporter, interrupt, name, inherited))
+            stack.enter_context(finalize_run(run))
+            started = True
+            yield run
+    except Exception as error:
+        if started or prepared.resuming or not _owns_run(ledger):
+            raise
+        raise NotStarted(prepared.folder, _rename_failed_folder(prepared.folder)) from error
 
 
 @contextmanager
 def finalize_run(run: Run) -> Iterator[None]:
-    """Around a recipe: exports the model when it came to its end, and tells how it ended in any case."""
+    """Around a recipe: exports the model if the recipe completes, and reports the end in any case."""
     try:
         yield
         for name in run.config.exports:
@@ -84,30 +103,34 @@ def finalize_run(run: Run) -> Iterator[None]:
     _report_end(run, "finished")
 
 
-def _report_end(run: Run, reason: str) -> None:
-    reason = redact_text(reason, secret_values(os.environ))
+@contextmanager
+def infrequent_gc() -> Iterator[None]:
+    """Excludes all objects that exist now from garbage collection, as they live as long as the run, and collects cycles
+    among later ones rarely. Arrays and other objects outside of cycles are freed at once as ever."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, *before[1:])
     try:
-        run.recovery.flush()
-        run.ledger.event("end", reason=reason, steps=run.ledger.done())
-        run.monitor.finish(reason)
-    except (LedgerError, OSError) as error:
-        # The disk may be what ended the run: the first error is the one to raise, not this one.
-        log.warning("summary and report could not be written: %s", error)
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def start_supervisor(
-    prepared: PreparedRun, cluster: AgentCluster, monitor: RunReporter, recovery: RecoveryManager
+    prepared: PreparedRun, cluster: AgentCluster, reporter: RunReporter, recovery: RecoveryManager
 ) -> None:
-    """Starts the supervisor that the config asks for, if it does. The run goes on at once."""
+    """Starts the supervisor, if the config enables it. Does not wait for it."""
     config = prepared.config.watch
     if not config.enable:
         return
     recovers = config.on_stall == "recover" and prepared.config.recovery.enable
     if recovers:
-        recovery.listen(monitor.stalls, cluster.kill)
+        recovery.listen(reporter.verdicts, cluster.kill)
     cluster.supervise(
         StallThresholds(notice_s=config.notice_s, still_s=config.confirm_after_s),
-        monitor.stalls.hear,
+        reporter.verdicts.handle,
         on_stall="free" if recovers else "dump" if config.on_stall == "dump" else "report",
         aliases={name: WaitAlias(role) for name, role in ROLE_OF_PROCESSES.items()},
         facts={
@@ -119,37 +142,14 @@ def start_supervisor(
     )
 
 
-@contextmanager
-def open_run(prepared: PreparedRun) -> Iterator[Run]:
-    """Starts everything, hands the run out, and stops everything, whatever happens.
-
-    Raises:
-        Refused: the folder cannot be made, or another process runs this run; nothing was started.
-        NotStarted: a role of a new run could not start; its name is free for the next try.
-        RemoteError, WorkerDied, RewardError: a role of a resumed run could not start.
-    """
-    ledger = _open_ledger(prepared)
-    started = False
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(ledger)
-            ledger.event(START_EVENT, rows=prepared.rows)
-            interrupt = InterruptHandler()
-            stack.enter_context(interrupt.listening())
-            config, wanted = prepared.config, prepared.plan.wanted
-            heritage = take_over_processes(config.cluster, prepared.folder, ledger.generation, wanted, config.placement)
-            name = claim_run_id(prepared.folder, prepared.config.name) if heritage is None else heritage.run
-            monitor = RunReporter(prepared.config, prepared.folder, ledger, name)
-            stack.callback(monitor.close)
-            stack.enter_context(controller_logging(prepared.folder / "logs" / "controller.log", monitor.console))
-            run = stack.enter_context(_start_run(prepared, ledger, monitor, interrupt, name, heritage))
-            stack.enter_context(finalize_run(run))
-            started = True
-            yield run
-    except Exception as error:
-        if started or prepared.resuming or not _owns_run(ledger):
-            raise
-        raise NotStarted(prepared.folder, _rename_failed_folder(prepared.folder)) from error
+def launch_all(prepared: PreparedRun, launcher: RunWorkerLauncher) -> tuple[list[Worker], list[Worker]]:
+    """Trainer ranks and engines. Engines that share devices with the ranks start alone on them and sleep before the
+    ranks are set up: vLLM refuses to start if less than its share of a GPU is free, or if other processes allocate
+    memory while it measures its own."""
+    ranks, engines = launcher.launch_all()
+    if prepared.config.placement.shared:
+        gather_results([engine.submit(EngineAPI.sleep) for engine in engines], why="leave the devices")
+    return ranks, engines
 
 
 def _open_ledger(prepared: PreparedRun) -> Ledger:
@@ -172,8 +172,8 @@ def _owns_run(ledger: Ledger) -> bool:
 
 
 def _rename_failed_folder(folder: Path) -> Path | None:
-    """Frees the name of a run that never began. What it left may say why, so it is kept; where to, or None where the
-    file system does not let it be moved."""
+    """Frees the name of a run that never started. The folder may show why, so it is kept; its new path, or None if it
+    cannot be renamed."""
     kept = folder.with_name(f"{folder.name}.failed-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         folder.rename(kept)
@@ -183,52 +183,53 @@ def _rename_failed_folder(folder: Path) -> Path | None:
     return kept
 
 
+def _report_end(run: Run, reason: str) -> None:
+    reason = redact_text(reason, secret_values(os.environ))
+    try:
+        run.recovery.flush()
+        run.ledger.event("end", reason=reason, steps=run.ledger.done())
+        run.reporter.finish(reason)
+    except (LedgerError, OSError) as error:
+        # A full disk may be what ended the run: the first error is the one to raise.
+        log.warning("summary and report could not be written: %s", error)
+
+
 @contextmanager
 def _start_run(
     prepared: PreparedRun,
     ledger: Ledger,
-    monitor: RunReporter,
+    reporter: RunReporter,
     interrupt: InterruptHandler,
     name: str,
-    heritage: InheritedProcesses,
+    inherited: InheritedProcesses,
 ) -> Iterator[Run]:
-    writer.open_beacon(name, "controller", "controller", 0)
+    open_beacon(name, "controller", "controller", 0)
     config, wanted = prepared.config, prepared.plan.wanted
-    place = name, prepared.folder, ledger.generation
-    with monitor.stage("start"):
-        cluster = open_cluster(config.cluster, *place, heritage, wanted, config.placement)
-    monitor.doing = cluster.doing
+    identity = name, prepared.folder, ledger.generation
+    with reporter.stage("start"):
+        cluster = open_cluster(config.cluster, *identity, inherited, wanted, config.placement)
+    reporter.worker_activity = cluster.doing
     with ExitStack() as closing:
         closing.callback(cluster.close)
         recovery = RecoveryManager(prepared.config.recovery, ledger)
-        start_supervisor(prepared, cluster, monitor, recovery)
-        with monitor.stage("start"):
-            staff = WorkerLauncher(prepared, cluster, ledger.generation)
-            ranks, workers = launch_all(prepared, staff)
+        start_supervisor(prepared, cluster, reporter, recovery)
+        with reporter.stage("start"):
+            launcher = RunWorkerLauncher(prepared, cluster, ledger.generation)
+            ranks, workers = launch_all(prepared, launcher)
             policy, start = _start_trainer(prepared, ledger, ranks)
-            engines = _make_rollout_client(prepared, staff, recovery, workers)
+            engines = _make_rollout_client(prepared, launcher, recovery, workers)
             if engines is not None:
                 closing.callback(engines.close)
-            roles = _make_roles(prepared, ledger, monitor, staff, policy, engines, start)
+            roles = _make_roles(prepared, ledger, reporter, launcher, policy, engines, start)
             memory = MemoryCheckpointer(policy, run_shm_dir(name) / "state") if prepared.plan.memory_copy else None
             cluster.release()
-        healing = RecoveryContext(recovery, staff, memory)
+        context = RecoveryContext(recovery, launcher, memory)
         closing.enter_context(infrequent_gc())
-        yield Run(prepared.config, prepared.folder, ledger, roles, monitor, interrupt, start, healing)
-
-
-def launch_all(prepared: PreparedRun, staff: WorkerLauncher) -> tuple[list[Worker], list[Worker]]:
-    """Trainer ranks and engines. Engines that share devices have them alone as they start, and have left them when the
-    ranks are set up: vLLM refuses where less than its share of a GPU is free, and where memory comes and goes while it
-    measures its own."""
-    ranks, engines = staff.everybody()
-    if prepared.config.placement.shared:
-        gather_results([engine.submit(EngineAPI.sleep) for engine in engines], why="leave the devices")
-    return ranks, engines
+        yield Run(prepared.config, prepared.folder, ledger, roles, reporter, interrupt, start, context)
 
 
 def _start_trainer(prepared: PreparedRun, ledger: Ledger, workers: list[Worker]) -> tuple[TrainerGroup, int]:
-    """The trainer ranks, with the newest checkpoint loaded, and the version they are at."""
+    """The trainer ranks with the newest checkpoint loaded, and its version."""
     policy = TrainerGroup(workers, set_up_ranks(workers), prepared.config.trainer.offload)
     _log_packing(prepared, policy.info)
     if policy.info.slower:
@@ -237,7 +238,7 @@ def _start_trainer(prepared: PreparedRun, ledger: Ledger, workers: list[Worker])
 
 
 def _log_packing(prepared: PreparedRun, info: TrainerInfo) -> None:
-    """A model that cannot be packed fully trains slower than its user may expect: that is said, not just logged."""
+    """Logs the packing mode; as a warning if the model trains slower than its user may expect."""
     chosen = prepared.config.model.packing != "auto"
     means = {"forest": "", "block": ": prompts are not shared", "single": ": one sample per row, which is slower"}
     level = logging.INFO if chosen or info.packing == "forest" else logging.WARNING
@@ -245,10 +246,9 @@ def _log_packing(prepared: PreparedRun, info: TrainerInfo) -> None:
 
 
 def _warn_slow_engines(engines: list[Worker]) -> None:
-    """A model that engines decode slowly is said as well; all engines have the same one."""
-    for reason in dict.fromkeys(
-        gather_results([worker.submit(EngineAPI.slower) for worker in engines], why="load the model")
-    ):
+    """Logs why the model decodes slowly, if it does; all engines have the same model."""
+    reasons = gather_results([worker.submit(EngineAPI.slower) for worker in engines], why="load the model")
+    for reason in dict.fromkeys(reasons):
         if reason:
             log.warning("%s", reason)
 
@@ -256,13 +256,13 @@ def _warn_slow_engines(engines: list[Worker]) -> None:
 def _make_roles(
     prepared: PreparedRun,
     ledger: Ledger,
-    monitor: RunReporter,
-    staff: WorkerLauncher,
+    reporter: RunReporter,
+    launcher: RunWorkerLauncher,
     policy: TrainerGroup,
     engines: RolloutClient | None,
     version: int,
 ) -> RunRoles:
-    config, cluster = prepared.config, staff.cluster
+    config, cluster = prepared.config, launcher.cluster
     roles = RunRoles(policy, documents=prepared.documents)
     if config.reward is not None:
         roles.rewards = ScorerPool(cluster, config.reward)
@@ -270,14 +270,14 @@ def _make_roles(
     if engines is None:
         return roles
     roles.engines = engines
-    where = prepared, policy, engines.workers, cluster, staff
+    where = prepared, policy, engines.workers, cluster, launcher
     roles.weights = WeightPublisher(policy, engines, make_weight_delivery(*where), ledger, make_device_sync(*where))
     roles.weights.open_on_ranks()
     roles.weights.publish(version)
     if config.recipe == "grpo" and prepared.prompts is not None:
-        draws = PromptSampler(prepared.prompts, ledger, config.prompts_per_step, config.filter_groups.enable)
+        sampler = PromptSampler(prepared.prompts, ledger, config.prompts_per_step, config.filter_groups.enable)
         size, ahead = config.group_size, config.rollout.max_staleness
-        roles.rollouts = RolloutBuffer(engines, ledger, draws, size, config.steps, ahead)
+        roles.rollouts = RolloutBuffer(engines, ledger, sampler, size, config.steps, ahead)
     if config.evaluation is not None:
         roles.evaluator = Evaluator(
             config.evaluation,
@@ -286,23 +286,23 @@ def _make_roles(
             engines,
             roles.rewards,
             ledger,
-            monitor,
+            reporter,
         )
     return roles
 
 
 def _make_rollout_client(
-    prepared: PreparedRun, staff: WorkerLauncher, recovery: RecoveryManager, workers: list[Worker]
+    prepared: PreparedRun, launcher: RunWorkerLauncher, recovery: RecoveryManager, workers: list[Worker]
 ) -> RolloutClient | None:
-    """Engines whose completions are conversations where the config names an environment; None where none is needed."""
+    """The client of the engines, a multi-turn one if the config has an environment; None without engines."""
     if not workers:
         return None
     _warn_slow_engines(workers)
     config = prepared.config
     sampling, stall_s = config.rollout.sampling, config.cluster.stall_limit_s
+    common = sampling, config.seed, stall_s, launcher, recovery, config.rollout.reissue
     if prepared.turns is None or config.rollout.environment is None:
-        return RolloutClient(workers, sampling, config.seed, stall_s, staff, recovery, config.rollout.reissue)
-    pool = EnvironmentPool(staff.cluster, config.rollout.environment)
+        return RolloutClient(workers, *common)
+    pool = EnvironmentPool(launcher.cluster, config.rollout.environment)
     pool.start()
-    common = sampling, config.seed, stall_s, staff, recovery, config.rollout.reissue
     return MultiTurnClient(workers, *common, pool=pool, turns=prepared.turns)

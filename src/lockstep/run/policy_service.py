@@ -6,7 +6,7 @@ from typing import Any
 from lockstep.run.policy_api import PolicyAPI
 from lockstep.run.run_id import check_folder_shared
 from lockstep.train.trainer_service import TrainerService
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder import recorder
 from lockstep.weights.stream.channel import StreamChannel
 from lockstep.weights.stream.sender import StreamSender
@@ -32,7 +32,7 @@ class PolicyService(TrainerService, PolicyAPI):
         if self._weights is None:
             raise RuntimeError("no weight store is open; call open_weights() first")
         recorder.raise_if_stalled()
-        writer.current_beacon().stage("publish")
+        current_beacon().stage("publish")
         complete = self.config.weights.check == "complete"
         self._weights.write_shards(self.rank, version, self.trainer.shards(), complete)
 
@@ -40,14 +40,14 @@ class PolicyService(TrainerService, PolicyAPI):
         if self._weights is None:
             raise RuntimeError("no weight store is open, whose plan this goes by; call open_weights() first")
         recorder.raise_if_stalled()
-        writer.current_beacon().stage("publish")
+        current_beacon().stage("publish")
         if self._sender is None:
             self._sender = StreamSender(self.rank, self.device)
         plan = self._weights.plan
         buckets = [
             [(each.name, each.torch_dtype) for each in lot.entries] for lot in cut_buckets(plan, channel.bucket_bytes)
         ]
-        gathered = self.trainer.gathered(buckets, everyone=channel.way == "cuda_ipc")
+        gathered = self.trainer.gather_weights(buckets, everyone=channel.way == "cuda_ipc")
         return self._sender.send(channel, plan, version, gathered)
 
     def close(self) -> None:

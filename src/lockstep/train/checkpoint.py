@@ -36,7 +36,7 @@ from torch.futures import Future as TorchFuture
 from lockstep.base import waits
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class CheckpointWriter:
         try:
             self._write_files(temporary, folder, state, facts)
             error = None
-            writer.current_beacon().add("checkpoints", 1)
+            current_beacon().add("checkpoints", 1)
         except (CheckpointException, OSError, RuntimeError, ValueError) as problem:
             error = CheckpointError(folder, _first_failure(problem) + _free_space_hint(problem, folder))
         finally:

@@ -22,7 +22,7 @@ from lockstep.train.checkpoint import commit_folder, sync_file
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.errors import CheckpointError
 from lockstep.train.merged_weights import LazyWeight
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 
 MAX_FILE_BYTES = 5_000_000_000
 """A safetensors file is closed when the next tensor would make it larger than this."""
@@ -61,7 +61,7 @@ def export_model(
             if whole is not None and error is None:
                 tensors[name] = whole
             done += 1
-            writer.current_beacon().progress("tensors exported", done, len(weights))
+            current_beacon().progress("tensors exported", done, len(weights))
         if ranks.rank == 0 and error is None:
             try:
                 _write_weights(temporary, file, tensors)

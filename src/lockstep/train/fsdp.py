@@ -1,5 +1,4 @@
-"""What is trained, as it was when the run began: the reference of a KL penalty where the model without its adapter is
-another one, because the adapter was there before or weights are trained beside it."""
+"""The FSDP2 trainer: one rank of a policy with its optimizer, and the frozen reference where a KL term needs one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 
 from lockstep.config.algorithm import CrossEntropy, PolicyLoss
 from lockstep.config.recipes import RecipeConfig
-from lockstep.data.micro_batch import DeviceMicroBatch, MicroBatch
+from lockstep.data.micro_batch import MicroBatch
 from lockstep.models.lora import derived_seed, starts_from_other_weights, with_dropout, without_adapter
-from lockstep.models.model_loader import resolve_dtype
+from lockstep.models.model_loader import context_length, resolve_dtype
+from lockstep.models.packing_probe import PackingProbeResult, probe_packing
 from lockstep.models.policy_model import PolicyModel
 from lockstep.train import checkpoint, objective
 from lockstep.train.checkpoint import LocalRows
@@ -31,6 +31,7 @@ from lockstep.train.optimizer import (
     square_norm,
 )
 from lockstep.train.parallelize import (
+    InitialAdapter,
     base_digests,
     begin_microbatch,
     free_gathered,
@@ -38,48 +39,28 @@ from lockstep.train.parallelize import (
     local_shard,
     parameter_dtype,
 )
-from lockstep.train.trainer_protocol import BucketWeights, EvaluateOutput, GatheredRows, ParameterShard, StepStats
-from lockstep.watch.beacon import writer
+from lockstep.train.trainer_protocol import (
+    BucketWeights,
+    EvaluateOutput,
+    GatheredRows,
+    ParameterInfo,
+    ParameterShard,
+    StepStats,
+)
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.recorder import recorder
-
-
-class InitialAdapter:
-    """This rank's first rows, in host memory.
-
-    Args:
-        rows: of each trained parameter, by name.
-    """
-
-    def __init__(self, rows: Mapping[str, Tensor]) -> None:
-        self._rows = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rows.items()}
-
-    @contextmanager
-    def restored(self, rows: Mapping[str, Tensor]) -> Iterator[None]:
-        """The first rows stand in `rows`, and afterwards again what stood there, bit by bit. No layer may be gathered
-        when it begins or ends: what was gathered would stay as it is."""
-        kept = {name: tensor.clone() for name, tensor in rows.items()}
-        _copy_shards(self._rows, rows)
-        try:
-            yield
-        finally:
-            _copy_shards(kept, rows)
-
-
-@torch.no_grad()
-def _copy_shards(values: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
-    for name, tensor in rows.items():
-        tensor.copy_(values[name])
 
 
 class FSDP2Trainer:
     """One rank of a trainer (`lockstep.train.trainer_protocol.Trainer`).
 
-    Dropout is off, as a ratio of two probabilities under different masks is noise; an adapter's own is on in steps.
+    The model's dropout is off, as a ratio of two probabilities under different masks is noise; the adapter's dropout is
+    on in steps.
 
     Args:
-        config: of the run.
+        config: the run's.
         ranks: from `lockstep.train.distributed.join_ranks`.
-        generation: of the run, in the temporary names of checkpoints.
+        generation: the run's, for the temporary names of checkpoints.
 
     Raises:
         ModelError: the model cannot be used, or its checkpoint does not fit it.
@@ -87,115 +68,143 @@ class FSDP2Trainer:
 
     def __init__(self, config: RecipeConfig, ranks: ParallelContext, generation: int = 1) -> None:
         self.config, self.ranks = config, ranks
-        self.compute = resolve_dtype(config.model.dtype, ranks.device)
+        self.compute_dtype = resolve_dtype(config.model.dtype, ranks.device)
         self.total_steps = optimizer_steps(config)
         self.adapter = config.model.adapter
         self.policy = load_sharded_policy(
-            config, ranks, self.compute, parameter_dtype(config.model, ranks, self.compute), self.adapter
+            config, ranks, self.compute_dtype, parameter_dtype(config.model, ranks, self.compute_dtype), self.adapter
         )
-        # A gathered layer puts plain parameters in the module's place: these are the ones that stay.
-        self.outgoing = MergedWeights(self.policy, ranks)
+        # Taken while no layer is gathered: a gathered layer has plain parameters in the module's place.
+        self.merged_weights = MergedWeights(self.policy, ranks)
         self.has_reference = isinstance(config.loss, PolicyLoss) and config.loss.kl.coefficient > 0
         self.reference: PolicyModel | None = None
-        """A model of its own; with an adapter the reference is the policy without it, or as it was at first."""
+        """A separate model. With an adapter the reference is the policy without it, or with its initial values."""
         if self.has_reference and self.adapter is None:
-            self.reference = load_sharded_policy(config, ranks, self.compute, self.compute).requires_grad_(False)
-        elsewhere = self.adapter is not None and starts_from_other_weights(self.policy, self.adapter)
-        self.beginning = InitialAdapter(self._rows()) if self.has_reference and elsewhere else None
+            self.reference = load_sharded_policy(config, ranks, self.compute_dtype, self.compute_dtype).requires_grad_(
+                False
+            )
+        other_start = self.adapter is not None and starts_from_other_weights(self.policy, self.adapter)
+        self.initial_adapter = InitialAdapter(self._rows()) if self.has_reference and other_start else None
         norms = norm_parameter_ids(self.policy)
-        undecayed = [name for name, parameter in self.names.items() if id(parameter) in norms]
+        undecayed = [name for name, parameter in self.trained_parameters.items() if id(parameter) in norms]
         self.optimizer = ShardedAdamW(self._rows(), config.trainer.optimizer, undecayed)
         self.writer = checkpoint.CheckpointWriter(ranks, generation)
-        self.base = base_digests(config.model)
-        """What a checkpoint of an adapter stands on."""
+        self.base_digests = base_digests(config.model)
+        """Of the model that an adapter was trained on, for its checkpoints."""
         self.offloaded = False
 
     @property
-    def names(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained: with an adapter it and what is trained beside it, by names of peft's."""
-        return self.outgoing.trained
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """With an adapter its parameters and the weights trained beside it, by name in peft's files; else all."""
+        return self.merged_weights.trained
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence of the model, in tokens."""
+        return context_length(self.policy.config)
+
+    @property
+    def optimizer_step(self) -> int:
+        """Optimizer steps behind the weights."""
+        return self.optimizer.steps
+
+    def parameters(self) -> list[ParameterInfo]:
+        """Every weight that goes to engines."""
+        weights = self.merged_weights
+        return [
+            ParameterInfo(name, weights.shape(name), str(parameter.dtype).removeprefix("torch."))
+            for name, parameter in weights.weights.items()
+        ]
+
+    def probe_packing(self) -> PackingProbeResult:
+        """How rows may be packed for the model. All ranks call it."""
+        found = probe_packing(self.policy, self.compute_dtype)
+        free_gathered(self.policy)
+        return found
 
     def evaluate(
-        self, microbatches: Sequence[MicroBatch], want: Sequence[EvaluateOutput]
+        self, microbatches: Sequence[MicroBatch[np.ndarray]], outputs: Sequence[EvaluateOutput]
     ) -> list[dict[str, np.ndarray]]:
-        """Per micro-batch the wanted values, float32 `[targets]`, without gradients.
+        """Per micro-batch the requested values, float32 `[targets]`, without gradients.
 
         Raises:
-            ValueError: reference log-probabilities wanted and no reference loaded.
+            ValueError: reference log-probabilities are requested and no reference is loaded.
         """
         self._check_on_device()
-        if "reference_logprobs" in want and not self.has_reference:
-            raise ValueError("want has reference_logprobs, but loss.kl.coefficient is 0, so no reference is loaded")
+        if "reference_logprobs" in outputs and not self.has_reference:
+            raise ValueError(
+                "reference_logprobs are requested, but loss.kl.coefficient is 0, so no reference is loaded"
+            )
         found: list[dict[str, np.ndarray]] = [{} for _ in microbatches]
-        own = [name for name in want if name != "reference_logprobs"]
+        own = [name for name in outputs if name != "reference_logprobs"]
         with torch.no_grad():
             if own:
-                self._look(microbatches, lambda row: self._values(row, own), found)
-            if "reference_logprobs" in want:
+                self._evaluate_each(microbatches, lambda batch: self._values(batch, own), found)
+            if "reference_logprobs" in outputs:
                 with self._as_reference() as reference:
-                    self._look(microbatches, lambda row: self._reference_values(reference, row), found)
+                    self._evaluate_each(microbatches, lambda batch: self._reference_values(reference, batch), found)
         for model in self._models():
             free_gathered(model)
         return found
 
-    def step(self, microbatches: Sequence[MicroBatch], loss: PolicyLoss | CrossEntropy) -> StepStats:
+    def step(self, microbatches: Sequence[MicroBatch[np.ndarray]], loss: PolicyLoss | CrossEntropy) -> StepStats:
         """One optimizer step on the sum of the losses of all targets of all ranks.
 
         Raises:
             ValueError: no micro-batches, or a field that the loss needs is missing; before any collective.
-            NonFinite: on all ranks alike, before any weight is touched.
-            CollectiveStalled: the observer has let go of this rank's collectives.
+            NonFinite: on all ranks alike, before any weight is changed.
+            CollectiveStalled: the node agent has aborted this rank's collectives.
         """
         self._check_on_device()
         objective.check_fields(microbatches, loss)
-        meter = objective.MetricAccumulator(self.ranks.device)
+        metrics = objective.MetricAccumulator(self.ranks.device)
         with self._dropout():
-            for done, packed in enumerate(microbatches, start=1):
+            for done, microbatch in enumerate(microbatches, start=1):
                 begin_microbatch(self.policy, done == len(microbatches), self.config.trainer.reshard_after_forward)
-                self._seed(done)
-                self._backward(DeviceMicroBatch.of(packed, self.ranks.device), loss, meter)
-                writer.current_beacon().progress("microbatches", done, len(microbatches))
-        gradients = {name: local_shard(p.grad) for name, p in self.names.items() if p.grad is not None}
-        # Copies have the same gradient: it counts once.
+                self._seed_dropout(done)
+                self._backward(microbatch.to(self.ranks.device), loss, metrics)
+                current_beacon().progress("microbatches", done, len(microbatches))
+        gradients = {name: local_shard(p.grad) for name, p in self.trained_parameters.items() if p.grad is not None}
+        # Replicas have the same gradient: it counts once.
         squares = square_norm(gradients if self.ranks.replica == 0 else {})
-        everyone = self.ranks.gather(meter.vector(squares), why=f"metrics of step {self.optimizer.steps}")
+        everyone = self.ranks.gather(metrics.vector(squares), why=f"metrics of step {self.optimizer.steps}")
         totals = objective.ReducedMetrics(everyone)
         try:
-            self._refuse_non_finite(totals)
+            self._check_finite(totals)
             norm = totals.square_norm**0.5
             lr = self.learning_rate()
             clip_gradients(gradients, norm, self.config.trainer.max_grad_norm)
-            recorder.raise_if_stalled()  # NCCL ends a collective that is aborted without an error: its tensors are not to be used
+            # NCCL ends an aborted collective without an error, and its tensors must not be used.
+            recorder.raise_if_stalled()
             self.optimizer.step(self._rows(), gradients, lr)
         finally:
-            for parameter in self.names.values():
+            for parameter in self.trained_parameters.values():
                 parameter.grad = None
-        writer.current_beacon().progress("optimizer steps", self.optimizer.steps, self.total_steps)
+        current_beacon().progress("optimizer steps", self.optimizer.steps, self.total_steps)
         return StepStats({**totals.metrics(loss), "grad_norm": norm, "lr": lr})
 
     def learning_rate(self) -> float:
-        """Of the next optimizer step."""
+        """The rate of the next optimizer step."""
         trainer = self.config.trainer
         return learning_rate(self.optimizer.steps, trainer.optimizer.lr, trainer.schedule, self.total_steps)
 
     def shards(self) -> Iterator[ParameterShard]:
         """This rank's rows of every weight, merged with the adapter, for weight sync. All ranks call it."""
-        for index, (name, weight) in enumerate(self.outgoing.merged().items()):
+        for index, (name, weight) in enumerate(self.merged_weights.merged().items()):
             if index % self.ranks.replicas != self.ranks.replica:
-                continue  # copies take turns, so that every row is written once
+                continue  # replicas take turns, so that every row is written once
             rows = weight.rows()
             if rows.numel():
                 yield ParameterShard(name, weight.shape, self.ranks.rows(weight.shape[0])[0], rows, weight.constant)
 
-    def gathered(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
-        """Every weight, merged with the adapter, bucket by bucket; see
-        `lockstep.train.merged_weights.gather_buckets`."""
-        return gather_buckets(self.outgoing.merged(), buckets, self.ranks, everyone)
+    def gather_weights(self, buckets: Sequence[BucketWeights], everyone: bool) -> Iterator[GatheredRows | None]:
+        """Every weight, merged with the adapter, bucket by bucket; see `gather_buckets`."""
+        return gather_buckets(self.merged_weights.merged(), buckets, self.ranks, everyone)
 
     def save(self, folder: Path) -> None:
-        """Begins writing what is trained, optimizer, schedule step and random state; see `checkpoint.Writer`."""
-        facts = {"optimizer_step": self.optimizer.steps, "model": self.config.model.path, **self.base}
-        self.writer.save(folder, self._state(), self._random_state(), facts)
+        """Begins writing what is trained, optimizer, schedule step and random state; see `CheckpointWriter`."""
+        metadata = {"optimizer_step": self.optimizer.steps, "model": self.config.model.path, **self.base_digests}
+        self.writer.save(folder, self._state(), self._random_state(), metadata)
 
     def saved(self) -> bool:
         """Whether the last `save` is complete on disk; raises CheckpointError if it failed."""
@@ -211,26 +220,26 @@ class FSDP2Trainer:
         for model in self._models():
             free_gathered(model)
         random = self._random_state()
-        manifest = checkpoint.load_checkpoint(folder, self._state(), random, self.ranks, self.base)
+        manifest = checkpoint.load_checkpoint(folder, self._state(), random, self.ranks, self.base_digests)
         self.optimizer.steps = int(manifest["optimizer_step"])
         self._set_random_state(random)
 
-    def copy_state(self, copies: MemoryCheckpoints, version: int) -> None:
-        """Copies what a checkpoint would have into shared memory, as `version_numbers`. Raises NoRoomForCopy."""
-        copies.write(version, self._everything(), {"optimizer_step": self.optimizer.steps})
+    def save_to_memory(self, checkpoints: MemoryCheckpoints, version: int) -> None:
+        """Copies what a checkpoint holds into shared memory. Raises SharedMemoryFull."""
+        checkpoints.write(version, self._full_state(), {"optimizer_step": self.optimizer.steps})
 
-    def load_copy(self, copies: MemoryCheckpoints, version: int) -> None:
-        """Continues from a copy of as many ranks. Raises NoCopy."""
+    def load_from_memory(self, checkpoints: MemoryCheckpoints, version: int) -> None:
+        """Continues from a memory checkpoint of as many ranks. Raises MemoryCheckpointMissing."""
         self._check_on_device()
         for model in self._models():
             free_gathered(model)
-        state = self._everything()
+        state = self._full_state()
         with torch.no_grad():
-            facts = copies.read(version, state)
-        self.optimizer.steps = int(facts["optimizer_step"])
+            metadata = checkpoints.read(version, state)
+        self.optimizer.steps = int(metadata["optimizer_step"])
         self._set_random_state(state)
 
-    def _everything(self) -> dict[str, Tensor]:
+    def _full_state(self) -> dict[str, Tensor]:
         return {name: rows.local for name, rows in self._state().items()} | self._random_state()
 
     def export(self, folder: Path) -> None:
@@ -238,13 +247,15 @@ class FSDP2Trainer:
 
         Rank 0 gathers parameter by parameter; no other rank holds more than its own rows.
         """
-        export_model(folder, self.policy, self.outgoing.merged(), self.config.model, self.compute, self.ranks)
+        export_model(
+            folder, self.policy, self.merged_weights.merged(), self.config.model, self.compute_dtype, self.ranks
+        )
 
     def export_adapter(self, folder: Path) -> None:
         """Writes a folder that peft's `PeftModel.from_pretrained` loads. All ranks call it."""
         if self.adapter is None:
             raise ValueError("there is no adapter to export; set model.adapter")
-        parts = self.outgoing.gather_adapter() | self.outgoing.gather_saved()
+        parts = self.merged_weights.gather_adapter() | self.merged_weights.gather_saved()
         export_adapter(folder, self.policy, parts, self.config.model, self.ranks)
 
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
@@ -259,7 +270,7 @@ class FSDP2Trainer:
         self.offloaded = False
 
     def close(self) -> None:
-        """Ends the save under way and leaves the communicators. Raises CheckpointError."""
+        """Ends the save in progress and leaves the communicators. Raises CheckpointError."""
         try:
             self.writer.finish()
         finally:
@@ -268,64 +279,64 @@ class FSDP2Trainer:
     def _dropout(self) -> AbstractContextManager[None]:
         return with_dropout(self.policy) if self.adapter and self.adapter.lora_dropout else nullcontext()
 
-    def _seed(self, microbatch: int) -> None:
-        """Masks of their own for each micro-batch, the same when a step is done again."""
+    def _seed_dropout(self, microbatch: int) -> None:
+        """Makes dropout masks differ between micro-batches and equal when a step is repeated."""
         if self.adapter and self.adapter.lora_dropout:
             torch.manual_seed(derived_seed(self.config.seed, self.optimizer.steps, microbatch, self.ranks.rank))
 
-    def _look(
+    def _evaluate_each(
         self,
-        microbatches: Sequence[MicroBatch],
-        values: Callable[[DeviceMicroBatch], dict[str, Tensor]],
+        microbatches: Sequence[MicroBatch[np.ndarray]],
+        evaluate: Callable[[MicroBatch[Tensor]], dict[str, Tensor]],
         found: list[dict[str, np.ndarray]],
     ) -> None:
-        """Adds the values of each micro-batch to those that were found."""
-        for done, packed in enumerate(microbatches, start=1):
-            values_now = values(DeviceMicroBatch.of(packed, self.ranks.device))
-            found[done - 1] |= {name: value.float().cpu().numpy() for name, value in values_now.items()}
-            writer.current_beacon().progress("microbatches", done, len(microbatches))
+        """Adds the values of each micro-batch to `found`."""
+        for done, microbatch in enumerate(microbatches, start=1):
+            values = evaluate(microbatch.to(self.ranks.device))
+            found[done - 1] |= {name: value.float().cpu().numpy() for name, value in values.items()}
+            current_beacon().progress("microbatches", done, len(microbatches))
 
-    def _values(self, row: DeviceMicroBatch, want: Sequence[EvaluateOutput]) -> dict[str, Tensor]:
-        logprobs, entropy = self._forward(self.policy, row, entropy="entropy" in want)
+    def _values(self, batch: MicroBatch[Tensor], outputs: Sequence[EvaluateOutput]) -> dict[str, Tensor]:
+        logprobs, entropy = self._forward(self.policy, batch, entropy="entropy" in outputs)
         values = {"logprobs": logprobs, "entropy": entropy}
-        return {name: value for name in want if (value := values[name]) is not None}
+        return {name: value for name in outputs if (value := values[name]) is not None}
 
-    def _reference_values(self, reference: PolicyModel, row: DeviceMicroBatch) -> dict[str, Tensor]:
-        return {"reference_logprobs": self._forward(reference, row)[0]}
+    def _reference_values(self, reference: PolicyModel, batch: MicroBatch[Tensor]) -> dict[str, Tensor]:
+        return {"reference_logprobs": self._forward(reference, batch)[0]}
 
     @contextmanager
     def _as_reference(self) -> Iterator[PolicyModel]:
-        """The reference: a model of its own, the policy without its adapter, or with what it began with."""
+        """The reference: a separate model, the policy without its adapter, or the policy with its initial values."""
         if self.reference is not None:
             yield self.reference
-        elif self.beginning is None:
+        elif self.initial_adapter is None:
             with without_adapter(self.policy):
                 yield self.policy
         else:
             free_gathered(self.policy)
-            with self.beginning.restored(self._rows()):
+            with self.initial_adapter.restored(self._rows()):
                 try:
                     yield self.policy
                 finally:
                     free_gathered(self.policy)
 
     def _backward(
-        self, row: DeviceMicroBatch, loss: PolicyLoss | CrossEntropy, meter: objective.MetricAccumulator
+        self, batch: MicroBatch[Tensor], loss: PolicyLoss | CrossEntropy, metrics: objective.MetricAccumulator
     ) -> None:
-        logprobs, entropy = self._forward(self.policy, row, entropy=isinstance(loss, PolicyLoss))
-        outcome = objective.compute_loss(loss, row.fields, logprobs, entropy, row.sequences)
+        logprobs, entropy = self._forward(self.policy, batch, entropy=isinstance(loss, PolicyLoss))
+        outcome = objective.compute_loss(loss, batch.fields, logprobs, entropy, batch.sequences)
         outcome.loss.backward()  # type: ignore[no-untyped-call]
-        meter.add(outcome)
+        metrics.add(outcome)
 
     def _forward(
-        self, model: PolicyModel, row: DeviceMicroBatch, entropy: bool = False
+        self, model: PolicyModel, batch: MicroBatch[Tensor], entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probabilities, entropies) `[targets]` under the distribution that the engine samples from."""
         values: tuple[Tensor, Tensor | None] = model(
-            row.tokens,
-            row.layout,
-            row.sources,
-            row.targets,
+            batch.tokens,
+            batch.layout(),
+            batch.sources,
+            batch.targets,
             temperature=self._temperature(),
             chunk=self.config.trainer.head_chunk,
             entropy=entropy,
@@ -337,19 +348,19 @@ class FSDP2Trainer:
             return 1.0
         return self.config.rollout.sampling.temperature or 1.0
 
-    def _refuse_non_finite(self, totals: objective.ReducedMetrics) -> None:
+    def _check_finite(self, totals: objective.ReducedMetrics) -> None:
         if totals.bad_microbatches:
             raise NonFinite(self.optimizer.steps, "loss", list(totals.bad_microbatches))
         if totals.bad_gradients:
             raise NonFinite(self.optimizer.steps, "gradient", [(rank, None) for rank in totals.bad_gradients])
 
     def _rows(self) -> dict[str, Tensor]:
-        return {name: local_shard(parameter) for name, parameter in self.names.items()}
+        return {name: local_shard(parameter) for name, parameter in self.trained_parameters.items()}
 
     def _state(self) -> dict[str, LocalRows]:
-        """Everything that is sharded by rows, under its name in checkpoints."""
+        """Everything that is sharded by rows, by its name in checkpoints."""
         state = {}
-        for name, parameter in self.names.items():
+        for name, parameter in self.trained_parameters.items():
             shape = tuple(parameter.shape)
             state[f"parameter.{name}"] = LocalRows(local_shard(parameter), shape)
             state[f"exp_avg.{name}"] = LocalRows(self.optimizer.exp_avg[name], shape)
@@ -374,7 +385,7 @@ class FSDP2Trainer:
         for model in self._models() if parameters else []:
             free_gathered(model)
             model.to(device)
-        self.outgoing = MergedWeights(self.policy, self.ranks)
+        self.merged_weights = MergedWeights(self.policy, self.ranks)
         if optimizer:
             self.optimizer.to(device)
         if device.type == "cpu" and self.ranks.device.type == "cuda":

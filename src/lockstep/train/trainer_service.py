@@ -4,7 +4,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,16 +13,14 @@ from pydantic import TypeAdapter
 from lockstep.cluster.rpc.worker_main import tune_malloc
 from lockstep.config.algorithm import Loss
 from lockstep.config.recipes import RecipeConfig
-from lockstep.data.micro_batch import EncodedMicroBatches
-from lockstep.models.model_loader import context_length
-from lockstep.models.packing_probe import probe_packing
-from lockstep.train.api import ParameterInfo, TrainerAPI, TrainerInfo
-from lockstep.train.distributed import join_ranks
+from lockstep.data.micro_batch import EncodedMicroBatches, decode_micro_batches
+from lockstep.data.packing_plan import PackingMode
+from lockstep.train.api import TrainerAPI, TrainerInfo
+from lockstep.train.distributed import ParallelContext, join_ranks
 from lockstep.train.fsdp import FSDP2Trainer
 from lockstep.train.memory_checkpoint import MemoryCheckpoints
-from lockstep.train.parallelize import free_gathered
-from lockstep.train.trainer_protocol import EvaluateOutput, StepStats
-from lockstep.watch.beacon import writer
+from lockstep.train.trainer_protocol import EvaluateOutput, StepStats, Trainer
+from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +28,20 @@ _CONFIG_ADAPTER: TypeAdapter[RecipeConfig] = TypeAdapter(RecipeConfig)
 _LOSS_ADAPTER: TypeAdapter[Loss] = TypeAdapter(Loss)
 
 
+def create_trainer(config: RecipeConfig, ranks: ParallelContext, generation: int) -> Trainer:
+    """The trainer that a config asks for."""
+    return FSDP2Trainer(config, ranks, generation)
+
+
 class TrainerService(TrainerAPI):
     """One rank of the trainer.
 
     Args:
-        config: of the run, resolved, as `model_dump(mode="json")`.
+        config: the run's, resolved, as `model_dump(mode="json")`.
         rank, world: among the ranks of this role.
-        store_host, store_port: of the store at which two or more ranks meet.
-        generation: of the run.
-        life: how often this role was started before in it; a restarted one meets under keys of its own.
+        store_host, store_port: the store at which two or more ranks meet.
+        generation: the run's.
+        life: how many times this role was started before in this generation; each start uses its own keys.
         device: `cpu`, `cuda` or `cuda:1`; `auto` takes a GPU where there is one.
         role: prefix of the store's keys.
     """
@@ -61,18 +64,22 @@ class TrainerService(TrainerAPI):
         self.run_folder = Path(run_folder)
         self.store = None if store_host is None or store_port is None else (store_host, store_port)
         self.device = choose_device(device, rank)
-        self._trainer: FSDP2Trainer | None = None
+        self._trainer: Trainer | None = None
         self._info: TrainerInfo | None = None
-        self._copies: MemoryCheckpoints | None = None
+        self._memory: MemoryCheckpoints | None = None
         if self.config.trainer.malloc == "tuned":
             tune_malloc()
         torch.set_num_threads(self.config.trainer.threads or max(1, (os.cpu_count() or 1) // world))
 
     def setup(self, names: list[str] | None = None) -> TrainerInfo:
-        """Joins the other ranks, whose names and nodes are told, and loads the model."""
+        """Joins the other ranks and loads the model.
+
+        Args:
+            names: of all ranks with their nodes, to report which are missing.
+        """
         if self._info is not None:
             return self.info()
-        writer.current_beacon().stage("setup")
+        current_beacon().stage("setup")
         ranks = join_ranks(
             self.rank,
             self.world,
@@ -85,20 +92,17 @@ class TrainerService(TrainerAPI):
             names=names or (),
         )
         torch.manual_seed(self.config.seed * self.world + self.rank)
-        self._trainer = trainer = FSDP2Trainer(self.config, ranks, self.generation)
+        self._trainer = trainer = create_trainer(self.config, ranks, self.generation)
         packing, reason = self._packing(trainer)
         self._info = TrainerInfo(
             rank=self.rank,
             world=self.world,
             device=str(self.device),
-            compute_dtype=str(trainer.compute).removeprefix("torch."),
-            parameters=[
-                ParameterInfo(name, trainer.outgoing.shape(name), str(parameter.dtype).removeprefix("torch."))
-                for name, parameter in trainer.outgoing.weights.items()
-            ],
+            compute_dtype=str(trainer.compute_dtype).removeprefix("torch."),
+            parameters=trainer.parameters(),
             packing=packing,
             packing_reason=reason,
-            context_length=self.config.model.max_length or context_length(trainer.policy.config),
+            context_length=self.config.model.max_length or trainer.context_length,
             reference=trainer.has_reference,
             optimizer_step=0,
             slower=ranks.slower,
@@ -109,50 +113,50 @@ class TrainerService(TrainerAPI):
     def info(self) -> TrainerInfo:
         if self._info is None:
             raise RuntimeError("the trainer is not set up; call setup() first")
-        return replace(self._info, optimizer_step=self.trainer.optimizer.steps)
+        return replace(self._info, optimizer_step=self.trainer.optimizer_step)
 
     @property
-    def trainer(self) -> FSDP2Trainer:
-        """What `setup` made."""
+    def trainer(self) -> Trainer:
+        """The trainer that `setup` created."""
         if self._trainer is None:
             raise RuntimeError("the trainer is not set up; call setup() first")
         return self._trainer
 
-    def evaluate(self, hand: EncodedMicroBatches, want: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
-        writer.current_beacon().stage("evaluate")
-        return self.trainer.evaluate(hand.rows(), want)
+    def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
+        current_beacon().stage("evaluate")
+        return self.trainer.evaluate(decode_micro_batches(microbatches), outputs)
 
-    def step(self, hand: EncodedMicroBatches, loss: dict[str, Any]) -> StepStats:
-        writer.current_beacon().stage("train")
-        return self.trainer.step(hand.rows(), _LOSS_ADAPTER.validate_python(loss))
+    def step(self, microbatches: EncodedMicroBatches, loss: dict[str, Any]) -> StepStats:
+        current_beacon().stage("train")
+        return self.trainer.step(decode_micro_batches(microbatches), _LOSS_ADAPTER.validate_python(loss))
 
     def save(self, folder: str) -> None:
-        writer.current_beacon().stage("save")
+        current_beacon().stage("save")
         self.trainer.save(Path(folder))
 
     def saved(self) -> bool:
         return self.trainer.saved()
 
     def load(self, folder: str) -> int:
-        writer.current_beacon().stage("load")
+        current_beacon().stage("load")
         self.trainer.load(Path(folder))
-        return self.trainer.optimizer.steps
+        return self.trainer.optimizer_step
 
-    def copy_state(self, folder: str, version: int) -> None:
-        writer.current_beacon().stage("copy")
-        self.trainer.copy_state(self._copies_in(folder), version)
+    def save_to_memory(self, folder: str, version: int) -> None:
+        current_beacon().stage("copy")
+        self.trainer.save_to_memory(self._memory_checkpoints(folder), version)
 
-    def load_copy(self, folder: str, version: int) -> int:
-        writer.current_beacon().stage("load")
-        self.trainer.load_copy(self._copies_in(folder), version)
-        return self.trainer.optimizer.steps
+    def load_from_memory(self, folder: str, version: int) -> int:
+        current_beacon().stage("load")
+        self.trainer.load_from_memory(self._memory_checkpoints(folder), version)
+        return self.trainer.optimizer_step
 
     def export(self, folder: str) -> None:
-        writer.current_beacon().stage("export")
+        current_beacon().stage("export")
         self.trainer.export(Path(folder))
 
     def export_adapter(self, folder: str) -> None:
-        writer.current_beacon().stage("export")
+        current_beacon().stage("export")
         self.trainer.export_adapter(Path(folder))
 
     def offload(self, parameters: bool = True, optimizer: bool = True) -> None:
@@ -162,24 +166,23 @@ class TrainerService(TrainerAPI):
         self.trainer.onload()
 
     def close(self) -> None:
-        if self._copies is not None:
-            self._copies.close()
+        if self._memory is not None:
+            self._memory.close()
         if self._trainer is not None:
             self._trainer.close()
             self._trainer = None
 
-    def _copies_in(self, folder: str) -> MemoryCheckpoints:
-        if self._copies is None:
-            self._copies = MemoryCheckpoints(Path(folder), self.rank, self.world)
-        return self._copies
+    def _memory_checkpoints(self, folder: str) -> MemoryCheckpoints:
+        if self._memory is None:
+            self._memory = MemoryCheckpoints(Path(folder), self.rank, self.world)
+        return self._memory
 
-    def _packing(self, trainer: FSDP2Trainer) -> tuple[Literal["forest", "block", "single"], str]:
-        """The configured packing, or what the probe finds the model to compute correctly."""
+    def _packing(self, trainer: Trainer) -> tuple[PackingMode, str]:
+        """The configured packing, or the densest one that the model computes correctly; and why."""
         chosen = self.config.model.packing
         if chosen != "auto":
             return chosen, "model.packing says so"
-        found = probe_packing(trainer.policy, trainer.compute)
-        free_gathered(trainer.policy)
+        found = trainer.probe_packing()
         return found.mode, found.reason
 
 
@@ -187,7 +190,7 @@ def choose_device(name: str, rank: int) -> torch.device:
     """`auto` is the rank's own GPU where the host has GPUs, else the CPU; a bare `cuda` is the rank's own.
 
     Raises:
-        ValueError: a GPU is asked for that this host does not have.
+        ValueError: this host does not have that GPU.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":

@@ -104,7 +104,7 @@ def test_a_config_with_a_secret_is_refused_and_the_secret_not_repeated(
     with pytest.raises(ConfigError) as caught:
         check_config(BASE | {"reward": {"terms": [term]}}, "file.yaml")
     said = str(caught.value)
-    assert field in said and "put it into the environment" in said
+    assert field in said and "put the secret into the environment" in said
     for secret in (*(text for each in SECRETS.values() for text in each), "hunter2hunter2", "Tr0ub4dor"):
         assert secret not in said
 

@@ -14,7 +14,7 @@ from lockstep.models.tiny_model import make_tiny
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, Request
 from lockstep.rollout.engine_service import EngineService, Outbox
 from lockstep.rollout.errors import BadLogits, BadRequest
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.weights.weight_plan import WeightPlan
 from lockstep.weights.weight_store import WeightStore
 
@@ -39,7 +39,7 @@ def ask(n, tokens=5):
 def taken(engine, ack=0):
     """What `collect` answers by now; None where it does not yet."""
     answers = []
-    engine.collect(ack).when_over(lambda value, error: answers.append((value, error)))
+    engine.collect(ack).on_settled(lambda value, error: answers.append((value, error)))
     for value, error in answers:
         if error is not None:
             raise error
@@ -135,7 +135,7 @@ def test_completions_are_the_same_after_they_have_travelled():
 def test_an_engine_that_has_others_as_urgent_tells_of_several_at_a_time(model):
     engine, told = service(model), []
     engine.submit([*ask(2, tokens=3), Request("long", "h", np.array([4], np.int32), 9, max_tokens=9, ignore_eos=True)])
-    engine.collect(0, 60.0).when_over(lambda value, error: told.append(value))
+    engine.collect(0, 60.0).on_settled(lambda value, error: told.append(value))
     while engine.background():
         assert told == []
     assert [each.request for each in told[0].completions] == ["r0", "r1", "long"]
@@ -173,14 +173,14 @@ def test_decodes_in_the_background(model):
 def test_completions_are_told_when_they_are_there(model):
     engine, told = service(model), []
     engine.submit([*ask(3, tokens=3), Request("long", "h", np.array([4], np.int32), 9, max_tokens=9, ignore_eos=True)])
-    engine.collect().when_over(lambda value, error: told.append((value, error)))
+    engine.collect().on_settled(lambda value, error: told.append((value, error)))
     engine.background()
     engine.background()
     assert told == [], "nothing has finished"
     engine.background()
     ((first, error),) = told
     assert error is None and {each.request for each in first.completions} == {"r0", "r1", "r2"}
-    engine.collect(first.sequence).when_over(lambda value, error: told.append((value, error)))
+    engine.collect(first.sequence).on_settled(lambda value, error: told.append((value, error)))
     engine.background()
     while engine.background():
         assert len(told) == 1
@@ -225,9 +225,9 @@ def test_takes_weights_from_the_store(model, tmp_path):
     store = WeightStore.create(tmp_path / "w", plan, writers=1)
     store.write_shards(0, 5, [Shard(name, 0, torch.full_like(each, 0.25)) for name, each in parameters.items()])
     store.commit(5)
-    moves = writer.current_beacon().moves
+    moves = current_beacon().moves
     engine.load_weights(str(store.folder), 5)
-    assert writer.current_beacon().moves - moves >= 2 * len(parameters), "as each is checked, and as each is taken"
+    assert current_beacon().moves - moves >= 2 * len(parameters), "as each is checked, and as each is taken"
     assert engine.progress().version == 5
     assert all(bool((parameter == 0.25).all()) for parameter in parameters.values())
     fresh = service(model, reader="lockstep.weights.shared_memory:StoreReader", weights=str(store.folder), version=5)
@@ -244,7 +244,7 @@ def test_a_failure_reaches_who_collects(model):
         engine._engine.lm.get_input_embeddings().weight.fill_(torch.nan)
     engine.submit(ask(2))
     told = []
-    engine.collect().when_over(lambda value, error: told.append(error))
+    engine.collect().on_settled(lambda value, error: told.append(error))
     assert engine.background() is False
     assert isinstance(told[0], BadLogits)
     for _ in range(2):
@@ -257,7 +257,7 @@ def test_a_failure_reaches_who_collects(model):
 def test_a_renewed_engine_answers_who_has_asked(model):
     engine, told = service(model), []
     engine.submit(ask(2))
-    engine.collect().when_over(lambda value, error: told.append((value, error)))
+    engine.collect().on_settled(lambda value, error: told.append((value, error)))
     engine.background()
     engine.renew()
     assert told == [(CompletionBatch.of(0, []), None)], "the question is not open for good"

@@ -25,28 +25,12 @@ from lockstep.base.transport.frames import (
     MAX_FRAME,
     Connection,
     ConnectionClosed,
-    FrameTooLarge,
     HandshakeRefused,
     PeerIdentity,
     RefusalCode,
-    SendTimeout,
     WireError,
     os_error_reason,
 )
-
-__all__ = [
-    "HANDSHAKE_S",
-    "MAX_FRAME",
-    "Connection",
-    "ConnectionClosed",
-    "FrameTooLarge",
-    "HandshakeRefused",
-    "Listener",
-    "PeerIdentity",
-    "SendTimeout",
-    "WireError",
-    "connect",
-]
 
 HANDSHAKE_S = 10.0
 """A dialling peer proves itself within this time or is dropped."""

@@ -1,8 +1,9 @@
 """The worker's I/O thread: one reconnecting connection to the controller, and the lease on it.
 
-It never waits for the main thread. While the worker has work it sends a pulse each second; when the controller is
-gone for longer than the grace, the process leaves, in order if the main thread can, else by `os._exit`. When another
-controller has the run by then, it goes over to that one: nothing that the first one asked for is done any more.
+The thread never waits for the main thread. While the worker has work, it sends a heartbeat each second. When the
+controller has been gone for longer than the grace, the process exits: in order if the main thread can, else by
+`os._exit`. When another controller has taken over the run by then, the worker connects to that one and drops all calls
+of the first.
 """
 
 import contextlib
@@ -35,26 +36,26 @@ from lockstep.cluster.rpc.rpc_messages import (
 )
 from lockstep.cluster.rpc.service_runner import ServiceRunner
 from lockstep.watch.agent.service_discovery import Leader
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 from lockstep.watch.procfs.processes import is_alive
 
 HEARTBEAT_S = 1.0
 SIGNAL_RETRY_S = 0.1
-"""How often a signal that the main thread has not heard is sent to it again."""
+"""Interval at which a signal is resent that the main thread has not handled."""
 CLOSE_LIMIT_S = 2.0
-"""An orphan's main thread gets this long to close the service before the process ends anyhow."""
+"""Time for an orphan's main thread to close the service before the process exits regardless."""
 MIN_CONNECTION_S = 1.0
-"""Who ends a connection this soon has not taken it."""
+"""A connection that ends sooner than this counts as not accepted."""
 ORPHANED_EXIT_CODE = 75
 """Exit code of a worker whose controller is gone."""
 
 
 class ControllerConnection:
-    """The connection to the controller, kept up by a thread of its own.
+    """The connection to the controller, maintained by a thread of its own.
 
     Args:
-        run, name: of the worker that dials.
-        leader: who its controller is, and on whose behalf it lives.
+        run, name: of this worker.
+        leader: the current controller.
     """
 
     def __init__(self, run: str, name: str, token: str, leader: Leader) -> None:
@@ -63,10 +64,10 @@ class ControllerConnection:
         self._connection: Connection | None = None
         self._received = START_CALL_ID
         self._kept: dict[int, tuple[bytes, Payload | bytearray]] = {}
-        self._lost_at = self._alone_at = self._dialled_at = time.monotonic()
+        self._lost_since = self._alone_since = self._connected_at = time.monotonic()
         self._refused = ""
         self._orphan_since: float | None = None
-        self._dial_at = self._pulse_at = 0.0
+        self._connect_at = self._heartbeat_at = 0.0
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -75,35 +76,35 @@ class ControllerConnection:
         self._watched: Connection | None = None
         self._main = threading.main_thread()
         self._finished_at: float | None = None
-        self._unheard_at: float | None = None
+        self._unhandled_since: float | None = None
         self._service: ServiceRunner | None = None
 
     def start(self, service: ServiceRunner) -> None:
-        """From the main thread."""
+        """Called from the main thread."""
         self._service = service
         signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._run, name="lockstep-uplink", daemon=True).start()
 
     def answer(self, message: ResultMessage | FailureMessage, payload: Payload = b"") -> None:
-        """Keeps an answer until it is acknowledged, and sends it if it can. From any thread; never blocks."""
+        """Keeps a result until it is acknowledged, and sends it if possible. From any thread; never blocks."""
         parts = pack_message(message, payload)
         with self._lock:
             if START_CALL_ID < message.id <= call_id_base(self._leader.generation):
-                return  # nobody is there any more who asked for it
+                return  # the controller that sent the call is gone
             self._kept[message.id] = parts
             self._send(*parts)
 
-    def heard(self) -> None:
-        """The main thread runs its signal handler."""
-        self._unheard_at = None
+    def signal_handled(self) -> None:
+        """The main thread has handled its signal."""
+        self._unhandled_since = None
 
     def finished(self) -> None:
-        """The main thread is through; from here on the process may not linger."""
+        """The main thread has finished; the process must exit soon."""
         self._finished_at = time.monotonic()
         self._wake()
 
     def flush(self, seconds: float) -> None:
-        """Gives the last answers a little time to leave."""
+        """Gives the last results a little time to be sent."""
 
         def written() -> bool | None:
             connection = self._connection
@@ -111,22 +112,22 @@ class ControllerConnection:
 
         with contextlib.suppress(WaitTimeout):
             waits.poll(
-                written, kind="send", waits_for="controller", why="the last answers", every_s=0.005, timeout_s=seconds,
+                written, kind="send", waits_for="controller", why="the last results", every_s=0.005, timeout_s=seconds,
             )  # fmt: skip
 
     def _run(self) -> None:
         while True:
-            if self._connection is None or time.monotonic() >= self._pulse_at:
-                self._follow()
-            if self._connection is None and time.monotonic() >= self._dial_at:
-                self._dial()
-            self._watch_lease()
+            if self._connection is None or time.monotonic() >= self._heartbeat_at:
+                self._follow_leader()
+            if self._connection is None and time.monotonic() >= self._connect_at:
+                self._connect()
+            self._check_lease()
             self._repeat_signal()
-            self._pulse()
-            self._look()
+            self._send_heartbeat()
+            self._select()
 
-    def _look(self) -> None:
-        """Waits for something to read or write, at most until the next pulse, dial or lease check."""
+    def _select(self) -> None:
+        """Waits for data to read or write, at most until the next heartbeat, reconnect or lease check."""
         connection = self._connection
         if connection is not self._watched:
             if self._watched is not None:
@@ -136,19 +137,19 @@ class ControllerConnection:
             if connection is not None:
                 self._selector.register(connection, selectors.EVENT_READ)
         if connection is None:
-            timeout = max(0.0, min(self._dial_at - time.monotonic(), 0.1))
+            timeout = max(0.0, min(self._connect_at - time.monotonic(), 0.1))
         else:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.pending else 0)
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.modify(connection, events)
-            timeout = max(0.0, min(self._pulse_at - time.monotonic(), HEARTBEAT_S))
-        if self._unheard_at is not None:
+            timeout = max(0.0, min(self._heartbeat_at - time.monotonic(), HEARTBEAT_S))
+        if self._unhandled_since is not None:
             timeout = min(timeout, SIGNAL_RETRY_S)
         ready = {key.fileobj for key, _ in self._selector.select(timeout)}
         if self._wake_in in ready:
             with contextlib.suppress(BlockingIOError):
-                if signal.SIGTERM in self._wake_in.recv(4096) and self._unheard_at is None:
-                    self._unheard_at = time.monotonic()
+                if signal.SIGTERM in self._wake_in.recv(4096) and self._unhandled_since is None:
+                    self._unhandled_since = time.monotonic()
         if connection is not None and connection in ready:
             self._exchange(connection)
 
@@ -156,11 +157,11 @@ class ControllerConnection:
         try:
             connection.flush()
             while (frame := connection.recv(0)) is not None:
-                self._take(frame)
+                self._handle(frame)
         except (WireError, ValueError) as error:
-            self._lose(connection, str(error))
+            self._drop(connection, str(error))
 
-    def _take(self, frame: bytearray) -> None:
+    def _handle(self, frame: bytearray) -> None:
         message, payload = unpack_to_worker(frame)
         match message:
             case CallMessage(id=number):
@@ -179,25 +180,25 @@ class ControllerConnection:
             for number in ids:
                 self._kept.pop(number, None)
 
-    def _follow(self) -> None:
-        """Goes over to a later controller, where there is one and this process does not leave already."""
+    def _follow_leader(self) -> None:
+        """Switches to a later controller if there is one and this process is not exiting."""
         leader = Leader.read(self._run_id)
         if leader is None or leader.generation <= self._leader.generation:
             return
         if self._service is None or self._service.leaving:
             return
-        _write_log_line(f"generation {leader.generation} has the run now")
+        _write_log_line(f"the controller of generation {leader.generation} has taken over the run")
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
                 self._connection = None
             self._leader, self._refused = leader, ""
             self._kept.clear()
-            self._lost_at = self._alone_at = time.monotonic()
-            self._dial_at = 0.0
+            self._lost_since = self._alone_since = time.monotonic()
+            self._connect_at = 0.0
         self._service.renew()
 
-    def _dial(self) -> None:
+    def _connect(self) -> None:
         here = self._leader
         try:
             connection = auth_handshake.connect(
@@ -207,89 +208,89 @@ class ControllerConnection:
         except WireError as error:
             if isinstance(error, HandshakeRefused) and error.code != "protocol":
                 self._refused = error.why
-            self._dial_later()
+            self._connect_later()
             return
         with self._lock:
-            self._connection, self._dialled_at = connection, time.monotonic()
+            self._connection, self._connected_at = connection, time.monotonic()
             self._send(*pack_message(ResumeMessage(self._received, os.getpid())))
             for parts in list(self._kept.values()):
                 self._send(*parts)
         self._orphan_since = None
 
-    def _dial_later(self) -> None:
+    def _connect_later(self) -> None:
         now = time.monotonic()
-        self._dial_at = now + min(1.0, 0.05 + 0.2 * (now - self._lost_at))
+        self._connect_at = now + min(1.0, 0.05 + 0.2 * (now - self._lost_since))
 
     def _send(self, *parts: bytes | bytearray | memoryview) -> None:
         """Needs the lock."""
-        queue_message(self._connection, parts, self._lose, self._wake)
+        queue_message(self._connection, parts, self._drop, self._wake)
 
-    def _lose(self, connection: Connection, why: str) -> None:
+    def _drop(self, connection: Connection, why: str) -> None:
         with self._lock:
             if self._connection is not connection:
                 return
             connection.close()
             self._connection = None
-            if time.monotonic() - self._dialled_at < MIN_CONNECTION_S:
-                self._dial_later()
+            if time.monotonic() - self._connected_at < MIN_CONNECTION_S:
+                self._connect_later()
             else:
-                self._lost_at = self._alone_at = time.monotonic()
-                self._dial_at = 0.0
+                self._lost_since = self._alone_since = time.monotonic()
+                self._connect_at = 0.0
         self._wake()
-        _write_log_line(f"{why}; dialling again")
+        _write_log_line(f"{why}; reconnecting")
 
-    def _pulse(self) -> None:
+    def _send_heartbeat(self) -> None:
         now = time.monotonic()
-        if now < self._pulse_at:
+        if now < self._heartbeat_at:
             return
-        self._pulse_at = now + HEARTBEAT_S
-        here = writer.current_beacon()
+        self._heartbeat_at = now + HEARTBEAT_S
+        here = current_beacon()
         here.beat()
         if self._connection is not None and self._service is not None and self._service.busy:
             stage, wait = describe_service(self._service)
             with self._lock:
                 self._send(*pack_message(HeartbeatMessage(here.moves, stage, wait)))
 
-    def _watch_lease(self) -> None:
-        """Leaves when nobody is there to work for. Returns otherwise."""
+    def _check_lease(self) -> None:
+        """Ends the process when its lease has expired. Returns otherwise."""
         now = time.monotonic()
         if self._finished_at is not None and now - self._finished_at > 5.0:
-            _write_log_line("did not end within 5 s after its service closed (a thread that is no daemon?); leaving")
+            _write_log_line("still running 5 s after its service closed (a non-daemon thread?); exiting")
             os._exit(0)
         if self._connection is not None:
             return
         leader = self._leader
         lives = leader.pid is None or is_alive(leader.pid, leader.start_ticks)
         if lives:
-            self._alone_at = now
+            self._alone_since = now
         patience = max(leader.orphan_grace_s, leader.reconnect_s) if lives else leader.orphan_grace_s
-        alone = now - (self._lost_at if lives else self._alone_at)
+        alone = now - (self._lost_since if lives else self._alone_since)
         if self._refused:
-            self._orphaned(f"the controller refuses it: {self._refused}")
+            self._exit_orphaned(f"the controller refuses it: {self._refused}")
         elif alone >= patience:
-            how = "does not take the connection back" if lives else "is gone"
-            self._orphaned(f"the controller {how} since {alone:.1f} s")
+            how = "has not accepted a connection" if lives else "has been gone"
+            self._exit_orphaned(f"the controller {how} for {alone:.1f} s")
 
     def _repeat_signal(self) -> None:
-        """A signal that comes just before the main thread blocks is noted, but does not wake it: it would be heard at
-        the end of a wait that may have no end."""
-        if self._unheard_at is None or self._finished_at is not None or self._main.ident is None:
+        """Resends a signal that arrived just before the main thread blocked: it is recorded but does not wake the
+        thread, whose wait may be unbounded."""
+        if self._unhandled_since is None or self._finished_at is not None or self._main.ident is None:
             return
-        if time.monotonic() - self._unheard_at >= SIGNAL_RETRY_S:
-            self._unheard_at = time.monotonic()
+        if time.monotonic() - self._unhandled_since >= SIGNAL_RETRY_S:
+            self._unhandled_since = time.monotonic()
             signal.pthread_kill(self._main.ident, signal.SIGTERM)
 
-    def _orphaned(self, why: str) -> None:
+    def _exit_orphaned(self, why: str) -> None:
         now = time.monotonic()
         if self._orphan_since is None:
             self._orphan_since = now
-            _write_log_line(f"leaving: {why}")
+            _write_log_line(f"exiting: {why}")
             if self._service is not None:
                 self._service.leave(why)
             if self._main.is_alive() and self._main.ident is not None:
                 signal.pthread_kill(self._main.ident, signal.SIGTERM)
         elif now - self._orphan_since > CLOSE_LIMIT_S:
-            _write_log_line(f"its main thread did not come back within {CLOSE_LIMIT_S:g} s; leaving without it")
+            _write_log_line(f"its main thread did not return within {CLOSE_LIMIT_S:g} s; exiting without it")
             os._exit(ORPHANED_EXIT_CODE)
 
     def _wake(self) -> None:
@@ -302,14 +303,14 @@ class ControllerConnection:
 
 
 def describe_service(service: ServiceRunner) -> tuple[str, str]:
-    """The worker's stage and the wait of its main thread, for people."""
-    here = writer.current_beacon()
+    """The worker's stage and what its main thread waits for, for people."""
+    here = current_beacon()
     wait = here.waiting(os.getpid())
     return here.stage_name or service.running, f"{wait.waits_for} ({wait.why})" if wait is not None else ""
 
 
 def _write_log_line(text: str) -> None:
-    """Into the log, without any lock that a stuck thread could hold."""
+    """Writes to the log without any lock that a stuck thread could hold."""
     stamp = time.strftime("%H:%M:%S")
     with contextlib.suppress(OSError):
-        os.write(2, f"{stamp} uplink: {text}\n".encode())
+        os.write(2, f"{stamp} controller connection: {text}\n".encode())

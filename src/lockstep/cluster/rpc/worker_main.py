@@ -1,4 +1,9 @@
-"""The C library's allocator in a worker that computes: it keeps its memory."""
+"""`python -m lockstep.cluster.rpc.worker_main`: a process that hosts one service, its redacted log and its allocator.
+
+Its manifest is a JSON file that `LOCKSTEP_WORKER` names; the run's token is in `LOCKSTEP_TOKEN`. Neither is an argument,
+which other users could read. The controller's address is in the run's shared memory (`Leader`). stdout and stderr are
+the worker's log; SIGUSR1 writes all stacks to it.
+"""
 
 import ctypes
 import faulthandler
@@ -18,35 +23,37 @@ from lockstep.cluster.rpc.controller_connection import ORPHANED_EXIT_CODE, Contr
 from lockstep.cluster.rpc.rpc_messages import MANIFEST_VARIABLE, WorkerManifest
 from lockstep.cluster.rpc.service_runner import ServiceRunner, load_service
 from lockstep.watch.agent.service_discovery import Leader
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.recorder import recorder
 
 log = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _RETAINED_BYTES = 2**30
 
 
 def tune_malloc() -> bool:
-    """Lets glibc keep what a step frees for the next step: otherwise every large tensor is new pages from the kernel.
+    """Makes glibc keep freed memory for the next step: otherwise every large tensor needs new pages from the kernel.
 
     Returns:
-        Whether it is done; False where the C library has no `mallopt`.
+        Whether it was set; False where the C library has no `mallopt`.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or not (
         mallopt(_M_MMAP_THRESHOLD, _RETAINED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _RETAINED_BYTES)
     ):
-        log.warning("malloc is to be tuned, but this C library's malloc cannot be: left as it is")
+        log.warning("trainer.malloc is tuned, but this C library's malloc cannot be tuned: it keeps its defaults")
         return False
     return True
 
 
 class RedactedStream(io.TextIOWrapper):
-    """Text that is searched for secrets before it is written, line by line; each thread has its own unfinished line.
+    """Redacts secrets in each line before it is written; each thread has its own unfinished line.
 
     Args:
-        known: values that are secrets, besides what looks like one.
+        known: secret values, besides those that are recognised by their form.
     """
 
     def __init__(self, buffer: BinaryIO, known: Collection[str]) -> None:
@@ -62,7 +69,7 @@ class RedactedStream(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Writes an unfinished line as well, as progress bars want it. A secret in two such pieces is not seen."""
+        """Also writes an unfinished line, as progress bars need. A secret that is split between two pieces is not found."""
         rest = getattr(self._unfinished, "text", "")
         if rest:
             self._unfinished.text = ""
@@ -71,10 +78,10 @@ class RedactedStream(io.TextIOWrapper):
 
 
 def redact_worker_output(name: str) -> None:
-    """Sends what Python prints in this process, its loggers and tracebacks to stdout and stderr without what looks like
-    a secret or is the value of a variable that is called like one; SIGUSR1 and crashes write all stacks to stderr.
+    """Redacts what this process prints through Python, its loggers and tracebacks: values that look like secrets, and
+    those of variables whose names do. SIGUSR1 and crashes write all stacks to stderr.
 
-    What is written past Python, by a library in C or a child process, stays as it is.
+    The output of C libraries and child processes is not redacted.
     """
     known = secret_values(os.environ)
     sys.stdout, sys.stderr = (RedactedStream(stream.buffer, known) for stream in (sys.stdout, sys.stderr))
@@ -86,40 +93,39 @@ def redact_worker_output(name: str) -> None:
     logging.getLogger("lockstep").setLevel(logging.INFO)
 
 
-TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
-
-
 def main() -> int:
-    """Serves until it is told to leave; returns the exit code."""
-    charge = WorkerManifest.read(Path(os.environ[MANIFEST_VARIABLE]))
+    """Runs the service until the controller ends it; returns the exit code."""
+    manifest = WorkerManifest.read(Path(os.environ[MANIFEST_VARIABLE]))
     token = os.environ.pop(TOKEN_VARIABLE)
-    redact_worker_output(charge.name)
-    leader = Leader.read(charge.run)
-    if leader is None or leader.generation != charge.generation:
-        log.warning("the controller that ordered this worker (generation %d) has the run no more", charge.generation)
+    redact_worker_output(manifest.name)
+    leader = Leader.read(manifest.run)
+    if leader is None or leader.generation != manifest.generation:
+        log.warning(
+            "the controller that started this worker (generation %d) no longer has the run", manifest.generation
+        )
         return ORPHANED_EXIT_CODE
-    writer.open_beacon(charge.run, charge.name, charge.role, charge.rank).stage("start")
-    uplink = ControllerConnection(charge.run, charge.name, token, leader)
-    service = ServiceRunner(lambda: load_service(charge.service, charge.arguments), uplink)
+    open_beacon(manifest.run, manifest.name, manifest.role, manifest.rank).stage("start")
+    controller = ControllerConnection(manifest.run, manifest.name, token, leader)
+    service = ServiceRunner(lambda: load_service(manifest.service, manifest.arguments), controller)
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        uplink.heard()
+        controller.signal_handled()
         service.interrupt(signal.Signals(number).name)
 
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    uplink.start(service)
-    log.info("%s, pid %d, service %s", charge.name, os.getpid(), charge.service)
+    controller.start(service)
+    log.info("%s, pid %d, service %s", manifest.name, os.getpid(), manifest.service)
     try:
         service.run()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        uplink.flush(1.0)
-        uplink.finished()
-    log.info("leaving")
+        controller.flush(1.0)
+        controller.finished()
+    log.info("exiting")
     recorder.uninstall()
-    writer.close_beacon()
-    return ORPHANED_EXIT_CODE if uplink.orphaned else 0
+    close_beacon()
+    return ORPHANED_EXIT_CODE if controller.orphaned else 0
 
 
 if __name__ == "__main__":

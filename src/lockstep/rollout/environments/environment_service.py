@@ -32,7 +32,7 @@ from lockstep.rollout.environments.environment_messages import (
 )
 from lockstep.rollout.environments.environment_protocol import Observation, to_observation
 from lockstep.rollout.environments.tools import ToolEnvironment, reset_environment
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class EnvironmentService:
         os.nice(NICENESS)
 
     def prepare(self) -> LoadedEnvironment:
-        config, here = self._config, writer.current_beacon()
+        config, here = self._config, current_beacon()
         here.stage("loading")
         try:
             if config.path is not None:
@@ -156,7 +156,7 @@ class EnvironmentService:
             elif isinstance(error, MemoryError):
                 problem = "ran out of memory (rollout.environment.memory_mb limits its process)"
             answer = TaskResult(task.number, failure=EnvironmentFailure(problem, user_traceback(error)))
-        writer.current_beacon().add("answers", 1)
+        current_beacon().add("answers", 1)
         with self._lock:
             del self._running[task.number]
             self._kept.append(answer)

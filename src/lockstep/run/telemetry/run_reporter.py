@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from lockstep.base import waits
+from lockstep.base.bounded_wait import WaitRecord
 from lockstep.base.text import format_duration
 from lockstep.config.recipes import GRPOConfig, SFTConfig
 from lockstep.ledger.ledger import Ledger
@@ -15,48 +16,47 @@ from lockstep.report.metric_sinks import MetricSink, MetricSinks, open_sinks
 from lockstep.report.run_incidents import incidents_of, incidents_summary
 from lockstep.report.run_summary import package_versions, write_summary
 from lockstep.run.telemetry.verdict_handler import VerdictHandler
-from lockstep.watch.beacon import writer
-from lockstep.watch.beacon.beacon_records import WaitRecord
+from lockstep.watch.beacon.writer import current_beacon
 
 STATUS_INTERVAL_S = 0.5
 MAX_WORKERS_SHOWN = 2
-"""So many of those who are awaited are described."""
+"""Workers of a wait whose activity is shown."""
 
 
 @contextmanager
-def startup_status(tell: Callable[[str], None], doing: Callable[[str], str]) -> Iterator[None]:
-    """Tells twice a second, from a thread of its own, whom the thread that enters this waits for; "" where it does not.
+def startup_status(show: Callable[[str], None], worker_activity: Callable[[str], str]) -> Iterator[None]:
+    """Shows twice a second, from a thread of its own, what the calling thread waits for; "" while it does not wait.
 
     Args:
-        doing: what a worker of that name does, for after its name; empty where nothing is known of it.
+        worker_activity: what the worker of that name does, for a sentence that begins with its name; "" if unknown.
     """
-    thread, over, lock = threading.get_native_id(), threading.Event(), threading.Lock()
+    thread, done, lock = threading.get_native_id(), threading.Event(), threading.Lock()
 
-    def look() -> None:
-        while not over.is_set():
-            text = format_wait(writer.current_beacon().waiting(thread), doing, time.monotonic_ns())
-            with lock:  # what is told after the end would stay
-                if not over.is_set():
-                    tell(text)
-            waits.sleep(STATUS_INTERVAL_S, "who is awaited then")
+    def poll() -> None:
+        while not done.is_set():
+            text = format_wait(current_beacon().waiting(thread), worker_activity, time.monotonic_ns())
+            with lock:  # a text shown after the end would stay
+                if not done.is_set():
+                    show(text)
+            waits.sleep(STATUS_INTERVAL_S, "the next look at the wait")
 
-    threading.Thread(target=look, name="awaited", daemon=True).start()
+    threading.Thread(target=poll, name="startup-status", daemon=True).start()
     try:
         yield
     finally:
         with lock:
-            over.set()
-        tell("")
+            done.set()
+        show("")
 
 
-def format_wait(wait: WaitRecord | None, doing: Callable[[str], str], now_ns: int) -> str:
-    """A wait, and what those do who are waited for."""
+def format_wait(wait: WaitRecord | None, worker_activity: Callable[[str], str], now_ns: int) -> str:
+    """A wait, and what the workers it waits for do."""
     if wait is None:
         return ""
     names = wait.waits_for.partition(" and ")[0].split(", ")
-    said = [f"{name} {what}" for name in names[:MAX_WORKERS_SHOWN] if (what := doing(name))]
-    told = f": {'; '.join(said)}" if said else ""
-    return f"{wait.waits_for} ({wait.why}) for {format_duration((now_ns - wait.since_ns) / 1e9)}{told}"
+    activities = [f"{name} {what}" for name in names[:MAX_WORKERS_SHOWN] if (what := worker_activity(name))]
+    details = f": {'; '.join(activities)}" if activities else ""
+    return f"{wait.waits_for} ({wait.why}) for {format_duration((now_ns - wait.since_ns) / 1e9)}{details}"
 
 
 class StageTimers:
@@ -69,11 +69,11 @@ class StageTimers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Stages may be entered several times in a step (their times add up) but not nested."""
+        """Times a stage. Stages may be entered several times in a step (their times add up) but not nested."""
         if self.current:
             raise RuntimeError(f"stage {name!r} begins inside stage {self.current!r}")
         self.current = name
-        writer.current_beacon().stage(name)
+        current_beacon().stage(name)
         start = time.monotonic()
         try:
             yield
@@ -82,7 +82,7 @@ class StageTimers:
             self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
             self.totals[name] = self.totals.get(name, 0.0) + elapsed
             self.current = ""
-            writer.current_beacon().stage("")
+            current_beacon().stage("")
 
     def take(self) -> dict[str, float]:
         """Seconds per stage since the last call."""
@@ -91,11 +91,11 @@ class StageTimers:
 
 
 STARTUP_STAGES = ("start", "recovery")
-"""Stages in which processes start, and whoever is awaited is told at once."""
+"""Stages in which processes start, and the current wait is shown."""
 
 
 class RunReporter:
-    """Tells the console and the metric sinks what happens. Everything it shows is in the ledger as well."""
+    """Reports what happens to the console and the metric sinks. Everything it shows is in the ledger as well."""
 
     def __init__(self, config: SFTConfig | GRPOConfig, folder: Path, ledger: Ledger, run_id: str) -> None:
         self.config, self.folder, self.ledger = config, folder, ledger
@@ -107,16 +107,16 @@ class RunReporter:
             quiet=not config.report.console,
             activity=lambda: beacon_activity(run_id),
         )
-        self.stalls = VerdictHandler(self.console, ledger)
-        self.doing: Callable[[str], str] = lambda name: ""
-        """What a worker of that name does."""
+        self.verdicts = VerdictHandler(self.console, ledger)
+        self.worker_activity: Callable[[str], str] = lambda name: ""
+        """What the worker of that name does."""
         self._sinks: MetricSinks | None = None
         self._reason = "failed"
         self._tokens = 0.0
         self._start = 0
 
     def begin(self, version: int) -> None:
-        """The run begins with `version_numbers` steps done; later rows of an earlier attempt are superseded."""
+        """The run begins with `version` steps done; later rows of an earlier attempt are superseded."""
         rows = self.ledger.metrics_rows()
         self._start = version
         self._tokens = max((row.values.get("tokens/total", 0.0) for row in rows if row.step < version), default=0.0)
@@ -131,18 +131,22 @@ class RunReporter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage of the current step: timed, and shown while it lasts."""
+        """Times and shows a stage of the current step."""
         with self.stages(name):
             self.console.stage(name)
             try:
-                with startup_status(self.console.awaits, self.doing) if name in STARTUP_STAGES else nullcontext():
+                with (
+                    startup_status(self.console.awaits, self.worker_activity)
+                    if name in STARTUP_STAGES
+                    else nullcontext()
+                ):
                     yield
             finally:
                 self.console.stage("")
-        self.stalls.flush()
+        self.verdicts.flush()
 
     def step_begins(self, step: int) -> None:
-        writer.current_beacon().progress("step", step, self.config.steps)
+        current_beacon().progress("step", step, self.config.steps)
 
     def step_ends(self, step: int, row: dict[str, float]) -> None:
         """Completes the step's row of metrics and hands it to ledger, sinks and console."""
@@ -160,14 +164,13 @@ class RunReporter:
         self.console.step(step, row)
 
     def step_again(self, step: int) -> None:
-        """A step that was told of is trained again after a fault: the same metrics, and more time."""
+        """A reported step was trained again after a fault: its metrics are the same, its time is added."""
         seconds = self.stages.take()
         recovery = seconds.pop("recovery", 0.0)
         self.ledger.metrics(step, {"time/recovery_s": recovery, "time/again_s": sum(seconds.values())})
 
     def boundary_ends(self, version: int) -> None:
-        """Adds what evaluation and checkpoint took to the step before them, which is not for a resumed run to say of
-        the step that it goes on from."""
+        """Adds the time of evaluation and checkpoint to the step before them, unless that is of an earlier attempt."""
         seconds = {f"time/{name}_s": value for name, value in self.stages.take().items()}
         if version > self._start and seconds:
             self.ledger.metrics(version - 1, seconds)
@@ -180,19 +183,19 @@ class RunReporter:
     def _trackers(self) -> list[MetricSink]:
         if not self.config.tracking:
             return []
-        from lockstep.report.trackers import open_trackers  # brings what few runs need
+        from lockstep.report.trackers import open_trackers  # imports libraries that few runs need
 
         return open_trackers(self.config.tracking, self.folder, self.config.model_dump(mode="json"), package_versions())
 
     def finish(self, reason: str) -> None:
-        """Writes summary and report, and the last line. Of `failed: why` that shows the first word: whoever started
-        the run tells the rest."""
-        from lockstep.report.html_report import write_report  # brings matplotlib, which no start should wait for
+        """Writes summary, report and the last line of the console, which shows only the first word of `failed: why`;
+        the command prints the rest."""
+        from lockstep.report.html_report import write_report  # imports matplotlib, which would delay the start
 
         self._reason = reason
-        self.stalls.flush()
+        self.verdicts.flush()
         report = write_report(self.ledger, reason) if self.config.report.html else None
-        write_summary(self.ledger, reason)  # last: a run whose summary says that it is finished has nothing left to do
+        write_summary(self.ledger, reason)  # last: a summary that says finished means that all is done
         incidents = incidents_summary(incidents_of(self.ledger.events()))
         self.console.finish(reason.partition(":")[0], report, incidents)
 

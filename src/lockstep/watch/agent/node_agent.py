@@ -51,7 +51,7 @@ from lockstep.watch.agent.fork_server import become_subreaper
 from lockstep.watch.agent.monitoring_service import MonitoringService
 from lockstep.watch.agent.service_discovery import ControllerLiveness, Leader, ServiceAddress, Superseded
 from lockstep.watch.agent.worker_spawner import SpawnRequest, WorkerProcess, WorkerSpawner
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 from lockstep.watch.procfs import processes
 
 log = logging.getLogger("lockstep.watch.agent.node_agent")
@@ -120,7 +120,7 @@ class NodeAgent:
         """Serves until everything has ended."""
         become_subreaper()
         self._handle_signals()
-        own = writer.open_beacon(self.settings.run, "agent", "agent", 0)
+        own = open_beacon(self.settings.run, "agent", "agent", 0)
         own.stage("serving")
         path = self.settings.folder / "agent.json"
         highest, host, port = self._listener.highest, self._listener.host, self._listener.port
@@ -155,7 +155,7 @@ class NodeAgent:
                 connection.flush()
             connection.close()
         self._listener.close()
-        writer.close_beacon(remove=True)
+        close_beacon(remove=True)
         shutil.rmtree(run_shm_dir(self.settings.run), ignore_errors=True)
         ServiceAddress.withdraw(self.settings.folder / "agent.json")
 
@@ -218,7 +218,7 @@ class NodeAgent:
             "exit_code": child.exit_code, "at": child.ended_wall, "said": child.said(),
         }  # fmt: skip
         self._events.append(event)
-        writer.current_beacon().event("exit", f"{child.name} {child.exit_code}")
+        current_beacon().event("exit", f"{child.name} {child.exit_code}")
         self._watching.exited()
         for connection, attached in list(self._connections.items()):
             if attached:
@@ -336,7 +336,7 @@ class NodeAgent:
             self._leaving.kill_at = min(self._leaving.kill_at, time.monotonic() + grace_s)
             return
         log.info("leaving: %s", reason)
-        writer.current_beacon().stage("leaving")
+        current_beacon().stage("leaving")
         self._watching.leaving(reason)
         kill_at = time.monotonic() + grace_s
         self._leaving = _Shutdown(reason, kill_at, kill_at + REAP_S)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.base.bounded_wait import WaitRecord
+
 
 @dataclass(frozen=True, slots=True)
 class ProgressCounter:
@@ -11,21 +13,6 @@ class ProgressCounter:
     value: int
     total: int | None
     updated_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class WaitRecord:
-    """A wait that a thread is in. Times are nanoseconds of the host's monotonic clock."""
-
-    kind: str
-    waits_for: str
-    why: str
-    since_ns: int
-    deadline_ns: int | None
-    moved_ns: int
-    """When the one waited for last made progress, as far as the waiter saw; `since_ns` when it saw none."""
-    thread: int
-    thread_name: str
 
 
 @dataclass(frozen=True, slots=True)

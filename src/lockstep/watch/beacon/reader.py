@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.base.bounded_wait import WaitRecord
 from lockstep.base.folders import run_shm_dir
-from lockstep.watch.beacon import call_ring as tapes
+from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.beacon_records import (
     BeaconEvent,
     BeaconState,
     CallRecord,
     ProgressCounter,
-    WaitRecord,
 )
 from lockstep.watch.beacon.file_format import (
     BEAT_AT,
@@ -65,7 +65,7 @@ def read_beacon(path: Path, events: bool = True) -> BeaconState | None:
 def read_calls(path: Path, slot: int, newest: int = CALLS_PER_RING) -> tuple[CallRecord, ...]:
     """The newest calls (256 at most) of the communicator in that slot, oldest first."""
     with _open_beacon_file(path) as reading:
-        return () if reading is None else tapes.decode_calls(reading, COMMUNICATORS_AT, RINGS_AT, slot, newest)
+        return () if reading is None else call_ring.decode_calls(reading, COMMUNICATORS_AT, RINGS_AT, slot, newest)
 
 
 class BeaconReader:
@@ -157,8 +157,8 @@ def _decode_beacon(path: Path, header: tuple, reading: RecordReader, with_events
         BeaconEvent(number, at, decode_text(kind), decode_text(text))
         for number, (at, kind, text) in reading.records(EVENTS_AT, 128, MAX_EVENTS if with_events else 0, EVENT_STRUCT)
     ]
-    communicators = tapes.read_communicators(reading, COMMUNICATORS_AT, RINGS_AT)
-    moves += tapes.count_calls(reading, COMMUNICATORS_AT)
+    communicators = call_ring.read_communicators(reading, COMMUNICATORS_AT, RINGS_AT)
+    moves += call_ring.count_calls(reading, COMMUNICATORS_AT)
     _, _, _, pid, rank, start, created_ns, created_wall, run, name, role = header
     return BeaconState(
         path, decode_text(run), decode_text(name), decode_text(role), rank, pid, start, created_ns, created_wall,

@@ -14,16 +14,9 @@ import threading
 import time
 from pathlib import Path
 
-from lockstep.base.folders import make_run_shm_dir, new_run_id, run_shm_dir, shm_root
-from lockstep.watch.beacon import call_ring as tapes
-from lockstep.watch.beacon.beacon_records import (
-    BeaconEvent,
-    BeaconState,
-    CallRecord,
-    CommunicatorRecord,
-    ProgressCounter,
-    WaitRecord,
-)
+from lockstep.base.bounded_wait import WaitRecord, show_waits_on
+from lockstep.base.folders import make_run_shm_dir
+from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.file_format import (
     BEAT_AT,
     COMMUNICATORS_AT,
@@ -50,31 +43,7 @@ from lockstep.watch.beacon.file_format import (
     clear_record,
     encode_text,
 )
-from lockstep.watch.beacon.reader import read_beacon, read_beacons, read_calls
-from lockstep.watch.procfs.processes import is_alive, process_state, start_ticks
-
-__all__ = [
-    "Beacon",
-    "BeaconEvent",
-    "BeaconState",
-    "CallRecord",
-    "CommunicatorRecord",
-    "ProgressCounter",
-    "WaitRecord",
-    "close_beacon",
-    "current_beacon",
-    "is_alive",
-    "make_run_shm_dir",
-    "new_run_id",
-    "open_beacon",
-    "process_state",
-    "read_beacon",
-    "read_beacons",
-    "read_calls",
-    "run_shm_dir",
-    "shm_root",
-    "start_ticks",
-]
+from lockstep.watch.procfs.processes import start_ticks
 
 _BEACON_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
 
@@ -96,7 +65,7 @@ class Beacon:
         self._moves = 0
         self.stage_name = ""
         """What `stage` was told last."""
-        self._tape: tapes.CallRings | None = None
+        self._tape: call_ring.CallRings | None = None
         self._open = True
 
     @property
@@ -104,11 +73,11 @@ class Beacon:
         """Grows with every change of a counter or of the stage: the progress of this process in one number."""
         return self._moves
 
-    def tape(self) -> tapes.CallRings | None:
+    def tape(self) -> call_ring.CallRings | None:
         """Where calls on communicators are noted; None when the beacon is closed."""
         with self._lock:
             if self._open and self._tape is None:
-                self._tape = tapes.CallRings(self._memory, COMMUNICATORS_AT, RINGS_AT)
+                self._tape = call_ring.CallRings(self._memory, COMMUNICATORS_AT, RINGS_AT)
                 self._tape.stage(self.stage_name)
             return self._tape
 
@@ -270,7 +239,7 @@ def _clear_records(memory: mmap.mmap) -> None:
     for start, stride, count, layout in [(STAGE_AT, 0, 1, STAGE_STRUCT), *ring]:
         for at in range(start, start + max(stride, 1) * count, max(stride, 1)):
             clear_record(memory, at, layout)
-    tapes.clear_slots(memory, COMMUNICATORS_AT)
+    call_ring.clear_slots(memory, COMMUNICATORS_AT)
 
 
 def close_beacon(remove: bool = False) -> None:
@@ -287,3 +256,4 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+show_waits_on(current_beacon)

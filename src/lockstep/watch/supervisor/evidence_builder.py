@@ -224,7 +224,7 @@ def _build_processes(layout: JobLayout, heard: Sequence[HostState], lost: Sequen
         if state and state.notes:
             notes.update({first + index: note for index, note in state.notes.items()})
     return ProcessTable(
-        who=layout.who,
+        info=layout.who,
         life=life,
         exit_code=table["code"].copy(),
         ended_at=at - table["ended"],
@@ -311,9 +311,9 @@ def _build_edge(
         until=at + wait.left,
         main=wait.main,
         idle=wait.idle,
-        meeting=wait.meeting,
+        rendezvous=wait.meeting,
         members=wait.members,
-        elsewhere=elsewhere,
+        unwatched=elsewhere,
     )
 
 

@@ -296,14 +296,14 @@ class IncidentCollection:
         """Index of one that lives and is not accused, of those that wait if there are any."""
         processes = self.evidence.processes
         living = np.flatnonzero(processes.life == Liveness.RUNNING)
-        others = [int(i) for i in living if (processes.who[i].host, processes.who[i].pid) not in culprits]
+        others = [int(i) for i in living if (processes.info[i].host, processes.info[i].pid) not in culprits]
         waiting = {each.who for each in self.told.verdict.waiting}
-        return next((i for i in others if processes.who[i].name in waiting), others[0] if others else None)
+        return next((i for i in others if processes.info[i].name in waiting), others[0] if others else None)
 
     def _ask(
         self, link: AgentConnection, culprits: set[tuple[str, int | None]], innocent: int | None, native: bool
     ) -> None:
-        here = [(i, who) for i, who in enumerate(self.evidence.processes.who) if who.host == link.host]
+        here = [(i, who) for i, who in enumerate(self.evidence.processes.info) if who.host == link.host]
         ordered = sorted(here, key=lambda entry: ((entry[1].host, entry[1].pid) not in culprits, entry[0] != innocent))
         wanted = {who.pid: who.name for i, who in here if (who.host, who.pid) in culprits or i == innocent}
         self._pending += 1

@@ -32,7 +32,7 @@ from typing import Any
 from lockstep.base.transport.auth_handshake import Listener
 from lockstep.base.transport.frames import Connection
 from lockstep.watch.agent.service_discovery import ServiceAddress, is_superseded
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
 from lockstep.watch.diagnosis.diagnose import diagnose
 from lockstep.watch.diagnosis.evidence import Evidence, drop_uninformative
 from lockstep.watch.diagnosis.verdict import VerdictLevel
@@ -94,7 +94,7 @@ class Supervisor:
         """Watches until the run has ended."""
         signal.signal(signal.SIGTERM, lambda number, frame: self._end())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        own = writer.open_beacon(self.settings.run, "supervisor", "supervisor", 0)
+        own = open_beacon(self.settings.run, "supervisor", "supervisor", 0)
         own.stage("watching")
         me = ServiceAddress(
             self.settings.run, self.settings.generation, self._listener.host, self._listener.port, os.getpid()
@@ -163,7 +163,7 @@ class Supervisor:
     def _free(self, told: VerdictUpdate, evidence: Evidence) -> None:
         """Gives the verdict to all whom communicators connect with the culprits, as the exception of the collectives
         that they are in, and ends those where that is asked for."""
-        who, verdict = evidence.processes.who, told.verdict
+        who, verdict = evidence.processes.info, told.verdict
         accused = {(each.host, each.pid) for each in verdict.culprits}
         guilty = [index for index, each in enumerate(who) if (each.host, each.pid) in accused]
         if not guilty:
@@ -342,7 +342,7 @@ class Supervisor:
         for link in self._links.values():
             link.close()
         self._audience.close()
-        writer.close_beacon(remove=True)
+        close_beacon(remove=True)
         ServiceAddress.withdraw(self._path)
 
 

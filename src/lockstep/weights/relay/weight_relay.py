@@ -58,14 +58,14 @@ LinkBackend = Literal["gloo", "files"]
 
 @dataclass(frozen=True, slots=True)
 class TransferHeader:
-    """What comes before the parcels."""
+    """What comes before the chunks."""
 
     version: int
     generation: int
     limit: int
-    """Bytes of a parcel, at most: receiver and sender cut alike."""
+    """Bytes of a chunk, at most: receiver and sender cut alike."""
     which: list[int]
-    """Positions of the parcels that follow; the receiver has the others."""
+    """Positions of the chunks that follow; the receiver has the others."""
     kept: list[str]
     """Digests of the others, in their order."""
     marks: list[WriteRecord]
@@ -92,9 +92,9 @@ class WeightRelay(RelayAPI):
         generation: of the run.
         way: `gloo`, or `files` in `folder`, which all nodes see.
         store_host, store_port: of the run's rendezvous store.
-        bucket_bytes: of a parcel, at most.
+        bucket_bytes: of a chunk, at most.
         check: of what was received, against the checksums of those who wrote it.
-        delta: whether only parcels travel that have changed.
+        delta: whether only chunks travel that have changed.
         limit_s: how long a peer may make no progress.
     """
 
@@ -253,7 +253,7 @@ class WeightRelay(RelayAPI):
         self, cut: Sequence[Chunk], held: OutgoingVersion, key: tuple[int, int, tuple[int, ...]], link: RelayLink,
         look: Callable[[], None],
     ) -> list[bytes]:  # fmt: skip
-        """Digests of all parcels, made once for all receivers; they are told that it goes on."""
+        """Digests of all chunks, made once for all receivers; they are told that it goes on."""
 
         def going_on() -> object:
             self._sent[link.number] = replace(self.sent(link.number), summed=self._summed)
@@ -268,15 +268,15 @@ class WeightRelay(RelayAPI):
                 return None
 
         waits.poll(
-            made, kind="event", waits_for=f"courier of {self.node}", why="digests of the version",
+            made, kind="event", waits_for=f"relay of {self.node}", why="digests of the version",
             stall_s=self._limit_s,
             progress=going_on,
         )  # fmt: skip
         try:
             found = list(self._digests.get(key, []))
-            for parcel in cut[len(found) :]:
-                found.append(chunk_digest(parcel, held.memory))
-                self._summed += chunk_bytes(parcel)
+            for chunk in cut[len(found) :]:
+                found.append(chunk_digest(chunk, held.memory))
+                self._summed += chunk_bytes(chunk)
                 going_on()
                 look()
         finally:
@@ -301,17 +301,17 @@ class WeightRelay(RelayAPI):
         """Copies from the current version what does not come. Raises TornWeights where that is not what the sender has:
         then the next transfer brings everything."""
         coming = set(header.which)
-        kept = [parcel for position, parcel in enumerate(cut) if position not in coming]
+        kept = [chunk for position, chunk in enumerate(cut) if position not in coming]
         if not kept:
             return
         with store.current() as current:
-            for parcel, expected in zip(kept, header.kept, strict=True):
-                for run in parcel:
+            for chunk, expected in zip(kept, header.kept, strict=True):
+                for run in chunk:
                     memory[run.start : run.end] = current[run.start : run.end]
                     self._count(run.length)
-                if chunk_digest(parcel, memory).hex() != expected:
+                if chunk_digest(chunk, memory).hex() != expected:
                     self._doubted = True
-                    start, length = parcel[0].start, chunk_bytes(parcel)
+                    start, length = chunk[0].start, chunk_bytes(chunk)
                     name = next(each.name for each in reversed(store.plan.entries) if each.offset <= start)
                     raise TornWeights(header.version, f"{name}, which was not sent", start, length)
 

@@ -36,7 +36,7 @@ class StreamReceiver:
     def stream(
         self, where: Mapping[str, Any], version: int, worker: int, device: torch.device
     ) -> Generator[Iterator[tuple[str, Tensor]]]:
-        """The tensors of `version_numbers` with their names, as they come. A lot's memory is its tensors' own: it
+        """The tensors of `version_numbers` with their names, as they come. A bucket's memory is its tensors' own: it
         lives as long as one of them does. Where the context ends with an error, or before the last tensor, the
         channel is left.
 
@@ -46,19 +46,19 @@ class StreamReceiver:
 
         Raises:
             PlanMismatch: the trainer means other tensors; nothing has moved.
-            LinkFailed: it did not come, or no further; TornWeights: a lot is not what was sent.
+            LinkFailed: it did not come, or no further; TornWeights: a bucket is not what was sent.
         """
         channel, plan = StreamChannel.of(where["channel"]), WeightPlan.from_json(where["plan"])
         inlet = self._inlet(channel, plan, member_name(where["engine"], worker, channel.width), device)
-        lots = cut_buckets(plan, channel.bucket_bytes)
+        buckets = cut_buckets(plan, channel.bucket_bytes)
         whole = False
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             nonlocal whole
-            for lot, buffer in zip(lots, inlet.lots(lots, version), strict=True):
-                verify_trailer(buffer, lot, channel.number, version, channel.check)
-                current_beacon().add("bytes", lot.nbytes)
-                yield from bucket_views(buffer, lot)
+            for bucket, buffer in zip(buckets, inlet.buckets(buckets, version), strict=True):
+                verify_trailer(buffer, bucket, channel.number, version, channel.check)
+                current_beacon().add("bytes", bucket.nbytes)
+                yield from bucket_views(buffer, bucket)
             whole = True
 
         try:
@@ -93,8 +93,8 @@ class StreamReceiver:
         return inlet
 
 
-def bucket_views(buffer: Tensor, lot: TensorBucket) -> Iterator[tuple[str, Tensor]]:
-    """A lot's tensors, where they lie."""
-    for entry in lot.entries:
-        start, end = lot.place(entry)
+def bucket_views(buffer: Tensor, bucket: TensorBucket) -> Iterator[tuple[str, Tensor]]:
+    """A bucket's tensors, where they lie."""
+    for entry in bucket.entries:
+        start, end = bucket.place(entry)
         yield entry.name, buffer[start:end].view(entry.torch_dtype).view(entry.shape)

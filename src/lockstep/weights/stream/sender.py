@@ -18,7 +18,7 @@ from lockstep.weights.weight_plan import WeightPlan
 log = logging.getLogger(__name__)
 
 GatheredRows = Mapping[str, Sequence[Tensor]]
-"""Of a lot's tensors, by name: consecutive rows in the plan's types, uint8 `[bytes]` each."""
+"""Of a bucket's tensors, by name: consecutive rows in the plan's types, uint8 `[bytes]` each."""
 
 
 class StreamSender:
@@ -37,30 +37,30 @@ class StreamSender:
     def send(
         self, channel: StreamChannel, plan: WeightPlan, version: int, gathered: Iterator[GatheredRows | None]
     ) -> str:
-        """Sends a version, lot by lot as they are gathered.
+        """Sends a version, bucket by bucket as they are gathered.
 
         Args:
-            gathered: per lot what this rank is to send, None on ranks that keep nothing of it. It is exhausted in any
+            gathered: per bucket what this rank is to send, None on ranks that keep nothing of it. It is exhausted in any
                 case: to gather is a collective of all ranks.
 
         Returns:
             Why it failed, empty where it did not: the controller decides who is left out.
         """
-        lots = cut_buckets(plan, channel.bucket_bytes)
+        buckets = cut_buckets(plan, channel.bucket_bytes)
         problem, outlet = "", None
         try:
-            outlet = self._outlet(channel, plan, lots)
+            outlet = self._outlet(channel, plan, buckets)
         except LinkFailed as error:
             problem = str(error)
-        for lot, pieces in zip(lots, gathered, strict=True):
+        for bucket, pieces in zip(buckets, gathered, strict=True):
             if pieces is None or outlet is None:
                 continue
             try:
-                buffer = outlet.free(lot, version)
-                fill_bucket(buffer, lot, pieces)
-                write_trailer(buffer, lot, channel.number, version, channel.check)
-                outlet.put(lot, buffer)
-                current_beacon().add("bytes", lot.nbytes)
+                buffer = outlet.free(bucket, version)
+                fill_bucket(buffer, bucket, pieces)
+                write_trailer(buffer, bucket, channel.number, version, channel.check)
+                outlet.put(bucket, buffer)
+                current_beacon().add("bytes", bucket.nbytes)
             except LinkFailed as error:
                 problem, outlet = str(error), None
         try:
@@ -80,7 +80,7 @@ class StreamSender:
             outlet.close()
 
     def _outlet(
-        self, channel: StreamChannel, plan: WeightPlan, lots: Sequence[TensorBucket]
+        self, channel: StreamChannel, plan: WeightPlan, buckets: Sequence[TensorBucket]
     ) -> BroadcastGroup | IpcBufferWriter | None:
         """None on ranks that send nothing."""
         if channel.way == "nccl" and self.rank:
@@ -98,20 +98,20 @@ class StreamSender:
             readers = receivers_on_device(cards, self._memory.known_as(self.device))
             if not readers:
                 return None
-            outlet = IpcBufferWriter(store, channel, lots, readers, self._memory, self.device)
+            outlet = IpcBufferWriter(store, channel, buckets, readers, self._memory, self.device)
         self._open = channel, outlet
         return outlet
 
 
 @torch.no_grad()
-def fill_bucket(buffer: Tensor, lot: TensorBucket, pieces: GatheredRows) -> None:
-    """Puts a lot's tensors into their places.
+def fill_bucket(buffer: Tensor, bucket: TensorBucket, pieces: GatheredRows) -> None:
+    """Puts a bucket's tensors into their places.
 
     Raises:
         ValueError: rows are missing, or too many.
     """
-    for entry in lot.entries:
-        at, end = lot.place(entry)
+    for entry in bucket.entries:
+        at, end = bucket.place(entry)
         for piece in pieces[entry.name]:
             if at + piece.numel() > end:
                 raise ValueError(f"{entry.name}: more rows than {list(entry.shape)} were gathered")

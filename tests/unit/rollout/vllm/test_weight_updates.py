@@ -14,7 +14,7 @@ from lockstep.rollout.engine_protocol import Request
 from lockstep.rollout.errors import NoWeights, TornEngine
 from lockstep.rollout.vllm.engine import VllmEngine
 from lockstep.rollout.weight_loading import publish_worker_progress, watch_worker_progress
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import current_beacon
 
 DONE = SimpleNamespace(touched=True, error=None)
 STORE = Path("store")
@@ -88,14 +88,14 @@ def test_workers_with_different_versions_are_a_torn_engine(engine):
 
 
 def test_the_progress_of_workers_that_are_processes_of_their_own_is_the_engines():
-    code = "import sys; from lockstep.rollout.weight_loading import publish_worker_progress; from lockstep.watch.beacon import writer\n"
-    code += "with counting(sys.argv[1], int(sys.argv[2])): beacon.current().add('tensors', 1)"
-    before = writer.current_beacon().moves
+    code = "import sys; from lockstep.rollout.weight_loading import publish_worker_progress; from lockstep.watch.beacon.writer import current_beacon\n"
+    code += "with publish_worker_progress(sys.argv[1], int(sys.argv[2])): current_beacon().add('tensors', 1)"
+    before = current_beacon().moves
     with watch_worker_progress(2) as path:
         for worker in "01":
             subprocess.run([sys.executable, "-c", code, path, worker], check=True, timeout=60)
         deadline = time.monotonic() + 30
-        while writer.current_beacon().moves == before:
+        while current_beacon().moves == before:
             assert time.monotonic() < deadline
             time.sleep(0.01)
     with watch_worker_progress(1) as path, publish_worker_progress(path, 0):

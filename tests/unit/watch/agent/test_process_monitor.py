@@ -17,7 +17,7 @@ from lockstep.watch.agent.report_builder import ReportBuilder
 from lockstep.watch.agent.report_messages import PROCESS_RECORD, decode_report, encode_report
 from lockstep.watch.agent.worker_spawner import WorkerProcess
 from lockstep.watch.attach.run_observer import RunObserver, run_of_process
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 from lockstep.watch.diagnosis.evidence_types import Liveness
 from lockstep.watch.diagnosis.verdict import StallThresholds, VerdictKind
 from lockstep.watch.procfs import processes
@@ -31,9 +31,9 @@ CHILD = "import sys; sys.stdin.readline(); "
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
     name = new_run_id("eyes")
-    writer.open_beacon(name, "policy-0", "policy", 0).stage("train")
+    open_beacon(name, "policy-0", "policy", 0).stage("train")
     yield name
-    writer.close_beacon(remove=True)
+    close_beacon(remove=True)
 
 
 def until(check: object, seconds: float = 20.0) -> None:
@@ -51,7 +51,7 @@ def test_a_look_says_who_is_there_and_moves(run: str) -> None:
     assert (who.name, who.role, who.rank, who.pid, who.host) == ("policy-0", "policy", 0, os.getpid(), "here")
     life, _, ended, moved, _, same = PROCESS_RECORD.unpack(state.processes)
     assert life == Liveness.RUNNING and moved < 5 and ended != ended and same != same and state.stages == ("train",)
-    writer.current_beacon().progress("steps", 1)
+    current_beacon().progress("steps", 1)
     eyes.look({})
     again, state = teller.tell(eyes)
     assert again is roster and PROCESS_RECORD.unpack(state.processes)[3] < moved + 5
@@ -104,8 +104,8 @@ def test_the_end_of_somebody_elses_child_is_known_with_its_code(run: str, how: s
 def child(run: str) -> Iterator["subprocess.Popen[str]"]:
     """A rank of the run, policy-1, that sleeps in its stage."""
     script = (
-        "import sys, time; from lockstep.watch.beacon import writer;"
-        f"beacon.open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True); time.sleep(60)"
+        "import sys, time; from lockstep.watch.beacon.writer import open_beacon;"
+        f"open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True); time.sleep(60)"
     )
     made = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
@@ -180,8 +180,8 @@ def test_who_looks_late_says_of_nobody_that_it_did_nothing(
 
 def test_work_counts_as_activity_and_waiting_does_not(run: str) -> None:
     script = (
-        "import sys, time; from lockstep.watch.beacon import writer;"
-        f"beacon.open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True);"
+        "import sys, time; from lockstep.watch.beacon.writer import open_beacon;"
+        f"open_beacon({run!r}, 'policy-1', 'policy', 1).stage('train'); print('up', flush=True);"
         "sys.stdin.readline(); end = time.process_time() + 1.0\n"
         "while time.process_time() < end: pass\n"
         "print('done', flush=True); sys.stdin.readline()"
@@ -238,7 +238,7 @@ def test_suspects_are_those_that_stand_still_and_are_not_idle(run: str) -> None:
 def test_stages_that_ended_are_what_others_are_held_against(run: str) -> None:
     eyes = ProcessMonitor(run)
     eyes.look({})
-    writer.current_beacon().stage("save")
+    current_beacon().stage("save")
     eyes.look({})
     assert 0 < eyes.history.expected_s("policy", "train") < 60
     assert eyes.history.expected_s("policy", "save") != eyes.history.expected_s("policy", "save")
@@ -291,9 +291,9 @@ def test_one_that_ended_and_was_replaced_explains_nothing_any_more(run: str) -> 
 WAITS = """
 from lockstep.base.bounded_wait import track_wait
 import sys, time
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 from lockstep.base import waits
-own = writer.open_beacon(sys.argv[1], sys.argv[2], "policy", int(sys.argv[2][-1]))
+own = open_beacon(sys.argv[1], sys.argv[2], "policy", int(sys.argv[2][-1]))
 own.stage("train")
 print("up", flush=True)
 if sys.argv[2] == "policy-0":

@@ -207,7 +207,7 @@ def test_a_meeting_that_is_over_expects_nobody() -> None:
     inbox = evidence_of([0, 1, 2], [0, 1, 2], ExpectedRanks(0, 3, 4))
     assert Liveness.UNSEEN in inbox.evidence(100.0).processes.life
     inbox.receive(encode_report(StateReport("a", 1, pack_process() * 3)), 101.0)
-    assert len(inbox.evidence(101.0).processes.who) == 3
+    assert len(inbox.evidence(101.0).processes.info) == 3
 
 
 def test_who_should_come_goes_over_the_wire() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from lockstep.base.bounded_wait import track_wait
 from lockstep.base.folders import new_run_id, run_shm_dir
-from lockstep.watch.beacon import writer
 from lockstep.watch.beacon.beacon_records import BeaconState
 from lockstep.watch.beacon.file_format import (
     COUNTER_STRUCT,
@@ -25,14 +24,15 @@ from lockstep.watch.beacon.file_format import (
     MAX_WAITS,
 )
 from lockstep.watch.beacon.reader import read_beacons
+from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 from lockstep.watch.procfs import processes
 
 WRITER = """
 from lockstep.base.bounded_wait import track_wait
 import itertools, sys, time
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon.writer import close_beacon, current_beacon, open_beacon
 from lockstep.base import waits
-b = writer.open_beacon(sys.argv[1], "writer", "policy", 1)
+b = open_beacon(sys.argv[1], "writer", "policy", 1)
 b.stage("train")
 for n in itertools.count(1):
     b.progress("tokens", n, 10 * n)
@@ -47,7 +47,7 @@ for n in itertools.count(1):
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path / "beacons"))
     yield new_run_id("test run!")
-    writer.close_beacon()
+    close_beacon()
 
 
 @pytest.fixture
@@ -89,14 +89,14 @@ def test_what_is_written_is_read(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_BEACONS", str(tmp_path_factory.mktemp("beacons")))
-        writing = writer.open_beacon("r", "p-1", role[:8], rank)
+        writing = open_beacon("r", "p-1", role[:8], rank)
         writing.stage(stage)
         for name, (value, total) in counters.items():
             writing.progress(name, value, total)
         for kind, text in events:
             writing.event(kind, text)
         state = only("r")
-        writer.close_beacon()
+        close_beacon()
     assert (state.run, state.name, state.role, state.rank, state.stage) == ("r", "p-1", role[:8], rank, stage)
     assert {name: (c.value, c.total) for name, c in state.counters.items()} == counters
     assert [(e.kind, e.text) for e in state.events] == events[-MAX_EVENTS:]
@@ -106,14 +106,14 @@ def test_what_is_written_is_read(
 
 
 def test_long_texts_are_cut_at_a_character(run: str) -> None:
-    writer.open_beacon(run, "me", "r" * 99, 0).stage("é" * 200)
+    open_beacon(run, "me", "r" * 99, 0).stage("é" * 200)
     state = only(run)
     assert state.stage == "é" * 48
     assert state.role == "r" * 32
 
 
 def test_moves_count_changes_only(run: str) -> None:
-    own = writer.open_beacon(run, "me", "policy", 0)
+    own = open_beacon(run, "me", "policy", 0)
     for _ in range(3):
         own.progress("tokens", 5, 10)
     own.add("tokens", 2)
@@ -125,7 +125,7 @@ def test_moves_count_changes_only(run: str) -> None:
 
 
 def test_more_counters_than_fit_still_move(run: str) -> None:
-    own = writer.open_beacon(run, "me", "policy", 0)
+    own = open_beacon(run, "me", "policy", 0)
     for i in range(MAX_COUNTERS + 5):
         own.progress(f"c{i}", 1)
     assert own.moves == MAX_COUNTERS + 5
@@ -133,7 +133,7 @@ def test_more_counters_than_fit_still_move(run: str) -> None:
 
 
 def test_folder_and_file_are_private(run: str) -> None:
-    own = writer.open_beacon(run, "me", "policy", 0)
+    own = open_beacon(run, "me", "policy", 0)
     assert stat.S_IMODE(own.path.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(own.path.stat().st_mode) == 0o600
     assert [path.name for path in own.path.parent.iterdir()] == ["me.beacon"]
@@ -145,7 +145,7 @@ def test_refuses_names_that_are_no_names(bad: str, run: str) -> None:
         run_shm_dir(bad)
     if len(bad) != 80:
         with pytest.raises(ValueError, match="expected"):
-            writer.open_beacon(run, bad, "policy", 0)
+            open_beacon(run, bad, "policy", 0)
 
 
 def test_run_ids_are_unique_names_of_folders(run: str) -> None:
@@ -156,7 +156,7 @@ def test_run_ids_are_unique_names_of_folders(run: str) -> None:
 
 
 def test_waits_are_shown_innermost_per_thread(run: str) -> None:
-    writer.open_beacon(run, "me", "policy", 0)
+    open_beacon(run, "me", "policy", 0)
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -174,18 +174,18 @@ def test_waits_are_shown_innermost_per_thread(run: str) -> None:
         deadline = shown["MainThread"].deadline_ns
         assert deadline is not None
         assert deadline - shown["MainThread"].since_ns == 9_000_000_000
-        own, others = (writer.current_beacon().waiting(id or 0) for id in (threading.get_native_id(), thread.native_id))
+        own, others = (current_beacon().waiting(id or 0) for id in (threading.get_native_id(), thread.native_id))
         assert own is not None and others is not None
         assert (own.waits_for, others.waits_for) == ("inner", "reward-0"), "without a look at the file"
         assert shown["scorer"].kind == "queue.get"
         assert shown["scorer"].thread == thread.native_id
     leave.set()
     thread.join(10)
-    assert only(run).waits == () and writer.current_beacon().waiting(threading.get_native_id()) is None
+    assert only(run).waits == () and current_beacon().waiting(threading.get_native_id()) is None
 
 
 def test_an_outer_wait_comes_back(run: str) -> None:
-    writer.open_beacon(run, "me", "policy", 0)
+    open_beacon(run, "me", "policy", 0)
     with track_wait("call", "outer", "o", timeout_s=7):
         with track_wait("call", "inner", "i", timeout_s=7):
             pass
@@ -193,7 +193,7 @@ def test_an_outer_wait_comes_back(run: str) -> None:
 
 
 def test_more_threads_than_slots_wait_unseen_and_unharmed(run: str) -> None:
-    writer.open_beacon(run, "me", "policy", 0)
+    open_beacon(run, "me", "policy", 0)
     go, here = threading.Event(), threading.Barrier(31)
 
     def one(i: int) -> None:
@@ -215,12 +215,12 @@ def test_more_threads_than_slots_wait_unseen_and_unharmed(run: str) -> None:
 
 
 def test_a_forked_child_does_not_write_into_its_parents_beacon(run: str) -> None:
-    writer.open_beacon(run, "me", "policy", 0).stage("parent")
+    open_beacon(run, "me", "policy", 0).stage("parent")
     with track_wait("call", "x", "y", timeout_s=9):
         child = os.fork()
         if child == 0:
             with track_wait("call", "child", "y", timeout_s=9):
-                writer.current_beacon().stage("child")
+                current_beacon().stage("child")
                 os._exit(0)
         os.waitpid(child, 0)
         assert (only(run).stage, [w.waits_for for w in only(run).waits]) == ("parent", ["x"])
@@ -270,7 +270,7 @@ def test_readable_when_the_writer_is_stopped_or_dead(
 
 
 def test_a_record_torn_for_good_is_left_out_and_counted(run: str) -> None:
-    own = writer.open_beacon(run, "me", "policy", 0)
+    own = open_beacon(run, "me", "policy", 0)
     own.stage("train")
     own.progress("a", 1)
     own.progress("b", 2)
@@ -286,7 +286,7 @@ def test_a_record_torn_for_good_is_left_out_and_counted(run: str) -> None:
 def test_garbage_is_tolerated(tmp_path_factory: pytest.TempPathFactory, garbage: bytes, at: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_BEACONS", str(tmp_path_factory.mktemp("beacons")))
-        own = writer.open_beacon("r", "me", "policy", 0)
+        own = open_beacon("r", "me", "policy", 0)
         own.stage("train")
         own.progress("a", 1)
         folder = own.path.parent
@@ -298,7 +298,7 @@ def test_garbage_is_tolerated(tmp_path_factory: pytest.TempPathFactory, garbage:
             file.seek(at)
             file.write(garbage[: FIXED_SIZE - at])
         assert len(read_beacons("r")) <= 2
-        writer.close_beacon()
+        close_beacon()
         with own.path.open("r+b") as file:
             file.truncate(at)
         read_beacons("r")
@@ -309,14 +309,14 @@ def test_a_run_nobody_has_started_has_no_beacons(run: str) -> None:
 
 
 def test_reopening_replaces_the_file_and_closing_keeps_it_as_evidence(run: str) -> None:
-    writer.open_beacon(run, "me", "policy", 0).stage("old")
-    own = writer.open_beacon(run, "me", "policy", 0)
+    open_beacon(run, "me", "policy", 0).stage("old")
+    own = open_beacon(run, "me", "policy", 0)
     assert only(run).stage == ""
     own.stage("new")
-    writer.close_beacon()
+    close_beacon()
     own.stage("after the end")
-    writer.current_beacon().add("nothing")
+    current_beacon().add("nothing")
     assert only(run).stage == "new"
-    writer.open_beacon(run, "me", "policy", 0)
-    writer.close_beacon(remove=True)
+    open_beacon(run, "me", "policy", 0)
+    close_beacon(remove=True)
     assert read_beacons(run) == []

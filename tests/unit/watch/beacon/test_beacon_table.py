@@ -2,10 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.base.bounded_wait import track_wait
-from lockstep.watch.beacon import beacon_table, writer
-from lockstep.watch.beacon.beacon_records import BeaconState, ProgressCounter, WaitRecord
+from lockstep.base.bounded_wait import WaitRecord, track_wait
+from lockstep.watch.beacon import beacon_table
+from lockstep.watch.beacon.beacon_records import BeaconState, ProgressCounter
 from lockstep.watch.beacon.beacon_table import BeaconSnapshot
+from lockstep.watch.beacon.writer import close_beacon, open_beacon
 
 S = 1_000_000_000
 
@@ -73,7 +74,7 @@ def test_edges_and_the_quiet() -> None:
 
 def test_rows_of_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
-    own = writer.open_beacon("r", "engine-3", "engine", 3)
+    own = open_beacon("r", "engine-3", "engine", 3)
     try:
         own.stage("rollout")
         own.progress("tokens", 10)
@@ -82,7 +83,7 @@ def test_rows_of_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with track_wait("sleep", "x", "y", timeout_s=9):
             (row,) = beacon_table.process_rows(beacon_table.take_snapshot("r"), before)
     finally:
-        writer.close_beacon()
+        close_beacon()
     assert (row.name, row.role, row.rank, row.alive, row.stage) == ("engine-3", "engine", 3, True, "rollout")
     assert row.counters[0].rate is not None
     assert row.counters[0].rate > 0

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.watch.beacon import call_ring as tapes
-from lockstep.watch.beacon import writer
+from lockstep.watch.beacon import call_ring
 from lockstep.watch.beacon.beacon_records import CommunicatorRecord
 from lockstep.watch.beacon.file_format import (
     CALL_WORDS,
@@ -25,33 +24,34 @@ from lockstep.watch.beacon.file_format import (
     SEPARATOR,
 )
 from lockstep.watch.beacon.reader import read_beacon, read_calls
+from lockstep.watch.beacon.writer import Beacon, close_beacon, open_beacon
 
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_BEACONS", str(tmp_path))
-    yield writer.open_beacon("run-1", "policy-1", "policy", 1)
-    writer.close_beacon()
+    yield open_beacon("run-1", "policy-1", "policy", 1)
+    close_beacon()
 
 
-def line_of(mine: writer.Beacon, name: str = "0") -> tapes.CommunicatorSlot:
+def line_of(mine: Beacon, name: str = "0") -> call_ring.CommunicatorSlot:
     line = mine.tape().open_line(11, 22, name, "fsdp", "gloo", 4, 1)
     assert line is not None
     return line
 
 
-def read(mine: writer.Beacon) -> CommunicatorRecord:
+def read(mine: Beacon) -> CommunicatorRecord:
     (only,) = read_beacon(mine.path).communicators
     return only
 
 
-def label(mine: writer.Beacon, operation: str = "all_reduce", root: str = "") -> int:
+def label(mine: Beacon, operation: str = "all_reduce", root: str = "") -> int:
     return mine.tape().text(SEPARATOR.join([operation, "float32", root, "layers.3", "[2, 3]"]))
 
 
 def test_a_call_is_read_as_it_was_written(mine):
     line, texts = line_of(mine), mine.tape()
-    words = tapes.pack_text_numbers(label(mine, root="3"), texts.text("/a/b.py:31 in f"))
+    words = call_ring.pack_text_numbers(label(mine, root="3"), texts.text("/a/b.py:31 in f"))
     texts.stage("train")
     at = line.enter(7, 5, 2**64 - 1, words, texts.find_where())
     inside = read(mine)
@@ -115,7 +115,7 @@ def test_the_ring_holds_the_newest_calls_in_order(tmp_path_factory, calls, newes
     base = tmp_path_factory.mktemp("ring")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_BEACONS", str(base))
-        mine = writer.open_beacon("run-1", "w", "policy", 0)
+        mine = open_beacon("run-1", "w", "policy", 0)
         line = line_of(mine)
         for number in range(1, calls + 1):
             line.leave(line.enter(number, number, number * 3))
@@ -123,13 +123,13 @@ def test_the_ring_holds_the_newest_calls_in_order(tmp_path_factory, calls, newes
         assert [call.seq for call in found] == list(range(1, calls + 1))[-min(newest, CALLS_PER_RING) :]
         assert all(call.signature == 3 * call.seq for call in found)
         assert read_beacon(mine.path).moves == calls
-        writer.close_beacon()
+        close_beacon()
 
 
 def test_a_text_that_was_overwritten_is_unknown_and_never_another(mine):
     line, texts = line_of(mine), mine.tape()
     old = label(mine)
-    line.leave(line.enter(1, 1, 5, tapes.pack_text_numbers(old, texts.text("here"))))
+    line.leave(line.enter(1, 1, 5, call_ring.pack_text_numbers(old, texts.text("here"))))
     for number in range(MAX_TEXTS):
         texts.text(f"text {number}")
     (call,) = read_calls(mine.path, 0)

@@ -33,7 +33,7 @@ def shifted(evidence: Evidence, by: float) -> Evidence:
 def permuted(evidence: Evidence, rng: random.Random) -> Evidence:
     """Processes, communicators, their members and calls in another order."""
     processes, members, calls = evidence.processes, evidence.communicators, evidence.calls
-    new_to_old = list(range(len(processes.who)))
+    new_to_old = list(range(len(processes.info)))
     rng.shuffle(new_to_old)
     place = np.argsort(new_to_old)
     order = list(range(len(members.about)))
@@ -52,8 +52,8 @@ def permuted(evidence: Evidence, rng: random.Random) -> Evidence:
     return replace(
         evidence,
         processes=ProcessTable(
-            who=[processes.who[i] for i in new_to_old], life=processes.life[pick], exit_code=processes.exit_code[pick],
-            ended_at=processes.ended_at[pick], moved_at=processes.moved_at[pick], active_at=processes.active_at[pick],
+            info=[processes.info[i] for i in new_to_old], life=processes.life[pick],
+            exit_code=processes.exit_code[pick], ended_at=processes.ended_at[pick], moved_at=processes.moved_at[pick], active_at=processes.active_at[pick],
             same_stack_since=processes.same_stack_since[pick], stage=[processes.stage[i] for i in new_to_old],
             notes={int(place[i]): note for i, note in processes.notes.items()},
             seen_at=None if processes.seen_at is None else processes.seen_at[pick],
@@ -82,8 +82,8 @@ def renamed(evidence: Evidence) -> Evidence:
         evidence,
         processes=replace(
             evidence.processes,
-            who=[
-                ProcessInfo(f"x-{p.name}", f"x-{p.role}", p.rank, f"x-{p.host}", p.pid) for p in evidence.processes.who
+            info=[
+                ProcessInfo(f"x-{p.name}", f"x-{p.role}", p.rank, f"x-{p.host}", p.pid) for p in evidence.processes.info
             ],
         ),
         communicators=replace(
@@ -98,13 +98,13 @@ def renamed(evidence: Evidence) -> Evidence:
 def with_healthy(evidence: Evidence, count: int) -> Evidence:
     """More processes, in a communicator of their own, all in motion."""
     processes, members, calls, at = evidence.processes, evidence.communicators, evidence.calls, evidence.at
-    first = len(processes.who)
+    first = len(processes.info)
     now = np.full(count, at - 0.05)
     signature = np.uint64(77)
     return replace(
         evidence,
         processes=ProcessTable(
-            who=[*processes.who, *(ProcessInfo(f"more-{i}", "critic", i, "hx", 5000 + i) for i in range(count))],
+            info=[*processes.info, *(ProcessInfo(f"more-{i}", "critic", i, "hx", 5000 + i) for i in range(count))],
             life=np.append(processes.life, np.zeros(count, dtype=np.int8)),
             exit_code=np.append(processes.exit_code, np.full(count, processes.exit_code.min())),
             ended_at=np.append(processes.ended_at, np.full(count, np.nan)),
@@ -150,7 +150,7 @@ def without_some(evidence: Evidence, rng: random.Random) -> Evidence:
     for column in (moved, active, stack):
         column[unseen | lost(len(column))] = np.nan
     kept = ~lost(len(calls.seq)) & ~hidden[calls.membership]
-    gone = lost(len(processes.who))
+    gone = lost(len(processes.info))
     return replace(
         evidence,
         processes=replace(

@@ -267,7 +267,7 @@ class Job:
         edges = self.edges(index, services)
         notes = {i: ProcessNote(where=rank.where, error=rank.error) for i, rank in enumerate(self.ranks)}
         processes = ProcessTable(
-            who=who,
+            info=who,
             life=np.array(life, dtype=np.int8),
             exit_code=np.array(
                 [rank.code for rank in self.ranks] + [NO_EXIT_CODE] * (len(services) + 1), dtype=np.int32

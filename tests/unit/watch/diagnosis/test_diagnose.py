@@ -97,7 +97,7 @@ def snapshot(processes: list[One], groups: list[Group] | None = None, edges: lis
     return Evidence(
         AT,
         ProcessTable(
-            who=who,
+            info=who,
             life=np.array([each.life for each in processes], dtype=np.int8),
             exit_code=np.array([each.code for each in processes], dtype=np.int32),
             ended_at=np.array([each.ended for each in processes]),
@@ -302,7 +302,7 @@ def test_who_passed_over_a_collective_in_which_another_waits_is_the_odd_one() ->
 def test_members_that_disagree_on_a_communicator_wait_for_each_other_while_it_is_made() -> None:
     def making(process: int, members: str) -> WaitEdge:
         others = tuple(int(each) for each in members.split(", ") if int(each) != process)
-        return wait(process, *others, kind="rendezvous", meeting="late (3)", members=members)
+        return wait(process, *others, kind="rendezvous", rendezvous="late (3)", members=members)
 
     lists = {0: "0, 1, 2", 1: "0, 1", 2: "0, 1, 2"}
     edges = [making(process, members) for process, members in lists.items()]
@@ -692,7 +692,7 @@ def test_a_lost_host() -> None:
 def test_who_never_joined() -> None:
     ranks = policy(4, p3=One("policy-3", Liveness.UNSEEN))
     edges = [
-        wait(p, *(q for q in range(4) if q != p), kind="rendezvous", why="init_process_group", meeting="world")
+        wait(p, *(q for q in range(4) if q != p), kind="rendezvous", why="init_process_group", rendezvous="world")
         for p in range(3)
     ]
     verdict = check(diagnose(snapshot(ranks, [], edges)), VerdictKind.ABSENT, ["policy-3"])
@@ -701,7 +701,7 @@ def test_who_never_joined() -> None:
 
 
 def test_who_is_busy_elsewhere_while_others_join() -> None:
-    edges = [wait(p, *(q for q in range(4) if q != p), kind="rendezvous", meeting="world-3") for p in range(3)]
+    edges = [wait(p, *(q for q in range(4) if q != p), kind="rendezvous", rendezvous="world-3") for p in range(3)]
     verdict = check(diagnose(snapshot(policy(4), [], edges)), VerdictKind.ABSENT, ["policy-3"])
     assert verdict.cause == "rendezvous_incomplete"
     assert verdict.explanation.startswith("rank 3 (policy, host a) has not joined world-3")
@@ -829,7 +829,7 @@ def test_healthy_is_silence() -> None:
 
 def test_a_meeting_to_which_all_have_come_and_that_does_not_end_is_told() -> None:
     """As where members make a communicator with different lists of members."""
-    edges = [wait(p, *(q for q in range(3) if q != p), kind="rendezvous", meeting="late") for p in range(3)]
+    edges = [wait(p, *(q for q in range(3) if q != p), kind="rendezvous", rendezvous="late") for p in range(3)]
     verdict = check(diagnose(snapshot(policy(3), edges=edges)), VerdictKind.UNKNOWN, [])
     assert "all have come to late, and nobody goes on" in verdict.explanation.lower()
     assert verdict.confidence <= 0.5 and verdict.collect

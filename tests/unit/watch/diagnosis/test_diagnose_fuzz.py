@@ -38,8 +38,8 @@ def nonsense(rng: random.Random) -> Evidence:
     edges = [
         WaitEdge(
             rng.randrange(count), tuple(rng.sample(range(count), rng.randint(0, min(3, count)))),
-            rng.choice(["", "judge:80"]), rng.choice(list(WaitCondition)), rng.choice(["", "http", "rendezvous"]), "why",
-            float(times(1)[0]), float(times(1)[0]), rng.random() < 0.9, rng.random() < 0.2,
+            rng.choice(["", "judge:80"]), rng.choice(list(WaitCondition)), rng.choice(["", "http", "rendezvous"]),
+            "why", float(times(1)[0]), float(times(1)[0]), rng.random() < 0.9, rng.random() < 0.2,
             rng.choice(["", "", "join"]),
         )
         for _ in range(rng.randint(0, 5) if count else 0)
@@ -47,7 +47,10 @@ def nonsense(rng: random.Random) -> Evidence:
     return Evidence(
         rng.choice([100.0, np.nan]),
         ProcessTable(
-            [ProcessInfo(f"p-{i}", rng.choice(["policy", ""]), i - 1, rng.choice(["", "a", "b"])) for i in range(count)],
+            [
+                ProcessInfo(f"p-{i}", rng.choice(["policy", ""]), i - 1, rng.choice(["", "a", "b"]))
+                for i in range(count)
+            ],
             np.array([rng.choice([0, 0, 0, *map(int, Liveness)]) for _ in range(count)], dtype=np.int8),
             np.array([rng.choice([NO_EXIT_CODE, 0, 1, -6, -9, -15, -99, 137]) for _ in range(count)], dtype=np.int32),
             times(count), times(count), times(count), times(count), rng.choice([(), ["train"] * count]),

@@ -24,7 +24,7 @@ AT = 100.0
 
 def nobody(count: int) -> ProcessTable:
     return ProcessTable(
-        who=[ProcessInfo(f"p{i}", "policy", i) for i in range(count)],
+        info=[ProcessInfo(f"p{i}", "policy", i) for i in range(count)],
         life=np.zeros(count, dtype=np.int8),
         exit_code=np.zeros(count, dtype=np.int32),
         ended_at=np.full(count, np.nan),
@@ -118,8 +118,11 @@ def test_a_core_is_a_deadlock_by_itself(drawn: tuple[int, list[WaitEdge]]) -> No
             p for node in core.tolist() for p in graph.blockers(node)
         }
         kept = [edges[int(graph.edge[node])] for node in core.tolist()]
-        alone = [WaitEdge(e.process, tuple(p for p in e.on if p in inside or e.needs is WaitCondition.ANY), needs=e.needs)
-                 for e in kept if e.process in inside]  # fmt: skip
+        alone = [
+            WaitEdge(e.process, tuple(p for p in e.on if p in inside or e.needs is WaitCondition.ANY), needs=e.needs)
+            for e in kept
+            if e.process in inside
+        ]
         assert inside <= set(range(count)) - freed([e for e in alone if e.on], count)
 
 
@@ -211,7 +214,7 @@ def test_who_has_answered_and_is_idle_is_not_waited_for() -> None:
 
 
 def test_who_is_at_the_meeting_is_not_waited_for() -> None:
-    edges = [WaitEdge(p, tuple(q for q in range(4) if q != p), since=AT - 10, meeting="join") for p in range(3)]
+    edges = [WaitEdge(p, tuple(q for q in range(4) if q != p), since=AT - 10, rendezvous="join") for p in range(3)]
     graph = graph_of(with_edges(4, edges))
     assert [graph.blockers(node) for node in range(3)] == [[3], [3], [3]]
     assert find_cycles_and_knots(graph) == []

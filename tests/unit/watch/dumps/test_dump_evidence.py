@@ -32,7 +32,7 @@ def counts(evidence: Evidence, communicator: int = 0) -> tuple[list[int], list[i
 
 def names(evidence: Evidence) -> list[tuple[str, list[int]]]:
     """Communicators and the ranks of their members."""
-    members, who = evidence.communicators, evidence.processes.who
+    members, who = evidence.communicators, evidence.processes.info
     return [
         (about.name, [who[p].rank for p in members.process[members.starts[i] : members.starts[i + 1]]])
         for i, about in enumerate(members.about)
@@ -49,7 +49,7 @@ def test_who_has_not_entered(tmp_path: Path, backend: str, name: str) -> None:
     assert evidence.source == "dumps" and evidence.gaps == ()
     assert math.isclose(evidence.at - np.nanmax(evidence.processes.moved_at), STUCK_S, abs_tol=0.1)
     assert (evidence.processes.life == Liveness.RUNNING).all()
-    assert [each.rank for each in evidence.processes.who] == [0, 1, 2, 3]
+    assert [each.rank for each in evidence.processes.info] == [0, 1, 2, 3]
 
 
 def test_a_rank_without_a_dump_is_unknown(tmp_path: Path) -> None:

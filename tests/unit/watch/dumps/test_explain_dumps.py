@@ -30,7 +30,8 @@ from lockstep.watch.supervisor.incident import write_incident as write_incident
 FILES = Path(__file__).parent / "files"
 VERDICT = Verdict(
     VerdictKind.ABSENT, VerdictLevel.CONFIRMED, (Culprit(1, "policy", "b", 77, "score() at reward.py:31"),), "unknown",
-    StalledCollective("fsdp", 412, "all_reduce", "fsdp.py:9 in step"), (WaitLink("rank 0", "rank 1", "all_reduce #412", 41.0),),
+    StalledCollective("fsdp", 412, "all_reduce", "fsdp.py:9 in step"),
+    (WaitLink("rank 0", "rank 1", "all_reduce #412", 41.0),),
     0.9, (Alternative("slow_rank_preprocess", 0.3),), (Fact("it sleeps", "stack"), Fact("x", file="a.log", line=3)),
     "rank 1 has not come.", "Wake it.", ("its stack",),
 )  # fmt: skip

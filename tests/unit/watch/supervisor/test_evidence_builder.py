@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lockstep.base.bounded_wait import WaitRecord
 from lockstep.watch.agent.report_messages import (
     Roster,
     RosterCommunicator,
@@ -20,7 +21,6 @@ from lockstep.watch.agent.report_messages import (
     pack_process,
     wait_report,
 )
-from lockstep.watch.beacon.beacon_records import WaitRecord
 from lockstep.watch.diagnosis.evidence_types import (
     UNKNOWN,
     CollectiveCall,
@@ -103,7 +103,7 @@ def test_evidence_is_what_all_hosts_said() -> None:
         assert inbox.receive(wired(roster(host, ranks)), at)
         assert inbox.receive(wired(state(host, ranks)), at)
     seen = inbox.evidence(12.0)
-    assert [each.name for each in seen.processes.who] == ["policy-0", "policy-1", "policy-2", "policy-3"]
+    assert [each.name for each in seen.processes.info] == ["policy-0", "policy-1", "policy-2", "policy-3"]
     assert seen.processes.moved_at.tolist() == [8.5, 8.5, 9.5, 9.5]
     assert seen.processes.seen_at is not None
     assert seen.processes.seen_at.tolist() == [10.0, 10.0, 11.0, 11.0]
@@ -124,10 +124,10 @@ def test_members_that_nobody_reports_are_members() -> None:
     inbox.receive(wired(roster("a", [0, 2])), 10.0)
     inbox.receive(wired(state("a", [0, 2])), 10.0)
     seen = inbox.evidence(10.0)
-    names = [seen.processes.who[i].name for i in seen.communicators.process]
+    names = [seen.processes.info[i].name for i in seen.communicators.process]
     assert names == ["policy-0", "policy-1", "policy-2", "policy-3"]
     assert seen.communicators.entered.tolist() == [7, UNKNOWN, 9, UNKNOWN]
-    life = {each.name: Liveness(value) for each, value in zip(seen.processes.who, seen.processes.life, strict=True)}
+    life = {each.name: Liveness(value) for each, value in zip(seen.processes.info, seen.processes.life, strict=True)}
     assert life == {
         "policy-0": Liveness.RUNNING, "policy-1": Liveness.UNSEEN, "policy-2": Liveness.RUNNING,
         "policy-3": Liveness.UNSEEN,
@@ -141,7 +141,7 @@ def test_ranks_of_a_communicator_say_who_is_missing() -> None:
     )
     inbox.receive(wired(said), 1.0)
     inbox.receive(wired(state("a", [4])), 1.0)
-    assert [each.rank for each in inbox.evidence(1.0).processes.who] == [4, 6]
+    assert [each.rank for each in inbox.evidence(1.0).processes.info] == [4, 6]
 
 
 def test_a_silent_host_is_lost_and_a_silent_world_is_not() -> None:
@@ -222,4 +222,4 @@ def test_a_rendezvous_is_a_meeting_of_the_role() -> None:
     inbox.receive(wired(roster("a", [0, 1, 2, 3])), 1.0)
     inbox.receive(wired(replace(state("a", [0, 1, 2, 3]), waits=(wait_report(1, record, 2 * 10**9),))), 10.0)
     edge = inbox.evidence(10.0).edges[0]
-    assert (edge.on, edge.meeting, edge.outside) == ((0, 2, 3), "policy-3", "")
+    assert (edge.on, edge.rendezvous, edge.outside) == ((0, 2, 3), "policy-3", "")
