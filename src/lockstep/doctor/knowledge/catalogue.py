@@ -11,9 +11,9 @@ from lockstep.doctor.knowledge.knowledge_schema import FailureClass, KnowledgeFi
 _ROLES = {
     "cause": "shows it",
     "sign": "hints at it",
-    "victim": "follows from it or wraps it",
+    "victim": "a consequence or wrapper of it",
     "healthy": "is harmless",
-    "context": "tells a fact",
+    "context": "states a fact",
 }
 _MAX_CHARS = 200
 """Longer lines are shortened."""
@@ -24,11 +24,11 @@ def render_catalogue(rules: KnowledgeBase | None = None) -> str:
     rules = rules or load_knowledge()
     classes = [name for name in get_args(FailureClass) if name in rules.about]
     lines = [
-        "# The failures that are known",
+        "# Known failures",
         "",
-        "What `lockstep explain` knows, by class. A class names the cause, not the symptom: a time-out of a watchdog",
-        "is none. The lines are examples in the form in which programs print them; words in *italics* stand for what",
-        "a line says. This page is made from the [knowledge](knowledge.md) (`python -m lockstep.doctor.knowledge.catalogue`).",
+        "What `lockstep explain` recognises, by class. A class names the cause, not the symptom: a watchdog's timeout is",
+        "not a class. The lines are examples as programs print them; words in *italics* stand for captured values. This",
+        "page is generated from the [knowledge base](knowledge.md) by `python -m lockstep.doctor.knowledge.catalogue`.",
         "",
         "| class | what it is | rules |",
         "|---|---|---|",
@@ -43,16 +43,16 @@ def render_catalogue(rules: KnowledgeBase | None = None) -> str:
 def _section(name: str, about: KnowledgeFile, rules: Iterable[FailureRule]) -> Iterator[str]:
     yield from ["", f"## {name}", "", f"**{about.title}.** {_prose(about.explanation)}"]
     if about.fix:
-        yield from ["", f"**What helps:** {_prose(about.fix)}"]
+        yield from ["", f"**Fix:** {_prose(about.fix)}"]
     if about.collect:
-        yield from ["", "**To know more:**", "", *(f"- {_prose(each)}" for each in about.collect)]
+        yield from ["", "**Next steps:**", "", *(f"- {_prose(each)}" for each in about.collect)]
     shown = [rule for rule in rules if rule.signature.examples]
     if shown:
-        yield from ["", "**What is printed:**", ""]
+        yield from ["", "**Log lines:**", ""]
         for rule in shown:
             yield from _entry(rule)
     if about.docs:
-        yield from ["", "**To read:** " + ", ".join(f"<{each}>" for each in about.docs)]
+        yield from ["", "**See also:** " + ", ".join(f"<{each}>" for each in about.docs)]
 
 
 def _entry(rule: FailureRule) -> Iterator[str]:
