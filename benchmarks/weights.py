@@ -81,10 +81,10 @@ class Bare:
 
 
 class Nodes:
-    """Couriers of nodes that are folders."""
+    """Relays of nodes that are folders."""
 
-    def __init__(self, cluster: LocalCluster, memory: Path, **courier: Any) -> None:
-        self.cluster, self.memory, self.arguments, self.numbers = cluster, memory, courier, itertools.count()
+    def __init__(self, cluster: LocalCluster, memory: Path, **relay: Any) -> None:
+        self.cluster, self.memory, self.arguments, self.numbers = cluster, memory, relay, itertools.count()
 
     def nodes(self) -> list[NodeInfo]:
         return [self._info(name) for name in ("a", "b", "c")]
@@ -171,9 +171,9 @@ class Between:
         self.engines: Any = [Place(WorkerSpec(f"engine-{n}", "rollout", n, ""), node) for n, node in enumerate("bc")]
         self.ways = {}
         settings: dict[str, dict[str, Any]] = {"gloo": {}, "complete": {"check": "complete"}, "delta": {"delta": True}}
-        for generation, (name, courier) in enumerate(settings.items(), start=1):  # keeps their keys apart
+        for generation, (name, relay) in enumerate(settings.items(), start=1):  # keeps their keys apart
             (memory / name).mkdir()
-            hires = Nodes(cluster, memory / name, generation=generation, **courier)
+            hires = Nodes(cluster, memory / name, generation=generation, **relay)
             delivery = RelayTransport(hires, hires, plan, 60.0)
             (folder,) = delivery.lay_out([rank])  # type: ignore[list-item]
             self.ways[name] = delivery, WeightStore.open(Path(folder), plan, generation)

@@ -82,9 +82,9 @@ class House:
 
     def __init__(
         self, folder: Path, transport: str, trainers: Sequence[str], engines: Sequence[str], limit_s: float = 20.0,
-        make: Any = tensors, bucket: int = 100_000, addresses: Mapping[str, str] | None = None,
+        make: Any = tensors, block: int = 100_000, addresses: Mapping[str, str] | None = None,
         spaces: Mapping[str, str] | None = None, store: tuple[str, int] | None = None,
-        cluster: LocalCluster | None = None, exchange: Path | None = None, **courier: Any,
+        cluster: LocalCluster | None = None, exchange: Path | None = None, **relay: Any,
     ) -> None:  # fmt: skip
         """`addresses` and network namespaces (`spaces`) by node, and a store that all of them reach."""
         self.lost: set[str] = set()
@@ -99,11 +99,11 @@ class House:
         host, port = store or self.cluster.store()
         self.arguments = {
             "generation": self.generation, "way": transport, "store_host": host, "store_port": port, "limit_s": limit_s,
-            "bucket_bytes": bucket, "check": "complete", "folder": str(exchange or folder / "exchange"), **courier,
+            "bucket_bytes": block, "check": "complete", "folder": str(exchange or folder / "exchange"), **relay,
         }  # fmt: skip
         self.hold = folder / "hold"
         self.hold.mkdir(parents=True)
-        self.couriers: dict[str, Worker] = {}
+        self.relays: dict[str, Worker] = {}
         self.plan = plan_of(make(0))
         self.delivery: Any = (
             SharedMemoryTransport(self.memory / "one" / "weights", self.plan, self.generation, limit_s)
@@ -131,9 +131,9 @@ class House:
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         spec = WorkerSpec(name, "weights", 0, "paused_relay:HeldCourier", arguments, environment, RELAY_PRELOAD)
-        (self.couriers[node.name],) = self.cluster.start([spec])
-        self.started.append(self.couriers[node.name])
-        return [self.couriers[node.name]]
+        (self.relays[node.name],) = self.cluster.start([spec])
+        self.started.append(self.relays[node.name])
+        return [self.relays[node.name]]
 
     def kill(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
@@ -169,7 +169,7 @@ class House:
         return [self.delivery.where(engine, version) is not None for engine in self.engines]
 
     def start(self) -> None:
-        """Publishes version 0, however long couriers take to come up."""
+        """Publishes version 0, however long relays take to come up."""
         for number, there in enumerate(self.publish(0)):
             if not there:
                 self.fetch(number, 0)
@@ -186,10 +186,10 @@ class House:
                 del found
 
     def caught(self, node: str, version: int, act: Callable[[int], None]) -> list[bool]:
-        """Publishes, and calls `act` with the pid of the node's courier while it is in the middle of a transfer."""
+        """Publishes, and calls `act` with the pid of the node's relay while it is in the middle of a transfer."""
         (self.hold / node).touch()
         thread, answer = self.begin(version)
-        pid = self.couriers[node].pid
+        pid = self.relays[node].pid
         until(lambda: (self.hold / f"{node}.{pid}").exists(), f"{node} is in mid-transfer")
         act(pid)
         (self.hold / node).unlink()

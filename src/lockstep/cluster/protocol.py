@@ -24,19 +24,19 @@ R_co = TypeVar("R_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A host on which a run has processes."""
+    """A host of a run."""
 
     name: str
-    """As its user knows it."""
+    """As users know it."""
     address: str
-    """Where the other nodes reach it."""
+    """At which the other nodes reach it."""
     shared: Path
     """The run's folder in its shared memory."""
 
 
 @dataclass(slots=True)
 class WorkerSpec:
-    """A process that is wanted."""
+    """Describes a worker process to start."""
 
     name: str
     """Unique in the run, e.g. `policy-1`; also the name of its beacon."""
@@ -48,27 +48,26 @@ class WorkerSpec:
     """JSON-like values (configs travel as `model_dump(mode="json")`)."""
     environment: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
-    """Modules that a warm template process imports once, before workers of the same `preload` are forked
-    from it."""
+    """Modules that a warm template process imports once, before workers of the same `preload` are forked from it."""
     adoptable: bool = False
-    """Whether the run's next controller may go on with the process: its service has a `renew()`."""
+    """Whether the run's next controller may adopt the process: its service has a `renew()`."""
     node: str | None = None
-    """Name of the node it must be on; where the placement has it when None."""
+    """Name of the node that it must run on; the placement decides when None."""
     place_limit_s: float | None = None
-    """How long a place is waited for that only others have: it counts as dead then. As the cluster's config says when
-    None."""
+    """How long to wait for resources that other runs use; then the worker counts as dead. The cluster's config decides
+    when None."""
 
 
 def successor_name(name: str) -> str:
-    """The name of who comes in the place of that worker: `engine-0.1` after `engine-0`, then `engine-0.2`. The dead
-    keep theirs, and so their beacons and logs."""
+    """The name of a worker's replacement: `engine-0.1` after `engine-0`, then `engine-0.2`. Dead workers keep their
+    names, and so their beacons and logs."""
     place, dot, life = name.rpartition(".")
     return f"{place}.{int(life) + 1}" if dot and life.isdigit() else f"{name}.1"
 
 
 class RemoteError(PicklableError, RuntimeError):
     """An exception that was raised in a worker: its type, message, worker and remote traceback. Decisions depend on
-    `code` (`lockstep.base.errors.error_code`), never on `archive_kind`, the dotted path of its class."""
+    `code` (`lockstep.base.errors.error_code`), never on `kind`, the dotted path of its class."""
 
     def __init__(self, worker: str, rank: int, kind: str, message: str, traceback: str, code: str = "") -> None:
         super().__init__(f"{kind} in {worker}: {message}\n\n--- traceback in {worker} ---\n{traceback}")
@@ -77,8 +76,8 @@ class RemoteError(PicklableError, RuntimeError):
 
 
 class WorkerDied(PicklableError, RuntimeError):
-    """A worker ended while it was needed: exit code or signal, and the last lines of its log; or its node is
-    `find_lost_hosts`, which says which and why."""
+    """A worker ended while it was needed: exit code or signal, and the last lines of its log; or its node was lost:
+    which node and why."""
 
     def __init__(self, worker: str, rank: int, exit_code: int | None, log_tail: str, lost: str = "") -> None:
         how = f"exited with {exit_code}" if exit_code is not None else f"vanished ({lost})" if lost else "vanished"
@@ -87,12 +86,12 @@ class WorkerDied(PicklableError, RuntimeError):
 
     @property
     def with_node(self) -> bool:
-        """Whether it only went with its node, or with its node's agent: nobody has heard of an end of its own."""
+        """Whether it is only known that its node, or the node's agent, was lost: the worker's own end is unknown."""
         return self.exit_code is None
 
     @property
     def how(self) -> str:
-        """How it ended, for a sentence that begins with whose process it was."""
+        """How it ended, as the predicate of a sentence about the process."""
         if self.exit_code is None:
             return f"vanished ({self.lost})" if self.lost else "vanished"
         if self.exit_code < 0:
@@ -101,17 +100,17 @@ class WorkerDied(PicklableError, RuntimeError):
 
     @property
     def last_words(self) -> str:
-        """The end of its log under a heading; empty when it wrote nothing."""
+        """The end of its log under a heading; empty when the log is."""
         return f"--- end of the log of {self.worker} ---\n{self.log_tail}" if self.log_tail.strip() else ""
 
 
 class PendingResult(Protocol[R_co]):
-    """A call under way."""
+    """A call in progress."""
 
     def done(self) -> bool: ...
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the call is done, in the thread that hears it; now, when it is."""
+        """Calls `callback` once the call is done, in the thread that receives the result; at once when it is done."""
 
     def result(self, why: str, stall_s: float | None = None) -> R_co:
         """Waits for the result as long as the worker makes progress; after `stall_s` (the cluster's limit when
@@ -124,11 +123,11 @@ class Worker(Protocol):
     spec: WorkerSpec
     pid: int
     moves: int
-    """Grows whenever the worker makes progress, as it says by itself about once a second while it has work."""
+    """Grows whenever the worker reports progress, which it does about once a second while it has work."""
 
     def submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> PendingResult[R]:
-        """Sends the call; calls of one worker run in the order of submission, except those whose service method
-        is marked `@concurrent` (they answer at once, beside a running call)."""
+        """Sends the call. Calls of one worker run in the order of submission, except those whose service method is
+        marked `@concurrent` (they run immediately, beside a running call)."""
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`submit(...).result(why=method name)`."""
@@ -136,7 +135,7 @@ class Worker(Protocol):
     def alive(self) -> bool: ...
 
     def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
-        """Calls `callback` once the worker's end is known, in the thread that hears of it; now, when it is."""
+        """Calls `callback` once the worker's end is known, in the thread that learns of it; at once when it is."""
 
 
 class Cluster(Protocol):
@@ -147,13 +146,13 @@ class Cluster(Protocol):
         that are not. Raises RemoteError when a constructor raised."""
 
     def stop(self, worker: Worker, grace_s: float = 5.0) -> None:
-        """Asks the worker to leave, kills it after the grace."""
+        """Tells the worker to exit, and kills it after the grace."""
 
     def nodes(self) -> list[NodeInfo]:
-        """Those that live, the controller's first."""
+        """The nodes that are alive, the controller's first."""
 
     def node_of(self, worker: Worker) -> NodeInfo:
-        """Where a worker is."""
+        """The node that a worker runs on."""
 
     def store(self) -> tuple[str, int]:
         """Host and port of a rendezvous store (torch TCPStore protocol) that lives outside the ranks."""
@@ -162,52 +161,68 @@ class Cluster(Protocol):
         """Stops every worker and the agent. Idempotent; leaves no orphan."""
 
 
+class WorkerLauncher(Protocol):
+    """Starts the workers of a run's roles, and their successors after a failure. Any thread may call."""
+
+    def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
+        """Starts these ranks of a role, or its worker on a node, as successors of any earlier ones.
+
+        Raises:
+            RemoteError, WorkerDied: a worker did not start.
+            WaitTimeout: there is no place for it.
+            ValueError: there is no such node.
+        """
+
+    def kill(self, workers: Sequence[Worker]) -> None:
+        """Ends workers at once, whatever they do; they may have ended already."""
+
+
 def concurrent(method: Callable[P, R]) -> Callable[P, R]:
-    """Marks a service method that may run beside a running call, in the worker's I/O thread; it must be quick."""
+    """Marks a service method that may run beside a running call, in the worker's I/O thread; it must be fast."""
     method.__lockstep_concurrent__ = True  # type: ignore[attr-defined]
     return method
 
 
 class DeferredResult(Generic[T]):
-    """An answer that is not there yet: a service method returns it, the caller gets the value once it is settled.
+    """A result that is not available yet: a service method returns it, and the caller gets the value once it is set.
 
-    The service goes on with its other calls and its background work meanwhile, whose progress is what the caller waits
-    on. Made, settled and failed in the service's main thread; the first of the two counts.
+    Meanwhile the service runs other calls and its background work, whose progress keeps the caller waiting. Created,
+    settled and failed in the service's main thread; only the first outcome counts.
     """
 
     def __init__(self) -> None:
         self._outcome: tuple[T | None, Exception | None] | None = None
-        self._tell: Callable[[T | None, Exception | None], None] | None = None
+        self._callback: Callable[[T | None, Exception | None], None] | None = None
 
     def settle(self, value: T) -> None:
-        """The value is there."""
+        """Sets the value."""
         self._end(value, None)
 
     def fail(self, error: Exception) -> None:
-        """There will be none: the caller gets this error as if the method had raised it."""
+        """Sets an error, which the caller gets as if the method had raised it."""
         self._end(None, error)
 
-    def when_over(self, tell: Callable[[T | None, Exception | None], None]) -> None:
-        """Calls `tell(value, error)` once it is over; now, when it is."""
-        self._tell = tell
+    def on_settled(self, callback: Callable[[T | None, Exception | None], None]) -> None:
+        """Calls `callback(value, error)` once the result is set; at once when it is."""
+        self._callback = callback
         if self._outcome is not None:
-            tell(*self._outcome)
+            callback(*self._outcome)
 
     def _end(self, value: T | None, error: Exception | None) -> None:
         if self._outcome is None:
             self._outcome = value, error
-            if self._tell is not None:
-                self._tell(value, error)
+            if self._callback is not None:
+                self._callback(value, error)
 
 
 RESERVED_NAMES = ("agent", "controller", "supervisor")
-"""Names that beacons of a run have already."""
+"""Names that other beacons of a run have."""
 
 _WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,94}")
 
 
 def check_worker_names(specs: Sequence[WorkerSpec], living: Collection[str]) -> None:
-    """Raises ValueError for a name that cannot be a file's, or that another worker has."""
+    """Raises ValueError for a name that cannot be a file name, or that another worker has."""
     taken = set(living)
     for spec in specs:
         if not _WORKER_NAME.fullmatch(spec.name) or spec.name in RESERVED_NAMES:

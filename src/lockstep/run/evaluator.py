@@ -28,38 +28,38 @@ class Evaluator:
         engines: RolloutClient,
         rewards: ScorerPool | None,
         ledger: Ledger,
-        monitor: RunReporter,
+        reporter: RunReporter,
     ) -> None:
         self.config, self.prompts = config, list(prompts)
         self.sampling = config.sampling or sampling
-        self.engines, self.rewards, self.ledger, self.monitor = engines, rewards, ledger, monitor
+        self.engines, self.rewards, self.ledger, self.reporter = engines, rewards, ledger, reporter
         self.history = {row.step + 1: row.metrics for row in ledger.evaluations()}
         """Metrics by version."""
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def due(self, version: int, last: bool) -> bool:
-        """Before the first step, every `every` steps and after the last; never twice."""
+        """Whether to evaluate: before the first step, every `every` steps and after the last; never twice."""
         periodic = self.config.every > 0 and version % self.config.every == 0
         return version not in self.history and (version == 0 or last or periodic)
 
     def metric(self, version: int) -> float | None:
-        """What decides the best checkpoint: the mean reward where there is one, else exact match (which stays at zero
-        where answers are reasoned, as in mathematics)."""
+        """The metric that selects the best checkpoint: the mean reward if there is one, else exact match (which stays
+        at zero where answers contain reasoning, as in mathematics)."""
         metrics = self.history.get(version, {})
         return metrics.get("eval/reward_mean", metrics.get(EXACT_MATCH))
 
     def improved(self, version: int) -> bool:
-        """Whether this version was evaluated, now or by an earlier attempt, and is better than all before it."""
+        """Whether this version was evaluated, by this attempt or an earlier one, and is better than all before it."""
         value = self.metric(version)
         earlier = [self.metric(seen) for seen in self.history if seen < version]
         return value is not None and all(value > other for other in earlier if other is not None)
 
-    def tell_again(self, version: int) -> None:
-        """Tells of an evaluation that an earlier attempt made, where the sinks were cut back to a checkpoint before
-        it; does nothing where there was none."""
-        if version in self.history and version not in self._told:
-            self._told.add(version)
-            self.monitor.evaluated(version, self.history[version])
+    def report_again(self, version: int) -> None:
+        """Reports the evaluation of an earlier attempt, if there is one, as the metric sinks were cut back to the
+        checkpoint before it."""
+        if version in self.history and version not in self._reported:
+            self._reported.add(version)
+            self.reporter.evaluated(version, self.history[version])
 
     def evaluate(self, version: int) -> None:
         """Evaluates the weights that the engines serve."""
@@ -72,8 +72,8 @@ class Evaluator:
             metrics |= breakdown_metrics(groups, "eval/reward/")
         self.history[version] = metrics
         self.ledger.evaluation(version - 1, metrics, self._samples(groups))
-        self._told.add(version)
-        self.monitor.evaluated(version, metrics)
+        self._reported.add(version)
+        self.reporter.evaluated(version, metrics)
 
     def _samples(self, groups: Sequence[Group]) -> list[EvaluationSample]:
         return [

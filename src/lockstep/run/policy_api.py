@@ -2,26 +2,8 @@
 
 from abc import abstractmethod
 
-from lockstep.rollout.engine_protocol import EngineAPI
-from lockstep.run.worker_launcher import (
-    COURIER_SERVICE,
-    ENGINE_SERVICE,
-    POLICY_SERVICE,
-    PRELOAD_MODULES,
-    WEIGHT_READERS,
-)
 from lockstep.train.api import TrainerAPI
 from lockstep.weights.stream.channel import StreamChannel
-
-__all__ = [
-    "COURIER_SERVICE",
-    "ENGINE_SERVICE",
-    "POLICY_SERVICE",
-    "PRELOAD_MODULES",
-    "WEIGHT_READERS",
-    "EngineAPI",
-    "PolicyAPI",
-]
 
 
 class PolicyAPI(TrainerAPI):

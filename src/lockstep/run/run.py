@@ -1,4 +1,4 @@
-"""A run: its roles wired together, its steps as transactions."""
+"""A run as a recipe sees it: its roles, and its steps as transactions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,13 +28,13 @@ from lockstep.run.weight_sync import WeightPublisher
 T = TypeVar("T")
 
 GENERATION_STAGES = ("rollout", "evaluate")
-"""Stages in which engines have the device."""
+"""Stages in which engines use the devices."""
 TRAINING_STAGES = ("logprobs", "train")
-"""Those in which the trainer has it."""
+"""Stages in which the trainer uses the devices."""
 
 
 class MissingRole(RuntimeError):
-    """A recipe used a role that its config does not ask for."""
+    """A recipe used a role that its config does not have."""
 
     def __init__(self, role: str) -> None:
         super().__init__(f"this run has no {role}")
@@ -43,7 +43,7 @@ class MissingRole(RuntimeError):
 
 @dataclass(slots=True)
 class RunRoles:
-    """What was started for the run; None where the config needs none."""
+    """The roles that were started; None for those that the config does not need."""
 
     policy: TrainerGroup
     engines: RolloutClient | None = None
@@ -57,9 +57,9 @@ class RunRoles:
 class Run:
     """What a recipe works with.
 
-    A step is a transaction: `collected` makes its rollouts durable, `commit` says that it is trained. After a
-    restart `steps` begins at the newest complete checkpoint; steps whose rollouts are stored are trained again from
-    them, because `groups` gives back what is stored.
+    A step is a transaction: `collected` makes its rollouts durable, `commit` records that it is trained. After a
+    restart `steps` begins at the newest complete checkpoint; later steps are trained again from their stored rollouts,
+    which `groups` returns.
     """
 
     def __init__(
@@ -68,23 +68,25 @@ class Run:
         folder: Path,
         ledger: Ledger,
         roles: RunRoles,
-        monitor: RunReporter,
+        reporter: RunReporter,
         interrupt: InterruptHandler,
         start: int,
-        healing: RecoveryContext,
+        context: RecoveryContext,
     ) -> None:
-        self.recovery, self.memory = healing.recovery, healing.memory
+        self.recovery, self.memory = context.manager, context.memory
         self.config, self.folder, self.ledger, self.roles = config, folder, ledger, roles
-        self.monitor, self.interrupt = monitor, interrupt
+        self.reporter, self.interrupt = reporter, interrupt
         self.policy = roles.policy
         self.checkpoints = CheckpointManager(config.checkpoint, folder / "checkpoints", ledger, roles.policy)
-        self.trainers = TrainerRecovery(roles.policy, healing, self.checkpoints, ledger, roles.weights, config.trainer)
+        self.trainer_recovery = TrainerRecovery(
+            roles.policy, context, self.checkpoints, ledger, roles.weights, config.trainer
+        )
         self._start = self._version = start
-        """Steps done at the start, and now."""
-        self._settled = -1
+        """The number of completed steps at the start, and now."""
+        self._boundary_done = -1
         """The version whose evaluation and checkpoint are done."""
-        self._told = start - 1
-        """The last step whose metrics were told."""
+        self._last_reported = start - 1
+        """The last step whose metrics were reported."""
         self._row: dict[str, float] = {}
 
     @property
@@ -108,66 +110,66 @@ class Run:
         return _require_role(self.roles.documents, "documents")
 
     def seed(self, step: int) -> int:
-        """Seed of everything that is drawn in a step besides its completions."""
+        """The seed of all random choices in a step except its completions."""
         return self.config.seed * 1_000_003 + step
 
     def steps(self) -> Iterator[int]:
-        """The steps that are still to be done, each followed by evaluation and checkpoint where they are due.
+        """The steps to do, each followed by evaluation and checkpoint if they are due.
 
         Raises:
-            Interrupted: after a Ctrl-C, once the step is finished and a checkpoint of it is complete.
+            Interrupted: after a Ctrl-C, when the step is finished and its checkpoint is complete.
         """
-        self.monitor.begin(self._start)
+        self.reporter.begin(self._start)
         self.interrupt.steps_begin()
         while True:
-            while self._settled != self._version:
-                with self._healing():
+            while self._boundary_done != self._version:
+                with self._recovering():
                     self._boundary(self._version)
-                    self._settled = self._version
+                    self._boundary_done = self._version
             if self._version == self.config.steps:
                 return
-            self.monitor.step_begins(self._version)
+            self.reporter.step_begins(self._version)
             self.recovery.step = self._version
             yield self._version
 
     @contextmanager
     def transaction(self, step: int) -> Iterator[None]:
-        """Around a step. Where a trainer rank fails in it, all are restarted, and `steps` goes on from the newest state
-        that they can be given: steps since then are trained again from their stored rollouts.
+        """Around a step. If a trainer rank fails in it, all ranks are restarted, and `steps` resumes from the newest
+        state that can be restored: later steps are trained again from their stored rollouts.
 
         Raises:
-            GaveUp: recovery's budget is spent, or the same error came again.
+            GaveUp: the restart budget is spent, or the same error came again.
         """
-        with self._healing():
+        with self._recovering():
             yield
             self._finish(step)
 
     @contextmanager
-    def _healing(self) -> Iterator[None]:
+    def _recovering(self) -> Iterator[None]:
         try:
             yield
         except (RemoteError, WorkerDied, Stalled) as error:
-            with self.monitor.stage("recovery"), self.interrupt.recovering():
-                self._version = self.trainers.heal(error, self._version)
+            with self.reporter.stage("recovery"), self.interrupt.recovering():
+                self._version = self.trainer_recovery.recover(error, self._version)
             if self.roles.rollouts is not None:
                 self.roles.rollouts.rewind()
-            self._settled, self._row = -1, {}
+            self._boundary_done, self._row = -1, {}
             self.recovery.flush()
 
     def _finish(self, step: int) -> None:
         row, self._row = self._row, {}
-        if step > self._told:
-            self.monitor.step_ends(step, row)
-            self._told = step
+        if step > self._last_reported:
+            self.reporter.step_ends(step, row)
+            self._last_reported = step
         else:
-            self.monitor.step_again(step)
+            self.reporter.step_again(step)
         self._version = step + 1
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times and shows a stage of the current step. The trainer makes room where engines generate, and engines where
-        it trains, if the config says so."""
-        with self.monitor.stage(name):
+        """Times and shows a stage of the current step. If the config says so, the trainer frees its devices while
+        engines generate, and engines free them while it trains."""
+        with self.reporter.stage(name):
             if name in GENERATION_STAGES and self.config.trainer.offload.anything:
                 self.policy.offload()
             if name in TRAINING_STAGES and self.config.placement.shared and self.roles.engines is not None:
@@ -176,8 +178,8 @@ class Run:
         self.recovery.flush()
 
     def groups(self, step: int) -> GroupFilter:
-        """The step's groups, complete where they are durable already and to be collected otherwise. Asks the engines
-        for those that are missing, and for as many steps ahead as the config has."""
+        """The step's groups: the stored ones if the step was collected before, else an empty filter to add groups to.
+        Submits the requests that are missing, also those of later steps up to `max_staleness`."""
         assert self.config.recipe == "grpo"
         self.rollouts.request(step)
         stored = self.ledger.stored(step)
@@ -187,8 +189,7 @@ class Run:
         return GroupFilter(step, wanted, config, stored.rollouts, stored.extra)
 
     def collected(self, step: int, groups: GroupFilter) -> None:
-        """Makes a step's scored rollouts durable. Those of a step that is done again come from the ledger: they are
-        not compared with themselves, as other versions of libraries write other bytes for the same."""
+        """Makes a step's scored rollouts durable, unless they come from the ledger."""
         if groups.stored is None:
             self.ledger.collected(step, groups.rollouts, {"seed": self.seed(step), **groups.extra})
         self._row |= rollout_metrics(groups.rollouts) | groups.metrics() | self.rollouts.metrics(step)
@@ -203,16 +204,16 @@ class Run:
                 self.memory.write(step + 1)
 
     def export(self, name: str) -> None:
-        """Writes `export_handle` or `adapter`."""
+        """Writes the model to the folder `export` or `adapter`."""
         done = False
         while not done:
-            with self._healing():
+            with self._recovering():
                 with self.stage("export"):
                     (self.policy.export_adapter if name == "adapter" else self.policy.export)(self.folder / name)
                 done = True
 
     def _boundary(self, version: int) -> None:
-        """Between two steps, with `version_numbers` steps done: evaluation, checkpoint, Ctrl-C."""
+        """After `version` steps: evaluation, checkpoint, end of an interrupted run."""
         last = version == self.config.steps
         evaluator = self.roles.evaluator
         if evaluator is not None and evaluator.due(version, last):
@@ -220,7 +221,7 @@ class Run:
                 self.weights.publish(version)
                 evaluator.evaluate(version)
         elif evaluator is not None and version > self._start:
-            evaluator.tell_again(version)
+            evaluator.report_again(version)
         improved = evaluator is not None and evaluator.improved(version)
         stopping = self.interrupt.requested and version > self._start
         with self.stage("checkpoint"):
@@ -230,7 +231,7 @@ class Run:
                 self.checkpoints.begin(version, metric)
             if last or self.interrupt.requested:
                 self.checkpoints.finish()
-        self.monitor.boundary_ends(version)
+        self.reporter.boundary_ends(version)
         if self.interrupt.requested and not last:
             raise Interrupted(f"stopped after step {version} of {self.config.steps}")
 

@@ -48,8 +48,8 @@ class TrainerGroup:
         self.onload()
         return gather_results(
             [
-                worker.submit(PolicyAPI.evaluate, hand, list(want))
-                for worker, hand in zip(self.workers, minibatch.rows.hands(), strict=True)
+                worker.submit(PolicyAPI.evaluate, encoded, list(want))
+                for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
             ],
             why=" and ".join(want),
         )
@@ -90,8 +90,8 @@ class TrainerGroup:
         settings = encode_once(loss.model_dump(mode="json"))
         stats = gather_identical(
             [
-                worker.submit(PolicyAPI.step, hand, settings)
-                for worker, hand in zip(self.workers, minibatch.rows.hands(), strict=True)
+                worker.submit(PolicyAPI.step, encoded, settings)
+                for worker, encoded in zip(self.workers, minibatch.encode(), strict=True)
             ],
             why="optimizer step",
         )
@@ -112,15 +112,16 @@ class TrainerGroup:
         self.onload()
         gather_identical([worker.submit(PolicyAPI.load, str(folder)) for worker in self.workers], why="load checkpoint")
 
-    def copy_state(self, folder: Path, version: int) -> None:
+    def save_to_memory(self, folder: Path, version: int) -> None:
         gather_identical(
-            [worker.submit(PolicyAPI.copy_state, str(folder), version) for worker in self.workers], why="copy"
+            [worker.submit(PolicyAPI.save_to_memory, str(folder), version) for worker in self.workers], why="copy"
         )
 
-    def load_copy(self, folder: Path, version: int) -> None:
+    def load_from_memory(self, folder: Path, version: int) -> None:
         self.onload()
         gather_identical(
-            [worker.submit(PolicyAPI.load_copy, str(folder), version) for worker in self.workers], why="load copy"
+            [worker.submit(PolicyAPI.load_from_memory, str(folder), version) for worker in self.workers],
+            why="load copy",
         )
 
     def export(self, folder: Path) -> None:

@@ -11,86 +11,60 @@ from lockstep.run.run_id import read_run_id
 
 POLICY_SERVICE = "lockstep.run.policy_service:PolicyService"
 ENGINE_SERVICE = "lockstep.rollout.engine_service:EngineService"
-COURIER_SERVICE = "lockstep.weights.relay.weight_relay:WeightRelay"
+RELAY_SERVICE = "lockstep.weights.relay.weight_relay:WeightRelay"
 WEIGHT_READERS = {
     "sampled": "lockstep.weights.shared_memory:StoreReader",
     "complete": "lockstep.weights.shared_memory:complete_store_reader",
 }
-"""What engines read weights by, by `weights.check`."""
+"""The reader of published weights in engines, by `weights.check`."""
 PRELOAD_MODULES = {
     "builtin": ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.engine_service",
                 "lockstep.rollout.builtin"),
     "vllm": ("torch", "transformers", "lockstep.run.policy_service", "lockstep.rollout.engine_service"),
 }  # fmt: skip
-"""By the kind of engines: what the template process imports, for trainer ranks and engines alike. vLLM is left to the
-engines: it sets up its platform and threads when it is imported, which trainer ranks must not inherit."""
-
-
+"""By the kind of engines: the modules that the template process imports for trainer ranks and engines. vLLM is imported
+by the engines themselves: its import sets up a platform and threads, which trainer ranks must not inherit."""
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
-"""Of trainer ranks and engines. Idle OpenMP threads sleep instead of spinning, as the roles take turns on the same
-cores. How many threads there are is an argument of each service: the environment is one for all, so that one template
-process serves them all."""
+"""Environment of trainer ranks and engines. Idle OpenMP threads sleep instead of spinning, as the roles take turns on
+the same cores. The number of threads is an argument of each service: all workers have the same environment, so that one
+template process serves them all."""
 
 PLACEMENT_LIMIT_S = 60.0
-"""A rank that has lost its node gets another within this, where the trainer may go on without it."""
+"""How long a rank that has lost its node waits for another one, if the trainer may continue without it."""
 
 
-class WorkerLauncher:
-    """Starts trainer ranks and engines; scorers and environments start with their pools."""
+class RunWorkerLauncher:
+    """Implements `WorkerLauncher` for trainer ranks (role policy), engines (role rollout) and weight relays (role
+    weights). Scorers and environments are started by their pools."""
 
     def __init__(self, prepared: PreparedRun, cluster: Cluster, generation: int) -> None:
         self.prepared, self.cluster, self.generation = prepared, cluster, generation
         self._latest: dict[tuple[str, int], str] = {}
-        """By role and rank: name of the latest process."""
-        self._formed = 0
-        """How often the trainer's ranks were started."""
-        self.way = "gloo"
-        """What couriers send by."""
-        self._posts: dict[str, int] = {}
-        """Rank of every node's courier."""
+        """By role and rank: the name of the latest process."""
+        self._trainer_starts = 0
+        self.relay_transport = "gloo"
+        """The transport between relays."""
+        self._relay_ranks: dict[str, int] = {}
+        """By node."""
 
-    def everybody(self) -> tuple[list[Worker], list[Worker]]:
-        """Trainer ranks and engines, started side by side. Engines have their models when they are there; ranks take
-        nothing of a device before they are set up."""
-        specs = self._ranks(self.prepared.config.trainer.ranks)
-        specs += [self._engine(each) for each in self._planned("rollout")]
+    def launch_all(self) -> tuple[list[Worker], list[Worker]]:
+        """Starts trainer ranks and engines side by side. Engines load their models as they start; ranks use no device
+        before they are set up."""
+        specs = self._trainer_specs(self.prepared.config.trainer.ranks)
+        specs += [self._engine_spec(process) for process in self._planned("rollout")]
         workers = self._start(specs)
         return [w for w in workers if w.spec.role == "policy"], [w for w in workers if w.spec.role == "rollout"]
 
-    def ranks(self, count: int) -> list[Worker]:
-        """So many trainer ranks, in place of those that were."""
-        return self._start(self._ranks(count))
+    def launch(self, role: str, ranks: Sequence[int] = (), node: NodeInfo | None = None) -> list[Worker]:
+        """See `WorkerLauncher`. Trainer ranks start all together: `ranks` counts from 0."""
+        if node is not None:
+            return self._start([self._relay_spec(node)])
+        if role == "policy":
+            return self._start(self._trainer_specs(len(ranks)))
+        planned = self._planned(role)
+        return self._start([self._engine_spec(planned[rank]) for rank in ranks])
 
-    def engine(self, rank: int) -> Worker:
-        """Another engine in the place of that rank."""
-        (worker,) = self._start([self._engine(self._planned("rollout")[rank])])
-        return worker
-
-    def courier(self, node: NodeInfo) -> Worker:
-        """What moves weights to and from a node, also in place of one that was."""
-        weights, (host, port) = self.prepared.config.weights, self.cluster.store()
-        folder = self.prepared.folder.absolute()
-        arguments = {
-            "node": node.name,
-            "address": node.address,
-            "generation": self.generation,
-            "way": self.way,
-            "store_host": host,
-            "store_port": port,
-            "bucket_bytes": int(weights.bucket_mb * 2**20),
-            "check": weights.check,
-            "delta": weights.delta,
-            "limit_s": weights.receiver_limit_s,
-            "folder": str(Path(weights.folder) / read_run_id(folder) if weights.folder else folder / "weights"),
-        }
-        rank = self._posts.setdefault(node.name, len(self._posts))
-        process = PlannedProcess(f"courier-{rank}", "weights", rank, "cpu", 1, 0)
-        spec = self._spec(process, COURIER_SERVICE, arguments)
-        spec.node = node.name
-        (worker,) = self._start([spec])
-        return worker
-
-    def dismiss(self, workers: Sequence[Worker]) -> None:
+    def kill(self, workers: Sequence[Worker]) -> None:
         """Ends workers at once, whatever they do; they may have ended already."""
         for worker in workers:
             self.cluster.stop(worker, grace_s=0.0)
@@ -103,15 +77,15 @@ class WorkerLauncher:
     def _planned(self, role: str) -> list[PlannedProcess]:
         return [process for process in self.prepared.plan.processes if process.role == role]
 
-    def _ranks(self, count: int) -> list[WorkerSpec]:
-        life, self._formed = self._formed, self._formed + 1
-        return [self._rank(process, life, count) for process in self._planned("policy")[:count]]
+    def _trainer_specs(self, count: int) -> list[WorkerSpec]:
+        life, self._trainer_starts = self._trainer_starts, self._trainer_starts + 1
+        return [self._trainer_spec(process, life, count) for process in self._planned("policy")[:count]]
 
-    def _rank(self, process: PlannedProcess, life: int, world: int) -> WorkerSpec:
+    def _trainer_spec(self, process: PlannedProcess, life: int, world: int) -> WorkerSpec:
         config = self.prepared.config
         trainer = config.trainer.model_copy(update={"threads": process.threads, "ranks": world})
         host, port = self.cluster.store()
-        folder = self.prepared.folder.absolute()  # workers elsewhere have another working folder
+        folder = self.prepared.folder.absolute()  # workers on other nodes have another working folder
         arguments = {
             "config": config.model_copy(update={"trainer": trainer}).model_dump(mode="json"),
             "rank": process.rank,
@@ -129,7 +103,7 @@ class WorkerLauncher:
             spec.place_limit_s = PLACEMENT_LIMIT_S if world == config.trainer.ranks else PLACEMENT_LIMIT_S / 4
         return spec
 
-    def _engine(self, process: PlannedProcess) -> WorkerSpec:
+    def _engine_spec(self, process: PlannedProcess) -> WorkerSpec:
         config = self.prepared.config
         arguments = {
             "model": config.model.model_dump(mode="json"),
@@ -141,12 +115,34 @@ class WorkerLauncher:
         }
         return self._spec(process, ENGINE_SERVICE, arguments, adoptable=True)
 
+    def _relay_spec(self, node: NodeInfo) -> WorkerSpec:
+        weights, (host, port) = self.prepared.config.weights, self.cluster.store()
+        folder = self.prepared.folder.absolute()
+        arguments = {
+            "node": node.name,
+            "address": node.address,
+            "generation": self.generation,
+            "way": self.relay_transport,
+            "store_host": host,
+            "store_port": port,
+            "bucket_bytes": int(weights.bucket_mb * 2**20),
+            "check": weights.check,
+            "delta": weights.delta,
+            "limit_s": weights.receiver_limit_s,
+            "folder": str(Path(weights.folder) / read_run_id(folder) if weights.folder else folder / "weights"),
+        }
+        rank = self._relay_ranks.setdefault(node.name, len(self._relay_ranks))
+        process = PlannedProcess(f"courier-{rank}", "weights", rank, "cpu", 1, 0)
+        spec = self._spec(process, RELAY_SERVICE, arguments)
+        spec.node = node.name
+        return spec
+
     def _spec(
         self, process: PlannedProcess, service: str, arguments: dict[str, Any], adoptable: bool = False
     ) -> WorkerSpec:
-        place = process.role, process.rank
-        name = self._latest[place] = successor_name(self._latest[place]) if place in self._latest else process.name
-        # A forked process cannot use CUDA that its parent has touched; there, every worker starts from nothing.
+        slot = process.role, process.rank
+        name = self._latest[slot] = successor_name(self._latest[slot]) if slot in self._latest else process.name
+        # A forked process cannot use CUDA that its parent has initialised: there, workers are not forked.
         preload = PRELOAD_MODULES[self.prepared.config.rollout.engine.kind] if process.device == "cpu" else ()
         return WorkerSpec(
             name, process.role, process.rank, service, arguments, dict(WORKER_ENVIRONMENT), preload, adoptable

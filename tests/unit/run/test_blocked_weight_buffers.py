@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import test_engine_pool
-from test_engine_pool import Mortal, Office, until
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout" / "client"))
+from engine_stub import FakeLauncher, FakeWeights, FakeWorker, make_client, until
 
 from lockstep.cluster.protocol import WorkerDied
 from lockstep.cluster.rpc.futures import PendingCall
@@ -28,9 +27,9 @@ from lockstep.weights.weight_plan import WeightPlan
 READ = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_SH); print(1, flush=True); input()"
 
 
-class Copying(Mortal):
+class Copying(FakeWorker):
     """Begins to read the first weights that it is given, in a process, and is done when the test says, or when it is
-    dismissed."""
+    killed."""
 
     def __init__(self, name: str, rank: int, store: SharedMemoryTransport) -> None:
         super().__init__(name, rank)
@@ -62,27 +61,27 @@ class Copying(Mortal):
         self.reader.communicate("\n")
 
 
-class Agency(Office):
-    """Hires engines that copy, and ends whom it dismisses."""
+class CopyingLauncher(FakeLauncher):
+    """Launches engines that copy, and ends the ones that it kills."""
 
     def __init__(self, store: SharedMemoryTransport) -> None:
         super().__init__()
         self._store = store
 
-    def engine(self, rank: int) -> Mortal:
-        self.hired.append(Copying(f"engine-{rank}.{len(self.hired) + 1}", rank, self._store))
-        if len(self.hired) > 1:
-            self.hired[-1].reader = SimpleNamespace()  # type: ignore[attr-defined]
-        return self.hired[-1]
+    def make(self, name: str, rank: int) -> FakeWorker:
+        worker = Copying(name, rank, self._store)
+        if self.launched:
+            worker.reader = SimpleNamespace()  # type: ignore[assignment]
+        return worker
 
-    def dismiss(self, workers: Any) -> None:
-        super().dismiss(workers)
+    def kill(self, workers: Any) -> None:
+        super().kill(workers)
         for worker in workers:
             if isinstance(worker, Copying) and worker.copy is not None and not worker.copy.done():
                 worker.end()
 
 
-Run = tuple[WeightPublisher, Mortal, Agency]
+Run = tuple[WeightPublisher, FakeWorker, CopyingLauncher]
 
 
 @pytest.fixture
@@ -95,14 +94,14 @@ def run(tmp_path: Path) -> Iterator[Run]:
     def write(version: int) -> None:
         store.store.write_shards(0, version, [ParameterShard("w", (4,), 0, torch.full((4,), float(version)))], False)
 
-    ledger, agency = Ledger.create(tmp_path / "run", {"name": "x"}), Agency(store)
-    engines, (one, _), _ = test_engine_pool.made(ledger, agency, 2, restarts=5)
+    ledger, launcher = Ledger.create(tmp_path / "run", {"name": "x"}), CopyingLauncher(store)
+    engines, (one, _), _ = make_client(ledger, launcher, 2, restarts=5)
     policy: Any = SimpleNamespace(write_weights=write, offload=lambda: None)
     sync = WeightPublisher(policy, engines, store, SimpleNamespace(published=lambda version: None))  # type: ignore[arg-type]
     sync.publish(1)
-    yield sync, one, agency
+    yield sync, one, launcher
     engines.close()
-    agency.dismiss(agency.hired)
+    launcher.kill(launcher.launched)
     store.store.close()
     for each in folder.parent.glob(f"{folder.name}*"):
         for file in each.iterdir():
@@ -112,25 +111,25 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def lost(run: Run) -> Copying:
     """The first engine is lost, and its successor reads version 1, whose memory version 3 needs."""
-    sync, one, agency = run
+    sync, one, launcher = run
     one.die()
-    until(lambda: bool(agency.hired) and agency.hired[0].copy is not None)  # type: ignore[attr-defined]
+    until(lambda: bool(launcher.launched) and launcher.launched[0].copy is not None)  # type: ignore[attr-defined]
     sync.publish(2)
-    first = agency.hired[0]
+    first = launcher.launched[0]
     assert isinstance(first, Copying)
     return first
 
 
 def test_a_successor_that_hangs_in_its_copy_is_ended_and_the_run_goes_on(run: Run) -> None:
-    sync, _, agency = run
+    sync, _, launcher = run
     hanging = lost(run)
     sync.publish(3)
-    assert agency.dismissed.count(hanging.name) >= 1
+    assert launcher.killed.count(hanging.name) >= 1
     until(lambda: len(sync.engines.workers) == 2)
 
 
 def test_a_successor_whose_copy_gets_on_is_waited_for(run: Run) -> None:
-    sync, _, agency = run
+    sync, _, launcher = run
     slow = lost(run)
     over = threading.Event()
 
@@ -144,11 +143,11 @@ def test_a_successor_whose_copy_gets_on_is_waited_for(run: Run) -> None:
 
     threading.Thread(target=copy, daemon=True).start()
     sync.publish(3)
-    assert over.wait(5) and agency.dismissed == ["engine-0"]
+    assert over.wait(5) and launcher.killed == ["engine-0"]
 
 
 def test_an_engine_on_its_way_back_can_be_ended(tmp_path: Path) -> None:
-    engines, (one, _), _ = test_engine_pool.made(Ledger.create(tmp_path / "run", {"name": "x"}), Office(), 2)
+    engines, (one, _), _ = make_client(Ledger.create(tmp_path / "run", {"name": "x"}), FakeLauncher(), 2)
     one.pid, plain = 7, one.submit
     copies: list[PendingCall[Any]] = []
 
@@ -159,13 +158,13 @@ def test_an_engine_on_its_way_back_can_be_ended(tmp_path: Path) -> None:
         return copies[-1]
 
     one.submit = submit  # type: ignore[method-assign]
-    shelf = test_engine_pool.Shelf("engine-0")
-    engines.load_weights(shelf, 3)
-    shelf.open.set()
+    weights = FakeWeights("engine-0")
+    engines.load_weights(weights, 3)
+    weights.fetch_allowed.set()
     until(lambda: bool(copies))
     is_one: Callable[[Any], bool] = lambda worker: worker.pid == 7  # noqa: E731
-    assert engines.moves_of(is_one) == {"engine-0": 0}
-    assert engines.end(is_one, "pid 7 reads")
+    assert engines.moves_by_engine(is_one) == {"engine-0": 0}
+    assert engines.kill_engines(is_one, "pid 7 reads")
 
 
 def test_locks_of_other_file_systems_are_not_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

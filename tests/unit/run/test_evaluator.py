@@ -1,4 +1,4 @@
-"""What of evaluations outlives a kill, and which version counts as the best."""
+"""Evaluations survive a restart; which version is the best."""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,7 @@ from lockstep.ledger.ledger import Ledger
 from lockstep.run.evaluator import EXACT_MATCH, Evaluator
 
 
-class Told:
-    """What a monitor was told."""
-
+class FakeReporter:
     def __init__(self) -> None:
         self.evaluations: list[tuple[int, dict[str, float]]] = []
 
@@ -28,16 +26,16 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def evaluator(ledger: Ledger) -> Any:
     config = EvaluationConfig.model_validate({"data": {"path": "e.jsonl"}, "every": 2})
-    return Evaluator(config, [], SamplingConfig(), None, None, ledger, Told())  # type: ignore[arg-type]
+    return Evaluator(config, [], SamplingConfig(), None, None, ledger, FakeReporter())  # type: ignore[arg-type]
 
 
-def test_an_evaluation_of_an_earlier_attempt_is_told_again_and_not_made_again(ledger: Ledger) -> None:
+def test_an_evaluation_of_an_earlier_attempt_is_reported_again_and_not_repeated(ledger: Ledger) -> None:
     ledger.evaluation(3, {EXACT_MATCH: 0.5})
     resumed = evaluator(ledger)
     assert not resumed.due(4, last=False)
     for version in (3, 4, 5):
-        resumed.tell_again(version)
-    assert resumed.monitor.evaluations == [(4, {EXACT_MATCH: 0.5})]
+        resumed.report_again(version)
+    assert resumed.reporter.evaluations == [(4, {EXACT_MATCH: 0.5})]
 
 
 def test_the_best_version_is_that_of_the_highest_reward(ledger: Ledger) -> None:

@@ -1,4 +1,4 @@
-"""The trainer makes room while engines generate, and is back before anything needs it."""
+"""Offloading: the trainer frees its devices while engines generate, and returns before it is needed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,10 +40,8 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
-    monkeypatch.setattr(
-        "lockstep.cluster.rpc.futures.gather_results", lambda calls, why: [call.value for call in calls]
-    )
-    monkeypatch.setattr("lockstep.cluster.rpc.futures.gather_identical", lambda calls, why: calls[0].value)
+    monkeypatch.setattr("lockstep.run.trainer_group.gather_results", lambda calls, why: [call.value for call in calls])
+    monkeypatch.setattr("lockstep.run.trainer_group.gather_identical", lambda calls, why: calls[0].value)
     return Worker()
 
 
@@ -55,8 +53,8 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
     }  # fmt: skip
     config = check_config(values, "test")
     policy = TrainerGroup([worker], [SimpleNamespace()], config.trainer.offload)  # type: ignore[list-item]
-    monitor: Any = SimpleNamespace(stage=StageTimers())
-    staff: Any = None
+    reporter: Any = SimpleNamespace(stage=StageTimers())
+    launcher: Any = None
     folder.mkdir(exist_ok=True)
     with Ledger.create(folder / "run", {"name": "x"}) as ledger:
         recovery = RecoveryManager(config.recovery, ledger)
@@ -65,15 +63,15 @@ def run_of(folder: Path, worker: Worker, offload: dict[str, bool], colocate: obj
             ledger.folder,
             ledger,
             RunRoles(policy, engines),
-            monitor,
+            reporter,
             InterruptHandler(),
             0,
-            RecoveryContext(recovery, staff),
+            RecoveryContext(recovery, launcher),
         )
 
 
 def a_step(run: Run) -> None:
-    minibatch: Any = SimpleNamespace(rows=SimpleNamespace(hands=lambda: [None]), skipped=0)
+    minibatch: Any = SimpleNamespace(encode=lambda: [None], skipped=0)
     for name in ("rollout", "reward", "rollout"):
         with run.stage(name):
             pass
@@ -123,7 +121,7 @@ def test_engines_take_weights_when_the_trainer_has_made_room(tmp_path: Path, wor
         tell(("deliver",))
 
     delivery: Any = SimpleNamespace(publish=publish, served=lambda: None, hanging=list)
-    engines: Any = SimpleNamespace(workers=[], moves_of=lambda _: {}, load_weights=lambda *_: tell(("load",)))
+    engines: Any = SimpleNamespace(workers=[], moves_by_engine=lambda _: {}, load_weights=lambda *_: tell(("load",)))
     ledger: Any = SimpleNamespace(published=lambda version: None)
     weights = WeightPublisher(policy, engines, delivery, ledger)
     for version in (1, 1):
@@ -134,14 +132,12 @@ def test_engines_take_weights_when_the_trainer_has_made_room(tmp_path: Path, wor
 def test_engines_that_share_devices_sleep_before_ranks_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     ranks, engines = [Worker()], [Worker(), Worker()]
-    staff: Any = SimpleNamespace(everybody=lambda: (ranks, engines))
-    monkeypatch.setattr(
-        "lockstep.cluster.rpc.futures.gather_results", lambda calls, why: order.append(f"{len(calls)} sleep")
-    )
+    launcher: Any = SimpleNamespace(launch_all=lambda: (ranks, engines))
+    monkeypatch.setattr("lockstep.run.lifecycle.gather_results", lambda calls, why: order.append(f"{len(calls)} sleep"))
     for colocate, expected in (("all", ["2 sleep"]), ((), [])):
         order.clear()
         placement = SimpleNamespace(shared=bool(colocate))
         prepared: Any = SimpleNamespace(config=SimpleNamespace(placement=placement))
-        assert launch_all(prepared, staff) == (ranks, engines)
+        assert launch_all(prepared, launcher) == (ranks, engines)
         assert order == expected
     assert [call[0] for call in engines[0].calls] == ["sleep"] and ranks[0].calls == []

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout" / "client"))
 from engine_stub import Engine, prompts
 
 from lockstep.config.rollout import SamplingConfig
@@ -33,9 +33,9 @@ def ledger(tmp_path: Path) -> Ledger:
     return Ledger.create(tmp_path / "run", {"name": "x"})
 
 
-def buffer(ledger: Ledger, engine: Engine, ahead: int = 0, steps: int = 9, replaced: bool = False) -> RolloutBuffer:
+def buffer(ledger: Ledger, engine: Engine, ahead: int = 0, steps: int = 9, filtered: bool = False) -> RolloutBuffer:
     engines = RolloutClient([engine], SamplingConfig(), 0)  # type: ignore[list-item]
-    draws = PromptSampler(Source(), ledger, 2, replaced)  # type: ignore[arg-type]
+    draws = PromptSampler(Source(), ledger, 2, filtered)  # type: ignore[arg-type]
     return RolloutBuffer(engines, ledger, draws, group_size=2, steps=steps, max_staleness=ahead)
 
 
@@ -111,10 +111,10 @@ def test_collected_steps_are_not_asked_for(ledger: Ledger) -> None:
 
 
 def test_rounds_of_a_step_get_fresh_prompts_and_a_restart_the_same(ledger: Ledger) -> None:
-    made = buffer(ledger, Engine(), ahead=1, replaced=True)
+    made = buffer(ledger, Engine(), ahead=1, filtered=True)
     assert uids(take(made, 0)) == ["0:0", "0:1"]
     assert uids(take(made, 0, 1)) == ["0:4"], "step 1 has 2 and 3 already"
-    again = buffer(ledger, Engine(), ahead=1, replaced=True)
+    again = buffer(ledger, Engine(), ahead=1, filtered=True)
     assert uids(take(again, 0)) == ["0:0", "0:1"]
     assert uids(take(again, 0, 1)) == ["0:4"]
     assert uids(take(again, 0, 2)) == ["0:5", "0:6"]
@@ -156,7 +156,7 @@ def test_overlap_leaves_the_controller_free(ledger: Ledger) -> None:
 
 def test_rounds_of_an_attempt_that_was_cut_short_are_handed_out_again(ledger: Ledger) -> None:
     engine = Engine()
-    made = buffer(ledger, engine, replaced=True)
+    made = buffer(ledger, engine, filtered=True)
     rounds = [take(made, 0, 2), made.take(0, 1)]
     asked = list(engine.asked)
     made.rewind()  # a trainer rank failed in the step
@@ -169,4 +169,4 @@ def test_rounds_of_an_attempt_that_was_cut_short_are_handed_out_again(ledger: Le
     assert [uids(made.take(0, 1)) for _ in range(3)] == [uids(each) for each in (*rounds, third)]
     collect(ledger, rounds[0])
     made.request(1)
-    assert made._given == {}
+    assert made._taken == {}

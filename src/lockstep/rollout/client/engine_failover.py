@@ -137,7 +137,7 @@ class EngineFailover:
                     raise
                 log.warning("%s; continuing with %d engines without engine-%d", error, self._slots.live_engines, rank)
             else:
-                reissued = f", {unfinished} requests reissued" if unfinished else ""
+                reissued = f", {unfinished} requests re-issued" if unfinished else ""
                 self._recovery.restarted(failure, time.monotonic() - began, reissued, requests=unfinished)
                 return
 

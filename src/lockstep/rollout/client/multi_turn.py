@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.cluster.protocol import Worker
+from lockstep.cluster.protocol import Worker, WorkerLauncher
 from lockstep.config.rollout import ReissueConfig, SamplingConfig
 from lockstep.data.chat_templates import TurnTokenizer
 from lockstep.data.samples import Completion, Episode, EpisodeEnd, FinishReason, Prompt
-from lockstep.rollout.client.engine_failover import EngineLauncher
+from lockstep.rollout.client.engine_failover import EngineRecovery
 from lockstep.rollout.client.request_router import EngineLoad
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import Request
@@ -25,71 +25,69 @@ from lockstep.rollout.environments.environment_messages import EnvironmentFailed
 from lockstep.rollout.environments.environment_pool import EnvironmentPool, EpisodeReply
 from lockstep.rollout.environments.environment_protocol import Observation
 from lockstep.rollout.requests import request_seed
-from lockstep.run.recovery.recovery_manager import RecoveryManager
 
 log = logging.getLogger(__name__)
 
 _TURN_QUEUE = "turns"
-"""The queue in which single turns come back."""
+"""The queue of single turns."""
 ENVIRONMENT_POLL_S = 0.01
-"""How often environments are asked for their answers."""
+"""How often the replies of environments are polled."""
 _MAX_LOGGED_FAILURES = 5
-"""Failures of environments that are logged with their traceback; the others are counted."""
+"""Failures of environments that are logged with their traceback; further ones are only counted."""
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Tokens that one side wrote: tokens, log-probabilities, versions, all `[tokens]`."""
+    """Consecutive tokens of the model or of the environment; all arrays are `[tokens]`."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
-    own: bool
+    by_model: bool
 
 
 @dataclass(slots=True)
 class _Conversation:
-    """A conversation under way; before it branches, that of several requests."""
+    """An open conversation. Until it branches, it belongs to several requests."""
 
-    leaves: list[Request]
+    requests: list[Request]
     prompt: Prompt
     queue: str
     seed: int
-    parts: list[_Segment] = field(default_factory=list)
+    segments: list[_Segment] = field(default_factory=list)
     episode: Episode = field(default_factory=lambda: Episode([], [], "abort"))
     turns: int = 0
-    """Turns of the model that were answered."""
+    """Turns of the model that the environment replied to."""
     engine: int | None = None
-    """The one that has the keys and values of its turns."""
+    """The engine that has the keys and values of its turns."""
 
     @property
     def name(self) -> str:
-        return self.leaves[0].id
+        return self.requests[0].id
 
     @property
     def size(self) -> int:
-        return sum(part.tokens.size for part in self.parts)
+        return sum(segment.tokens.size for segment in self.segments)
 
-    def heard(self, tokens: np.ndarray, messages: Sequence[dict[str, Any]]) -> None:
-        """What the environment wrote."""
+    def add_environment_tokens(self, tokens: np.ndarray, messages: Sequence[dict[str, Any]]) -> None:
         count = tokens.size
         if count:
             zeros, never = np.zeros(count, np.float32), np.full(count, -1, np.int32)
-            self.parts.append(_Segment(tokens, zeros, never, False))
+            self.segments.append(_Segment(tokens, zeros, never, False))
         self.episode.messages += messages
 
-    def said(self, turn: Completion) -> None:
-        """What the model wrote."""
-        self.parts.append(_Segment(turn.tokens, turn.logprobs, turn.versions, True))
+    def add_turn(self, turn: Completion) -> None:
+        """Appends a turn of the model."""
+        self.segments.append(_Segment(turn.tokens, turn.logprobs, turn.versions, True))
         self.episode.messages.append({"role": "assistant", "content": turn.text})
 
-    def count(self, metrics: dict[str, float]) -> None:
+    def add_metrics(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self.episode.metrics[name] = self.episode.metrics.get(name, 0.0) + value
 
 
 class MultiTurnClient(RolloutClient):
-    """Engines whose completions are whole conversations with an environment.
+    """A rollout client whose completions are whole conversations with an environment.
 
     Args:
         pool: the environments.
@@ -102,71 +100,71 @@ class MultiTurnClient(RolloutClient):
         sampling: SamplingConfig,
         seed: int,
         stall_s: float = 900.0,
-        hires: EngineLauncher | None = None,
-        recovery: RecoveryManager | None = None,
+        launcher: WorkerLauncher | None = None,
+        recovery: EngineRecovery | None = None,
         reissue: ReissueConfig | None = None,
         *,
         pool: EnvironmentPool,
         turns: TurnTokenizer,
     ) -> None:
-        # An answer may take its time without any token being made.
-        super().__init__(workers, sampling, seed, max(stall_s, 2 * pool.config.timeout_s), hires, recovery, reissue)
-        self.look_s = ENVIRONMENT_POLL_S  # engines wake who waits, environments are looked after
+        # An environment may take long to reply, and no tokens are made meanwhile.
+        super().__init__(workers, sampling, seed, max(stall_s, 2 * pool.config.timeout_s), launcher, recovery, reissue)
+        self.poll_interval_s = ENVIRONMENT_POLL_S  # engines end a wait at once, environments are polled
         self.pool, self.turns, self.config = pool, turns, pool.config
         self._prompts: dict[str, Prompt] = {}
-        self._talks: dict[str, _Conversation] = {}
+        self._conversations: dict[str, _Conversation] = {}
         self._outgoing: list[Request] = []
-        self._over: list[str] = []
+        self._ended: list[str] = []
         self._finished: dict[str, list[Completion]] = {}
         self._failures = 0
         self._cached = (0, 0)
-        """Hits and queries of the engines' prefix caches when metrics were asked for."""
+        """Hits and queries of the engines' prefix caches at the last call of `metrics`."""
 
     def submit(self, requests: Sequence[Request], queue: str = "") -> None:
-        """Begins conversations, one for each request (before they branch, one for several of a group). `max_tokens`
-        of a request bounds the conversation as a whole."""
-        for talk in self._first_turns(requests, queue):
-            self._talks[talk.name] = talk
-            self.pool.begin(talk.name, talk.prompt)
+        """Starts a conversation for each request; if conversations branch, one for several requests of a group.
+        `max_tokens` of a request bounds the whole conversation."""
+        for conversation in self._first_turns(requests, queue):
+            self._conversations[conversation.name] = conversation
+            self.pool.begin(conversation.name, conversation.prompt)
             if not self.pool.resets:
-                self._open(talk, [])
+                self._open(conversation, [])
         self._advance()
 
     def collect(self, queue: str = "") -> list[Completion]:
-        """The conversations of a queue that are over since the last call; returns at once.
+        """The conversations of a queue that ended since the last call; returns at once.
 
         Raises:
-            EnvironmentFailed: an environment or tool failed, where the config says that this stops the run.
+            EnvironmentFailed: an environment or tool failed, and by the config that stops the run.
         """
         self._advance()
         return self._finished.pop(queue, [])
 
     def metrics(self) -> dict[str, float]:
-        """`rollout/prefix_cache_hit_rate`: the share of prompt tokens, of all turns since the last call, whose keys and
-        values were still there. (The prompt of a group of first turns counts once.)"""
-        now = [(each.prefix_cache_hits, each.prefix_cache_queries) for each in self.progress()]
+        """`rollout/prefix_cache_hit_rate`: the share of prompt tokens, in all turns since the last call, whose keys and
+        values were still cached. (The prompt of a group of first turns counts once.)"""
+        now = [(each.prefix_cache_hits, each.prefix_cache_queries) for each in self.counters()]
         hits, queries = (sum(column) for column in zip(*now, strict=True))
         before, self._cached = self._cached, (hits, queries)
-        asked, found = queries - before[1], super().metrics()
-        rate = {"rollout/prefix_cache_hit_rate": max(0.0, (hits - before[0]) / asked)} if asked > 0 else {}
+        queried, found = queries - before[1], super().metrics()
+        rate = {"rollout/prefix_cache_hit_rate": max(0.0, (hits - before[0]) / queried)} if queried > 0 else {}
         return found | rate
 
-    def _moves(self) -> object:
-        return super()._moves(), self.pool.answers
+    def _progress(self) -> object:
+        return super()._progress(), self.pool.answers
 
-    def _place(self, group: Sequence[Request], owed: EngineLoad) -> int:
-        """A conversation stays with the engine that has its beginning, as long as that lives."""
-        talks = [self._talk(request.id) for request in group]
-        engine = talks[0].engine
-        if engine is None or engine not in owed:
-            engine = super()._place(group, owed)
-        for talk in talks:
-            talk.engine = engine
+    def _choose_engine(self, group: Sequence[Request], load: EngineLoad) -> int:
+        """A conversation stays with the engine that has its earlier turns cached, as long as that lives."""
+        conversations = [self._conversation(request.id) for request in group]
+        engine = conversations[0].engine
+        if engine is None or engine not in load:
+            engine = super()._choose_engine(group, load)
+        for conversation in conversations:
+            conversation.engine = engine
         return engine
 
-    def _talk(self, request: str) -> _Conversation:
-        """The conversation that a turn's request is of."""
-        return self._talks[request.rpartition("/turn")[0]]
+    def _conversation(self, request: str) -> _Conversation:
+        """The conversation that a turn's request belongs to."""
+        return self._conversations[request.rpartition("/turn")[0]]
 
     def request(
         self, id: str, step: int, prompt: Prompt, k: int, sampling: SamplingConfig | None = None, suffix: str = ""
@@ -183,24 +181,24 @@ class MultiTurnClient(RolloutClient):
         prompts = {request.id: self._prompts.pop(request.id) for request in requests}
         return [
             _Conversation(
-                leaves,
-                prompts[leaves[0].id],
+                group_requests,
+                prompts[group_requests[0].id],
                 queue,
-                # Of the place in the group, not of the requests: a resumed step lacks those that are finished.
-                leaves[0].seed if paths == 1 else request_seed(self.seed, 0, f"{group}/branch", node),
+                # Depends on the place in the group, not on the requests: a resumed step has only the missing ones.
+                group_requests[0].seed if paths == 1 else request_seed(self.seed, 0, f"{group}/branch", node),
             )
-            for (group, node), leaves in shared.items()
+            for (group, node), group_requests in shared.items()
         ]
 
     def _advance(self) -> None:
-        """Takes what has come, and hands over what follows from it."""
+        """Processes turns and replies that have arrived, and submits the turns that follow."""
         for turn in super().collect(_TURN_QUEUE):
-            self._said(self._talk(turn.request), turn)
+            self._on_turn(self._conversation(turn.request), turn)
         for reply in self.pool.collect():
-            self._answered(self._talks[reply.episode], reply)
-        if self._over:
-            self.pool.forget(self._over)
-            self._over.clear()
+            self._on_reply(self._conversations[reply.episode], reply)
+        if self._ended:
+            self.pool.forget(self._ended)
+            self._ended.clear()
         outgoing, self._outgoing = self._outgoing, []
         groups: dict[bytes, str] = {}
         for request in outgoing:
@@ -208,130 +206,147 @@ class MultiTurnClient(RolloutClient):
         if outgoing:
             super().submit(outgoing, _TURN_QUEUE)
 
-    def _open(self, talk: _Conversation, messages: Sequence[dict[str, Any]]) -> None:
-        """What comes before the model's first turn: prompts of environments end before it begins."""
+    def _open(self, conversation: _Conversation, messages: Sequence[dict[str, Any]]) -> None:
+        """Submits the model's first turn, after the environment's first messages."""
         if self.config.path is not None:
-            talk.heard(self.turns.opening(talk.prompt, messages), messages)
-        self._ask(talk)
+            conversation.add_environment_tokens(self.turns.opening(conversation.prompt, messages), messages)
+        self._request_turn(conversation)
 
-    def _ask(self, talk: _Conversation) -> None:
-        """The model's next turn."""
-        of = talk.leaves[0]
-        left = of.max_tokens - talk.size
+    def _request_turn(self, conversation: _Conversation) -> None:
+        """Queues the model's next turn."""
+        request = conversation.requests[0]
+        left = request.max_tokens - conversation.size
         if left < 1:
-            self._finish(talk, "length", "tokens")
+            self._finish(conversation, "length", "tokens")
             return
-        turn = talk.turns
+        turn = conversation.turns
         self._outgoing.append(
             replace(
-                of,
-                id=f"{talk.name}/turn{turn}",
-                prompt=np.concatenate([talk.prompt.tokens, *(part.tokens for part in talk.parts)]),
-                seed=request_seed(talk.seed, 0, "turn", turn) if turn else talk.seed,
+                request,
+                id=f"{conversation.name}/turn{turn}",
+                prompt=np.concatenate(
+                    [conversation.prompt.tokens, *(segment.tokens for segment in conversation.segments)]
+                ),
+                seed=request_seed(conversation.seed, 0, "turn", turn) if turn else conversation.seed,
                 max_tokens=min(left, self.config.max_turn_tokens or left),
                 keep=turn + 1 < self.config.max_turns,
             )
         )
 
-    def _said(self, talk: _Conversation, turn: Completion) -> None:
-        talk.said(turn)
+    def _on_turn(self, conversation: _Conversation, turn: Completion) -> None:
+        conversation.add_turn(turn)
         if turn.finish != "stop":
-            self._finish(talk, turn.finish, "tokens" if turn.finish == "length" else "abort")
+            self._finish(conversation, turn.finish, "tokens" if turn.finish == "length" else "abort")
         else:
-            self.pool.step(talk.name, turn.text)
+            self.pool.step(conversation.name, turn.text)
 
-    def _answered(self, talk: _Conversation, reply: EpisodeReply) -> None:
-        begins = not talk.parts
+    def _on_reply(self, conversation: _Conversation, reply: EpisodeReply) -> None:
+        starting = not conversation.segments
         found = reply.observation
         if found is None:
             assert reply.failure is not None
-            found = self._failed(talk, reply.failure, begins)
-        talk.count(found.metrics)
-        if begins:
+            found = self._on_failure(conversation, reply.failure, starting)
+        conversation.add_metrics(found.metrics)
+        if starting:
             if found.done:
-                raise EnvironmentFailed(self.pool.path, "reset says that the conversation is over", talk.name)
-            self._open(talk, found.turns())
+                raise EnvironmentFailed(self.pool.path, "reset says that the conversation is over", conversation.name)
+            self._open(conversation, found.turns())
             return
-        talk.turns += 1
-        talk.episode.rewards.append(found.reward)
+        conversation.turns += 1
+        conversation.episode.rewards.append(found.reward)
         if found.done:
-            self._finish(talk, *self._end_of(talk))
-        elif talk.turns >= self.config.max_turns:
-            self._finish(talk, "length", "turns")
+            self._finish(conversation, *self._end_of(conversation))
+        elif conversation.turns >= self.config.max_turns:
+            self._finish(conversation, "length", "turns")
         else:
-            self._go_on(talk, found.turns(self.pool.role))
+            self._continue(conversation, found.turns(self.pool.role))
 
-    def _go_on(self, talk: _Conversation, messages: Sequence[dict[str, Any]]) -> None:
-        tokens = self.turns.reply(talk.prompt, messages, int(talk.parts[-1].tokens[-1]))
-        if talk.size + tokens.size >= talk.leaves[0].max_tokens:
-            self._finish(talk, "length", "tokens")  # the answer leaves no room for a word about it
+    def _continue(self, conversation: _Conversation, messages: Sequence[dict[str, Any]]) -> None:
+        tokens = self.turns.reply(conversation.prompt, messages, int(conversation.segments[-1].tokens[-1]))
+        if conversation.size + tokens.size >= conversation.requests[0].max_tokens:
+            self._finish(conversation, "length", "tokens")  # the reply leaves no room for another turn
             return
-        talk.heard(tokens, messages)
-        for branch in self._branches(talk):
-            self._ask(branch)
+        conversation.add_environment_tokens(tokens, messages)
+        for branch in self._branches(conversation):
+            self._request_turn(branch)
 
-    def _branches(self, talk: _Conversation) -> list[_Conversation]:
-        """The conversations that one goes on as after an answer."""
-        after = talk.turns - 1
+    def _branches(self, conversation: _Conversation) -> list[_Conversation]:
+        """The conversations that continue one after a reply: the same one, or its branches."""
+        after = conversation.turns - 1
         if after >= len(self.config.branches) or self.config.branches[after] == 1:
-            return [talk]
+            return [conversation]
         below = math.prod(self.config.branches[after + 1 :])
-        parts: dict[int, list[Request]] = {}
-        for leaf in talk.leaves:
-            parts.setdefault(_completion_number(leaf) // below % self.config.branches[after], []).append(leaf)
+        branches: dict[int, list[Request]] = {}
+        for request in conversation.requests:
+            branches.setdefault(_completion_number(request) // below % self.config.branches[after], []).append(request)
         found = []
-        for number, leaves in parts.items():
-            seed = request_seed(talk.seed, 0, "branch", number)
+        for number, requests in branches.items():
+            seed = request_seed(conversation.seed, 0, "branch", number)
             branch = replace(
-                talk, leaves=leaves, seed=seed, parts=list(talk.parts), episode=copy.deepcopy(talk.episode)
+                conversation,
+                requests=requests,
+                seed=seed,
+                segments=list(conversation.segments),
+                episode=copy.deepcopy(conversation.episode),
             )
-            if branch.name != talk.name:
-                self.pool.branch(talk.name, branch.name)
+            if branch.name != conversation.name:
+                self.pool.branch(conversation.name, branch.name)
             found.append(branch)
-        self._talks.update((branch.name, branch) for branch in found)
+        self._conversations.update((branch.name, branch) for branch in found)
         return found
 
-    def _failed(self, talk: _Conversation, failure: EnvironmentFailure, begins: bool) -> Observation:
-        """What a failure means: an answer that tells the model of it, or the end. Raises EnvironmentFailed."""
-        if begins or self.config.on_error == "stop":
-            raise EnvironmentFailed(self.pool.path, failure.problem, talk.name, talk.turns, failure.traceback)
+    def _on_failure(self, conversation: _Conversation, failure: EnvironmentFailure, starting: bool) -> Observation:
+        """The reply to the model in case of a failure, or the end of the conversation. Raises EnvironmentFailed."""
+        if starting or self.config.on_error == "stop":
+            raise EnvironmentFailed(
+                self.pool.path, failure.problem, conversation.name, conversation.turns, failure.traceback
+            )
         self._failures += 1
         if self._failures <= _MAX_LOGGED_FAILURES:
             trace = f"\n{failure.traceback}" if failure.traceback else ""
-            log.warning("%s, sample %s, turn %d: %s%s", self.pool.path, talk.name, talk.turns, failure.problem, trace)
+            log.warning(
+                "%s, sample %s, turn %d: %s%s",
+                self.pool.path,
+                conversation.name,
+                conversation.turns,
+                failure.problem,
+                trace,
+            )
         if self.config.on_error == "end":
-            talk.episode.ended = "error"
+            conversation.episode.ended = "error"
             return Observation(done=True, metrics={"errors": 1.0})
-        told = {"role": self.pool.role, "content": f"error: {failure.problem}"}
-        return Observation(messages=[told], metrics={"errors": 1.0})
+        message = {"role": self.pool.role, "content": f"error: {failure.problem}"}
+        return Observation(messages=[message], metrics={"errors": 1.0})
 
-    def _end_of(self, talk: _Conversation) -> tuple[FinishReason, EpisodeEnd]:
-        if talk.episode.ended == "error":
+    def _end_of(self, conversation: _Conversation) -> tuple[FinishReason, EpisodeEnd]:
+        if conversation.episode.ended == "error":
             return "abort", "error"
         return "stop", "answer" if self.config.path is None else "environment"
 
-    def _finish(self, talk: _Conversation, finish: FinishReason, ended: EpisodeEnd) -> None:
-        """The conversation is over, for every request that it was of."""
-        del self._talks[talk.name]
-        self._over.append(talk.name)
-        parts = talk.parts or [_Segment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), True)]
-        said = [message["content"] for message in talk.episode.messages if message["role"] == "assistant"]
-        talk.episode.ended = ended
-        for leaf in talk.leaves:
+    def _finish(self, conversation: _Conversation, finish: FinishReason, ended: EpisodeEnd) -> None:
+        """Ends the conversation for all its requests."""
+        del self._conversations[conversation.name]
+        self._ended.append(conversation.name)
+        segments = conversation.segments or [
+            _Segment(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), True)
+        ]
+        turns = [message["content"] for message in conversation.episode.messages if message["role"] == "assistant"]
+        conversation.episode.ended = ended
+        for request in conversation.requests:
             completion = Completion(
-                request=leaf.id,
-                tokens=np.concatenate([part.tokens for part in parts]),
-                logprobs=np.concatenate([part.logprobs for part in parts]),
-                versions=np.concatenate([part.versions for part in parts]),
+                request=request.id,
+                tokens=np.concatenate([segment.tokens for segment in segments]),
+                logprobs=np.concatenate([segment.logprobs for segment in segments]),
+                versions=np.concatenate([segment.versions for segment in segments]),
                 finish=finish,
-                text=said[-1] if said else "",
-                mask=np.concatenate([np.full(part.tokens.size, part.own) for part in parts]),
-                episode=copy.deepcopy(talk.episode),
+                text=turns[-1] if turns else "",
+                mask=np.concatenate([np.full(segment.tokens.size, segment.by_model) for segment in segments]),
+                episode=copy.deepcopy(conversation.episode),
             )
-            self._finished.setdefault(talk.queue, []).append(completion)
+            self._finished.setdefault(conversation.queue, []).append(completion)
 
 
 def _completion_number(request: Request) -> int:
-    """Which completion of its group a request is of."""
+    """The number of a request's completion in its group."""
     last = request.id.rpartition("/")[2]
     return int(last) if last.isdecimal() else 0

@@ -15,7 +15,7 @@ from lockstep.rollout.client.engine_pool import EnginePool
 from lockstep.rollout.client.request_router import EngineLoad
 from lockstep.rollout.engine_protocol import EngineProgress, Request
 from lockstep.rollout.requests import request_seed
-from lockstep.watch import beacon
+from lockstep.watch.beacon.writer import current_beacon
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class RolloutClient:
         """Submits requests and waits for all their completions, as long as there is progress."""
         self.submit(requests, queue=why)
         done: dict[str, Completion] = {}
-        counter = beacon.current()
+        counter = current_beacon()
 
         def poll() -> dict[str, Completion] | None:
             done.update((completion.request, completion) for completion in self.collect(queue=why))

@@ -1,141 +1,170 @@
-"""Which engines are far behind their peers, by their own counters. Pure.
+"""Finds engines that are far slower than their peers, by their own counters.
 
-An engine's speed is tokens per second and sequence, compared with what its peers made of about as many sequences: one
-that decodes a single long completion is not slower at that than they were at their last ones, and one that has hundreds
-left is not slow because they have few. So long completions are waited for, and only slow engines are not.
+An engine's speed is tokens per second and sequence, compared with the speed of its peers at about the same number of
+sequences: an engine that decodes one long completion is not slower than its peers were at their last ones, and an
+engine with hundreds of sequences left is not slow because the others have few. So long completions are waited for, and
+slow engines are not.
 """
 
 import math
 import statistics
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from lockstep.base.bounded_wait import Stalled
+from lockstep.cluster.protocol import PendingResult
+from lockstep.cluster.rpc.futures import CallError, call_duration_s, gather_outcomes
 from lockstep.config.rollout import ReissueConfig
 from lockstep.rollout.engine_protocol import EngineProgress
 
+T = TypeVar("T")
+
 SLOW_PENALTY = 20
-"""Times `after_s`: who was slow gets work again after so long, to see whether it still is."""
+"""Times `after_s`: after this time a slow engine gets requests again, to see whether it is still slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """That an engine is far behind."""
+    """An engine that is far behind."""
 
     why: str
-    """After "it"."""
+    """For a sentence that begins with the engine's name."""
     silent: bool
-    """Whether it makes nothing at all."""
+    """Whether it makes no tokens at all."""
 
 
 @dataclass(slots=True)
 class _EngineSpeed:
-    """What is known of an engine."""
-
     moved_at: float
     """When its counter was last seen to move, or the wait for it began."""
     tokens: int = -1
-    """At the last look; -1 before the first of a wait."""
+    """At the last observation; -1 before the first one of a wait."""
     running: int = 0
     at: float = 0.0
     speed: float | None = None
-    """Tokens per second and sequence, when it last made some."""
+    """Tokens per second and sequence when it last made tokens."""
     rows: float = 0.0
-    """Sequences that it had then."""
+    """Its number of sequences then."""
     speeds: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By the number of sequences, in powers of two: how many, and its speed, when it last had about so many."""
+    """By the number of sequences, in powers of two: the number, and the speed when it last had about as many."""
     slow_since: float | None = None
-    until: float = 0.0
-    """It gets less work than others until then."""
+    penalty_until: float = 0.0
 
 
 class StragglerDetector:
-    """Speeds of engines, and who is behind.
+    """Speeds of engines, and which of them are far behind. Pure.
 
-    Times are seconds of any clock that does not go back.
+    Times are seconds of any monotonic clock.
     """
 
     def __init__(self, config: ReissueConfig) -> None:
         self.config = config
-        self._seen: dict[int, _EngineSpeed] = {}
+        self._engines: dict[int, _EngineSpeed] = {}
 
-    def begin(self, now: float) -> None:
-        """A wait begins: who owes something then was not looked at before. Speeds are remembered."""
-        for seen in self._seen.values():
-            seen.moved_at, seen.tokens, seen.slow_since = now, -1, None
+    def begin_wait(self, now: float) -> None:
+        """A wait begins: engines were not observed before it. Speeds are kept."""
+        for engine in self._engines.values():
+            engine.moved_at, engine.tokens, engine.slow_since = now, -1, None
 
-    def owes(self, rank: int, now: float) -> None:
-        """The engine owes something: silence counts from now on at the latest."""
-        self._seen.setdefault(rank, _EngineSpeed(now))
+    def mark_busy(self, rank: int, now: float) -> None:
+        """The engine has requests: silence counts from now on at the latest."""
+        self._engines.setdefault(rank, _EngineSpeed(now))
 
-    def rests(self, rank: int, now: float) -> None:
-        """It owes nothing, so it may be silent."""
-        if rank in self._seen:
-            seen = self._seen[rank]
-            seen.moved_at, seen.tokens, seen.slow_since = now, -1, None
+    def mark_idle(self, rank: int, now: float) -> None:
+        """The engine has no requests, so it may be silent."""
+        if rank in self._engines:
+            engine = self._engines[rank]
+            engine.moved_at, engine.tokens, engine.slow_since = now, -1, None
 
     def forget(self, rank: int) -> None:
-        """Another process is in its place."""
-        self._seen.pop(rank, None)
+        """The engine is replaced by another process."""
+        self._engines.pop(rank, None)
 
     def observe(self, rank: int, now: float, progress: EngineProgress) -> None:
-        """What an engine that owes something says of itself."""
-        seen = self._seen.setdefault(rank, _EngineSpeed(now))
-        if seen.tokens >= 0 and progress.tokens != seen.tokens:
-            seen.moved_at = now
-            rows = (seen.running + progress.running) / 2
-            if rows > 0 and now > seen.at:
-                seen.speed, seen.rows = (progress.tokens - seen.tokens) / (now - seen.at) / rows, rows
-                seen.speeds[round(math.log2(rows))] = rows, seen.speed
-                self._judge(rank, seen, now)
-        seen.at, seen.tokens, seen.running = now, progress.tokens, progress.running
+        """Takes the counters of an engine."""
+        engine = self._engines.setdefault(rank, _EngineSpeed(now))
+        if engine.tokens >= 0 and progress.tokens != engine.tokens:
+            engine.moved_at = now
+            rows = (engine.running + progress.running) / 2
+            if rows > 0 and now > engine.at:
+                engine.speed, engine.rows = (progress.tokens - engine.tokens) / (now - engine.at) / rows, rows
+                engine.speeds[round(math.log2(rows))] = rows, engine.speed
+                self._update_slow_since(rank, engine, now)
+        engine.at, engine.tokens, engine.running = now, progress.tokens, progress.running
 
-    def punish(self, rank: int, behind: Straggler, now: float) -> None:
-        """It gets nothing for a while: who was silent until it answers, who is slow for longer, as it stays so."""
-        if rank in self._seen and not behind.silent:
-            self._seen[rank].until = now + SLOW_PENALTY * self.config.after_s
+    def penalize(self, rank: int, straggler: Straggler, now: float) -> None:
+        """The engine gets no requests for a while: a silent one until it answers, a slow one for longer."""
+        if rank in self._engines and not straggler.silent:
+            self._engines[rank].penalty_until = now + SLOW_PENALTY * self.config.after_s
 
-    def pardoned(self, rank: int, now: float) -> bool:
-        """Whether that is over."""
-        return rank not in self._seen or now >= self._seen[rank].until
+    def penalty_over(self, rank: int, now: float) -> bool:
+        return rank not in self._engines or now >= self._engines[rank].penalty_until
 
-    def behind(self, waited_for: Collection[int], now: float) -> dict[int, Straggler]:
-        """How each of those that are waited for is far behind the others; empty while one of them is not."""
+    def find(self, blocking: Collection[int], now: float) -> dict[int, Straggler]:
+        """The engines of `blocking` as stragglers; empty unless all of them are."""
         found = {}
-        for rank in waited_for:
-            seen = self._seen.get(rank)
-            behind = None if seen is None else self._behind(rank, seen, now)
-            if behind is None:
+        for rank in blocking:
+            engine = self._engines.get(rank)
+            straggler = None if engine is None else self._straggler(rank, engine, now)
+            if straggler is None:
                 return {}
-            found[rank] = behind
+            found[rank] = straggler
         return found
 
-    def _behind(self, rank: int, seen: _EngineSpeed, now: float) -> Straggler | None:
-        quiet = now - seen.moved_at
+    def _straggler(self, rank: int, engine: _EngineSpeed, now: float) -> Straggler | None:
+        quiet = now - engine.moved_at
         if quiet >= self.config.after_s:
             return Straggler(f"made no token for {quiet:.0f} s", silent=True)
-        if seen.slow_since is not None and now - seen.slow_since >= self.config.after_s:
+        if engine.slow_since is not None and now - engine.slow_since >= self.config.after_s:
             return Straggler(
-                f"makes {seen.speed:.1f} tokens/s a sequence, the others {self._usual(rank, seen.rows):.1f}",
+                f"makes {engine.speed:.1f} tokens/s a sequence, the others {self._peer_speed(rank, engine.rows):.1f}",
                 silent=False,
             )
         return None
 
-    def _judge(self, rank: int, seen: _EngineSpeed, now: float) -> None:
-        usual = self._usual(rank, seen.rows)
-        slow = usual is not None and seen.speed is not None and seen.speed < self.config.slower_than * usual
+    def _update_slow_since(self, rank: int, engine: _EngineSpeed, now: float) -> None:
+        usual = self._peer_speed(rank, engine.rows)
+        slow = usual is not None and engine.speed is not None and engine.speed < self.config.slower_than * usual
         if not slow:
-            seen.slow_since = None
-        elif seen.slow_since is None:
-            seen.slow_since = now
+            engine.slow_since = None
+        elif engine.slow_since is None:
+            engine.slow_since = now
 
-    def _usual(self, rank: int, rows: float) -> float | None:
-        """The median of what the others make of so many sequences, each, at least."""
-        others = [_expected_speed(seen, rows) for other, seen in self._seen.items() if other != rank and seen.speeds]
+    def _peer_speed(self, rank: int, rows: float) -> float | None:
+        """The median over the other engines of their least speed at this number of sequences."""
+        others = [
+            _expected_speed(engine, rows) for other, engine in self._engines.items() if other != rank and engine.speeds
+        ]
         return statistics.median(others) if others else None
 
 
-def _expected_speed(seen: _EngineSpeed, rows: float) -> float:
-    """Tokens per second and sequence that an engine makes of so many sequences, at least, by when it had about as many.
-    With fewer, none is slower than with more; with more, all together are no slower than they were with fewer."""
-    had, speed = min(seen.speeds.values(), key=lambda each: (abs(math.log2(each[0] / rows)), -each[0]))
+def _expected_speed(engine: _EngineSpeed, rows: float) -> float:
+    """The least speed of an engine at this number of sequences, from its speed at the most similar number. A sequence
+    is not slower among fewer ones, and all together are not slower among more."""
+    had, speed = min(engine.speeds.values(), key=lambda each: (abs(math.log2(each[0] / rows)), -each[0]))
     return speed * min(1.0, had / rows)
+
+
+def gather_patiently(
+    pendings: Sequence[PendingResult[T]], why: str, config: ReissueConfig, live_engines: Callable[[], int]
+) -> tuple[list[T | CallError], bool]:
+    """The outcomes of calls to live engines, and whether some are `Stalled` because these engines are silent and others
+    are not.
+
+    An engine is silent if it makes no progress for `after_s`, and for as long as the slowest engine takes that is not
+    far behind. Calls that take all engines long take as long as they take.
+    """
+    if not config.enable or live_engines() <= 1:
+        return gather_outcomes(pendings, why, None), False
+    outcomes = gather_outcomes(pendings, why, config.after_s)
+    stalled = sum(isinstance(each, Stalled) for each in outcomes)
+    if stalled == live_engines():
+        return gather_outcomes(pendings, why), False
+    if not stalled:
+        return outcomes, False
+    took = [call_duration_s(pending) for pending in pendings if pending.done()]
+    usual_s = statistics.median(took) if took else 0.0
+    if usual_s > config.slower_than * config.after_s:
+        outcomes = gather_outcomes(pendings, why, usual_s / config.slower_than)
+    return outcomes, True

@@ -51,9 +51,9 @@ def build_ray_package(config: SFTConfig | GRPOConfig, folder: Path) -> RayPackag
     if size > MAX_PACKAGE_BYTES:
         largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
         raise RunRefused(
-            f"the files that the run names are {size / 2**20:.0f} MiB, more than the {MAX_PACKAGE_BYTES / 2**20:.0f} MiB that "
-            f"are sent; the largest is {largest.relative_to(folder)}: put it on a file system that the cluster's nodes "
-            "share, and name it by its absolute path"
+            f"the files that the run names are {size / 2**20:.0f} MiB, more than the "
+            f"{MAX_PACKAGE_BYTES / 2**20:.0f} MiB that can be sent; the largest is {largest.relative_to(folder)}: put it "
+            "on a file system that the cluster's nodes share, and name it by its absolute path"
         )
     return staged
 

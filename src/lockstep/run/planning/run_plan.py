@@ -341,7 +341,8 @@ def _check_fits_host(plan: RunPlan, config: SFTConfig | GRPOConfig, host: HostRe
         )
     if host.device == "cuda" and _gpus_per_engine(config) > host.gpus and needs_engine(config):
         raise InfeasibleError(
-            f"rollout.engine.tensor_parallel_size {_gpus_per_engine(config)} needs as many GPUs and this host has {host.gpus}"
+            f"rollout.engine.tensor_parallel_size {_gpus_per_engine(config)} needs as many GPUs, and this host has "
+            f"{host.gpus}"
         )
     if plan.shared_memory > host.shared_memory:
         raise InfeasibleError(

@@ -23,36 +23,37 @@ log = logging.getLogger(__name__)
 
 
 class VerdictSource(Protocol):
-    """Where confirmed verdicts come from: the supervisor."""
+    """Where confirmed verdicts come from."""
 
     def subscribe(self, act: Callable[[Sequence[str], str], Sequence[str]]) -> None:
-        """`act(workers, why)` is to be called, from any thread, with those whom a verdict names; it returns whom it has
-        ended."""
+        """Makes each confirmed verdict call `act(culprits, why)`, from any thread, which returns those it killed."""
 
 
 class RecoveryManager:
-    """What the roles ask when something of theirs failed. Any thread may."""
+    """Decides about failed workers of all roles. Any thread may call."""
 
     def __init__(self, config: Config, ledger: Ledger) -> None:
         self.config = config
         self.step = -1
-        """Under way; -1 before the first."""
+        """The current step; -1 before the first."""
         self._ledger = ledger
         self._history: list[WorkerFailure] = []
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._kill: Callable[[str], bool] | None = None
         self._accused: dict[str, str] = {}
-        """By worker: the verdict that names it. Empty for one that had ended by then: its end speaks for itself."""
-        self._heard = threading.Event()
-        """A verdict has come."""
+        """By worker: the verdict that names it; "" if it had already ended, and its end is the better explanation."""
+        self._verdict_arrived = threading.Event()
 
     def decide(self, failure: WorkerFailure, cause: Exception, fewer: int | None = None) -> RestartRole | FewerRanks:
-        """The restart that a failure gets; `fewer` ranks would do for the trainer.
+        """The restart for a failure.
+
+        Args:
+            fewer: a smaller number of ranks with which the trainer could continue.
 
         Raises:
-            GaveUp: it gets none, and why.
-            Exception: `cause`, where that says it all.
+            GaveUp: there is no restart for it; with the reason.
+            Exception: `cause`, if it needs no further explanation.
         """
         with self._lock:
             action = decide_recovery(failure, self._history, self.config, fewer)
@@ -68,71 +69,71 @@ class RecoveryManager:
             raise GaveUp(failure.worker, f"{what} ({why})" if why else what, action.reason) from cause
         if isinstance(action, FewerRanks):
             log.warning(
-                "%s %s: no replacement can be had, training goes on with ranks=%d (recovery.fewer_ranks); the result "
-                "will be that of the undisturbed run to about 1e-5, and not bitwise",
+                "%s %s: no replacement available; continuing with %d ranks (recovery.fewer_ranks). The result will "
+                "match that of an undisturbed run to about 1e-5, not bitwise",
                 failure.worker, what, action.ranks,
             )  # fmt: skip
             self.note("fewer ranks", worker=failure.worker, role=failure.role, ranks=action.ranks)
             return action
         log.warning(
-            "%s %s in step %d; restart %d of %d within %g s begins",
+            "%s %s in step %d; starting restart %d of %d within %g s",
             failure.worker, what, failure.step + 1, action.number, action.budget.max_restarts, action.budget.window_s,
         )  # fmt: skip
         return action
 
     def restarted(self, failure: WorkerFailure, seconds: float, text: str, **facts: Any) -> None:
-        """A failure is healed: `text` says what came of it, for a sentence that goes on after the time it took."""
+        """Reports a restart; `text` continues the log message after its duration."""
         log.warning("%s %s; restarted in %.1f s%s", failure.worker, self._what(failure), seconds, text)
         facts |= {"what": failure.what, "step": failure.step, "seconds": round(seconds, 3)}
         self.note("restarted", worker=failure.worker, role=failure.role, **facts)
 
     def _what(self, failure: WorkerFailure) -> str:
-        """How it failed, in a line that comes after the verdict, where it was ended for one."""
-        return "was ended" if self._accused.get(failure.worker) and failure.how == "died" else failure.what
+        """How a worker failed; "was killed" if that was for a verdict, which is in the line before."""
+        return "was killed" if self._accused.get(failure.worker) and failure.how == "died" else failure.what
 
     def note(self, action: str, **fields: Any) -> None:
-        """Something for the ledger; written by the next `flush`."""
+        """Keeps an event for the ledger; the next `flush` writes it."""
         self._events.put({"action": action, "at": time.time(), **fields})
 
     def flush(self) -> None:
-        """Writes what was noted into the ledger. From the run's thread, the ledger's only writer."""
+        """Writes the events into the ledger. From the run's thread, the ledger's only writer."""
         while not self._events.empty():
             self._ledger.event(RECOVERY_EVENT, **self._events.get_nowait())
 
     def listen(self, verdicts: VerdictSource, kill: Callable[[str], bool]) -> None:
-        """Lets confirmed verdicts act: their culprits are killed, and what follows is recovery from their deaths.
+        """Makes confirmed verdicts kill their culprits; recovery from their deaths follows.
 
         Args:
-            kill: ends the worker of that name at once; whether there was one.
+            kill: kills the worker of that name; whether there was one.
         """
         self._kill = kill
-        verdicts.subscribe(self.failed)
+        verdicts.subscribe(self.kill_culprits)
 
-    def failed(self, workers: Sequence[str], why: str) -> list[str]:
-        """Workers that a verdict names; those that lived, and were ended for it."""
-        ended = []
+    def kill_culprits(self, workers: Sequence[str], why: str) -> list[str]:
+        """Kills the workers that a verdict names; those that lived."""
+        killed = []
         for worker in workers:
-            self._accused[worker] = why  # before its end is heard of
+            self._accused[worker] = why  # before its death is reported
             if self._kill is not None and self._kill(worker):
-                ended.append(worker)
+                killed.append(worker)
             else:
                 self._accused[worker] = ""
-                log.info("%s is accused (%s) and no worker of this run any more", worker, why)
-        self._heard.set()
-        return ended
+                log.info("%s is named by a verdict (%s) and has already ended", worker, why)
+        self._verdict_arrived.set()
+        return killed
 
     def accused(self, workers: Collection[str], timeout_s: float) -> str | None:
-        """The one of these workers that a verdict names, or will name within so long."""
+        """One of these workers that a verdict names, now or within the timeout."""
         until = time.monotonic() + timeout_s
         while True:
-            self._heard.clear()
+            self._verdict_arrived.clear()
             found = next((worker for worker in workers if worker in self._accused), None)
             left = until - time.monotonic()
             if found is not None or self._kill is None or left <= 0:
                 return found
             with contextlib.suppress(WaitTimeout):
                 waits.event(
-                    self._heard,
+                    self._verdict_arrived,
                     waits_for="supervisor",
                     why="the culprits of its verdict",
                     timeout_s=left,

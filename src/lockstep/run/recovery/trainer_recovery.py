@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 ABORT_LIMIT_S = VERDICT_WAIT_S + 1.0
-"""Within this time ranks leave a collective that is aborted. A rank that has not left it then computes, and is killed."""
+"""Within this time ranks leave an aborted collective. A rank that has not left it by then computes, and is killed."""
 VERDICT_LIMIT_S = 2.0
 """How long the verdict that explains an abort is waited for."""
 
@@ -52,7 +52,7 @@ class MemoryCheckpointer:
         if self._full:
             return
         try:
-            self.policy.copy_state(self.folder, version)
+            self.policy.save_to_memory(self.folder, version)
         except RemoteError as error:
             if error.code != SharedMemoryFull.error_code:
                 raise
@@ -66,7 +66,7 @@ class MemoryCheckpointer:
         if version is None or version < at_least:
             return None
         try:
-            self.policy.load_copy(self.folder, version)
+            self.policy.load_from_memory(self.folder, version)
         except RemoteError as error:
             if error.code != MemoryCheckpointMissing.error_code:
                 raise

@@ -136,7 +136,7 @@ class RunReporter:
             self.console.stage(name)
             try:
                 with (
-                    startup_status(self.console.awaits, self.worker_activity)
+                    startup_status(self.console.show_wait, self.worker_activity)
                     if name in STARTUP_STAGES
                     else nullcontext()
                 ):

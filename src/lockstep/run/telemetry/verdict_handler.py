@@ -17,94 +17,93 @@ from lockstep.watch.supervisor.supervisor_client import SupervisorEvent
 log = logging.getLogger(__name__)
 
 USER_CODE_CONFIDENCE = 0.8
-"""Who runs users' code is ended on proof by structure only: how long that may think is a setting of its own."""
+"""Processes with users' code are killed only on structural proof: their own setting says how long they may take."""
 USER_CODE_ROLES = ("reward", "environment")
-"""Roles that run it."""
 
 VerdictAction = Callable[[Sequence[str], str], Sequence[str]]
+"""Kills the named workers because of a verdict; returns those that it killed."""
 
 
 class VerdictHandler:
-    """Hears the supervisor. Any thread may call `receive_message` and `subscribe`."""
+    """Handles the events of the supervisor. Any thread may call `handle` and `subscribe`."""
 
     def __init__(self, console: LiveConsole, ledger: Ledger) -> None:
         self._console, self._ledger = console, ledger
-        self._news: queue.SimpleQueue[SupervisorEvent] = queue.SimpleQueue()
-        self._actors: list[VerdictAction] = []
-        self._acted: set[int] = set()
+        self._events: queue.SimpleQueue[SupervisorEvent] = queue.SimpleQueue()
+        """Not in the ledger yet."""
+        self._actions: list[VerdictAction] = []
+        self._acted_on: set[int] = set()
         self._noted: set[str] = set()
 
     def subscribe(self, act: VerdictAction) -> None:
-        """`act(workers, why)` is called, from any thread, with those whom a confirmed verdict names, once for each. It
-        returns whom it has ended."""
-        self._actors.append(act)
+        """Makes each confirmed verdict call `act(culprits, why)` once, from any thread."""
+        self._actions.append(act)
 
-    def hear(self, said: SupervisorEvent) -> None:
-        """Something is said."""
-        self._tell(said)
-        if self._actors and should_act_on(said) and said.number not in self._acted:
-            self._acted.add(said.number)
-            ended = [name for act in self._actors for name in act(said.who, f"{said.level}: {said.headline}")]
-            if ended:
-                # Of this recovery tells the person.
-                self._news.put(replace(said, change="updated", level="act", done=f"{', '.join(ended)} ended"))
-        self._note(said)
+    def handle(self, event: SupervisorEvent) -> None:
+        """Prints an event, acts on it if it is a confirmed verdict, and keeps it for the ledger."""
+        self._report(event)
+        if self._actions and should_act_on(event) and event.number not in self._acted_on:
+            self._acted_on.add(event.number)
+            why = f"{event.level}: {event.headline}"
+            killed = [name for act in self._actions for name in act(event.who, why)]
+            if killed:
+                # Recovery reports it on the console.
+                self._events.put(replace(event, change="updated", level="act", done=f"killed {', '.join(killed)}"))
+        self._report_environment(event)
 
-    def _note(self, said: SupervisorEvent) -> None:
-        """What is odd about the environment of an incident's processes, told once; after all that is urgent."""
-        if said.incident is None or said.incident in self._noted:
+    def _report_environment(self, event: SupervisorEvent) -> None:
+        """Prints problems in the environment of an incident's processes, once, after everything urgent."""
+        if event.incident is None or event.incident in self._noted:
             return
-        self._noted.add(said.incident)
-        if odd := incident_environment.findings_sentence(
-            incident_environment.write_incident_findings(Path(said.incident))
-        ):
-            self._console.warning(f"  environment: {odd}")
+        self._noted.add(event.incident)
+        findings = incident_environment.write_incident_findings(Path(event.incident))
+        if problems := incident_environment.findings_sentence(findings):
+            self._console.warning(f"  environment: {problems}")
 
-    def _tell(self, said: SupervisorEvent) -> None:
-        self._news.put(said)
-        for line in format_event(said, acted=said.number in self._acted):
+    def _report(self, event: SupervisorEvent) -> None:
+        self._events.put(event)
+        for line in format_event(event, acted_on=event.number in self._acted_on):
             self._console.warning(line)
             log.info("%s", line)
 
     def flush(self) -> None:
-        """Writes what was said into the ledger. From the run's thread, its only writer."""
-        while not self._news.empty():
-            said = self._news.get_nowait()
+        """Writes the events into the ledger. From the run's thread, the ledger's only writer."""
+        while not self._events.empty():
+            event = self._events.get_nowait()
             self._ledger.event(
-                STALL_EVENT, number=said.number, change=said.change, level=said.level, verdict=said.verdict["kind"],
-                cause=said.verdict["class"], who=list(said.who), text=said.headline, since_s=round(said.since_s, 3),
-                said_at=said.wall, waited_s=seconds_waited(said), incident=said.incident, done=said.done,
+                STALL_EVENT, number=event.number, change=event.change, level=event.level, verdict=event.verdict["kind"],
+                cause=event.verdict["class"], who=list(event.who), text=event.headline,
+                since_s=round(event.since_s, 3), said_at=event.wall, waited_s=seconds_waited(event),
+                incident=event.incident, done=event.done,
             )  # fmt: skip
 
 
-def format_event(said: SupervisorEvent, acted: bool = False) -> list[str]:
-    """Up to two lines for a person; `acted`: who it names was handed to recovery."""
-    if said.change == "withdrawn":
-        who, kind = ", ".join(said.who) or "it", said.verdict["kind"]
-        if kind == "dead":  # it does not go on: its successor does, of which recovery tells
+def format_event(event: SupervisorEvent, acted_on: bool = False) -> list[str]:
+    """Up to two lines for the console; `acted_on`: recovery has handled the verdict."""
+    if event.change == "withdrawn":
+        culprits, kind = ", ".join(event.who) or "it", event.verdict["kind"]
+        if kind == "dead":  # recovery reports its successor
             return []
-        return [f"{'over' if acted else 'goes on'}: {who} ({kind}), after {format_duration(said.since_s)}"]
-    if said.done:
-        return [f"{said.level}: {said.done}"]
-    found = [f"{said.level}: {said.headline}"]
-    if said.incident is not None:
-        found.append(f"  incident: {said.incident}")
+        outcome = "recovered" if acted_on else "resumed"
+        return [f"{outcome}: {culprits} ({kind}), after {format_duration(event.since_s)}"]
+    if event.done:
+        return [f"{event.level}: {event.done}"]
+    found = [f"{event.level}: {event.headline}"]
+    if event.incident is not None:
+        found.append(f"  incident: {event.incident}")
     return found
 
 
-def seconds_waited(said: SupervisorEvent) -> float:
-    """Since when nobody but those who are named was waited for; nobody waits for long for who just died."""
-    since = [float(link["since_s"]) for link in said.verdict["waiting"] if link["since_s"] is not None]
-    return min(since, default=0.0) if said.verdict["kind"] != "dead" else 0.0
+def seconds_waited(event: SupervisorEvent) -> float:
+    """How long other processes have waited for the culprits; 0 for a culprit that died."""
+    since = [float(link["since_s"]) for link in event.verdict["waiting"] if link["since_s"] is not None]
+    return min(since, default=0.0) if event.verdict["kind"] != "dead" else 0.0
 
 
-def should_act_on(said: SupervisorEvent) -> bool:
-    """Whether recovery is to know whom it names, and to end them where they live."""
-    verdict = said.verdict
-    sure = (
-        USER_CODE_CONFIDENCE
-        if any(each["role"] in USER_CODE_ROLES for each in verdict["culprits"])
-        else MIN_ACTION_CONFIDENCE
-    )
-    proven = said.level == "confirmed" and said.change != "withdrawn" and float(verdict["confidence"]) >= sure
-    return proven and bool(said.who)
+def should_act_on(event: SupervisorEvent) -> bool:
+    """Whether the verdict is certain enough to kill its culprits."""
+    verdict = event.verdict
+    runs_user_code = any(culprit["role"] in USER_CODE_ROLES for culprit in verdict["culprits"])
+    needed = USER_CODE_CONFIDENCE if runs_user_code else MIN_ACTION_CONFIDENCE
+    proven = event.level == "confirmed" and event.change != "withdrawn" and float(verdict["confidence"]) >= needed
+    return proven and bool(event.who)

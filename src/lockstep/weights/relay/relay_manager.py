@@ -16,9 +16,9 @@ from lockstep.weights.weight_plan import WeightPlan
 
 @dataclass(slots=True)
 class PendingRelay:
-    """A node's courier on its way."""
+    """A node's relay on its way."""
 
-    over: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
 
@@ -27,32 +27,32 @@ class RelayNode:
     """A node that holds weights, as the controller knows it."""
 
     info: NodeInfo
-    courier: Worker | None = None
+    relay: Worker | None = None
     folder: str = ""
-    """Of the store that its courier has open."""
+    """Of the store that its relay has open."""
     served: tuple[str, int] | None = None
     """The folder of the store with its newest version, and which."""
     claim: object | None = None
     """Whose it is to bring it weights, now."""
     urgent: bool = False
     """The trainer wants to write there: what else is under way ends."""
-    hiring: PendingRelay | None = None
+    pending: PendingRelay | None = None
     behind: bool = False
     """Whether it was left behind when it was brought weights last."""
     stuck: bool = False
-    """Its courier owes an answer that nobody waits for any more."""
+    """Its relay owes an answer that nobody waits for any more."""
 
-    def call(self) -> Worker:
-        """Its courier. Raises LinkFailed where there is none, as it is being replaced."""
-        courier = self.courier
-        if courier is None:
-            raise LinkFailed(f"weights to {self.info.name}", self.info.name, "no courier runs there now")
-        return courier
+    def require_relay(self) -> Worker:
+        """Its relay. Raises LinkFailed where there is none, as it is being replaced."""
+        relay = self.relay
+        if relay is None:
+            raise LinkFailed(f"weights to {self.info.name}", self.info.name, "no relay runs there now")
+        return relay
 
     @property
-    def fit(self) -> bool:
-        """Whether nothing is known against its courier; one that was never started is fit."""
-        return self.courier is None or (self.courier.alive() and not self.stuck)
+    def usable(self) -> bool:
+        """Whether nothing is known against its relay; one that was never started is fit."""
+        return self.relay is None or (self.relay.alive() and not self.stuck)
 
     @property
     def version(self) -> int | None:
@@ -62,7 +62,7 @@ class RelayNode:
 log = logging.getLogger(__name__)
 
 RELAY_START_S = 600.0
-"""What a node's courier may take to come up where the run cannot go on without; the cluster gives up earlier."""
+"""What a node's relay may take to come up where the run cannot go on without; the cluster gives up earlier."""
 RELAY_POLL_S = 0.02
 
 
@@ -74,10 +74,10 @@ class ClusterNodes(Protocol):
 
 
 class RelayManager:
-    """Where couriers are, or are to be.
+    """Where relays are, or are to be.
 
     Args:
-        limit_s: how long a courier may take to open its store without progress.
+        limit_s: how long a relay may take to open its store without progress.
         name: of the stores' folder in every node's shared memory.
     """
 
@@ -93,67 +93,67 @@ class RelayManager:
     def folder(self, node: RelayNode) -> str:
         return str(node.info.shared / self.name)
 
-    def lives(self, node: RelayNode) -> bool:
+    def has_node(self, node: RelayNode) -> bool:
         return any(each.name == node.info.name for each in self._cluster.nodes())
 
     def ready(self, node: RelayNode) -> bool:
-        """Whether a node has a courier that answers, with its store open; where not, that is begun. Does not wait.
+        """Whether a node has a relay that answers, with its store open; where not, that is begun. Does not wait.
 
         Raises:
             LinkFailed: the node is lost.
             Exception: what the last attempt ended with; to one caller, the next one begins another attempt.
         """
         with self._lock:
-            hiring = node.hiring
-            if hiring is None:
-                if node.courier is not None and node.fit and node.folder == self.folder(node):
+            pending = node.pending
+            if pending is None:
+                if node.relay is not None and node.usable and node.folder == self.folder(node):
                     return True
-                hiring = node.hiring = PendingRelay()
-                name = f"courier of {node.info.name}"
-                threading.Thread(target=self._see_to, args=(node, hiring), name=name, daemon=True).start()
-            if not hiring.over.is_set():
+                pending = node.pending = PendingRelay()
+                name = f"relay of {node.info.name}"
+                threading.Thread(target=self._start_in_thread, args=(node, pending), name=name, daemon=True).start()
+            if not pending.finished.is_set():
                 return False
-            node.hiring = None
-        if hiring.error is not None:
-            raise hiring.error
+            node.pending = None
+        if pending.error is not None:
+            raise pending.error
         return True
 
     def wait(self, node: RelayNode, why: str) -> None:
         """Until it is ready. Raises as `ready`, and WaitTimeout."""
         waits.poll(
-            lambda: self.ready(node) or None, kind="call", waits_for=f"courier of {node.info.name}", why=why,
+            lambda: self.ready(node) or None, kind="call", waits_for=f"relay of {node.info.name}", why=why,
             timeout_s=RELAY_START_S, every_s=RELAY_POLL_S,
         )  # fmt: skip
 
     def discard(self, node: RelayNode, name: str) -> None:
         """A store that nobody uses any more is deleted, some time."""
         folder = str(node.info.shared / name)
-        if node.courier is not None:
-            asked = node.courier.submit(RelayAPI.discard, folder)
+        if node.relay is not None:
+            asked = node.relay.submit(RelayAPI.discard, folder)
             asked.on_done(lambda: _log_failed_discard(asked, folder))
 
-    def _see_to(self, node: RelayNode, hiring: PendingRelay) -> None:
+    def _start_in_thread(self, node: RelayNode, pending: PendingRelay) -> None:
         try:
-            self._hire(node)
+            self._start_relay(node)
         except Exception as error:  # noqa: BLE001 - raised by whoever asks next
-            hiring.error = error
-        hiring.over.set()
+            pending.error = error
+        pending.finished.set()
 
-    def _hire(self, node: RelayNode) -> None:
-        if node.courier is not None and not node.fit:
-            self._launcher.kill([node.courier])
-            node.courier = None
-        if node.courier is None:
-            if not self.lives(node):
+    def _start_relay(self, node: RelayNode) -> None:
+        if node.relay is not None and not node.usable:
+            self._launcher.kill([node.relay])
+            node.relay = None
+        if node.relay is None:
+            if not self.has_node(node):
                 raise LinkFailed(f"weights to {node.info.name}", node.info.name, "the node is lost")
             try:
-                (node.courier,) = self._launcher.launch("weights", node=node.info)
+                (node.relay,) = self._launcher.launch("weights", node=node.info)
                 node.folder, node.stuck = "", False
             except ValueError as error:  # the cluster has no such node any more
                 raise LinkFailed(f"weights to {node.info.name}", node.info.name, str(error)) from error
         folder = self.folder(node)
         if node.folder != folder:
-            asked = node.courier.submit(RelayAPI.create, folder, self._plan.to_json(), self.writers)
+            asked = node.relay.submit(RelayAPI.create, folder, self._plan.to_json(), self.writers)
             try:
                 gather_results([asked], why=f"store of weights on {node.info.name}", stall_s=self._limit_s)
             except Stalled:

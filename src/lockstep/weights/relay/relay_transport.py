@@ -34,7 +34,7 @@ from lockstep.weights.weight_transport import WriteVersion
 log = logging.getLogger(__name__)
 
 MAX_PUBLISH_TRIES = 5
-"""How often in one publish the trainer's nodes are asked for a version, each time with couriers that live."""
+"""How often in one publish the trainer's nodes are asked for a version, each time with relays that live."""
 
 
 class RelayTransport:
@@ -61,7 +61,7 @@ class RelayTransport:
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
         """Of what is known of nodes; nothing is waited for with it."""
-        self._news = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._published: int | None = None
         self._publishing = False
         self.received: dict[str, ReceiveResult] = {}
@@ -80,7 +80,7 @@ class RelayTransport:
             if before not in (0, len(ranks)):
                 self._former = [*self._former, self._posts.name]
                 self._posts.name = f"{self._base}-{len(ranks)}"
-        for node in self._homes:
+        for node in self._trainer_nodes:
             self._posts.wait(node, "where ranks write their weights")
         return [self._posts.folder(node) for node in homes]
 
@@ -88,24 +88,24 @@ class RelayTransport:
         claim = object()
         self._publishing = True
         try:
-            for node in self._homes:
+            for node in self._trainer_nodes:
                 self._claim(node, claim, urgent=True)
-            self._make_room()
+            self._check_spare_buffers()
             wanted = {node.info.name: node for node in map(self._node, write())}
-            self._assemble(version)
-            self._spread(version, self._pass_on(version, wanted, claim))
+            self._collect_and_commit(version)
+            self._spread(version, self._claim_missing(version, wanted, claim))
         finally:
             self._publishing = False
             self._release(claim)
 
     def hanging(self) -> list[BufferHeld]:
         with self._lock:
-            behind = [(node, node.courier) for node in self._nodes.values() if node.behind]
-        # A courier that waits for a reader is stuck, and says so all the same.
+            behind = [(node, node.relay) for node in self._nodes.values() if node.behind]
+        # A relay that waits for a reader is stuck, and says so all the same.
         asked = [
-            (node, courier.submit(RelayAPI.readers))
-            for node, courier in behind
-            if courier is not None and courier.alive()
+            (node, relay.submit(RelayAPI.readers))
+            for node, relay in behind
+            if relay is not None and relay.alive()
         ]
         answers = gather_outcomes([pending for _, pending in asked], "who reads weights", SENDER_ANSWER_S)
         found = []
@@ -137,7 +137,7 @@ class RelayTransport:
             finally:
                 self._release(claim)
         if node.version != version and self._published == version:
-            waits_for, why = f"courier of {node.info.name}", f"weights of version {version}: {problem}"
+            waits_for, why = f"relay of {node.info.name}", f"weights of version {version}: {problem}"
             raise Stalled("transfer", waits_for, why, self._limit_s, self._limit_s)
 
     def moves(self) -> object:
@@ -162,7 +162,7 @@ class RelayTransport:
             return known
 
     @property
-    def _homes(self) -> list[RelayNode]:
+    def _trainer_nodes(self) -> list[RelayNode]:
         """Where trainer ranks are; the first collects."""
         return [self._nodes[name] for name in self._ranks]
 
@@ -176,11 +176,11 @@ class RelayTransport:
             # What the trainer does has bounds of its own.
             return self.moves(), time.monotonic() if self._publishing and not urgent else None
 
-        with self._news:
+        with self._changed:
             node.urgent = node.urgent or urgent
             try:
                 waits.condition(
-                    self._news, free, waits_for=f"courier of {node.info.name}", why="its transfer under way",
+                    self._changed, free, waits_for=f"relay of {node.info.name}", why="its transfer under way",
                     stall_s=self._limit_s + SENDER_ANSWER_S, progress=moves,
                 )  # fmt: skip
             finally:
@@ -188,36 +188,36 @@ class RelayTransport:
             node.claim = claim
 
     def _release(self, claim: object) -> None:
-        with self._news:
+        with self._changed:
             for node in self._nodes.values():
                 node.claim = None if node.claim is claim else node.claim
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def _pass_on(self, version: int, wanted: dict[str, RelayNode], claim: object) -> list[RelayNode]:
+    def _claim_missing(self, version: int, wanted: dict[str, RelayNode], claim: object) -> list[RelayNode]:
         """The version is there: whoever misses it is claimed now, and the trainer's other nodes are free."""
-        with self._news:
+        with self._changed:
             self._published = version
             free = [node for node in wanted.values() if node.claim in (None, claim)]
-            # A courier that has failed is replaced by who needs it there: that may take longer than the run can wait.
-            missing = [node for node in free if node.version != version and node.fit]
+            # A relay that has failed is replaced by who needs it there: that may take longer than the run can wait.
+            missing = [node for node in free if node.version != version and node.usable]
             self._release(claim)
             for node in missing:
                 node.claim = claim
         return missing
 
-    def _make_room(self) -> None:
-        """Sees to it that ranks can write: no courier that has failed holds what they want, and no reader.
+    def _check_spare_buffers(self) -> None:
+        """Sees to it that ranks can write: no relay that has failed holds what they want, and no reader.
 
         Raises:
             BufferHeld: one does.
         """
-        for node in self._homes:
+        for node in self._trainer_nodes:
             try:
                 self._posts.wait(node, "weights of the trainer")
                 readers = self._readers(node)
             except RELAY_ERRORS as error:
                 node.stuck = node.stuck or isinstance(error, Stalled)
-                log.warning("%s: no courier: %s", node.info.name, error)  # collecting tries again
+                log.warning("%s: no relay: %s", node.info.name, error)  # collecting tries again
                 continue
             if readers:
                 raise self._held(node, readers)
@@ -229,7 +229,7 @@ class RelayTransport:
         """Who has not let go of the node's spare buffer within the limit."""
         end = time.monotonic() + self._limit_s
         while True:
-            asked = node.call().submit(RelayAPI.readers)
+            asked = node.require_relay().submit(RelayAPI.readers)
             (found,) = gather_results([asked], why="who reads weights", stall_s=self._limit_s)
             if not found or time.monotonic() > end:
                 return found
@@ -237,8 +237,8 @@ class RelayTransport:
 
     # --- transfers
 
-    def _assemble(self, version: int) -> None:
-        """The first trainer node has the whole version, and commits it. What fails is tried again, with other couriers
+    def _collect_and_commit(self, version: int) -> None:
+        """The first trainer node has the whole version, and commits it. What fails is tried again, with other relays
         where those have failed.
 
         Raises:
@@ -246,13 +246,13 @@ class RelayTransport:
             RemoteError: what no other try would mend.
         """
         began = time.monotonic()
-        home, *missing = self._homes
+        home, *missing = self._trainer_nodes
         for attempt in range(MAX_PUBLISH_TRIES):
             node = home
             try:
                 while missing:
                     node = missing[0]
-                    carried = self._carry(version, [home], [node], self._ranks[node.info.name])
+                    carried = self._run_tree(version, [home], [node], self._ranks[node.info.name])
                     if carried.behind:
                         raise LinkFailed(f"to {home.info.name}", node.info.name, carried.problem)
                     missing.pop(0)
@@ -264,7 +264,7 @@ class RelayTransport:
                     raise
                 log.warning("version %d, try %d of %d: %s", version, attempt + 1, MAX_PUBLISH_TRIES, error)
                 if isinstance(error, RemoteError):  # the commit: something is not there
-                    missing = self._homes[1:]
+                    missing = self._trainer_nodes[1:]
                 last = error
         waits_for = ", ".join(self._writers[rank] for rank in self._ranks[node.info.name])
         why = f"version {version} of the weights from {node.info.name}: {last}"
@@ -272,7 +272,7 @@ class RelayTransport:
 
     def _commit(self, home: RelayNode, version: int) -> None:
         self._posts.wait(home, f"commit version {version}")
-        asked = home.call().submit(RelayAPI.commit, version)
+        asked = home.require_relay().submit(RelayAPI.commit, version)
         try:
             gather_results([asked], why=f"commit version {version}", stall_s=self._limit_s)
         except Stalled:
@@ -284,40 +284,40 @@ class RelayTransport:
     def _spread(self, version: int, missing: Sequence[RelayNode]) -> BroadcastTree:
         """From the nodes that have it to those that have not; who fails is left behind."""
         with self._lock:
-            having = [node for node in self._nodes.values() if node.version == version and node.fit]
-            holders = [node for node in having if self._posts.lives(node)] or self._homes[:1]
+            having = [node for node in self._nodes.values() if node.version == version and node.usable]
+            holders = [node for node in having if self._posts.has_node(node)] or self._trainer_nodes[:1]
             ranks = sorted(rank for some in self._ranks.values() for rank in some)
-        carried = self._carry(version, missing, holders, ranks)
+        carried = self._run_tree(version, missing, holders, ranks)
         for node in missing:
             node.behind = node in carried.behind
         for node in carried.behind:
             log.warning("%s has no version %d of the weights; it is brought up to date later", node.info.name, version)
         return carried
 
-    def _carry(
+    def _run_tree(
         self, version: int, missing: Sequence[RelayNode], holders: Sequence[RelayNode], ranks: list[int]
     ) -> BroadcastTree:
         """A round from its beginning to its end."""
-        round_ = BroadcastTree(
+        tree = BroadcastTree(
             version, missing, holders, ranks, self._posts.ready, self._begin, self._arrived, self._limit_s
         )  # fmt: skip
         last: object = None
 
         def look() -> bool | None:
             nonlocal last
-            if (now := round_.progress()) != last:
+            if (now := tree.progress()) != last:
                 last, self._moves = now, self._moves + 1
             if any(node.urgent for node in missing):
-                round_.give_up("the trainer writes a later version there")
-            return round_.look()
+                tree.give_up("the trainer writes a later version there")
+            return tree.poll()
 
         # The round has its own bound, which is reached before this one.
         waits.poll(
             look, kind="transfer", waits_for=", ".join(node.info.name for node in missing) or "nobody",
-            why=f"weights of version {version}", every_s=RELAY_POLL_S, progress=round_.progress,
+            why=f"weights of version {version}", every_s=RELAY_POLL_S, progress=tree.progress,
             stall_s=2 * self._limit_s + SENDER_ANSWER_S,
         )  # fmt: skip
-        return round_
+        return tree
 
     def _begin(self, source: RelayNode, target: RelayNode, version: int, ranks: list[int]) -> RelayTransfer:
         return RelayTransfer.begin(source, target, version, ranks, next(self._numbers))

@@ -1,14 +1,21 @@
-"""A worker that stands for an engine, for the tests of the controller's side."""
+"""Fake engine workers, launchers and weight sources for tests of the rollout client."""
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from lockstep.cluster.protocol import WorkerDied, WorkerSpec
 from lockstep.cluster.rpc.futures import PendingCall
+from lockstep.config.fault_tolerance import RecoveryConfig, RestartBudget
+from lockstep.config.rollout import SamplingConfig
 from lockstep.data.samples import Completion, Prompt
+from lockstep.ledger.ledger import Ledger
+from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress, Request
+from lockstep.run.recovery.recovery_manager import RecoveryManager
 
 
 class Engine:
@@ -76,3 +83,118 @@ def prompts(count: int) -> list[Prompt]:
 
 def request(id: str, group: str) -> Request:
     return Request(id, group, np.array([3], np.int32), seed=0)
+
+
+class FakeWorker:
+    """An engine worker that completes requests and dies when the test says so."""
+
+    moves, moved_at, stall_limit_s, notice_after_s, pid = 0, 0.0, 60.0, 60.0, 1
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name, self.spec = name, WorkerSpec(name, "rollout", rank, "none:None")
+        self.calls: list[tuple[str, Any]] = []
+        self.open: list[tuple[PendingCall[Any], list[Any]]] = []
+        self.told = 0
+        self.death: WorkerDied | None = None
+        self.death_callbacks: list[Callable[[WorkerDied], None]] = []
+
+    def submit(self, method: Any, *arguments: Any) -> PendingCall[Any]:
+        self.calls.append((method.__name__, arguments))
+        answer: list[Any] = [EngineProgress(0, 0, 0, 0, 0, False) if method.__name__ == "progress" else None]
+        call: PendingCall[Any] = PendingCall(self, method.__name__, lambda payload: answer[0])
+        if self.death is not None:
+            call.fail(self.death)
+        elif method.__name__ == "collect":
+            self.open.append((call, answer))
+        else:
+            call.settle(memoryview(b""))
+        return call
+
+    def tell(self, *ids: str) -> None:
+        """Answers the open `collect` call."""
+        self.told += len(ids)
+        call, answer = self.open.pop()
+        answer[0] = CompletionBatch.of(self.told, [completion(id, 0) for id in ids])
+        call.settle(memoryview(b""))
+
+    def die(self) -> None:
+        self.death = WorkerDied(self.name, self.spec.rank, -9, "")
+        for call, _ in self.open:
+            call.fail(self.death)
+        for callback in self.death_callbacks:
+            callback(self.death)
+
+    def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
+        self.death_callbacks.append(callback)
+
+    def asked(self) -> list[str]:
+        return [each.id for method, (given,) in self._of("submit") for each in given]
+
+    def _of(self, name: str) -> list[tuple[str, Any]]:
+        return [call for call in self.calls if call[0] == name]
+
+    def describe(self) -> str:
+        return "is here"
+
+
+class FakeWeights:
+    """A weight source with every version on every node, except for the named engines until `fetch` may proceed."""
+
+    def __init__(self, *behind: str) -> None:
+        self.behind, self.fetch_allowed = set(behind), threading.Event()
+
+    def where(self, worker: Any, version: int) -> str | None:
+        return None if worker.name in self.behind else "/w"
+
+    def fetch(self, worker: Any, version: int) -> None:
+        if worker.name in self.behind:
+            assert self.fetch_allowed.wait(10)
+            self.behind.discard(worker.name)
+
+    def moves(self) -> object:
+        return None
+
+
+class FakeLauncher:
+    """Launches engines when the test allows it."""
+
+    def __init__(self) -> None:
+        self.allowed = threading.Event()
+        self.allowed.set()
+        self.launched: list[FakeWorker] = []
+        self.killed: list[str] = []
+        self.errors: list[Exception] = []
+
+    def launch(self, role: str, ranks: Sequence[int] = (), node: Any = None) -> list[Any]:
+        (rank,) = ranks
+        assert role == "rollout" and self.allowed.wait(10)
+        if self.errors:
+            raise self.errors.pop(0)
+        self.launched.append(self.make(f"engine-{rank}.{len(self.launched) + 1}", rank))
+        return [self.launched[-1]]
+
+    def make(self, name: str, rank: int) -> FakeWorker:
+        return FakeWorker(name, rank)
+
+    def kill(self, workers: Sequence[Any]) -> None:
+        self.killed += [worker.name for worker in workers]
+
+    def wait(self, engines: RolloutClient, count: int = 1) -> FakeWorker:
+        until(lambda: len(engines.workers) == count)
+        return self.launched[-1]
+
+
+def until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def make_client(
+    ledger: Ledger, launcher: FakeLauncher, count: int, restarts: int = 2
+) -> tuple[RolloutClient, list[FakeWorker], RecoveryManager]:
+    workers = [FakeWorker(f"engine-{rank}", rank) for rank in range(count)]
+    recovery = RecoveryManager(RecoveryConfig(rollout=RestartBudget(max_restarts=restarts)), ledger)
+    engines = RolloutClient(workers, SamplingConfig(), 0, 30.0, launcher, recovery)  # type: ignore[arg-type]
+    return engines, workers, recovery

@@ -3,129 +3,25 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_stub import completion, request
+from engine_stub import FakeLauncher, FakeWeights, make_client, request, until
 
 from lockstep.base.bounded_wait import Stalled, WaitTimeout
-from lockstep.cluster.protocol import RemoteError, WorkerDied, WorkerSpec
+from lockstep.cluster.protocol import RemoteError, WorkerDied
 from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.fault_tolerance import RecoveryConfig as Config
-from lockstep.config.fault_tolerance import RestartBudget
 from lockstep.config.rollout import SamplingConfig
 from lockstep.ledger.ledger import Ledger
 from lockstep.rollout.client.rollout_client import RolloutClient
-from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress
 from lockstep.rollout.errors import BadLogits
 from lockstep.run.errors import GaveUp
 from lockstep.run.recovery.recovery_manager import RecoveryManager
-
-
-class Mortal:
-    """A worker that finishes what the test says, and dies when the test says."""
-
-    moves, moved_at, stall_limit_s, notice_after_s, pid = 0, 0.0, 60.0, 60.0, 1
-
-    def __init__(self, name: str, rank: int) -> None:
-        self.name, self.spec = name, WorkerSpec(name, "rollout", rank, "none:None")
-        self.calls: list[tuple[str, Any]] = []
-        self.open: list[tuple[PendingCall[Any], list[Any]]] = []
-        self.told = 0
-        self.death: WorkerDied | None = None
-        self.mourners: list[Callable[[WorkerDied], None]] = []
-
-    def submit(self, method: Any, *arguments: Any) -> PendingCall[Any]:
-        self.calls.append((method.__name__, arguments))
-        answer: list[Any] = [EngineProgress(0, 0, 0, 0, 0, False) if method.__name__ == "progress" else None]
-        call: PendingCall[Any] = PendingCall(self, method.__name__, lambda payload: answer[0])
-        if self.death is not None:
-            call.fail(self.death)
-        elif method.__name__ == "collect":
-            self.open.append((call, answer))
-        else:
-            call.settle(memoryview(b""))
-        return call
-
-    def tell(self, *ids: str) -> None:
-        """Answers the question for completions."""
-        self.told += len(ids)
-        call, answer = self.open.pop()
-        answer[0] = CompletionBatch.of(self.told, [completion(id, 0) for id in ids])
-        call.settle(memoryview(b""))
-
-    def die(self) -> None:
-        self.death = WorkerDied(self.name, self.spec.rank, -9, "")
-        for call, _ in self.open:
-            call.fail(self.death)
-        for callback in self.mourners:
-            callback(self.death)
-
-    def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
-        self.mourners.append(callback)
-
-    def asked(self) -> list[str]:
-        return [each.id for method, (given,) in self._of("submit") for each in given]
-
-    def _of(self, name: str) -> list[tuple[str, Any]]:
-        return [call for call in self.calls if call[0] == name]
-
-    def describe(self) -> str:
-        return "is here"
-
-
-class Shelf:
-    """Has every version for every node, but for the engines that are named, until `fetch` is let through."""
-
-    def __init__(self, *behind: str) -> None:
-        self.behind, self.open = set(behind), threading.Event()
-
-    def where(self, worker: Any, version: int) -> str | None:
-        return None if worker.name in self.behind else "/w"
-
-    def fetch(self, worker: Any, version: int) -> None:
-        if worker.name in self.behind:
-            assert self.open.wait(10)
-            self.behind.discard(worker.name)
-
-    def moves(self) -> object:
-        return None
-
-
-class Office:
-    """Hires when the test lets it."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.open.set()
-        self.hired: list[Mortal] = []
-        self.dismissed: list[str] = []
-        self.fails: list[Exception] = []
-
-    def engine(self, rank: int) -> Mortal:
-        assert self.open.wait(10)
-        if self.fails:
-            raise self.fails.pop(0)
-        self.hired.append(Mortal(f"engine-{rank}.{len(self.hired) + 1}", rank))
-        return self.hired[-1]
-
-    def dismiss(self, workers: Sequence[Any]) -> None:
-        self.dismissed += [worker.name for worker in workers]
-
-    def wait(self, engines: RolloutClient, count: int = 1) -> Mortal:
-        until(lambda: len(engines.workers) == count)
-        return self.hired[-1]
-
-
-def until(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.fixture
@@ -134,27 +30,18 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 @pytest.fixture
-def office() -> Office:
-    return Office()
-
-
-def made(
-    ledger: Ledger, office: Office, count: int, restarts: int = 2
-) -> tuple[RolloutClient, list[Mortal], RecoveryManager]:
-    workers = [Mortal(f"engine-{rank}", rank) for rank in range(count)]
-    recovery = RecoveryManager(Config(rollout=RestartBudget(max_restarts=restarts)), ledger)
-    engines = RolloutClient(workers, SamplingConfig(), 0, 30.0, office, recovery)  # type: ignore[arg-type]
-    return engines, workers, recovery
+def launcher() -> FakeLauncher:
+    return FakeLauncher()
 
 
 def names(found: Sequence[Any]) -> list[str]:
     return [each.request for each in found]
 
 
-def test_the_others_go_on_with_what_was_unfinished(ledger: Ledger, office: Office) -> None:
-    engines, (one, other), recovery = made(ledger, office, 2)
-    office.open.clear()
-    engines.load_weights(Shelf(), 3)
+def test_the_others_go_on_with_what_was_unfinished(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one, other), recovery = make_client(ledger, launcher, 2)
+    launcher.allowed.clear()
+    engines.load_weights(FakeWeights(), 3)
     engines.submit([request(f"a/{k}", "a") for k in range(3)])
     engines.submit([request("b/0", "b")])
     assert engines.collect() == []
@@ -164,8 +51,8 @@ def test_the_others_go_on_with_what_was_unfinished(ledger: Ledger, office: Offic
     assert names(engines.collect()) == ["a/1"], "what it told last counts"
     other.tell("b/0", "a/2", "a/0")
     assert sorted(names(engines.collect())) == ["a/0", "a/2", "b/0"]
-    office.open.set()
-    successor = office.wait(engines, 2)
+    launcher.allowed.set()
+    successor = launcher.wait(engines, 2)
     assert successor.calls == [("load_weights", ("/w", 3))]
     engines.submit([request("c/0", "c")])
     assert successor.asked() == ["c/0"] or other.asked()[-1] == "c/0"
@@ -175,71 +62,73 @@ def test_the_others_go_on_with_what_was_unfinished(ledger: Ledger, office: Offic
     assert (events[1]["worker"], events[1]["what"], events[1]["requests"]) == ("engine-0", "died (SIGKILL)", 2)
 
 
-def test_the_only_engine_is_replaced_and_begins_with_the_newest_weights(ledger: Ledger, office: Office) -> None:
-    engines, (one,), _ = made(ledger, office, 1)
-    office.open.clear()
-    engines.load_weights(Shelf(), 3)
+def test_the_only_engine_is_replaced_and_begins_with_the_newest_weights(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one,), _ = make_client(ledger, launcher, 1)
+    launcher.allowed.clear()
+    engines.load_weights(FakeWeights(), 3)
     engines.submit([request("a/0", "a")], queue="q")
     one.die()
     engines.submit([request("b/0", "b")], queue="q")
-    engines.load_weights(Shelf(), 4)
+    engines.load_weights(FakeWeights(), 4)
     assert engines.collect("q") == []
-    office.open.set()
-    successor = office.wait(engines)
+    launcher.allowed.set()
+    successor = launcher.wait(engines)
     assert successor.calls[:2] == [("load_weights", ("/w", 4)), ("submit", successor.calls[1][1])]
     assert successor.asked() == ["a/0", "b/0"]
     assert engines.collect("q") == []
     successor.tell("a/0", "b/0")
     assert names(engines.collect("q")) == ["a/0", "b/0"]
-    assert office.dismissed == ["engine-0"]
+    assert launcher.killed == ["engine-0"]
 
 
-def test_one_whose_node_was_left_behind_comes_back_with_the_weights(ledger: Ledger, office: Office) -> None:
-    engines, (one, other), _ = made(ledger, office, 2)
-    engines.load_weights(Shelf(), 3)
+def test_one_whose_node_was_left_behind_comes_back_with_the_weights(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    engines.load_weights(FakeWeights(), 3)
     engines.submit([request("a/0", "a")])
     engines.submit([request("b/0", "b")])
-    shelf = Shelf("engine-0")
-    engines.load_weights(shelf, 4)
+    weights = FakeWeights("engine-0")
+    engines.load_weights(weights, 4)
     assert engines.workers == [other]
     assert other.asked() == ["b/0", "a/0"], "what it had not finished goes to others"
     assert ("load_weights", ("/w", 4)) in other.calls
     engines.submit([request("c/0", "c")])
     assert other.asked()[-1] == "c/0"
-    shelf.open.set()
+    weights.fetch_allowed.set()
     until(lambda: len(engines.workers) == 2)
     assert [name for name, _ in one.calls][-2:] == ["renew", "load_weights"]
     assert one.calls[-1][1] == ("/w", 4)
-    assert office.hired == [], "the process is the same"
+    assert launcher.launched == [], "the process is the same"
     engines.submit([request("d/0", "d")])
     assert one.asked()[-1] == "d/0"
 
 
-def test_those_that_have_a_version_already_are_not_told_to_load_it(ledger: Ledger, office: Office) -> None:
-    engines, (one, other), _ = made(ledger, office, 2)
-    engines.load_weights(Shelf("engine-0"), 3, having=[one])
+def test_those_that_have_a_version_already_are_not_told_to_load_it(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    engines.load_weights(FakeWeights("engine-0"), 3, having=[one])
     assert engines.workers == [one, other], "where its node has it is not asked"
     assert (one.calls, other.calls) == ([], [("load_weights", ("/w", 3))])
 
 
-def test_one_whose_node_cannot_be_brought_up_to_date_is_replaced(ledger: Ledger, office: Office) -> None:
-    engines, _, _ = made(ledger, office, 1)
+def test_one_whose_node_cannot_be_brought_up_to_date_is_replaced(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, _, _ = make_client(ledger, launcher, 1)
 
-    class Lost(Shelf):
+    class Lost(FakeWeights):
         def fetch(self, worker: Any, version: int) -> None:
             if worker.name in self.behind:
                 raise Stalled("transfer", "courier", "weights", 1.0, 1.0)
 
-    shelf = Lost("engine-0")
-    engines.load_weights(shelf, 4)
-    successor = office.wait(engines)
+    weights = Lost("engine-0")
+    engines.load_weights(weights, 4)
+    successor = launcher.wait(engines)
     assert successor.calls[0] == ("load_weights", ("/w", 4))
-    assert office.dismissed == ["engine-0"]
+    assert launcher.killed == ["engine-0"]
 
 
-def test_who_is_in_everybodys_way_is_replaced_whether_it_serves_or_is_left_out(ledger: Ledger, office: Office) -> None:
-    engines, (one, other), _ = made(ledger, office, 2)
-    assert not engines.end(lambda worker: worker.pid == 7, "pid 7 reads")
+def test_who_is_in_everybodys_way_is_replaced_whether_it_serves_or_is_left_out(
+    ledger: Ledger, launcher: FakeLauncher
+) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    assert not engines.kill_engines(lambda worker: worker.pid == 7, "pid 7 reads")
     one.pid, hung = 7, list[Any]()
 
     def submit(method: Any, *arguments: Any) -> PendingCall[Any]:
@@ -248,111 +137,113 @@ def test_who_is_in_everybodys_way_is_replaced_whether_it_serves_or_is_left_out(l
         return hung[-1]
 
     one.submit = submit  # type: ignore[method-assign]
-    engines.load_weights(Shelf("engine-0"), 3)
+    engines.load_weights(FakeWeights("engine-0"), 3)
     assert engines.workers == [other] and [name for name, _ in one.calls] == ["renew"], "it is left out, and hangs"
-    assert engines.end(lambda worker: worker.pid == 7, "pid 7 reads")
-    assert office.dismissed == ["engine-0"]
+    assert engines.kill_engines(lambda worker: worker.pid == 7, "pid 7 reads")
+    assert launcher.killed == ["engine-0"]
     hung[0].fail(WorkerDied("engine-0", 0, -9, ""))
-    successor = office.wait(engines, 2)
-    assert not engines.end(lambda worker: worker.pid == 7, "pid 7 reads")
+    successor = launcher.wait(engines, 2)
+    assert not engines.kill_engines(lambda worker: worker.pid == 7, "pid 7 reads")
     successor.pid = 8
-    assert engines.end(lambda worker: worker.pid == 8, "pid 8 reads")
-    assert office.dismissed.count(successor.name) >= 1
+    assert engines.kill_engines(lambda worker: worker.pid == 8, "pid 8 reads")
+    assert launcher.killed.count(successor.name) >= 1
     until(lambda: len(engines.workers) == 2)
-    assert office.hired[-1] is not successor and successor not in engines.workers
+    assert launcher.launched[-1] is not successor and successor not in engines.workers
 
 
 @pytest.mark.parametrize("where", ["hires", "weights"])
-def test_no_way_back_ends_in_silence(ledger: Ledger, office: Office, where: str) -> None:
-    engines, (one,), _ = made(ledger, office, 1)
-    surprise, shelf = KeyError("node-b"), Shelf("engine-0")
+def test_no_way_back_ends_in_silence(ledger: Ledger, launcher: FakeLauncher, where: str) -> None:
+    engines, (one,), _ = make_client(ledger, launcher, 1)
+    surprise, weights = KeyError("node-b"), FakeWeights("engine-0")
 
     def fetch(worker: Any, version: int) -> None:
         raise surprise
 
     def loses() -> None:
         if where == "hires":
-            office.fails = [surprise]
+            launcher.errors = [surprise]
             one.die()
         else:
-            engines.load_weights(shelf, 4)
-        until(lambda: engines._fleet._returning.error is not None)
+            engines.load_weights(weights, 4)
+        until(lambda: engines._pool._error is not None)
         engines.collect()
 
-    shelf.fetch = fetch  # type: ignore[method-assign]
+    weights.fetch = fetch  # type: ignore[method-assign]
     with pytest.raises(KeyError, match="node-b"):
         loses()
 
 
-def test_an_engine_without_a_place_is_waited_for_beside_those_that_live(ledger: Ledger, office: Office) -> None:
-    engines, (one, other), _ = made(ledger, office, 2)
-    office.fails = [WaitTimeout("placement", "nodes", "a place for engine-0.1", 5.0) for _ in range(3)]
+def test_an_engine_without_a_place_is_waited_for_beside_those_that_live(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
+    launcher.errors = [WaitTimeout("placement", "nodes", "a place for engine-0.1", 5.0) for _ in range(3)]
     engines.submit([request("a/0", "a")])
     one.die()
     assert other.asked() == ["a/0"]
-    assert office.wait(engines, 2).spec.rank == 0 and office.fails == []
-    office.open.clear()
-    office.fails = [WaitTimeout("placement", "nodes", "a place for engine-1.1", 5.0)]
+    assert launcher.wait(engines, 2).spec.rank == 0 and launcher.errors == []
+    launcher.allowed.clear()
+    launcher.errors = [WaitTimeout("placement", "nodes", "a place for engine-1.1", 5.0)]
     for each in engines.workers:
         each.die()  # type: ignore[attr-defined]
-    office.open.set()
-    until(lambda: engines._fleet._returning.error is not None)
+    launcher.allowed.set()
+    until(lambda: engines._pool._error is not None)
     with pytest.raises(WaitTimeout, match="a place for engine-1"):
         engines.collect()
 
 
-def test_one_that_stands_still_is_replaced(ledger: Ledger, office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines, _, recovery = made(ledger, office, 1)
+def test_one_that_stands_still_is_replaced(
+    ledger: Ledger, launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines, _, recovery = make_client(ledger, launcher, 1)
     engines.stall_s = 0.5
     engines.submit([request("a/0", "a")], queue="q")
 
     def look() -> list[Any] | None:
-        if office.hired and office.hired[0].open:
-            office.hired[0].tell("a/0")
+        if launcher.launched and launcher.launched[0].open:
+            launcher.launched[0].tell("a/0")
         return engines.collect("q") or None
 
-    assert names(engines.until(look, "the test")) == ["a/0"]
+    assert names(engines.wait_until(look, "the test")) == ["a/0"]
     recovery.flush()
     (failed, *_) = [event.fields for event in ledger.events() if event.kind == "recovery"]
     assert failed["what"] == "made no progress for 0.5 s"
 
 
-def test_a_budget_that_is_spent_ends_the_run_and_says_so(ledger: Ledger, office: Office) -> None:
-    engines, (one,), _ = made(ledger, office, 1, restarts=2)
-    office.fails = [WorkerDied("engine-0.1", 0, 3, "")]
+def test_a_budget_that_is_spent_ends_the_run_and_says_so(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one,), _ = make_client(ledger, launcher, 1, restarts=2)
+    launcher.errors = [WorkerDied("engine-0.1", 0, 3, "")]
     one.die()
-    office.wait(engines).die()
+    launcher.wait(engines).die()
     with pytest.raises(GaveUp, match=r"is not restarted: 2 restarts within 3600 s are spent .*rollout.max_restarts 2"):
         engines.collect()
-    assert len(office.hired) == 1
+    assert len(launcher.launched) == 1
 
 
-def test_an_error_that_says_what_is_wrong_is_raised_as_it_is(ledger: Ledger, office: Office) -> None:
-    engines, (one,), _ = made(ledger, office, 1)
+def test_an_error_that_says_what_is_wrong_is_raised_as_it_is(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one,), _ = make_client(ledger, launcher, 1)
     engines.submit([request("a/0", "a")])
     engines.collect()
     error = RemoteError("engine-0", 0, "lockstep.rollout.errors.BadLogits", "not finite", "", BadLogits.error_code)
     one.open.pop()[0].fail(error)
     with pytest.raises(RemoteError) as raised:
         engines.collect()
-    assert raised.value is error and office.hired == []
+    assert raised.value is error and launcher.launched == []
 
 
-def test_nobody_is_replaced_when_the_run_ends_or_recovery_is_off(ledger: Ledger, office: Office) -> None:
-    engines, (one, other), _ = made(ledger, office, 2)
+def test_nobody_is_replaced_when_the_run_ends_or_recovery_is_off(ledger: Ledger, launcher: FakeLauncher) -> None:
+    engines, (one, other), _ = make_client(ledger, launcher, 2)
     engines.close()
     one.die()
-    off = RolloutClient([other], SamplingConfig(), 0, 30.0, office, RecoveryManager(Config(enable=False), ledger))  # type: ignore[arg-type]
+    off = RolloutClient([other], SamplingConfig(), 0, 30.0, launcher, RecoveryManager(Config(enable=False), ledger))  # type: ignore[arg-type]
     off.submit([request("a/0", "a")])
     other.die()
     with pytest.raises(WorkerDied):
         off.collect()
-    assert office.hired == []
+    assert launcher.launched == []
 
 
-def test_nothing_is_lost_whenever_engines_die(ledger: Ledger, office: Office) -> None:
+def test_nothing_is_lost_whenever_engines_die(ledger: Ledger, launcher: FakeLauncher) -> None:
     """Many requests, engines that die again and again while their answers are read: each completion comes once."""
-    engines, workers, _ = made(ledger, office, 3, restarts=1000)
+    engines, workers, _ = make_client(ledger, launcher, 3, restarts=1000)
     wanted = [f"{group}/{k}" for group in range(40) for k in range(3)]
     engines.submit([request(id, id.partition("/")[0]) for id in wanted], queue="q")
     stop, found, dead = threading.Event(), [], set()
@@ -361,13 +252,13 @@ def test_nothing_is_lost_whenever_engines_die(ledger: Ledger, office: Office) ->
         turn = 0
         while not stop.is_set():
             turn += 1
-            for each in [*workers, *office.hired]:
+            for each in [*workers, *launcher.launched]:
                 if each.death is None and each.open:
                     left = [id for id in each.asked() if id not in dead]
                     dead.update(left[:2])
                     each.tell(*left[:2])
             if turn % 5 == 0:
-                living = [each for each in [*workers, *office.hired] if each.death is None]
+                living = [each for each in [*workers, *launcher.launched] if each.death is None]
                 if living:
                     lost = living[turn % len(living)]
                     dead.difference_update(id for id in lost.asked() if id not in found)
@@ -382,13 +273,13 @@ def test_nothing_is_lost_whenever_engines_die(ledger: Ledger, office: Office) ->
             found.append(each.request)
         return True if len(found) >= len(wanted) else None
 
-    engines.until(look, "the test")
+    engines.wait_until(look, "the test")
     stop.set()
     thread.join(5)
     assert sorted(found) == sorted(wanted)
 
 
-def test_a_stall_names_the_engine(ledger: Ledger, office: Office) -> None:
+def test_a_stall_names_the_engine(ledger: Ledger, launcher: FakeLauncher) -> None:
     error = Stalled("queue", "rollout engines", "x", 1.0, 1.0)
-    engines, _, _ = made(ledger, office, 1)
-    assert not engines._fleet.stalled(error), "nobody owes anything: nobody is to blame"
+    engines, _, _ = make_client(ledger, launcher, 1)
+    assert not engines._pool.replace_stalled(error), "nobody owes anything: nobody is to blame"

@@ -16,8 +16,8 @@ from engine_stub import completion, request
 from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.rpc.futures import PendingCall
 from lockstep.config.rollout import ReissueConfig, SamplingConfig
-from lockstep.rollout.client import engine_pool as fleet_room
-from lockstep.rollout.client.request_router import EngineSlot, RequestRouter
+from lockstep.rollout.client import engine_pool
+from lockstep.rollout.client.request_router import RequestRouter
 from lockstep.rollout.client.rollout_client import RolloutClient
 from lockstep.rollout.client.stragglers import SLOW_PENALTY, StragglerDetector
 from lockstep.rollout.engine_protocol import CompletionBatch, EngineProgress
@@ -33,7 +33,7 @@ def watched(speeds: dict[int, tuple[float, int]], seconds: int) -> StragglerDete
     """Engines by rank: tokens per second and sequence, and sequences; looked at every second."""
     found = StragglerDetector(CONFIG)
     for rank in speeds:
-        found.owes(rank, 0.0)
+        found.mark_busy(rank, 0.0)
     for now in range(seconds + 1):
         for rank, (speed, rows) in speeds.items():
             found.observe(rank, float(now), counters(int(speed * rows * now), rows))
@@ -42,30 +42,30 @@ def watched(speeds: dict[int, tuple[float, int]], seconds: int) -> StragglerDete
 
 def test_a_long_completion_on_an_engine_as_fast_as_the_others_is_waited_for() -> None:
     found = watched({0: (100, 32), 1: (100, 32), 2: (120, 1)}, 60)
-    assert found.behind({2}, 60.0) == {}, "one sequence, and as fast as theirs"
+    assert found.find({2}, 60.0) == {}, "one sequence, and as fast as theirs"
 
 
 def test_who_makes_less_than_its_share_for_long_enough_is_behind() -> None:
     speeds: dict[int, tuple[float, int]] = {0: (100, 8), 1: (90, 32), 2: (20, 8)}
-    assert watched(speeds, 5).behind({2}, 5.0) == {}
-    found = watched(speeds, 12).behind({2}, 12.0)
+    assert watched(speeds, 5).find({2}, 5.0) == {}
+    found = watched(speeds, 12).find({2}, 12.0)
     assert found[2].why == "makes 20.0 tokens/s a sequence, the others 95.0" and not found[2].silent
-    assert watched(speeds, 12).behind({1, 2}, 12.0) == {}, "one that is not behind is waited for as well"
-    assert watched({**speeds, 2: (30, 8)}, 60).behind({2}, 60.0) == {}, "a third is no quarter"
+    assert watched(speeds, 12).find({1, 2}, 12.0) == {}, "one that is not behind is waited for as well"
+    assert watched({**speeds, 2: (30, 8)}, 60).find({2}, 60.0) == {}, "a third is no quarter"
 
 
 def test_an_equal_engine_with_many_sequences_left_is_not_slow() -> None:
     """1,000 tokens/s in all, however many sequences: one has 256 left when the other is done with its last 20."""
     found = StragglerDetector(CONFIG)
     for rank in (0, 1):
-        found.owes(rank, 0.0)
+        found.mark_busy(rank, 0.0)
     for now in range(61):
         found.observe(0, float(now), counters(1000 * now, 256))
         if now <= 5:
             found.observe(1, float(now), counters(1000 * now, 20))
         else:
-            found.rests(1, float(now))
-        assert found.behind({0}, float(now)) == {}
+            found.mark_idle(1, float(now))
+        assert found.find({0}, float(now)) == {}
 
 
 def test_engines_are_compared_at_about_as_many_sequences() -> None:
@@ -79,30 +79,30 @@ def test_engines_are_compared_at_about_as_many_sequences() -> None:
             tokens[rank] += 1000
         found.observe(2, float(now), counters(int(tokens[2]), 64))
         tokens[2] += 200
-    why = found.behind({2}, 60.0)[2].why
+    why = found.find({2}, 60.0)[2].why
     assert why == "makes 3.1 tokens/s a sequence, the others 15.6", "and not the 125 of their last 8"
 
 
 def test_who_makes_nothing_is_behind_and_idle_ones_are_not() -> None:
     found = watched({0: (100, 8), 1: (100, 8)}, 3)
     found.observe(0, 20.0, counters(9999, 8))
-    assert found.behind({1}, 12.0) == {}
-    assert found.behind({1}, 14.0)[1].why == "made no token for 11 s" and found.behind({1}, 14.0)[1].silent
-    found.begin(500.0)
-    assert found.behind({1}, 505.0) == {}, "nobody looked between two waits"
-    assert found.behind({1}, 511.0)[1].silent
-    found.rests(1, 520.0)
-    assert found.behind({1}, 525.0) == {}
+    assert found.find({1}, 12.0) == {}
+    assert found.find({1}, 14.0)[1].why == "made no token for 11 s" and found.find({1}, 14.0)[1].silent
+    found.begin_wait(500.0)
+    assert found.find({1}, 505.0) == {}, "nobody looked between two waits"
+    assert found.find({1}, 511.0)[1].silent
+    found.mark_idle(1, 520.0)
+    assert found.find({1}, 525.0) == {}
 
 
 def test_who_was_slow_gets_work_again_later_and_who_was_silent_at_once() -> None:
     found = watched({0: (100, 8), 1: (10, 8)}, 12)
-    (behind,) = found.behind({1}, 12.0).values()
-    found.punish(1, behind, 12.0)
-    assert not found.pardoned(1, 12.0 + SLOW_PENALTY * 10 - 1) and found.pardoned(1, 12.0 + SLOW_PENALTY * 10)
+    (behind,) = found.find({1}, 12.0).values()
+    found.penalize(1, behind, 12.0)
+    assert not found.penalty_over(1, 12.0 + SLOW_PENALTY * 10 - 1) and found.penalty_over(1, 12.0 + SLOW_PENALTY * 10)
     silent = watched({0: (100, 8), 1: (100, 8)}, 3)
-    silent.punish(1, silent.behind({1}, 30.0)[1], 30.0)
-    assert silent.pardoned(1, 30.0)
+    silent.penalize(1, silent.find({1}, 30.0)[1], 30.0)
+    assert silent.penalty_over(1, 30.0)
 
 
 class Slow:
@@ -161,7 +161,7 @@ class Slow:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_room, "COUNTERS_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_pool, "COUNTERS_INTERVAL_S", 0.01)
 
 
 def made(count: int, after_s: float = 0.2) -> tuple[RolloutClient, list[Slow]]:
@@ -182,8 +182,8 @@ def wait(engines: RolloutClient, count: int, each: Callable[[], None]) -> list[s
         found.extend(done.request for done in engines.collect("q"))
         return found if len(found) >= count else None
 
-    engines.look_s = 0.01
-    return engines.until(look, "the test", step=0)
+    engines.poll_interval_s = 0.01
+    return engines.wait_until(look, "the test", step=0)
 
 
 @pytest.mark.usefixtures("quick")
@@ -215,7 +215,7 @@ def test_a_silent_engine_does_not_hold_new_weights_and_comes_back_with_them() ->
     wait(engines, 4, lambda: other.tell("a/0", "a/1") if "a/0" in other.asked and other.told == 2 else None)
     engines.load_weights(Shelf(), 1)
     assert other.calls[-1] == "load_weights" and one.calls[-1] == "renew"
-    assert len(engines.workers) == 1 and len(engines.progress()) == 1
+    assert len(engines.workers) == 1 and len(engines.counters()) == 1
     one.wakes()
     for _ in range(1000):
         if len(engines.workers) == 2:
@@ -278,55 +278,55 @@ def test_nothing_is_issued_again_where_all_are_silent_or_it_is_off() -> None:
     assert len(one.asked) == len(other.asked) == 2, "a long prefill on both, say"
     off = RolloutClient([Slow(0), Slow(1)], SamplingConfig(), 0, reissue=ReissueConfig(enable=False))  # type: ignore[list-item]
     off.submit([request("a/0", "a")])
-    off._fleet.hurry(0)
+    off._pool.reissue_stragglers(0)
     assert "progress" not in [name for worker in off.workers for name in worker.calls]  # type: ignore[attr-defined]
-
-
-class Plain(Slow):
-    """Takes everything."""
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_completion_counts_once_whatever_happens(data: st.DataObject) -> None:
     """Engines answer, fall behind, die and come back in any order."""
-    places = [EngineSlot(rank, Plain(rank)) for rank in range(3)]  # type: ignore[arg-type]
-    desk = RequestRouter(places, lambda group, owed: owed.least(), threading.Event())
+    router = RequestRouter(range(3), lambda group, load: load.least_loaded())
     wanted = [f"{group}/{k}" for group in range(4) for k in range(2)]
-    desk.homeless += [request(id, id[0]) for id in wanted]
-    desk.share_out()
+    live, sent, counted = {0, 1, 2}, {rank: [] for rank in range(3)}, []
 
-    def answer(place: EngineSlot, ids: list[str]) -> None:
-        place.asked = None
-        desk.take(place, CompletionBatch.of(0, [completion(id, 0) for id in ids]))
-        desk.ask(place)
+    def assign() -> None:
+        for rank, requests in router.assign().items():
+            assert rank in live
+            sent[rank] += [each.id for each in requests]
 
+    def answer(rank: int, ids: list[str]) -> None:
+        fresh, duplicates = router.complete(rank, [completion(id, 0) for id in ids])
+        counted.extend(each.request for each in fresh)
+        assert rank not in duplicates
+
+    router.add([request(id, id[0]) for id in wanted])
+    assign()
     for _ in range(data.draw(st.integers(0, 25))):
-        place = places[data.draw(st.integers(0, 2))]
-        match data.draw(st.sampled_from(["answer", "behind", "forgive", "die", "return"])):
-            case "answer" if place.worker is not None:
-                # also what it was told to leave, and what it has told before
-                worker: Any = place.worker
-                answer(place, data.draw(st.lists(st.sampled_from(worker.asked), max_size=3)) if worker.asked else [])
-            case "behind" if place.worker is not None and desk.owed.living - desk.owed.held - {place.rank}:
-                desk.issue_again(place.rank, 0)
-            case "forgive":
-                desk.forgive(place.rank)
-            case "die" if place.worker is not None:
-                place.worker = place.asked = None
-                desk.empty(place)
-                desk.share_out()
-            case "return" if place.worker is None:
-                place.worker = Plain(place.rank)  # type: ignore[assignment]
-                desk.owed.set(place.rank, 0)
-                desk.share_out()
-    for place in places:
-        if place.worker is None:
-            place.worker = Plain(place.rank)  # type: ignore[assignment]
-            desk.owed.set(place.rank, 0)
-    desk.share_out()
-    assert desk.homeless == []
-    for place in places:
-        answer(place, list(place.open))
-    assert sorted(each.request for each in desk.ready) == wanted
-    assert all(not place.open for place in places) and desk._twice == {}
+        rank = data.draw(st.integers(0, 2))
+        match data.draw(st.sampled_from(["answer", "behind", "release", "die", "return"])):
+            case "answer" if rank in live:
+                # also completions of aborted requests, and ones that arrived before
+                answer(rank, data.draw(st.lists(st.sampled_from(sent[rank]), max_size=3)) if sent[rank] else [])
+            case "behind" if rank in live and router.load.live - router.load.held_back - {rank}:
+                router.reissue(rank, 0)
+                assign()
+            case "release":
+                router.release(rank)
+            case "die" if rank in live:
+                live.discard(rank)
+                sent[rank] = []
+                router.remove_engine(rank)
+                assign()
+            case "return" if rank not in live:
+                live.add(rank)
+                router.add_engine(rank)
+                assign()
+    for rank in {0, 1, 2} - live:
+        live.add(rank)
+        router.add_engine(rank)
+    assign()
+    for rank in range(3):
+        answer(rank, list(router.open_requests(rank)))
+    assert sorted(counted) == wanted
+    assert not router.any_open() and router.assign() == {} and router._copies == {}

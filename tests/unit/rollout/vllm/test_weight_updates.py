@@ -88,7 +88,8 @@ def test_workers_with_different_versions_are_a_torn_engine(engine):
 
 
 def test_the_progress_of_workers_that_are_processes_of_their_own_is_the_engines():
-    code = "import sys; from lockstep.rollout.weight_loading import publish_worker_progress; from lockstep.watch.beacon.writer import current_beacon\n"
+    code = "import sys; from lockstep.rollout.weight_loading import publish_worker_progress\n"
+    code += "from lockstep.watch.beacon.writer import current_beacon\n"
     code += "with publish_worker_progress(sys.argv[1], int(sys.argv[2])): current_beacon().add('tensors', 1)"
     before = current_beacon().moves
     with watch_worker_progress(2) as path:

@@ -108,7 +108,7 @@ def test_ctrl_c_while_a_run_is_handed_over_names_the_job(
             asked(RayJob(address, name))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lockstep.cluster.ray.ray_jobs.submit_job", interrupted)
+    monkeypatch.setattr("lockstep.cli.train_submit.submit_job", interrupted)
     assert submit_run("http://127.0.0.1:1", None, Path("/runs/x"), []) == 130
     said = " ".join(capsys.readouterr().err.split())
     assert "job x-2 may have been submitted" in said and "ray job stop --address http://127.0.0.1:1 x-2" in said

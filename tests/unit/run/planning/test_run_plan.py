@@ -113,7 +113,7 @@ def test_engines_share_the_gpus_of_ranks_where_they_are_to() -> None:
     assert devices(3, rollout=wide)[0] == "cuda:1", "the last two"
     assert devices(8, rollout=wide, placement=together) == ["cuda:0", "cuda:0"]
     assert devices(8, rollout=wide, placement=together, trainer={"ranks": 4}) == ["cuda:0", "cuda:2"]
-    with pytest.raises(InfeasibleError, match="tensor_parallel_size 4 needs as many GPUs and this host has 2"):
+    with pytest.raises(InfeasibleError, match="tensor_parallel_size 4 needs as many GPUs, and this host has 2"):
         devices(2, rollout=wide | {"engine": {"kind": "vllm", "tensor_parallel_size": 4}})
 
 

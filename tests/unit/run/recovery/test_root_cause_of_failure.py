@@ -75,7 +75,7 @@ class Site:
 
     ledger: Ledger
     recovery: RecoveryManager
-    stalls: VerdictHandler
+    verdicts: VerdictHandler
     ranks: list[Rank]
     trainers: TrainerRecovery
 
@@ -84,8 +84,8 @@ class Site:
         (found,) = [each.fields for each in self.ledger.events() if each.fields.get("action") == "failed"]
         return dict(found)
 
-    def heal(self, error: Exception) -> None:
-        self.trainers.heal(error, 3)  # type: ignore[arg-type]
+    def recover(self, error: Exception) -> None:
+        self.trainers.recover(error, 3)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -102,17 +102,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
     with Ledger.create(tmp_path / "run", {"name": "run", "steps": 1}) as ledger:
         recovery = RecoveryManager(Config(), ledger)
-        stalls = VerdictHandler(
+        verdicts = VerdictHandler(
             LiveConsole("run", tmp_path, 1, quiet=True, stream=io.StringIO(), terminal=False), ledger
         )
-        recovery.listen(stalls, kill)
+        recovery.listen(verdicts, kill)
         policy: Any = SimpleNamespace(workers=ranks, ranks=2)
         nobody: Any = None
         healing = RecoveryContext(recovery, nobody)
         yield Site(
             ledger,
             recovery,
-            stalls,
+            verdicts,
             ranks,
             TrainerRecovery(policy, healing, nobody, ledger, None, TrainerConfig(ranks=2)),
         )
@@ -122,10 +122,10 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 @pytest.mark.parametrize("first", ["verdict", "error"])
 def test_the_culprit_is_named_whichever_is_heard_first(site: Site, first: str, kind: str, text: str) -> None:
     if first == "verdict":
-        site.stalls.hear(said())
+        site.verdicts.handle(said())
     else:
-        threading.Timer(0.2, site.stalls.hear, [said()]).start()
-    site.heal(remote(kind, text))
+        threading.Timer(0.2, site.verdicts.handle, [said()]).start()
+    site.recover(remote(kind, text))
     found = site.failed()
     assert found["worker"] == "policy-1"
     assert (found["what"], found["why"]) == ("died (SIGKILL)", f"confirmed: {WHY}")
@@ -134,32 +134,32 @@ def test_the_culprit_is_named_whichever_is_heard_first(site: Site, first: str, k
 
 def test_a_death_is_told_as_one_whoever_raises_and_whenever_its_verdict_comes(site: Site) -> None:
     site.ranks[1].die()
-    threading.Timer(0.1, site.stalls.hear, [said(VerdictKind.DEAD)]).start()
-    site.heal(remote("RuntimeError", CLOSED))
+    threading.Timer(0.1, site.verdicts.handle, [said(VerdictKind.DEAD)]).start()
+    site.recover(remote("RuntimeError", CLOSED))
     found = site.failed()
     assert (found["worker"], found["what"], "why" in found) == ("policy-1", "died (SIGKILL)", False)
 
 
 def test_one_that_cannot_be_ended_is_named_all_the_same(site: Site) -> None:
     site.recovery._kill = lambda name: True  # it was told to, and does not end
-    threading.Timer(0.1, site.stalls.hear, [said()]).start()
-    site.heal(remote(FREED, WHY))
+    threading.Timer(0.1, site.verdicts.handle, [said()]).start()
+    site.recover(remote(FREED, WHY))
     found = site.failed()
     assert found["worker"] == "policy-1"
     assert (found["what"], found["why"]) == ("held up the other ranks", f"confirmed: {WHY}")
 
 
 def test_an_error_of_its_own_is_its_own(site: Site) -> None:
-    site.stalls.hear(said())
+    site.verdicts.handle(said())
     began = time.monotonic()
-    site.heal(remote("torch.OutOfMemoryError", "CUDA out of memory"))
+    site.recover(remote("torch.OutOfMemoryError", "CUDA out of memory"))
     assert site.failed()["worker"] == "policy-0"
     assert time.monotonic() - began < 0.5, "nobody is waited for"
 
 
 def test_without_a_verdict_who_raised_is_named(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_recovery, "VERDICT_LIMIT_S", 0.2)
-    site.heal(remote(FREED, WHY))
+    site.recover(remote(FREED, WHY))
     assert (site.failed()["worker"], site.failed()["what"]) == ("policy-0", f"raised CollectiveStalled: {WHY}")
 
 

@@ -1,0 +1,47 @@
+"""The slot of an engine in the pool: its current worker, and the calls to it that nobody blocks on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.cluster.protocol import PendingResult, Worker
+from lockstep.rollout.engine_protocol import CompletionBatch, EngineAPI, EngineProgress
+
+HOLD_PER_ENGINE_S = 1e-3
+"""Times the number of engines: how long an engine may hold completions back while it has equally urgent ones to make.
+So the controller of a thousand engines gets several completions per answer."""
+MAX_HOLD_S = 1.0
+"""Finished completions are made durable once a second."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineSlot:
+    """An engine, whichever process it is now."""
+
+    rank: int
+    worker: Worker | None
+    """None while the engine is replaced or excluded."""
+    acknowledged: int = 0
+    """Sequence number of the newest completion that arrived."""
+    collecting: PendingResult[CompletionBatch] | None = None
+    """The `collect` call that is not answered, or whose answer is not read yet."""
+    counters: PendingResult[EngineProgress] | None = None
+    aborting: PendingResult[None] | None = None
+    """The newest `abort` call."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether the engine has not answered its newest `abort` call."""
+        return self.aborting is not None and not self.aborting.done()
+
+    def request_completions(
+        self, hold_s: float, answered: Callable[["EngineSlot", PendingResult[CompletionBatch]], None]
+    ) -> None:
+        """Calls `collect`, which the engine answers when it has completions; `answered` runs then, in any thread."""
+        if self.worker is None:
+            return
+        self.collecting = pending = self.worker.submit(EngineAPI.collect, self.acknowledged, hold_s)
+        pending.on_done(lambda: answered(self, pending))
+
+    def reset(self) -> None:
+        """The next worker has not been called yet."""
+        self.acknowledged, self.counters, self.aborting = 0, None, None
