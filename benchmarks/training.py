@@ -29,7 +29,7 @@ from benchmarks.workloads import MODEL, WORKS, Work, prepare
 from lockstep.cluster.rpc.worker_main import tune_malloc
 from lockstep.config.algorithm import CrossEntropy, PPOClip
 from lockstep.config.recipes import SFTConfig
-from lockstep.data.forest import Segment, Tree
+from lockstep.data.forest import Forest, Segment
 from lockstep.data.packing import pack
 from lockstep.train.distributed import ParallelContext
 from lockstep.train.fsdp import FSDP2Trainer
@@ -38,7 +38,7 @@ MICRO = {"fixed": 128, "tail": 128, "p512": 8, "sft": 1}
 """Rows of a padded micro-batch: what suits it best here."""
 
 
-def trees(work: Work) -> list[Tree]:
+def trees(work: Work) -> list[list[Segment]]:
     """The workload's prompts with their completions, or its documents, of random tokens, with advantages in every
     group."""
     draw = np.random.default_rng(3)
@@ -57,8 +57,12 @@ def trees(work: Work) -> list[Tree]:
             }
             children.append(Segment(tokens(size), 0, np.ones(size, np.bool_), fields, number + place))
         number += max(1, len(own))
-        made.append(Tree([first, *children], str(len(made)), max(1, len(own))))
+        made.append([first, *children])
     return made
+
+
+def _forest(made: list[list[Segment]]) -> Forest:
+    return Forest.of(made, [str(number) for number in range(len(made))], [max(1, len(tree) - 1) for tree in made])
 
 
 class LockstepStep:
@@ -67,14 +71,14 @@ class LockstepStep:
     def __init__(self, work: Work, model: Path, **trainer: Any) -> None:
         settings = {"recipe": "sft", "name": "bench", "steps": 1000, "data": {"path": "none"}}
         config = SFTConfig.model_validate({**settings, "model": {"path": str(model)}, "trainer": trainer})
-        self._trainer, self._trees = FSDP2Trainer(config, ParallelContext()), trees(work)
+        self._trainer, self._forest = FSDP2Trainer(config, ParallelContext()), _forest(trees(work))
         self._loss = CrossEntropy() if work.kind == "sft" else PPOClip()
         self._budget = config.token_budget
 
     def __call__(self) -> None:
-        batch = pack(self._trees, 1, self._budget)
+        batch = pack(self._forest, 1, self._budget)
         for minibatch in batch.minibatches(loss=self._loss):
-            self._trainer.step(minibatch.ranks[0], self._loss)
+            self._trainer.step(minibatch.by_rank[0], self._loss)
 
 
 class PaddedStep:
@@ -83,9 +87,9 @@ class PaddedStep:
     def __init__(self, work: Work, model: Path, rows: int) -> None:
         self._lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         paths = [
-            np.concatenate([tree.segments[i].tokens for i in tree.path(leaf)])
+            np.concatenate([tree[0].tokens, leaf.tokens]) if leaf is not tree[0] else leaf.tokens
             for tree in trees(work)
-            for leaf in (range(1, len(tree.segments)) if len(tree.segments) > 1 else [0])
+            for leaf in tree[1:] or tree
         ]
         self._kept = 0 if work.kind == "sft" else work.max_tokens + 1
         """Last positions whose logits are computed; all of them for documents."""

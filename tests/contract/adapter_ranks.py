@@ -28,12 +28,12 @@ def config(folder: Path, family: str, recipe: str, adapter: dict[str, Any], **tr
 def variant(kind: str, family: str, recipe: str, budget: int = 400, **trainer: Any) -> tr.Case:
     def run(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
         made = FSDP2Trainer(config(folder, family, recipe, ADAPTERS[kind], **trainer), ranks)
-        before = {name: parameter.detach().clone() for name, parameter in made.outgoing.weights.items()}
+        before = {name: parameter.detach().clone() for name, parameter in made.merged_weights.weights.items()}
         start = adapter_of(made)
         result = adapter_train(made, tr.batch_of(made.config, ranks.world, budget))
-        after = made.outgoing.weights
+        after = made.merged_weights.weights
         result.extra["start"] = start
-        saved = {id(parameter) for parameter in made.outgoing.saved.values()}
+        saved = {id(parameter) for parameter in made.merged_weights.saved.values()}
         result.extra["frozen"] = all(
             torch.equal(_local(before[n]), _local(p)) != (id(p) in saved) for n, p in after.items()
         )
@@ -48,7 +48,7 @@ def adapter_train(trainer: FSDP2Trainer, batch: Any, steps: int = 3) -> tr.Resul
     result = tr.Result(trainer.ranks.rank)
     minibatch = tr.minibatch_of(trainer, batch)
     for _ in range(steps):
-        stats = trainer.step(minibatch.ranks[trainer.ranks.rank], trainer.config.loss)
+        stats = trainer.step(minibatch.by_rank[trainer.ranks.rank], trainer.config.loss)
         result.metrics.append(stats.values)
     result.weights = tr.rows_of_all(trainer)
     result.extra["adapter"] = adapter_of(trainer)
@@ -57,8 +57,8 @@ def adapter_train(trainer: FSDP2Trainer, batch: Any, steps: int = 3) -> tr.Resul
 
 def adapter_of(trainer: FSDP2Trainer) -> dict[str, torch.Tensor]:
     """Whole; of what is trained beside it this rank's rows."""
-    whole = {name: rows.clone() for name, rows in trainer.outgoing.gather_adapter().items()}
-    return whole | {name: _local(rows).detach().clone() for name, rows in trainer.outgoing.saved.items()}
+    whole = {name: rows.clone() for name, rows in trainer.merged_weights.gather_adapter().items()}
+    return whole | {name: _local(rows).detach().clone() for name, rows in trainer.merged_weights.saved.items()}
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -108,7 +108,7 @@ def begun(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
     cfg = config(folder, "llama", "grpo", here | SAVED)
     trainer = FSDP2Trainer(cfg, ranks)
     start = adapter_of(trainer)
-    rows = tr.batch_of(cfg, ranks.world).everything().ranks[ranks.rank]
+    rows = tr.batch_of(cfg, ranks.world).everything().by_rank[ranks.rank]
     first = trainer.evaluate(rows, ["logprobs"])
     result = adapter_train(trainer, tr.batch_of(cfg, ranks.world))
     after = trainer.evaluate(rows, ["reference_logprobs", "logprobs"])

@@ -38,7 +38,7 @@ def adapter(folder: Path, ranks: ParallelContext, port: int) -> tr.Result:
 
 def plan_of(folder: Path) -> WeightPlan:
     trainer = FSDP2Trainer(tr.config(folder, "qwen2", "grpo"), ParallelContext())
-    return WeightPlan.of((name, p.shape, p.dtype) for name, p in trainer.names.items())
+    return WeightPlan.of((name, p.shape, p.dtype) for name, p in trainer.trained_parameters.items())
 
 
 CASES: dict[str, tr.Case] = {"trained": trained, "adapter": adapter}

@@ -75,7 +75,7 @@ def test_the_reference_is_the_model_without_its_adapter(folder: Path) -> None:
     assert trainer.reference is None and trainer.has_reference
     batch = tr.batch_of(cfg, 1)
     ar.adapter_train(trainer, batch, 2)
-    rows = batch.everything().ranks[0]
+    rows = batch.everything().by_rank[0]
     found = trainer.evaluate(rows, ["logprobs", "reference_logprobs"])
     other = FSDP2Trainer(tr.config(folder, "llama", "grpo"), ParallelContext()).evaluate(rows, ["logprobs"])
     for mine, theirs in zip(found, other, strict=True):

@@ -58,7 +58,7 @@ def test_the_planned_collectives_are_those_of_a_step(
     trainer = FSDP2Trainer(config, ParallelContext(0, 2, torch.device("cpu"), 0.1, dist.group.WORLD))
     batch = tr.batch_of(config, ranks=2, budget=40)
     minibatch = batch.everything()
-    rows = minibatch.ranks[0]
+    rows = minibatch.by_rank[0]
     assert len(rows) > 1
 
     def expected(line: int) -> int:
@@ -70,17 +70,17 @@ def test_the_planned_collectives_are_those_of_a_step(
     trainer.evaluate(rows, ["logprobs", "reference_logprobs"])
     assert counts == {"gather": expected(0)}
     for name in ("old_logprob", "reference_logprob"):
-        batch.set_field(name, minibatch, [[row.fields["engine_logprob"] for row in rank] for rank in minibatch.ranks])
+        batch.set_field(name, minibatch, [[row.fields["engine_logprob"] for row in rank] for rank in minibatch.by_rank])
     counts.clear()
     with pytest.raises(WaitTimeout):  # the fake peer tells nothing: the optimizer is not reached
-        trainer.step(batch.everything().ranks[0], config.loss)
+        trainer.step(batch.everything().by_rank[0], config.loss)
     assert counts == {"gather": expected(1), "scatter": expected(2), "told": expected(3)}
     counts.clear()
     if adapter is not None:
         with pytest.raises(WaitTimeout):
             list(trainer.shards())
         assert counts == {"told": expected(4)}
-        assert planned[4].bytes == 4 * sum(parameter.numel() for parameter in trainer.outgoing.adapter.values())
+        assert planned[4].bytes == 4 * sum(parameter.numel() for parameter in trainer.merged_weights.adapter.values())
 
 
 def test_copies_of_the_parameters_add_the_planned_all_reduce(
@@ -99,7 +99,7 @@ def test_copies_of_the_parameters_add_the_planned_all_reduce(
     trainer = FSDP2Trainer(config, ranks)
     counts.clear()
     with pytest.raises(WaitTimeout):
-        trainer.step(tr.batch_of(config, ranks=4, budget=40).everything().ranks[0], config.loss)
+        trainer.step(tr.batch_of(config, ranks=4, budget=40).everything().by_rank[0], config.loss)
     assert counts["reduce"] == counts["scatter"] == int(planned[2].times.split()[0]) == 3
 
 

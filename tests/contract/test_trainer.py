@@ -143,8 +143,8 @@ def test_without_advantages_the_weights_stay(folder: Path) -> None:
     batch = pack(forest_from_rollouts(rolled, 0 * advantages), 1, 100)
     before = tr.rows_of_all(trainer)
     everything = batch.everything()
-    batch.set_field("old_logprob", everything, [[row.fields["engine_logprob"] for row in everything.ranks[0]]])
-    stats = [trainer.step(m.ranks[0], loss).values for m in batch.minibatches(2, None, loss)]
+    batch.set_field("old_logprob", everything, [[row.fields["engine_logprob"] for row in everything.by_rank[0]]])
+    stats = [trainer.step(m.by_rank[0], loss).values for m in batch.minibatches(2, None, loss)]
     assert all(torch.equal(rows, before[name][1]) for name, (_, rows) in tr.rows_of_all(trainer).items())
     assert [s["grad_norm"] for s in stats] == [0.0, 0.0]
     assert all(s["lr"] > 0 for s in stats)
@@ -155,11 +155,11 @@ def test_evaluate_gives_the_log_probabilities_of_transformers(folder: Path) -> N
     trainer = FSDP2Trainer(cfg, ParallelContext())
     batch = tr.batch_of(cfg, 1, budget=60)
     everything = batch.everything()
-    values = trainer.evaluate(everything.ranks[0], ["logprobs", "entropy", "reference_logprobs"])
+    values = trainer.evaluate(everything.by_rank[0], ["logprobs", "entropy", "reference_logprobs"])
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32)
     with torch.no_grad():
         logprobs, entropies = tr._sequences(model)
-    for row, found in zip(everything.ranks[0], values, strict=True):
+    for row, found in zip(everything.by_rank[0], values, strict=True):
         assert found["logprobs"] == pytest.approx(logprobs[row.index].numpy(), abs=1e-5)
         assert found["entropy"] == pytest.approx(entropies[row.index].numpy(), abs=1e-5)
         assert found["reference_logprobs"] == pytest.approx(found["logprobs"], abs=1e-6)
@@ -182,7 +182,7 @@ def test_bad_numbers_are_refused_by_all_ranks_before_a_weight_moves(
 def test_a_field_that_is_missing_is_named_before_anything_happens(folder: Path) -> None:
     cfg = tr.config(folder, "qwen2", "grpo")
     trainer = FSDP2Trainer(cfg, ParallelContext())
-    rows = next(iter(tr.batch_of(cfg, 1).minibatches(1, None, cfg.loss))).ranks[0]
+    rows = next(iter(tr.batch_of(cfg, 1).minibatches(1, None, cfg.loss))).by_rank[0]
     with pytest.raises(ValueError, match="no field 'old_logprob'"):
         trainer.step(rows, cfg.loss)
     with pytest.raises(ValueError, match="at least one micro-batch"):
@@ -349,7 +349,7 @@ def test_an_exported_model_has_the_trainers_logits(folder: Path, tmp_path: Path)
     batch = tr.batch_of(cfg, 1)
     tr.train(trainer, batch)
     trainer.export(tmp_path / "final")
-    values = trainer.evaluate(batch.everything().ranks[0], ["logprobs"])[0]["logprobs"]
+    values = trainer.evaluate(batch.everything().by_rank[0], ["logprobs"])[0]["logprobs"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto")
     with torch.no_grad():
         loss = tr._sft_truth(model)

@@ -6,7 +6,7 @@ from typing import NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.forest import Forest, Segment, Tree, concatenated_ranges
+from lockstep.data.forest import Forest, Segment, concatenated_ranges
 from lockstep.data.samples import Completion, Document, Group, Rollouts
 
 
@@ -51,7 +51,8 @@ def forest_from_rollouts(
         if not (mask_truncated and completion.finish == "length")
     ]
     if any(completion.mask is not None for _, completion in given):
-        return Forest.of(_multi_turn_trees(rollouts.groups, size, dict(given), values))
+        trees = _multi_turn_trees(rollouts.groups, size, dict(given), values)
+        return Forest.of(trees, [group.prompt.uid for group in rollouts.groups], [size] * len(rollouts.groups))
     return _single_turn_forest(rollouts.groups, size, given, values)
 
 
@@ -77,7 +78,7 @@ def _single_turn_forest(
     parts = [*prompts, *(completion.tokens for _, completion in some)]
     length = np.asarray([len(part) for part in parts], np.int64)
     own = length[len(groups) :]
-    wanted_count = np.concatenate([np.zeros(len(groups), np.int64), own])[order]
+    target_count = np.concatenate([np.zeros(len(groups), np.int64), own])[order]
     fields: dict[str, np.ndarray] = {}
     if some and advantages is not None:
         flat = advantages.reshape(len(groups) * size, -1)[numbers]
@@ -91,8 +92,8 @@ def _single_turn_forest(
         parent=np.concatenate([np.full(len(groups), -1), place[owner]])[order],
         length=length[order],
         tokens=np.concatenate([np.empty(0, np.int32), *(parts[each] for each in order.tolist())]).astype(np.int32),
-        wanted_count=wanted_count,
-        wanted=concatenated_ranges(np.zeros(len(order), np.int64), wanted_count),
+        target_count=target_count,
+        target_offset=concatenated_ranges(np.zeros(len(order), np.int64), target_count),
         term_segment=place[len(groups) :],
         term_sequence=numbers.astype(np.int32),
         fields=fields,
@@ -115,7 +116,7 @@ def _refuse_logprobs(completion: Completion) -> NoReturn:
 
 def _multi_turn_trees(
     groups: Sequence[Group], size: int, given: Mapping[int, Completion], advantages: np.ndarray | None
-) -> list[Tree]:
+) -> list[list[Segment]]:
     """Groups with turns: what completions have in common is there once."""
     trees = []
     for g, group in enumerate(groups):
@@ -126,7 +127,7 @@ def _multi_turn_trees(
         ]
         segments = [Segment(np.asarray(group.prompt.tokens, np.int32))]
         _add_segments(segments, 0, 0, [term for term in terms if term.tokens.size])
-        trees.append(Tree(segments, group.prompt.uid, size))
+        trees.append(segments)
     return trees
 
 
@@ -199,14 +200,14 @@ def _common_end(members: Sequence[_SequenceTerm], start: int) -> int:
     return end
 
 
-def trees_from_documents(documents: Sequence[Document]) -> list[Tree]:
+def forest_from_documents(documents: Sequence[Document]) -> Forest:
     """One tree of one segment per document; sequence i is document i.
 
     Raises:
-        ValueError: a mask that does not fit, or one that wants the first token predicted.
+        ValueError: a mask that does not fit, or whose first token is a target.
     """
     trees = []
     for number, document in enumerate(documents):
         mask = np.asarray(document.loss_mask, np.bool_)
-        trees.append(Tree([Segment(np.asarray(document.tokens, np.int32), -1, mask, {}, number)], document.uid))
-    return trees
+        trees.append([Segment(np.asarray(document.tokens, np.int32), -1, mask, {}, number)])
+    return Forest.of(trees, [document.uid for document in documents])

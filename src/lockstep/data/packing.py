@@ -16,22 +16,10 @@ import torch
 
 from lockstep.algos.aggregation import sequence_weights
 from lockstep.config.algorithm import Aggregation, CrossEntropy, PolicyLoss
-from lockstep.data.forest import Forest, Segment, Tree, concatenated_ranges
-from lockstep.data.forest_builder import forest_from_rollouts, trees_from_documents
-from lockstep.data.micro_batch import MiniBatch, build_micro_batches
-from lockstep.data.packing_plan import PackingMode, TokenBudgetExceeded, check_token_budget, plan_packing
+from lockstep.data.forest import Forest, concatenated_ranges
+from lockstep.data.micro_batch import MiniBatch, build_mini_batch
+from lockstep.data.packing_plan import PackingMode, check_token_budget, plan_packing
 from lockstep.data.sample_sources import permutation
-
-__all__ = [
-    "PackingMode",
-    "Segment",
-    "TokenBudgetExceeded",
-    "TrainingBatch",
-    "Tree",
-    "forest_from_rollouts",
-    "pack",
-    "trees_from_documents",
-]
 
 
 class TrainingBatch:
@@ -43,14 +31,14 @@ class TrainingBatch:
         sequences: int32 `[targets]`: the sequence of each target.
     """
 
-    def __init__(self, trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: PackingMode) -> None:
+    def __init__(self, forest: Forest, ranks: int, token_budget: int, mode: PackingMode) -> None:
         if ranks < 1 or token_budget < 1:
             raise ValueError(f"ranks is {ranks} and token_budget {token_budget}, expected at least 1 of both")
         if mode not in ("forest", "block", "single"):
             raise ValueError(f"packing mode is {mode!r}, expected forest, block or single")
-        self.forest = trees if isinstance(trees, Forest) else Forest.of(trees)
+        self.forest = forest
         self.ranks, self.token_budget, self.mode = ranks, token_budget, mode
-        self.forest.check()
+        self.forest.check_sequences()
         check_token_budget(self.forest, token_budget)
         self.sequences, self.fields = self.forest.sequences, dict(self.forest.fields)
         self._set: dict[str, np.ndarray] = {}
@@ -123,23 +111,23 @@ class TrainingBatch:
             raise ValueError("the weights of targets follow from the aggregation and cannot be set")
         field = self.fields.setdefault(name, np.zeros(self.targets, np.float32))
         have = self._set.setdefault(name, np.zeros(self.targets, np.bool_))
-        rows = minibatch.rows
-        if len(values) != rows.ranks:
-            raise ValueError(f"{name!r} has values of {len(values)} ranks, expected {rows.ranks}")
-        sizes = iter(np.diff(rows.target_bounds).tolist())
+        if len(values) != minibatch.ranks:
+            raise ValueError(f"{name!r} has values of {len(values)} ranks, expected {minibatch.ranks}")
+        sizes = iter(np.diff(minibatch.target_bounds).tolist())
         for rank, arrays in enumerate(values):
-            if len(arrays) != rows.microbatches:
+            if len(arrays) != minibatch.microbatches:
                 raise ValueError(
-                    f"{name!r} has {len(arrays)} micro-batches of rank {rank}, expected {rows.microbatches}"
+                    f"{name!r} has {len(arrays)} micro-batches of rank {rank}, expected {minibatch.microbatches}"
                 )
             for number, (array, size) in enumerate(zip(arrays, sizes, strict=False)):
                 if array.shape != (size,):
                     raise ValueError(
                         f"{name!r} of rank {rank}, micro-batch {number} has shape {array.shape}, expected {(size,)}"
                     )
-        real = rows.index >= 0
-        field[rows.index[real]] = np.concatenate([array for arrays in values for array in arrays])[real]
-        have[rows.index[real]] = True
+        index = minibatch.columns.index
+        real = index >= 0
+        field[index[real]] = np.concatenate([array for arrays in values for array in arrays])[real]
+        have[index[real]] = True
 
     def set_per_target(self, name: str, values: np.ndarray) -> None:
         """Gives every target its own value.
@@ -191,8 +179,10 @@ class TrainingBatch:
         part = np.sort(order)
         plan = plan_packing(self.forest, part[~idle[part]], self.ranks, self.token_budget, self.mode)
         weights, targets, sequences = self._weights(part, aggregation, norm_length)
-        rows = build_micro_batches(plan, self.forest, {**self.fields, "weight": weights})
-        return MiniBatch(rows, targets, sequences, int(self.forest.sequences_of_tree[part[idle[part]]].sum()))
+        found = build_mini_batch(plan, self.forest, {**self.fields, "weight": weights})
+        found.targets, found.sequences = targets, sequences
+        found.skipped = int(self.forest.sequences_of_tree[part[idle[part]]].sum())
+        return found
 
     def _weights(
         self, trees: np.ndarray, aggregation: Aggregation, norm_length: int | None
@@ -214,7 +204,7 @@ def zero_advantage_has_no_gradient(loss: PolicyLoss | CrossEntropy) -> bool:
     return isinstance(loss, PolicyLoss) and not kl and not loss.entropy_coefficient
 
 
-def pack(trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: PackingMode = "forest") -> TrainingBatch:
+def pack(forest: Forest, ranks: int, token_budget: int, mode: PackingMode = "forest") -> TrainingBatch:
     """A batch of trees for `ranks` ranks, in rows of at most `token_budget` tokens.
 
     Args:
@@ -225,4 +215,4 @@ def pack(trees: Forest | Sequence[Tree], ranks: int, token_budget: int, mode: Pa
         OverBudget: a sequence longer than the budget.
         ValueError: trees that are none.
     """
-    return TrainingBatch(trees, ranks, token_budget, mode)
+    return TrainingBatch(forest, ranks, token_budget, mode)

@@ -12,7 +12,7 @@ the same number for all of them, about equal in cost.
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -20,18 +20,31 @@ import numpy as np
 
 from lockstep.data.forest import Forest, concatenated_ranges, cumulative_bounds
 
+PackingMode = Literal["forest", "block", "single"]
+
 PAIRS_PER_TOKEN = 4096
 """Attention pairs that cost as much as the dense layers do for one token: about six times the hidden size
 (24 h² against 4 h floating point operations a layer), here of a hidden size of about 700."""
 
 
-PieceColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""int64: of segments the piece each is in, and the segments; likewise of terms."""
+class TokenBudgetExceeded(ValueError):
+    """One sequence is longer than a row may be."""
+
+    def __init__(self, sample: str, tokens: int, budget: int) -> None:
+        self.sample, self.tokens, self.budget = sample, tokens, budget
+        super().__init__(
+            f"sample {sample!r} is a sequence of {tokens} tokens, but token_budget is {budget}: set token_budget to "
+            f"at least {tokens}, or make sequences shorter (model.max_length, rollout.sampling.max_tokens)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class TreePieces:
-    """Segments of one tree each, that go into one row together."""
+class PackingPlan:
+    """Which segments and loss terms share a row, and which rank computes the row: numbers of the forest only.
+
+    A piece is a part of one tree that stays in one row. All rows of all ranks are numbered: micro-batch m of rank r is
+    row `r * microbatches + m`. A row without pieces is an empty micro-batch.
+    """
 
     tree: np.ndarray
     """int64 `[pieces]`, ascending."""
@@ -39,25 +52,38 @@ class TreePieces:
     """int64 `[pieces]`."""
     cost: np.ndarray
     """float64 `[pieces]`, in tokens. Multiples of 1 / `PAIRS_PER_TOKEN`, a power of two: any sum is exact."""
-    terms_of: np.ndarray
-    """int64 `[pieces]`: how many terms each owns."""
-    first: np.ndarray
-    """int64 `[pieces + 1]`: of each piece in `segment`."""
+    term_count: np.ndarray
+    """int64 `[pieces]`: the number of terms that each piece owns."""
+    first_segment: np.ndarray
+    """int64 `[pieces + 1]`: where each piece begins in `segment`."""
     segment: np.ndarray
-    """int64: those of the pieces one after the other, ancestors first; closed under ancestors."""
+    """int64: the segments of all pieces, ancestors first; closed under ancestors."""
     first_term: np.ndarray
-    """int64 `[pieces + 1]`: of each piece in `term`."""
+    """int64 `[pieces + 1]`: where each piece begins in `term`."""
     term: np.ndarray
     """int64: the loss terms that the pieces own."""
-    path: bool
-    """Whether each piece is one path, that its row holds as a single segment."""
+    is_path: bool
+    """Whether each piece is one path, which its row holds as a single segment."""
+    row: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64 `[pieces]`; empty until `assign_rows_to_ranks`."""
+    ranks: int = 0
+    microbatches: int = 0
+    """Of each rank."""
+    duration: float = math.inf
+    """Cost of the step in tokens: in every round all ranks wait for the slowest."""
 
     def __len__(self) -> int:
         return len(self.tree)
 
-    def among_equals(self) -> np.ndarray:
-        """int64 `[pieces]`: the order of the pieces by tree and segments."""
-        segments, first = self.segment.tolist(), self.first.tolist()
+    def order(self) -> np.ndarray:
+        """int64 `[pieces]`: the pieces by row, within a row by tree and segments."""
+        if len(np.unique(self.row)) == len(self.row):
+            return np.asarray(np.argsort(self.row))
+        return np.asarray(np.lexsort((self._order_by_segments(), self.row)))
+
+    def _order_by_segments(self) -> np.ndarray:
+        """int64 `[pieces]`: the place of each piece when they are sorted by tree and segments."""
+        segments, first = self.segment.tolist(), self.first_segment.tolist()
         keys = [segments[begin:end] for begin, end in pairwise(first)]
         trees = self.tree.tolist()
         order = sorted(range(len(self)), key=lambda piece: (trees[piece], keys[piece]))
@@ -66,7 +92,136 @@ class TreePieces:
         return found
 
 
-def split_into_paths(forest: Forest, trees: np.ndarray) -> TreePieces:
+def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: PackingMode) -> PackingPlan:
+    """The rows of every rank.
+
+    Args:
+        trees: int `[trees to place]`, ascending.
+        budget: tokens of a row, enough for the longest sequence (`check_token_budget`).
+    """
+    if mode != "forest":
+        pieces = split_into_paths(forest, trees)
+        return assign_rows_to_ranks(
+            pieces, np.arange(len(pieces)) if mode == "single" else fill_rows(pieces, ranks, budget), ranks
+        )
+    splitter = TreeSplitter(forest, trees)
+    whole = splitter.cut(budget)
+    best = assign_rows_to_ranks(whole, fill_rows(whole, ranks, budget), ranks)
+    before = whole
+    # Few large trees leave ranks idle: smaller pieces repeat some prompts, but may end sooner.
+    for limit in _smaller_limits(whole, ranks, budget):
+        if before.term_count.max() == 1:
+            break  # a sequence is never cut
+        pieces = splitter.cut(limit)
+        if np.array_equal(pieces.first_segment, before.first_segment) and np.array_equal(
+            pieces.segment, before.segment
+        ):
+            continue
+        before = pieces
+        candidate = assign_rows_to_ranks(pieces, fill_rows(pieces, ranks, budget), ranks)
+        if candidate.duration < best.duration:
+            best = candidate
+    return best
+
+
+def check_token_budget(forest: Forest, budget: int) -> None:
+    """Raises OverBudget for the longest sequence that no row can hold."""
+    ends = np.where(forest.target_count > 0, forest.depth + forest.length, 0)
+    if ends.size and (longest := int(ends.max())) > budget:
+        raise TokenBudgetExceeded(forest.names[forest.tree[int(ends.argmax())]], longest, budget)
+
+
+def _smaller_limits(pieces: PackingPlan, ranks: int, budget: int) -> list[int]:
+    largest = int(pieces.tokens[pieces.term_count > 1].max(initial=0))
+    total = int(pieces.tokens.sum())
+    rounds = max(1, math.ceil(total / (ranks * budget)))
+    shares = [total / (ranks * n) * slack for n in (rounds, rounds + 1) for slack in (1.5, 1.25, 1.0)]
+    return sorted({math.ceil(share) for share in shares if share < largest}, reverse=True)
+
+
+def fill_rows(pieces: PackingPlan, ranks: int, budget: int) -> np.ndarray:
+    """Rows of at most `pair_test_budget` tokens, few and of about equal cost: int64 `[pieces]`, the row of each."""
+    order = np.argsort(-pieces.cost, kind="stable")
+    tokens, cost = pieces.tokens[order], pieces.cost[order]
+    rounds = max(1, math.ceil(int(tokens.sum()) / (ranks * budget)))
+    level = _least_loaded(tokens, cost, ranks * rounds, budget)
+    if level is None:
+        dense = _first_fit(tokens, budget)
+        most = math.ceil((int(dense.max(initial=-1)) + 1) / ranks)
+        while level is None and rounds < most:
+            rounds += 1
+            level = _least_loaded(tokens, cost, ranks * rounds, budget)
+        level = dense if level is None else level
+    found = np.empty(len(pieces), np.int64)
+    found[order] = level
+    return found
+
+
+def _least_loaded(tokens: np.ndarray, cost: np.ndarray, count: int, budget: int) -> np.ndarray | None:
+    """The row of each piece: of those with room, the one with the least work. None where one fits nowhere."""
+    found = np.empty(len(tokens), np.int64)
+    alone = min(count, len(tokens))
+    found[:alone] = np.arange(alone)  # an empty row has the least
+    if alone == len(tokens):
+        return found
+    room = (budget - tokens[:alone]).tolist()
+    smallest = int(tokens.min())
+    loads = list(zip(cost[:alone].tolist(), range(alone), strict=True))
+    heapq.heapify(loads)  # thousands of ranks have thousands of rows
+    rows = []
+    for size, work in zip(tokens[alone:].tolist(), cost[alone:].tolist(), strict=True):
+        full = []
+        while loads and room[loads[0][1]] < size:
+            load = heapq.heappop(loads)
+            if room[load[1]] >= smallest:
+                full.append(load)
+        if not loads:
+            return None
+        had, row = loads[0]
+        heapq.heapreplace(loads, (had + work, row))
+        for load in full:
+            heapq.heappush(loads, load)
+        rows.append(row)
+        room[row] -= size
+    found[alone:] = rows
+    return found
+
+
+def _first_fit(tokens: np.ndarray, budget: int) -> np.ndarray:
+    """The row of each piece: the first with room."""
+    room = np.full(len(tokens), budget, np.int64)
+    rows = np.empty(len(tokens), np.int64)
+    used = 0
+    for number, size in enumerate(tokens.tolist()):
+        row = int((room[: used + 1] >= size).argmax())  # the one after the last is empty
+        used = max(used, row + 1)
+        rows[number] = row
+        room[row] -= size
+    return rows
+
+
+def assign_rows_to_ranks(pieces: PackingPlan, rows: np.ndarray, ranks: int) -> PackingPlan:
+    """Hands rows to ranks, the same number to each: rows of like cost are computed at the same time."""
+    cost = np.bincount(rows, pieces.cost)
+    some = np.flatnonzero(cost)
+    dearest = some[np.argsort(-cost[some], kind="stable")]
+    rounds = max(1, math.ceil(len(dearest) / ranks))
+    place = np.empty(len(cost), np.int64)
+    load = np.zeros(ranks)
+    for turn in range(rounds):
+        now = dearest[turn * ranks : (turn + 1) * ranks]
+        lightest = np.argsort(load, kind="stable")[: len(now)]
+        place[now] = lightest * rounds + turn
+        load[lightest] += cost[now]
+    slowest = cost[dearest[::ranks]]
+    return replace(pieces, row=place[rows], ranks=ranks, microbatches=rounds, duration=float(slowest.sum()))
+
+
+PieceColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""int64: of segments the piece each is in, and the segments; likewise of terms."""
+
+
+def split_into_paths(forest: Forest, trees: np.ndarray) -> PackingPlan:
     """One piece per sequence: its own copy of everything from the root on."""
     term = _terms_with_targets(forest, trees)
     _, begins, piece = np.unique(forest.term_sequence[term], return_index=True, return_inverse=True)
@@ -82,7 +237,7 @@ def split_into_paths(forest: Forest, trees: np.ndarray) -> TreePieces:
         up = forest.parent[at]
         owner, at = owner[up >= 0], up[up >= 0]
     none = [np.empty(0, np.int64)]
-    return _make_pieces(forest, np.concatenate(pieces or none), np.concatenate(segments or none), piece, term, True)
+    return _plan_of(forest, np.concatenate(pieces or none), np.concatenate(segments or none), piece, term, True)
 
 
 class TreeSplitter:
@@ -93,9 +248,9 @@ class TreeSplitter:
         inside = np.zeros(len(forest), np.bool_)
         inside[trees] = True
         inside = inside[forest.tree]
-        wanted = (forest.wanted_count > 0) & inside
-        self._needed = np.flatnonzero(wanted | (forest.ancestor & inside))
-        self._leaf = np.flatnonzero(wanted & ~forest.ancestor)
+        wanted = (forest.target_count > 0) & inside
+        self._needed = np.flatnonzero(wanted | (forest.has_targets_below & inside))
+        self._leaf = np.flatnonzero(wanted & ~forest.has_targets_below)
         self._term = _terms_with_targets(forest, trees)
         self._tree = forest.tree[self._needed]
         self._tokens = np.bincount(self._tree, forest.length[self._needed], len(forest))
@@ -106,14 +261,14 @@ class TreeSplitter:
         """bool `[trees]`: a root from which nothing is learned, and its children with a sequence each."""
         forest = self.forest
         star = np.ones(len(forest), np.bool_)
-        star[forest.tree[wanted & (forest.ancestor | (forest.parent < 0))]] = False
+        star[forest.tree[wanted & (forest.has_targets_below | (forest.parent < 0))]] = False
         deep = self._leaf[forest.parent[forest.parent[self._leaf]] >= 0]
         star[forest.tree[deep]] = False
         terms = np.bincount(forest.term_segment[self._term], minlength=len(forest.tree))
         star[forest.tree[terms > 1]] = False
         return star
 
-    def cut(self, limit: int) -> TreePieces:
+    def cut(self, limit: int) -> PackingPlan:
         """Pieces of at most `limit` tokens, or of one path where that is longer."""
         forest = self.forest
         large = (self._tokens > limit) & self._forks
@@ -129,7 +284,7 @@ class TreeSplitter:
                 parts.append(self._cut_tree(tree, limit, width))
             of_segment, segment, of_term, term = (np.concatenate(column) for column in zip(*parts, strict=True))
         numbers, piece = np.unique(of_segment, return_inverse=True)
-        return _make_pieces(forest, piece, segment, np.searchsorted(numbers, of_term), term, False)
+        return _plan_of(forest, piece, segment, np.searchsorted(numbers, of_term), term, False)
 
     def _cut_stars(self, which: np.ndarray, limit: int, width: int) -> PieceColumns:
         """All such trees at a time, their longest leaves first. An ancestor is never new, so each leaf goes to the
@@ -207,189 +362,32 @@ def _terms_with_targets(forest: Forest, trees: np.ndarray) -> np.ndarray:
     """int64: the terms of these trees in which something is to be predicted."""
     inside = np.zeros(len(forest), np.bool_)
     inside[trees] = True
-    return np.flatnonzero(inside[forest.tree[forest.term_segment]] & (forest.wanted_count[forest.term_segment] > 0))
+    return np.flatnonzero(inside[forest.tree[forest.term_segment]] & (forest.target_count[forest.term_segment] > 0))
 
 
-def _make_pieces(
-    forest: Forest, of_segment: np.ndarray, segment: np.ndarray, of_term: np.ndarray, term: np.ndarray, path: bool
-) -> TreePieces:
+def _plan_of(
+    forest: Forest, of_segment: np.ndarray, segment: np.ndarray, of_term: np.ndarray, term: np.ndarray, is_path: bool
+) -> PackingPlan:
     """From which piece has which segment and term. Every piece has a segment."""
     count = int(of_segment.max(initial=-1)) + 1
     order = np.lexsort((segment, of_segment))
     of_segment, segment = of_segment[order], segment[order]
     order = np.lexsort((term, of_term))
     of_term, term = of_term[order], term[order]
-    size, before = forest.length[segment], forest.before[segment]
+    size, before = forest.length[segment], forest.depth[segment]
     # Sums of integers below 2^53 are exact in floating point.
     tokens = np.bincount(of_segment, size, count)
     pairs = np.bincount(of_segment, size * before + size * (size + 1) // 2, count)
     first = cumulative_bounds(np.bincount(of_segment, minlength=count))
-    terms_of = np.bincount(of_term, minlength=count)
-    return TreePieces(
+    term_count = np.bincount(of_term, minlength=count)
+    return PackingPlan(
         tree=forest.tree[segment[first[:-1]]],
         tokens=tokens.astype(np.int64),
         cost=tokens + pairs / PAIRS_PER_TOKEN,
-        terms_of=terms_of,
-        first=first,
+        term_count=term_count,
+        first_segment=first,
         segment=segment,
-        first_term=cumulative_bounds(terms_of),
+        first_term=cumulative_bounds(term_count),
         term=term,
-        path=path,
+        is_path=is_path,
     )
-
-
-PackingMode = Literal["forest", "block", "single"]
-
-
-class TokenBudgetExceeded(ValueError):
-    """One sequence is longer than a row may be."""
-
-    def __init__(self, sample: str, tokens: int, budget: int) -> None:
-        self.sample, self.tokens, self.budget = sample, tokens, budget
-        super().__init__(
-            f"sample {sample!r} is a sequence of {tokens} tokens, but token_budget is {budget}: set token_budget to "
-            f"at least {tokens}, or make sequences shorter (model.max_length, rollout.sampling.max_tokens)"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PackingPlan:
-    """What every rank computes: rows of pieces, the same number for all; a row without pieces is an empty
-    micro-batch."""
-
-    pieces: TreePieces
-    ranks: int
-    microbatches: int
-    row: np.ndarray
-    """int64 `[pieces]`: micro-batch m of rank r is row `r * microbatches + m`."""
-    duration: float
-    """Cost of the step, in tokens: in every round all ranks wait for the slowest."""
-
-    def order(self) -> np.ndarray:
-        """int64 `[pieces]`: the pieces by row, and in a row by tree and segments."""
-        if len(np.unique(self.row)) == len(self.row):
-            return np.asarray(np.argsort(self.row))
-        return np.asarray(np.lexsort((self.pieces.among_equals(), self.row)))
-
-
-def plan_packing(forest: Forest, trees: np.ndarray, ranks: int, budget: int, mode: PackingMode) -> PackingPlan:
-    """The rows of every rank.
-
-    Args:
-        trees: int `[trees to place]`, ascending.
-        budget: tokens of a row, enough for the longest sequence (`check_token_budget`).
-    """
-    if mode != "forest":
-        pieces = split_into_paths(forest, trees)
-        return assign_rows_to_ranks(
-            pieces, np.arange(len(pieces)) if mode == "single" else fill_rows(pieces, ranks, budget), ranks
-        )
-    saw = TreeSplitter(forest, trees)
-    whole = saw.cut(budget)
-    best = assign_rows_to_ranks(whole, fill_rows(whole, ranks, budget), ranks)
-    before = whole
-    # Few large trees leave ranks idle: smaller pieces repeat some prompts, but may end sooner.
-    for limit in _smaller_limits(whole, ranks, budget):
-        if before.terms_of.max() == 1:
-            break  # a sequence is never cut
-        pieces = saw.cut(limit)
-        if np.array_equal(pieces.first, before.first) and np.array_equal(pieces.segment, before.segment):
-            continue
-        before = pieces
-        candidate = assign_rows_to_ranks(pieces, fill_rows(pieces, ranks, budget), ranks)
-        if candidate.duration < best.duration:
-            best = candidate
-    return best
-
-
-def check_token_budget(forest: Forest, budget: int) -> None:
-    """Raises OverBudget for the longest sequence that no row can hold."""
-    ends = np.where(forest.wanted_count > 0, forest.before + forest.length, 0)
-    if ends.size and (longest := int(ends.max())) > budget:
-        raise TokenBudgetExceeded(forest.names[forest.tree[int(ends.argmax())]], longest, budget)
-
-
-def _smaller_limits(pieces: TreePieces, ranks: int, budget: int) -> list[int]:
-    largest = int(pieces.tokens[pieces.terms_of > 1].max(initial=0))
-    total = int(pieces.tokens.sum())
-    rounds = max(1, math.ceil(total / (ranks * budget)))
-    shares = [total / (ranks * n) * slack for n in (rounds, rounds + 1) for slack in (1.5, 1.25, 1.0)]
-    return sorted({math.ceil(share) for share in shares if share < largest}, reverse=True)
-
-
-def fill_rows(pieces: TreePieces, ranks: int, budget: int) -> np.ndarray:
-    """Rows of at most `pair_test_budget` tokens, few and of about equal cost: int64 `[pieces]`, the row of each."""
-    order = np.argsort(-pieces.cost, kind="stable")
-    tokens, cost = pieces.tokens[order], pieces.cost[order]
-    rounds = max(1, math.ceil(int(tokens.sum()) / (ranks * budget)))
-    level = _least_loaded(tokens, cost, ranks * rounds, budget)
-    if level is None:
-        dense = _first_fit(tokens, budget)
-        most = math.ceil((int(dense.max(initial=-1)) + 1) / ranks)
-        while level is None and rounds < most:
-            rounds += 1
-            level = _least_loaded(tokens, cost, ranks * rounds, budget)
-        level = dense if level is None else level
-    found = np.empty(len(pieces), np.int64)
-    found[order] = level
-    return found
-
-
-def _least_loaded(tokens: np.ndarray, cost: np.ndarray, count: int, budget: int) -> np.ndarray | None:
-    """The row of each piece: of those with room, the one with the least work. None where one fits nowhere."""
-    found = np.empty(len(tokens), np.int64)
-    alone = min(count, len(tokens))
-    found[:alone] = np.arange(alone)  # an empty row has the least
-    if alone == len(tokens):
-        return found
-    room = (budget - tokens[:alone]).tolist()
-    smallest = int(tokens.min())
-    loads = list(zip(cost[:alone].tolist(), range(alone), strict=True))
-    heapq.heapify(loads)  # thousands of ranks have thousands of rows
-    rows = []
-    for size, work in zip(tokens[alone:].tolist(), cost[alone:].tolist(), strict=True):
-        full = []
-        while loads and room[loads[0][1]] < size:
-            load = heapq.heappop(loads)
-            if room[load[1]] >= smallest:
-                full.append(load)
-        if not loads:
-            return None
-        had, row = loads[0]
-        heapq.heapreplace(loads, (had + work, row))
-        for load in full:
-            heapq.heappush(loads, load)
-        rows.append(row)
-        room[row] -= size
-    found[alone:] = rows
-    return found
-
-
-def _first_fit(tokens: np.ndarray, budget: int) -> np.ndarray:
-    """The row of each piece: the first with room."""
-    room = np.full(len(tokens), budget, np.int64)
-    rows = np.empty(len(tokens), np.int64)
-    used = 0
-    for number, size in enumerate(tokens.tolist()):
-        row = int((room[: used + 1] >= size).argmax())  # the one after the last is empty
-        used = max(used, row + 1)
-        rows[number] = row
-        room[row] -= size
-    return rows
-
-
-def assign_rows_to_ranks(pieces: TreePieces, rows: np.ndarray, ranks: int) -> PackingPlan:
-    """Hands rows to ranks, the same number to each: rows of like cost are computed at the same time."""
-    cost = np.bincount(rows, pieces.cost)
-    some = np.flatnonzero(cost)
-    dearest = some[np.argsort(-cost[some], kind="stable")]
-    rounds = max(1, math.ceil(len(dearest) / ranks))
-    place = np.empty(len(cost), np.int64)
-    load = np.zeros(ranks)
-    for turn in range(rounds):
-        now = dearest[turn * ranks : (turn + 1) * ranks]
-        lightest = np.argsort(load, kind="stable")[: len(now)]
-        place[now] = lightest * rounds + turn
-        load[lightest] += cost[now]
-    slowest = cost[dearest[::ranks]]
-    return PackingPlan(pieces, ranks, rounds, place[rows], float(slowest.sum()))

@@ -1,7 +1,7 @@
 """Supervised fine-tuning."""
 
 from lockstep.config.recipes import SFTConfig
-from lockstep.data.forest_builder import trees_from_documents
+from lockstep.data.forest_builder import forest_from_documents
 from lockstep.data.packing import pack
 from lockstep.run.run import Run
 
@@ -13,7 +13,7 @@ def sft(run: Run, cfg: SFTConfig) -> None:
             with run.stage("pack"):
                 documents = run.documents.take(step * cfg.batch_size, cfg.batch_size)
                 batch = pack(
-                    trees_from_documents(documents), run.policy.ranks, cfg.token_budget, run.policy.info.packing
+                    forest_from_documents(documents), run.policy.ranks, cfg.token_budget, run.policy.info.packing
                 )
             with run.stage("train"):
                 stats = [run.policy.step(minibatch, cfg.loss) for minibatch in batch.minibatches(loss=cfg.loss)]

@@ -10,24 +10,13 @@ from typing import Any, Literal
 import numpy as np
 
 from lockstep.data.micro_batch import EncodedMicroBatches
-from lockstep.train.trainer_protocol import EvaluateOutput, StepStats
+from lockstep.train.trainer_protocol import EvaluateOutput, ParameterInfo, StepStats
 
 TRAINER_SERVICE = "lockstep.train.trainer_service:TrainerService"
 """What a `WorkerSpec.service` names."""
 
 TRAINER_PRELOAD = ("torch", "transformers", "lockstep.train.trainer_service")
 """What a template process imports before it forks trainer ranks."""
-
-
-@dataclass(slots=True)
-class ParameterInfo:
-    """One weight of the policy, tied ones once; an adapter is merged into them."""
-
-    name: str
-    """Its name in Hugging Face checkpoints."""
-    shape: tuple[int, ...]
-    dtype: str
-    """Of the master weights, e.g. `float32`."""
 
 
 @dataclass(slots=True)
@@ -64,11 +53,11 @@ class TrainerAPI(ABC):
         """The same again, without work."""
 
     @abstractmethod
-    def evaluate(self, hand: EncodedMicroBatches, want: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
-        """Per micro-batch the wanted values, float32 `[targets]`, without gradients."""
+    def evaluate(self, microbatches: EncodedMicroBatches, outputs: list[EvaluateOutput]) -> list[dict[str, np.ndarray]]:
+        """Per micro-batch the requested values, float32 `[targets]`, without gradients."""
 
     @abstractmethod
-    def step(self, hand: EncodedMicroBatches, loss: dict[str, Any]) -> StepStats:
+    def step(self, microbatches: EncodedMicroBatches, loss: dict[str, Any]) -> StepStats:
         """One optimizer step; `loss` is the config's, as `model_dump(mode="json")`. Raises NonFinite before weights
         are touched."""
 
@@ -88,11 +77,11 @@ class TrainerAPI(ABC):
         Raises CheckpointError for a torn one or one of another model."""
 
     @abstractmethod
-    def copy_state(self, folder: str, version: int) -> None:
+    def save_to_memory(self, folder: str, version: int) -> None:
         """Copies what a checkpoint would have into shared memory in `folder`. Raises NoRoomForCopy."""
 
     @abstractmethod
-    def load_copy(self, folder: str, version: int) -> int:
+    def load_from_memory(self, folder: str, version: int) -> int:
         """Loads a copy that as many ranks have left there; the optimizer step behind it. Raises NoCopy."""
 
     @abstractmethod

@@ -41,8 +41,8 @@ class RanksMissing(RuntimeError):
 
     def __init__(self, missing: Sequence[str], world: int, after_s: float) -> None:
         super().__init__(
-            f"{summarize_list(missing, _MAX_NAMES)} of {world} ranks did not come to the rendezvous within {after_s:g} s: look for "
-            "the end of those in their logs, and whether their nodes reach the store"
+            f"{summarize_list(missing, _MAX_NAMES)} of {world} ranks did not come to the rendezvous within {after_s:g} s: "
+            "look at the end of their logs, and check that their nodes reach the store"
         )
         self.missing, self.world, self.after_s = tuple(missing), world, after_s
 
@@ -288,7 +288,8 @@ def join_ranks(
     ranks = ParallelContext(rank, world, device, timeout_s, dist.group.WORLD, storage, replicas)
     if slower:
         assert ranks.group is not None
-        ranks.slower = f"{slower}. The trainer's collectives run on gloo: {measure_collectives(ranks.group, world, device, timeout_s)}"
+        cost = measure_collectives(ranks.group, world, device, timeout_s)
+        ranks.slower = f"{slower}. The trainer's collectives run on gloo: {cost}"
     if replicas > 1:
         _make_replica_groups(ranks, bound)
     return ranks

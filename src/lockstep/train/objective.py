@@ -7,6 +7,7 @@ Nothing here communicates, and data decides no shape.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,19 +70,19 @@ def needs_sequences(loss: PolicyLoss | CrossEntropy) -> bool:
     return isinstance(loss, GSPO) or (isinstance(loss, PolicyLoss) and loss.importance.level == "sequence")
 
 
-def check_fields(microbatches: Sequence[MicroBatch], loss: PolicyLoss | CrossEntropy) -> None:
+def check_fields(microbatches: Sequence[MicroBatch[np.ndarray]], loss: PolicyLoss | CrossEntropy) -> None:
     """Raises ValueError, before any work, where there is no micro-batch or a field is missing."""
     if not microbatches:
         raise ValueError("a step needs at least one micro-batch, got none; an idle rank gets an empty one")
-    for number, packed in enumerate(microbatches):
-        lost = [name for name in required_fields(loss) if name not in packed.fields]
+    for number, microbatch in enumerate(microbatches):
+        lost = [name for name in required_fields(loss) if name not in microbatch.fields]
         if lost:
             raise ValueError(
                 f"micro-batch {number} has no field {lost[0]!r}, which the loss {loss.kind} needs as it is configured "
-                f"(it has {', '.join(sorted(packed.fields))}); set it with Batch.set_field"
+                f"(it has {', '.join(sorted(microbatch.fields))}); set it with TrainingBatch.set_field"
             )
-        if needs_sequences(loss) and packed.sequences.size != packed.targets.size:
-            raise ValueError(f"micro-batch {number} does not say which sequence its targets belong to: pack it")
+        if needs_sequences(loss) and microbatch.sequences is None:
+            raise ValueError(f"micro-batch {number} does not say to which sequence its targets belong: pack it")
 
 
 def compute_loss(
@@ -97,7 +98,7 @@ def compute_loss(
         fields: as in `MicroBatch`, float32 `[targets]`.
         logprobs: `[targets]`, with gradient.
         entropies: `[targets]`, for a policy loss.
-        sequences: int64 `[targets]`, as in `Row`; where `needs_sequences`.
+        sequences: int64 `[targets]`, as in `MicroBatch`; where `needs_sequences`.
     """
     weights = fields["weight"]
     live = weights != 0

@@ -5,7 +5,8 @@ with FSDP2.
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,34 @@ def _fuse_layers(policy: PolicyModel, device: torch.device, compute: torch.dtype
 
 def _model_folder(model: ModelConfig) -> Path:
     return resolve_folder(model.path, model.revision)
+
+
+class InitialAdapter:
+    """This rank's rows of what is trained, as they were when the run began, in host memory.
+
+    They are the reference of a KL penalty where the model without its adapter is not the initial policy: the run began
+    from an adapter, or other weights are trained beside it.
+
+    Args:
+        rows: of each trained parameter, by name.
+    """
+
+    def __init__(self, rows: Mapping[str, Tensor]) -> None:
+        self._rows = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rows.items()}
+
+    @contextmanager
+    def restored(self, rows: Mapping[str, Tensor]) -> Iterator[None]:
+        """Puts the initial values into `rows` and afterwards restores the current ones, bit by bit. No layer may be
+        gathered when the context begins or ends, as its gathered copy would keep the other values."""
+        kept = {name: tensor.clone() for name, tensor in rows.items()}
+        _copy_shards(self._rows, rows)
+        try:
+            yield
+        finally:
+            _copy_shards(kept, rows)
+
+
+@torch.no_grad()
+def _copy_shards(values: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+    for name, tensor in rows.items():
+        tensor.copy_(values[name])

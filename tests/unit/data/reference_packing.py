@@ -1,4 +1,4 @@
-"""Packing sample by sample, as one would write it down: what the columns must come to, bit by bit."""
+"""A reference for packing: the same rules sample by sample with plain objects. The columns must equal it bit by bit."""
 
 import heapq
 import math
@@ -7,12 +7,74 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.data.forest import Segment, Tree
+from lockstep.data.forest import Forest, Segment
 from lockstep.data.micro_batch import MicroBatch
 from lockstep.data.packing_plan import PAIRS_PER_TOKEN
 from lockstep.data.samples import Rollouts
 
 Packing = str
+
+
+@dataclass(slots=True)
+class Tree:
+    """One prompt with its completions, a document, or a conversation with branches."""
+
+    segments: list[Segment]
+    name: str = ""
+    size: int | None = None
+    """How many samples of a mini-batch it counts for; the number of its sequences when None."""
+
+    @property
+    def samples(self) -> int:
+        return (
+            len({number for segment in self.segments for number in segment.sequences})
+            if self.size is None
+            else self.size
+        )
+
+    def path(self, segment: int) -> list[int]:
+        """The segments from the root to the given one."""
+        found = [segment]
+        while (parent := self.segments[found[-1]].parent) >= 0:
+            found.append(parent)
+        return found[::-1]
+
+
+def forest_of(trees: Sequence[Tree]) -> Forest:
+    return Forest.of([tree.segments for tree in trees], [tree.name for tree in trees], [tree.samples for tree in trees])
+
+
+def trees_of(forest: Forest) -> list[Tree]:
+    """The trees of a forest. Fields are zero where there is no target."""
+    of_terms = np.split(forest.term_sequence, np.searchsorted(forest.term_segment, np.arange(1, len(forest.tree))))
+    first = np.searchsorted(forest.tree, np.arange(len(forest) + 1))
+    return [
+        Tree(
+            [_segment(forest, s, first[number], of_terms[s]) for s in range(first[number], first[number + 1])],
+            name,
+            int(forest.samples[number]),
+        )
+        for number, name in enumerate(forest.names)
+    ]
+
+
+def _segment(forest: Forest, number: int, first: int, sequences: np.ndarray) -> Segment:
+    size, start = int(forest.length[number]), int(forest.first_token[number])
+    where = forest.target_offset[forest.first_offset[number] : forest.first_offset[number + 1]]
+    mask = np.zeros(size, np.bool_)
+    mask[where] = True
+    fields = {}
+    for name, values in forest.fields.items():
+        if len(where):
+            begin = int(forest.target_bounds[np.searchsorted(forest.term_segment, number)])
+            field = np.zeros((len(sequences), size), np.float32)
+            field[:, where] = values[begin : begin + field.shape[0] * len(where)].reshape(len(sequences), -1)
+            fields[name] = field[0] if len(sequences) == 1 else field
+    parent = int(forest.parent[number])
+    return Segment(
+        forest.tokens[start : start + size], parent if parent < 0 else parent - first, mask if len(where) else None,
+        fields, int(sequences[0]) if len(sequences) == 1 else tuple(sequences.tolist()),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +115,7 @@ def plain_trees(rollouts: Rollouts, advantages: np.ndarray, mask_truncated: bool
     return trees
 
 
-def plain_rows(trees: Sequence[Tree], ranks: int, budget: int, mode: Packing) -> list[list[MicroBatch]]:
+def plain_rows(trees: Sequence[Tree], ranks: int, budget: int, mode: Packing) -> list[list[MicroBatch[np.ndarray]]]:
     """`[ranks][micro-batches]`, without weights."""
     first: list[list[int]] = []
     names = sorted({name for tree in trees for segment in tree.segments for name in segment.fields})
@@ -64,7 +126,7 @@ def plain_rows(trees: Sequence[Tree], ranks: int, budget: int, mode: Packing) ->
         for segment in tree.segments:
             first[-1].append(len(numbers))
             for term, sequence in enumerate(segment.sequences):
-                for token in segment.wanted.tolist():
+                for token in segment.target_offsets.tolist():
                     numbers.append(sequence)
                     for name in names:
                         values[name].append(np.atleast_2d(segment.fields[name])[term, token])
@@ -80,7 +142,7 @@ def _row(
     first: list[list[int]],
     fields: dict[str, np.ndarray],
     numbers: np.ndarray,
-) -> MicroBatch:
+) -> MicroBatch[np.ndarray]:
     if not pieces:
         return _empty_row(list(fields))
     tokens: list[np.ndarray] = []
@@ -106,7 +168,7 @@ def _row(
                 parents.append(place[segment.parent])
         for position, term in piece.terms:
             segment = segments[position]
-            wanted = segment.wanted
+            wanted = segment.target_offsets
             before = -1  # never taken: the first token of a root is no target
             if segment.parent >= 0:
                 before = start[segment.parent] + segments[segment.parent].tokens.size - 1
@@ -127,7 +189,7 @@ def _row(
     )
 
 
-def _empty_row(names: Sequence[str]) -> MicroBatch:
+def _empty_row(names: Sequence[str]) -> MicroBatch[np.ndarray]:
     """One token of weight zero: a rank without work enters the same collectives as the others."""
     zero = np.zeros(1, np.int32)
     return MicroBatch(
@@ -147,7 +209,7 @@ def paths(tree: Tree, index: int) -> list[Piece]:
     members: dict[int, list[tuple[int, int]]] = {}
     for position, segment in enumerate(tree.segments):
         for term, sequence in enumerate(segment.sequences):
-            if segment.wanted.size:
+            if segment.target_offsets.size:
                 members.setdefault(sequence, []).append((position, term))
     return [_piece(tree, index, tree.path(terms[-1][0]), terms, True) for terms in members.values()]
 
@@ -167,7 +229,7 @@ class Outline:
 
 
 def outline(tree: Tree) -> Outline:
-    wanted = [position for position, segment in enumerate(tree.segments) if segment.wanted.size]
+    wanted = [position for position, segment in enumerate(tree.segments) if segment.target_offsets.size]
     ancestors = {above for position in wanted for above in tree.path(position)[:-1]}
     leaves = [tree.path(position) for position in wanted if position not in ancestors]
     length = [int(segment.tokens.size) for segment in tree.segments]

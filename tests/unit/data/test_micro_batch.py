@@ -1,4 +1,4 @@
-"""Packing by columns: bit by bit what packing sample by sample comes to, and what a rank gets of it."""
+"""Micro-batches: bit by bit what the reference packs, also after the way to a rank."""
 
 from itertools import chain
 
@@ -6,24 +6,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_packing import plain_rows, plain_trees
+from reference_packing import forest_of, plain_rows, plain_trees, trees_of
 from test_packing import MODES, longest, random_trees, rollouts
 from turn_samples import conversations
 
 from lockstep.cluster.rpc.codec import decode_payload, encode_payload
-from lockstep.data.forest import Forest
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.micro_batch import EncodedMicroBatches, MicroBatch, MiniBatch
+from lockstep.data.micro_batch import EncodedMicroBatches, MicroBatch, MiniBatch, decode_micro_batches
 from lockstep.data.packing import pack
 
 
-def columns(row: MicroBatch) -> dict[str, np.ndarray]:
+def columns(row: MicroBatch[np.ndarray]) -> dict[str, np.ndarray]:
     names = ("tokens", "lengths", "parents", "sources", "targets", "index", "sequences")
     fields = {name: values for name, values in row.fields.items() if name != "weight"}
     return {name: getattr(row, name) for name in names} | fields
 
 
-def same(made: list[list[MicroBatch]], wanted: list[list[MicroBatch]], *, index: bool = True) -> None:
+Ranks = list[list[MicroBatch[np.ndarray]]]
+
+
+def same(made: Ranks, wanted: Ranks, *, index: bool = True) -> None:
     assert [len(rank) for rank in made] == [len(rank) for rank in wanted]
     for mine, other in zip(chain(*made), chain(*wanted), strict=True):
         one, two = columns(mine), columns(other)
@@ -37,7 +39,7 @@ def same(made: list[list[MicroBatch]], wanted: list[list[MicroBatch]], *, index:
 @given(random_trees(), st.integers(1, 5), st.integers(0, 40), st.sampled_from(MODES))
 def test_trees_of_any_shape_come_to_the_same_rows(trees, ranks, slack, mode) -> None:
     budget = longest(trees) + slack
-    same(pack(trees, ranks, budget, mode).everything().ranks, plain_rows(trees, ranks, budget, mode))
+    same(pack(forest_of(trees), ranks, budget, mode).everything().by_rank, plain_rows(trees, ranks, budget, mode))
 
 
 @settings(max_examples=150, deadline=None)
@@ -59,9 +61,9 @@ def test_groups_come_to_the_same_rows(lengths, ranks, slack, mode, truncated, se
     trees = plain_trees(data, advantages, truncated)
     made = forest_from_rollouts(data, advantages, truncated)
     batch = pack(made, ranks, 52 + slack, mode)
-    same(batch.everything().ranks, plain_rows(trees, ranks, 52 + slack, mode))
-    again = Forest.of(list(made))
-    for name, values in vars(Forest.of(trees)).items():
+    same(batch.everything().by_rank, plain_rows(trees, ranks, 52 + slack, mode))
+    again = forest_of(trees_of(made))
+    for name, values in vars(forest_of(trees)).items():
         for other in (made, again):
             known = getattr(other, name)
             if isinstance(values, dict):
@@ -75,7 +77,7 @@ def test_groups_come_to_the_same_rows(lengths, ranks, slack, mode, truncated, se
 def test_conversations_come_to_the_same_rows(given, mode, ranks, slack) -> None:
     budget = max(3 + len(each.tokens) for group in given.groups for each in group.completions) + slack
     trees = forest_from_rollouts(given, np.ones((2, 4)))
-    same(pack(trees, ranks, budget, mode).everything().ranks, plain_rows(list(trees), ranks, budget, mode))
+    same(pack(trees, ranks, budget, mode).everything().by_rank, plain_rows(trees_of(trees), ranks, budget, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -86,25 +88,26 @@ def test_many_groups_come_to_the_same_rows(mode, ranks) -> None:
     data = rollouts(lengths, random.integers(20, 120, 64).tolist())
     advantages = np.ones((64, 8), np.float32)
     made = pack(forest_from_rollouts(data, advantages), ranks, 1024, mode).everything()
-    same(made.ranks, plain_rows(plain_trees(data, advantages), ranks, 1024, mode))
+    same(made.by_rank, plain_rows(plain_trees(data, advantages), ranks, 1024, mode))
 
 
-def received(minibatch: MiniBatch) -> list[list[MicroBatch]]:
+def received(minibatch: MiniBatch) -> Ranks:
     """What every rank has of its rows when they have travelled."""
     return [
-        decode_payload(bytearray(encode_payload(hand)), EncodedMicroBatches).rows() for hand in minibatch.rows.hands()
+        decode_micro_batches(decode_payload(bytearray(encode_payload(encoded)), EncodedMicroBatches))
+        for encoded in minibatch.encode()
     ]
 
 
 @settings(max_examples=60, deadline=None)
 @given(random_trees(), st.integers(1, 5), st.integers(0, 20), st.sampled_from(MODES))
 def test_a_rank_gets_its_rows(trees, ranks, slack, mode) -> None:
-    minibatch = pack(trees, ranks, longest(trees) + slack, mode).everything()
+    minibatch = pack(forest_of(trees), ranks, longest(trees) + slack, mode).everything()
     found = received(minibatch)
-    same(found, minibatch.ranks, index=False)
-    for mine, other in zip(chain(*found), chain(*minibatch.ranks), strict=True):
+    same(found, minibatch.by_rank, index=False)
+    for mine, other in zip(chain(*found), chain(*minibatch.by_rank), strict=True):
         assert mine.fields["weight"].tolist() == other.fields["weight"].tolist()
-        assert mine.layout.lengths == other.layout.lengths
+        assert mine.layout().lengths == other.layout().lengths
 
 
 def test_advantages_for_fewer_tokens_than_a_completion_has_are_refused() -> None:

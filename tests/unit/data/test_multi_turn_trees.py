@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_packing import observed
+from reference_packing import forest_of, trees_of
 from turn_samples import TURNS, conversation, conversations
 
 from lockstep.config.algorithm import PPOClip
@@ -51,7 +52,7 @@ def test_weights_count_what_the_model_wrote(rollouts) -> None:
         "seq-mean-token-mean": 1 / lengths / lengths.size,
     }.items():
         (minibatch,) = batch.minibatches(loss=PPOClip(aggregation=aggregation))
-        for row in (row for rank in minibatch.ranks for row in rank):
+        for row in (row for rank in minibatch.by_rank for row in rank):
             np.testing.assert_allclose(row.fields["weight"], wanted[row.sequences], rtol=1e-5)
 
 
@@ -60,7 +61,7 @@ def test_shared_turns_are_computed_once() -> None:
     turns = [([(0, 0), (1, 1)], 0), ([(0, 0), (1, 1)], 3), ([(0, 0)], 2), ([(1, 0)], 0)]
     completions = [conversation(str(k), said, last, random) for k, (said, last) in enumerate(turns)]
     rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([9, 9], np.int32), ""), completions)])
-    (tree,) = forest_from_rollouts(rollouts, np.arange(4.0)[None])
+    (tree,) = trees_of(forest_from_rollouts(rollouts, np.arange(4.0)[None]))
     assert [(s.tokens.tolist(), s.parent, s.sequences) for s in tree.segments] == [
         ([9, 9], -1, ()),
         ([5, 1], 0, (0, 1, 2)),
@@ -70,7 +71,7 @@ def test_shared_turns_are_computed_once() -> None:
         (TURNS[2], 1, (2,)),
         ([5, 6, 1, 5], 0, (3,)),
     ]
-    tree.check()
+    forest_of([tree])  # accepts it again
     assert tree.segments[1].fields["advantage"][:, 0].tolist() == [0, 1, 2]  # the model wrote the first token
 
 
@@ -78,9 +79,9 @@ def test_completions_that_are_all_alike_are_one_segment() -> None:
     random = np.random.default_rng(0)
     completions = [conversation(str(k), [(0, 0)], 1, random) for k in range(3)]
     rollouts = Rollouts(0, 0, [Group(Prompt("0:0", 0, np.array([9], np.int32), ""), completions)])
-    (tree,) = forest_from_rollouts(rollouts, np.zeros((1, 3)))
+    (tree,) = trees_of(forest_from_rollouts(rollouts, np.zeros((1, 3))))
     assert len(tree.segments) == 2 and tree.samples == 3
-    assert pack([tree], 1, 100).targets == 3 * 3
+    assert pack(forest_of([tree]), 1, 100).targets == 3 * 3
 
 
 def test_a_mask_that_does_not_fit_is_refused() -> None:
@@ -97,6 +98,6 @@ def test_no_sequence_is_cut(rollouts, mode, ranks, slack) -> None:
     """What depends on all tokens of a completion (GSPO's ratio) is known in its row, without asking other ranks."""
     longest = max(3 + len(each.tokens) for group in rollouts.groups for each in group.completions)
     batch = pack(forest_from_rollouts(rollouts), ranks, longest + slack, mode)
-    rows = [row for rank in batch.everything().ranks for row in rank]
+    rows = [row for rank in batch.everything().by_rank for row in rank]
     owners = [set(row.sequences[row.index >= 0].tolist()) for row in rows]
     assert sum(map(len, owners)) == len(set().union(*owners)) == 8

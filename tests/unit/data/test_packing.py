@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_packing import Tree, forest_of
 
 from lockstep.config.algorithm import CrossEntropy, PPOClip
-from lockstep.data.forest import Segment, Tree
-from lockstep.data.forest_builder import forest_from_rollouts, trees_from_documents
+from lockstep.data.forest import Forest, Segment
+from lockstep.data.forest_builder import forest_from_documents, forest_from_rollouts
 from lockstep.data.micro_batch import MicroBatch, MiniBatch
 from lockstep.data.packing import TrainingBatch, pack
 from lockstep.data.packing_plan import TokenBudgetExceeded
@@ -76,13 +77,13 @@ def longest(trees: list[Tree]) -> int:
     )
 
 
-def rows(minibatch: MiniBatch) -> list[MicroBatch]:
-    return [row for rank in minibatch.ranks for row in rank]
+def rows(minibatch: MiniBatch) -> list[MicroBatch[np.ndarray]]:
+    return [row for rank in minibatch.by_rank for row in rank]
 
 
-def context(row: MicroBatch, source: int) -> tuple[int, ...]:
+def context(row: MicroBatch[np.ndarray], source: int) -> tuple[int, ...]:
     """All tokens that the source may see, itself included, in the order of their positions."""
-    mask, positions = row.layout.mask()[source].numpy(), row.layout.positions().numpy()
+    mask, positions = row.layout().mask()[source].numpy(), row.layout().positions().numpy()
     seen = np.flatnonzero(mask)
     assert sorted(positions[seen]) == list(range(len(seen)))
     return tuple(row.tokens[seen[np.argsort(positions[seen])]].tolist())
@@ -118,13 +119,13 @@ def expected(trees: list[Tree]) -> list[tuple[int, int, tuple[int, ...], float]]
 @given(random_trees(), st.integers(1, 4), st.integers(0, 40), st.sampled_from(MODES))
 def test_every_target_comes_out_once_with_its_own_context(trees, ranks, slack, mode) -> None:
     budget = longest(trees) + slack
-    minibatch = pack(trees, ranks, budget, mode).everything()
+    minibatch = pack(forest_of(trees), ranks, budget, mode).everything()
     seen = observed(minibatch)
     assert [entry[0] for entry in seen] == list(range(len(seen)))
     assert sorted((s, token, ctx, values[0]) for _, s, token, ctx, values in seen) == expected(trees)
     assert minibatch.targets == len(seen)
-    assert len(minibatch.ranks) == ranks
-    assert {len(rank) for rank in minibatch.ranks} == {minibatch.microbatches}
+    assert len(minibatch.by_rank) == ranks
+    assert {len(rank) for rank in minibatch.by_rank} == {minibatch.microbatches}
     assert all(row.tokens.size == row.lengths.sum() <= budget for row in rows(minibatch))
 
 
@@ -132,14 +133,14 @@ def test_every_target_comes_out_once_with_its_own_context(trees, ranks, slack, m
 @given(random_trees(), st.integers(1, 4), st.integers(0, 40))
 def test_modes_differ_in_layout_only(trees, ranks, slack) -> None:
     budget = longest(trees) + slack
-    outcomes = [observed(pack(trees, ranks, budget, mode).everything()) for mode in MODES]
+    outcomes = [observed(pack(forest_of(trees), ranks, budget, mode).everything()) for mode in MODES]
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 @settings(max_examples=60, deadline=None)
 @given(random_trees(), st.integers(1, 3), st.sampled_from(AGGREGATIONS), st.sampled_from(MODES))
 def test_weighted_sum_is_the_aggregated_loss(trees, ranks, aggregation, mode) -> None:
-    batch = pack(trees, ranks, longest(trees) + 9, mode)
+    batch = pack(forest_of(trees), ranks, longest(trees) + 9, mode)
     loss = PPOClip(aggregation=aggregation, norm_length=11)
     (minibatch,) = batch.minibatches(1, None, loss)
     per_target = np.random.default_rng(0).normal(size=max(1, batch.targets))
@@ -160,7 +161,7 @@ def test_weighted_sum_is_the_aggregated_loss(trees, ranks, aggregation, mode) ->
 @settings(max_examples=40, deadline=None)
 @given(random_trees(), st.integers(1, 4), st.sampled_from(MODES))
 def test_mask_of_a_row_is_what_the_paths_say(trees, ranks, mode) -> None:
-    for row in rows(pack(trees, ranks, longest(trees) + 15, mode).everything()):
+    for row in rows(pack(forest_of(trees), ranks, longest(trees) + 15, mode).everything()):
         owner = np.repeat(np.arange(len(row.lengths)), row.lengths)
         above = [{s} for s in range(len(row.lengths))]
         for s, parent in enumerate(row.parents):
@@ -169,7 +170,7 @@ def test_mask_of_a_row_is_what_the_paths_say(trees, ranks, mode) -> None:
         brute = [
             [q >= k and owner[k] in above[owner[q]] for k in range(row.tokens.size)] for q in range(row.tokens.size)
         ]
-        assert np.array_equal(row.layout.mask().numpy(), np.array(brute))
+        assert np.array_equal(row.layout().mask().numpy(), np.array(brute))
 
 
 @settings(max_examples=25, deadline=None)
@@ -179,7 +180,7 @@ def test_packing_is_deterministic(trees, ranks, seed) -> None:
         size = max(tree.samples for tree in trees)
         loss = PPOClip(aggregation="seq-mean-token-mean")
         try:
-            made = list(pack(trees, ranks, longest(trees) + 5).minibatches(2, 2 * size, loss, seed=seed))
+            made = list(pack(forest_of(trees), ranks, longest(trees) + 5).minibatches(2, 2 * size, loss, seed=seed))
         except ValueError:
             return []
         return [
@@ -221,7 +222,7 @@ def test_tree_over_the_budget_is_cut_and_its_prompt_repeated() -> None:
 def test_a_group_is_divided_rather_than_leaving_a_rank_idle() -> None:
     trees = forest_from_rollouts(rollouts([[100] * 8], [50]), np.ones((1, 8)))
     minibatch = pack(trees, ranks=2, token_budget=4096).everything()
-    assert [[row.tokens.size for row in rank] for rank in minibatch.ranks] == [[450], [450]]
+    assert [[row.tokens.size for row in rank] for rank in minibatch.by_rank] == [[450], [450]]
 
 
 def test_sequence_over_the_budget_is_refused_by_name() -> None:
@@ -234,9 +235,9 @@ def test_sequence_over_the_budget_is_refused_by_name() -> None:
 
 def test_ranks_without_work_get_one_token_of_weight_zero() -> None:
     document = Document("0:0", 0, np.arange(1, 6, dtype=np.int32), np.array([0, 1, 1, 1, 1], bool))
-    minibatch = pack(trees_from_documents([document]), ranks=3, token_budget=16).everything()
-    assert [len(rank) for rank in minibatch.ranks] == [1, 1, 1]
-    for row in (minibatch.ranks[1][0], minibatch.ranks[2][0]):
+    minibatch = pack(forest_from_documents([document]), ranks=3, token_budget=16).everything()
+    assert [len(rank) for rank in minibatch.by_rank] == [1, 1, 1]
+    for row in (minibatch.by_rank[1][0], minibatch.by_rank[2][0]):
         assert (row.tokens.tolist(), row.lengths.tolist(), row.parents.tolist()) == ([0], [1], [-1])
         assert (row.sources.tolist(), row.targets.tolist(), row.index.tolist()) == ([0], [0], [-1])
         assert row.fields["weight"].tolist() == [0] and row.sequences.tolist() == [-1]
@@ -245,7 +246,7 @@ def test_ranks_without_work_get_one_token_of_weight_zero() -> None:
 
 def test_step_without_any_target_still_has_its_micro_batch() -> None:
     minibatch = pack(forest_from_rollouts(rollouts([[0, 0]], [3]), np.zeros((1, 2))), 2, 16).everything()
-    assert [[row.index.tolist() for row in rank] for rank in minibatch.ranks] == [[[-1]], [[-1]]]
+    assert [[row.index.tolist() for row in rank] for rank in minibatch.by_rank] == [[[-1]], [[-1]]]
     assert (minibatch.targets, minibatch.sequences) == (0, 0)
 
 
@@ -256,7 +257,7 @@ def test_ranks_are_balanced_by_cost(mode, ranks) -> None:
     lengths = np.minimum(1 + random.exponential(60, (64, 8)).astype(int), 300)
     trees = forest_from_rollouts(rollouts(lengths.tolist(), random.integers(20, 120, 64).tolist()), np.ones((64, 8)))
     minibatch = pack(trees, ranks, 2048, mode).everything()
-    tokens = [sum(row.tokens.size for row in rank) for rank in minibatch.ranks]
+    tokens = [sum(row.tokens.size for row in rank) for rank in minibatch.by_rank]
     assert max(tokens) <= 1.1 * np.mean(tokens)
     if mode != "single":
         assert minibatch.microbatches <= math.ceil(sum(tokens) / (ranks * 2048)) + 1
@@ -301,9 +302,9 @@ def test_minibatch_that_would_cut_a_group_is_refused(size) -> None:
 @settings(max_examples=30, deadline=None)
 @given(random_trees(), st.integers(1, 3), st.sampled_from(MODES))
 def test_computed_fields_land_on_their_targets(trees, ranks, mode) -> None:
-    batch = pack(trees, ranks, longest(trees) + 8, mode)
+    batch = pack(forest_of(trees), ranks, longest(trees) + 8, mode)
     everything = batch.everything()
-    values = [[row.index.astype(np.float32) * 2 + 1 for row in rank] for rank in everything.ranks]
+    values = [[row.index.astype(np.float32) * 2 + 1 for row in rank] for rank in everything.by_rank]
     batch.set_field("old_logprob", everything, values)
     for minibatch in batch.minibatches(2):
         for row in rows(minibatch):
@@ -314,11 +315,11 @@ def test_computed_fields_land_on_their_targets(trees, ranks, mode) -> None:
 def test_field_set_for_a_part_of_the_targets_only_is_refused() -> None:
     batch = pack(forest_from_rollouts(rollouts([[3] * 2] * 4, [5] * 4), np.ones((4, 2))), 1, 64)
     first = next(batch.minibatches(1, 4))
-    batch.set_field("old_logprob", first, [[np.ones(row.index.size, np.float32) for row in r] for r in first.ranks])
+    batch.set_field("old_logprob", first, [[np.ones(row.index.size, np.float32) for row in r] for r in first.by_rank])
     with pytest.raises(ValueError, match="'old_logprob' is set for 12 of 24 targets"):
         batch.everything()
     with pytest.raises(ValueError, match="rank 0, micro-batch 0 has shape"):
-        batch.set_field("old_logprob", first, [[np.ones(1, np.float32) for _ in r] for r in first.ranks])
+        batch.set_field("old_logprob", first, [[np.ones(1, np.float32) for _ in r] for r in first.by_rank])
     with pytest.raises(ValueError, match="values of 2 ranks, expected 1"):
         batch.set_field("old_logprob", first, [[], []])
 
@@ -376,18 +377,18 @@ def test_bad_rollouts_are_refused() -> None:
 
 def test_bad_trees_are_refused() -> None:
     two, mask = np.array([1, 2], np.int32), np.ones(2, bool)
-    with pytest.raises(ValueError, match="wants its first token predicted"):
-        pack([Tree([Segment(two, -1, mask, {}, 0)], "x")], 1, 9)
+    with pytest.raises(ValueError, match="has its first token as a target"):
+        Forest.of([[Segment(two, -1, mask, {}, 0)]], "x")
     with pytest.raises(ValueError, match="has no tokens"):
-        pack([Tree([Segment(two[:0])], "x")], 1, 9)
+        Forest.of([[Segment(two[:0])]], "x")
     with pytest.raises(ValueError, match="parent 0, expected -1 or an earlier"):
-        pack([Tree([Segment(two, 0)], "x")], 1, 9)
+        Forest.of([[Segment(two, 0)]], "x")
     with pytest.raises(ValueError, match="both have sequence 3"):
-        pack([Tree([Segment(two), Segment(two, 0, mask, {}, 3)], n) for n in "xy"], 1, 9)
+        pack(Forest.of([[Segment(two), Segment(two, 0, mask, {}, 3)] for _ in "xy"], "xy"), 1, 9)
     with pytest.raises(ValueError, match="is not one path"):
-        pack([Tree([Segment(two), Segment(two, 0, mask, {}, 3), Segment(two, 0, mask, {}, 3)], "x")], 1, 9)
+        pack(Forest.of([[Segment(two), Segment(two, 0, mask, {}, 3), Segment(two, 0, mask, {}, 3)]], "x"), 1, 9)
     with pytest.raises(ValueError, match="no field 'advantage'"):
         values = {"advantage": np.ones(2, np.float32)}
-        pack([Tree([Segment(two), Segment(two, 0, mask, values, 0), Segment(two, 0, mask, {}, 1)], "x")], 1, 9)
+        Forest.of([[Segment(two), Segment(two, 0, mask, values, 0), Segment(two, 0, mask, {}, 1)]], "x")
     with pytest.raises(ValueError, match="mode is 'rows'"):
-        TrainingBatch([], 1, 9, "rows")  # type: ignore[arg-type]
+        TrainingBatch(Forest.of([], []), 1, 9, "rows")  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def test_the_same_as_giving_advantages_at_once(mode) -> None:
     later.set_per_target("advantage", advantages.ravel()[later.sequences])
     np.testing.assert_array_equal(later.fields["advantage"], at_once.fields["advantage"])
     (first,), (second,) = list(at_once.minibatches()), list(later.minibatches())
-    for rows, others in zip(first.ranks, second.ranks, strict=True):
+    for rows, others in zip(first.by_rank, second.by_rank, strict=True):
         for row, other in zip(rows, others, strict=True):
             assert row.fields.keys() == other.fields.keys()
             for name in row.fields:
@@ -67,11 +67,11 @@ def test_truncated_completions_may_be_left_out() -> None:
     assert batch.sequences.tolist() == [0, 0, 0]
     (minibatch,) = batch.minibatches()
     assert (minibatch.targets, minibatch.sequences) == (3, 1)
-    tokens = sum(row.tokens.size for rank in minibatch.ranks for row in rank)
+    tokens = sum(row.tokens.size for rank in minibatch.by_rank for row in rank)
     assert tokens == 5 + 1, "the prompt and the one completion, and an empty row: what is left out costs nothing"
 
     made.groups[0].completions[0].finish = "length"
     batch = pack(forest_from_rollouts(made, mask_truncated=True), 2, 16)
     batch.set_per_target("advantage", np.zeros(0))
     (minibatch,) = batch.minibatches()
-    assert minibatch.targets == 0 and [len(rank) for rank in minibatch.ranks] == [1, 1]
+    assert minibatch.targets == 0 and [len(rank) for rank in minibatch.by_rank] == [1, 1]

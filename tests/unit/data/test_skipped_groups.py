@@ -53,7 +53,7 @@ def test_what_is_left_out_has_no_advantage_and_no_weight_changes(signal, ranks, 
     assert set(np.flatnonzero(out)) == {i for i in range(made.targets) if not signal[made.sequences[i] // 3]}
     assert (left.targets, left.sequences) == (whole.targets, whole.sequences)
     assert left.skipped == 3 * signal.count(False) and whole.skipped == 0
-    assert len({len(rank) for rank in left.ranks}) == 1 and left.microbatches >= 1
+    assert len({len(rank) for rank in left.by_rank}) == 1 and left.microbatches >= 1
 
 
 def test_only_where_nothing_else_has_a_gradient() -> None:
@@ -71,7 +71,7 @@ def test_only_where_nothing_else_has_a_gradient() -> None:
 def test_a_step_without_any_signal_still_has_its_micro_batch(ranks: int) -> None:
     (found,) = batch([False, False], ranks).minibatches(loss=PPOClip())
     assert found.skipped == 6 and found.targets == 21
-    for rank in found.ranks:
+    for rank in found.by_rank:
         (row,) = rank
         assert row.tokens.size == 1 and row.fields["weight"].tolist() == [0.0]
         assert set(row.fields) == {"advantage", "engine_logprob", "weight"}

@@ -50,9 +50,9 @@ def test_loss_and_gradient_equal_separate_rows(policy, hf, mode: str, budget: in
     batch = pack(forest_from_rollouts(made, advantages), 1, budget, mode)
     (minibatch,) = batch.minibatches()
     loss = torch.zeros(())
-    for row in minibatch.ranks[0]:
+    for row in minibatch.by_rank[0]:
         tokens, sources, targets = (torch.from_numpy(a).long() for a in (row.tokens, row.sources, row.targets))
-        logprobs, _ = policy(tokens, row.layout, sources, targets)
+        logprobs, _ = policy(tokens, row.layout(), sources, targets)
         fields = {name: torch.from_numpy(values) for name, values in row.fields.items()}
         ratio = (logprobs - fields["engine_logprob"]).exp()
         part = -(fields["weight"] * fields["advantage"] * ratio).sum()
@@ -60,6 +60,6 @@ def test_loss_and_gradient_equal_separate_rows(policy, hf, mode: str, budget: in
         loss += part.detach()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
     assert_same_gradients(gradients(policy), gradients(hf))
-    computed = sum(row.tokens.size for row in minibatch.ranks[0])
+    computed = sum(row.tokens.size for row in minibatch.by_rank[0])
     whole = sum(4 + len(each.tokens) for group in made.groups for each in group.completions)
     assert computed < whole if mode == "forest" else computed == whole

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.config.recipes import SFTConfig
-from lockstep.data.forest_builder import trees_from_documents
+from lockstep.data.forest_builder import forest_from_documents
 from lockstep.data.packing import pack
 from lockstep.data.samples import Document
 from lockstep.models.tiny_model import make_tiny
@@ -38,11 +38,11 @@ def train(cfg: SFTConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
             Document(f"0:{i}", i, draw.integers(10, 60, size).astype(np.int32), np.arange(size) > 0)
             for i, size in enumerate(sizes)
         ]
-        (minibatch,) = pack(trees_from_documents(documents), 4, 32).minibatches(loss=cfg.loss)
-        rows = [row for rank in minibatch.ranks for row in rank]
+        (minibatch,) = pack(forest_from_documents(documents), 4, 32).minibatches(loss=cfg.loss)
+        rows = [row for rank in minibatch.by_rank for row in rank]
         assert any(row.tokens.size == 1 for row in rows)
         losses.append(trainer.step(rows, cfg.loss).values["loss"])
-    return losses, {name: parameter.detach().clone() for name, parameter in trainer.names.items()}
+    return losses, {name: parameter.detach().clone() for name, parameter in trainer.trained_parameters.items()}
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from turn_samples import conversations
 
 from lockstep.config.algorithm import CISPO, GSPO, ImportanceCorrection, PPOClip
 from lockstep.data.forest_builder import forest_from_rollouts
-from lockstep.data.micro_batch import DeviceMicroBatch
 from lockstep.data.packing import pack
 from lockstep.train.objective import compute_loss
 
@@ -50,8 +49,8 @@ def test_a_loss_does_not_depend_on_how_it_was_packed(rollouts, loss, mode, ranks
         batch.set_per_target("old_logprob", batch.fields["engine_logprob"] + 0.1)
         (minibatch,) = batch.minibatches(loss=loss)
         total = torch.zeros(())
-        for packed in (row for rank in minibatch.ranks for row in rank):
-            row = DeviceMicroBatch.of(packed, torch.device("cpu"))
+        for packed in (row for rank in minibatch.by_rank for row in rank):
+            row = packed.to(torch.device("cpu"))
             index = torch.from_numpy(packed.index)
             logprobs = torch.where(index >= 0, new[index.clamp_min(0)], 0.0)
             total = total + compute_loss(loss, row.fields, logprobs, torch.zeros_like(logprobs), row.sequences).loss

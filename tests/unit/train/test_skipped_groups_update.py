@@ -62,10 +62,10 @@ def train(config: GRPOConfig) -> tuple[list[int], dict[str, torch.Tensor]]:
         advantages = np.random.default_rng(9).standard_normal((4, 4)) * np.array(signal)[:, None]
         batch = pack(forest_from_rollouts(rollouts(seed), advantages), 1, 64)
         for minibatch in batch.minibatches(loss=config.loss):
-            trainer.step(minibatch.ranks[0], config.loss)
+            trainer.step(minibatch.by_rank[0], config.loss)
             skipped.append(minibatch.skipped)
     assert trainer.optimizer.steps == len(SIGNALS)
-    return skipped, {name: parameter.detach().clone() for name, parameter in trainer.names.items()}
+    return skipped, {name: parameter.detach().clone() for name, parameter in trainer.trained_parameters.items()}
 
 
 def test_the_weights_are_the_same(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
