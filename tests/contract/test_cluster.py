@@ -154,7 +154,7 @@ def test_wrong_arguments_and_results_are_told(start: Start) -> None:
         worker.submit(Plain.add, object())  # type: ignore[arg-type]
     with pytest.raises(RemoteError, match=r"Plain.add: n: Expected `int`, got `str`"):
         worker.call(Plain.add, "three")  # type: ignore[arg-type]
-    with pytest.raises(RemoteError, match=r"Plain.wrong: return value: builtins.object cannot travel"):
+    with pytest.raises(RemoteError, match=r"Plain.wrong: return value: builtins.object cannot be sent"):
         worker.call(Plain.wrong)
     with pytest.raises(RemoteError, match="Plain has no method 'collect'"):
         worker.call(Engine.collect)
@@ -240,7 +240,9 @@ def test_a_wait_without_progress_is_told(start: Start, caplog: pytest.LogCapture
         worker.submit(Plain.wait_for, "judge", 2.5).result("train step 12")
     told = [record.getMessage() for record in caplog.records]
     assert any(
-        f"for {worker.spec.name} (train step 12): no progress since" in line and "waits for judge (its scores)" in line
+        f"waiting for {worker.spec.name} " in line
+        and "(train step 12): no progress for" in line
+        and "waits for judge (its scores)" in line
         for line in told
     ), told
 
@@ -294,7 +296,7 @@ def test_a_worker_that_ends_by_itself_leaves_its_last_lines(start: Start, how: s
     with pytest.raises(WorkerDied) as caught:
         pending.result("its end")
     assert caught.value.exit_code == code
-    assert ("last words" if how == "leave" else "leaving") in caught.value.log_tail or how == "quit"
+    assert ("last words" if how == "leave" else "exiting") in caught.value.log_tail or how == "quit"
     assert worker.spec.name in caught.value.log_tail
 
 
@@ -443,7 +445,7 @@ def test_a_worker_that_does_not_leave_is_killed(cluster: Any) -> None:
 
 def test_strangers_are_refused(cluster: Any, start: Start) -> None:
     worker = start()
-    host, port = cluster._hub.address
+    host, port = cluster._server.address
     identity: dict[str, Any] = {"run": cluster._run, "generation": 1, "name": worker.spec.name, "timeout_s": 3.0}
     for change, code in (({"token": "x"}, "token"), ({"token": TOKEN, "generation": 0}, "generation")):
         with pytest.raises(HandshakeRefused) as caught:

@@ -121,8 +121,8 @@ def test_an_environment_that_fails_names_sample_turn_and_line_and_the_run_goes_o
             ["told of rollout.environment.tools", "data.chat=true"],
         ),
         ({"tools": ["{}/world.py:prompt_is_bad"]}, ["prompt_is_bad", "has no docstring"]),
-        ({"tools": ["{}/world.py:length"], "path": "x.py:X"}, ["either an environment's class in path, or functions"]),
-        ({"tools": ["{}/world.py:length"], "parser": "regex"}, ["a pattern go together"]),
+        ({"tools": ["{}/world.py:length"], "path": "x.py:X"}, ["either path (an environment's class) or tools"]),
+        ({"tools": ["{}/world.py:length"], "parser": "regex"}, ["a pattern belong together"]),
         ({"path": "{}/world.py:Echo", "branches": [3]}, ["branches [3] makes 3 conversations", "group_size 4"]),
     ],
 )

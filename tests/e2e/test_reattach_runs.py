@@ -30,7 +30,7 @@ def pids(launched: Launched, *names: str) -> list[int]:
 
 def adopted(run: Path) -> list[str]:
     """Who went on with a later controller, as that one says."""
-    return sorted(re.findall(r"(\S+) \(pid \d+\) is adopted", (run / "logs" / "controller.log").read_text()))
+    return sorted(re.findall(r"adopted (\S+) \(pid \d+\)", (run / "logs" / "controller.log").read_text()))
 
 
 def kill(one: Life, stage: str, step: int | None, fraction: float = 0.0) -> Launched:

@@ -156,7 +156,7 @@ def test_who_watches_is_killed_and_who_scores(reference: References, tmp_path: P
     lose(launched, "agent")
     undisturbed(launched, of)
     assert "the supervisor ended (killed by SIGKILL), it is started again" in launched.said()
-    assert "the node agent (pid" in launched.said() and "another is started" in launched.said()
+    assert "the node agent (pid" in launched.said() and "starting a new one" in launched.said()
     stopped, *rest = recoveries(launched.folder)
     assert stopped["worker"] == "engine-0" and why(launched.folder, "engine-0").startswith("confirmed: engine-0 ")
     assert {each["worker"].partition(".")[0] for each in rest} >= {"engine-0", "policy-0"}
@@ -200,7 +200,7 @@ def test_a_port_that_is_taken_costs_the_metrics_and_not_the_run(tmp_path: Path) 
         launched = Launched.start(home / "runs" / "taken", str(write(home, values)))
         assert launched.finish() == 0, launched.text()
     said = " ".join(launched.said().split())
-    assert "Address already in use" in said and "the run goes on" in said
+    assert "Address already in use" in said and "the run continues" in said
 
 
 @pytest.mark.parametrize("chain", range(3))

@@ -256,7 +256,7 @@ def test_many_at_once_from_one_template(site: Site) -> None:
     assert len({future.result(60) for future in started}) == 12
     for i in range(12):
         assert site.client.wait_exit(f"w{i}", "end", 30).exit_code == 3
-    assert site.agent_log().count("INFO template") == 1
+    assert site.agent_log().count("INFO fork server") == 1
 
 
 def test_what_cannot_run_says_so(site: Site) -> None:

@@ -63,7 +63,7 @@ def test_all_listen_where_the_config_says(hosts: Hosts, tmp_path: Path) -> None:
             [WorkerSpec("engine-0", "rollout", 0, "cluster_services:Plain", {}, environment, ("numpy",))]
         )
         assert worker.call(Plain.add, 1) == 1
-        used = [cluster.store()[1], cluster._hub.address[1], *(each.port for each in cluster._agents())]
+        used = [cluster.store()[1], cluster._server.address[1], *(each.port for each in cluster._agents())]
         assert len(used) == 4 and all(PORTS[0] <= port <= PORTS[1] for port in used), used
 
 
@@ -74,7 +74,7 @@ def test_a_port_that_is_shut_is_told_with_its_direction(hosts: Hosts, tmp_path: 
     with pytest.raises(NodeRefused) as caught:
         opened(hosts, tmp_path)
     said = str(caught.value)
-    assert re.match(rf"{here} does not get to port 213\d\d of \S+ \({there}\), where the run's agent listens \(", said)
+    assert re.match(rf"{here} cannot reach port 213\d\d of \S+ \({there}\), where the run's agent listens \(", said)
     assert said.endswith(f"(timed out): open {PORTS[0]} to {PORTS[1]} (cluster.ports) between all nodes of the run")
     dropped_s, began = time.monotonic() - began, time.monotonic()
 
@@ -83,7 +83,7 @@ def test_a_port_that_is_shut_is_told_with_its_direction(hosts: Hosts, tmp_path: 
         opened(hosts, tmp_path)
     said = str(caught.value)
     assert re.search(
-        rf" does not get to port 213\d\d of {here} \({hosts.cable.here}\), where the controller listens", said
+        rf" cannot reach port 213\d\d of {here} \({hosts.cable.here}\), where the controller listens", said
     )
     assert "(Network is unreachable): open" in said
     print(f"told after {dropped_s:.1f} s and {time.monotonic() - began:.1f} s")

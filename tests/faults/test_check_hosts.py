@@ -112,7 +112,7 @@ def test_ports_that_a_firewall_closes_are_named_with_their_direction(cable: Cabl
             found = host_pairs.test_host_pairs(head, meeting.joined)
             assert found.took_s < host_pairs.PAIRS_TIMEOUT_S + 1
             (error,) = errors(host_pairs.judge_pairs(found))
-            assert error.host == "there" and "port 29500 of there is not reached from here" in error.seen
+            assert error.host == "there" and "here cannot reach port 29500 of there" in error.seen
             assert "packets are dropped" in error.seen and "open port 29500" in error.fix
     finally:
         launcher.stop()
@@ -135,7 +135,7 @@ def test_a_host_that_takes_no_connections_joins_and_is_named(cable: Cable) -> No
             assert back.id == "rendezvous-back" and f"{cable.here}:20001" in back.seen and cable.there in back.seen
             found = host_pairs.test_host_pairs(head, meeting.joined)
             (error,) = errors(host_pairs.judge_pairs(found))
-            assert "here does not reach there" in error.seen
+            assert "here cannot reach there" in error.seen
     finally:
         launcher.stop()
 
@@ -153,7 +153,7 @@ def test_a_host_that_never_joins_is_named_within_five_seconds_and_a_bit(cable: C
             missing = {each.host: each for each in errors(rendezvous_rules.judge_rendezvous(meeting))}
             assert set(missing) == {cable.there, "nobody.invalid"}
             assert (
-                "up and answers" in missing[cable.there].seen
+                "up and responds" in missing[cable.there].seen
                 and f"{cable.here}:{head.port}" in missing[cable.there].seen
             )
             assert "does not resolve" in missing["nobody.invalid"].seen
@@ -330,12 +330,12 @@ def test_whoever_is_missing_is_told_in_five_seconds_and_what_is_known_is_printed
     listening.join(10)
     asked = next(at for at, line in notes if "run: lockstep check --join" in line)
     given = next(line for _, line in notes if "--join" in line).split("--join ")[1].split()[0]
-    told = {who: next((at, line) for at, line in notes if line.startswith(f"note {who} is not here yet"))
+    told = {who: next((at, line) for at, line in notes if line.startswith(f"note {who} has not joined yet"))
             for who in (cable.there, "nobody.invalid")}  # fmt: skip
-    assert all(at - asked < 5.5 and f"It was given {given} for the head" in line for at, line in told.values())
-    assert "is up and answers from here" in told[cable.there][1]
+    assert all(at - asked < 5.5 and f"Head address: {given}" in line for at, line in told.values())
+    assert "is up and responds" in told[cable.there][1]
     assert "does not resolve" in told["nobody.invalid"][1]
-    assert sum("nobody.invalid is not here yet" in line for _, line in notes) == 1, "said once"
+    assert sum("nobody.invalid has not joined yet" in line for _, line in notes) == 1, "said once"
     said = " ".join(out.split())
     assert "nobody.invalid did not join" in said and "Pairs of hosts" in said
 

@@ -83,7 +83,7 @@ def test_who_does_not_end_although_killed_ends_nothing_else(
         cluster.stop(worker, grace_s=0.0)
     finally:
         os.kill(agent.address.pid, signal.SIGCONT)
-    assert "a (pid" in caplog.text and "has not ended 0.3 s after SIGKILL" in caplog.text
+    assert "a (pid" in caplog.text and "is still there 0.3 s after SIGKILL" in caplog.text
     assert worker.dead  # type: ignore[attr-defined]
 
 

@@ -72,13 +72,13 @@ def test_a_controller_of_the_past_is_refused(own: Config, tmp_path: Path) -> Non
     with opened(own, tmp_path) as cluster:
         holder = cluster._nodes[0]
         past = asdict(replace(cluster._leader(True), generation=1))
-        ray_get(holder.keeper.heritage.remote(2, []), "the actor", "generation 2 takes over")
+        ray_get(holder.actor.hand_over.remote(2, []), "the actor", "generation 2 takes over")
         for asked in (
-            holder.keeper.start_agent.remote(9, past, 0.0),
-            holder.keeper.reserve.remote(1, {"CPU": 1.0}, []),
-            holder.keeper.keep.remote(1, []),
-            holder.keeper.leave.remote(1),
-            holder.keeper.watch_controller.remote(1, os.getpid(), None, 0.0),
+            holder.actor.start_agent.remote(9, past, 0.0),
+            holder.actor.reserve.remote(1, {"CPU": 1.0}, []),
+            holder.actor.keep.remote(1, []),
+            holder.actor.leave.remote(1),
+            holder.actor.watch_controller.remote(1, os.getpid(), None, 0.0),
         ):
             with pytest.raises(Superseded, match=r"generation 1 of .* generation 2 has taken it over"):
                 ray_get(asked, "the actor", "a refusal")
@@ -92,14 +92,14 @@ def test_a_controller_that_was_refused_knows_it(own: Config, tmp_path: Path) -> 
     with opened(own, tmp_path) as cluster:
         (worker,) = cluster.start([engine(0)])
         holder = cluster._nodes[0]
-        ray_get(holder.keeper.heritage.remote(2, []), "the actor", "generation 2 takes over")
+        ray_get(holder.actor.hand_over.remote(2, []), "the actor", "generation 2 takes over")
         os.kill(holder.agent.address.pid, signal.SIGKILL)
         until(lambda: worker.dead, 60, "the agent's workers ended with it")
         for _ in range(2):
             with pytest.raises(AgentGone, match=r"generation 2 has taken it over|a later generation"):
                 cluster.start([engine(0, "engine-0.1")])
-    assert ray_get(holder.keeper.facts.remote(), "the actor", "it is there")
-    ray_get(holder.keeper.leave.remote(2), "the actor", "its end")
+    assert ray_get(holder.actor.facts.remote(), "the actor", "it is there")
+    ray_get(holder.actor.leave.remote(2), "the actor", "its end")
 
 
 def test_a_controller_looks_who_had_the_run_last(own: Config, tmp_path: Path) -> None:
@@ -107,10 +107,10 @@ def test_a_controller_looks_who_had_the_run_last(own: Config, tmp_path: Path) ->
     from lockstep.cluster.ray.ray_reattach import RayRunState
 
     with opened(own, tmp_path) as cluster:
-        RayRunState(2, "another").write(cluster._affairs)
+        RayRunState(2, "another").write(cluster._cluster_dir)
         with pytest.raises(AgentGone, match="a later generation"):
             cluster.start([engine(0)])
-        RayRunState().write(cluster._affairs)
+        RayRunState().write(cluster._cluster_dir)
 
 
 def test_an_order_that_comes_late_ends_no_agent(own: Config, tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_an_order_that_comes_late_ends_no_agent(own: Config, tmp_path: Path) -> 
 
     with opened(own, tmp_path) as cluster:
         holder = cluster._nodes[0]
-        late = holder.keeper.start_agent.remote(0, asdict(cluster._leader(True)), 0.0)
-        with pytest.raises(AgentError, match="another agent was asked for meanwhile"):
+        late = holder.actor.start_agent.remote(0, asdict(cluster._leader(True)), 0.0)
+        with pytest.raises(AgentError, match="a later request for an agent"):
             ray_get(late, "the actor", "a refusal")
         assert holder.alive
 
@@ -146,7 +146,7 @@ def test_an_actor_that_is_killed_has_a_successor_which_reserves_again(own: Confi
     with opened(own, tmp_path) as cluster:
         (worker,) = cluster.start([engine(0)])
         first = cluster._nodes[0]
-        ray.kill(first.keeper)
+        ray.kill(first.actor)
         until(lambda: worker.dead, 60, "its agent and its workers ended with it")
         (successor,) = cluster.start([engine(0, "engine-0.1")])
         assert successor.node is not first and cluster._nodes == [successor.node]

@@ -118,7 +118,7 @@ def a_run_loses_all_nodes(address: str) -> None:
 @pytest.mark.parametrize(("name", "told"), [("a_run_goes_on", 1), ("a_run_ends", 0)], ids=["goes-on", "ends"])
 def test_without_the_head(name: str, told: int) -> None:
     said = must_end_well(in_a_process(name))
-    assert said.count(": the run goes on with the nodes that it has") == told, said
+    assert said.count(": the run continues on its nodes") == told, said
 
 
 @needs_namespaces

@@ -140,7 +140,7 @@ def test_a_run_of_other_processes_starts_anew(head: str, tmp_path: Path, caplog:
     killed = Killed(head, tmp_path)
     with caplog.at_level(logging.WARNING):
         assert killed.take_over(WANTED) is None
-    assert "all starts anew: the run has also engine-2" in caplog.text
+    assert "starting anew: the run also has engine-2" in caplog.text
     assert not killed.living
     until(lambda: not actors() and free_cpus() == CPUS, 30, "nothing is reserved any more")
     with RayCluster(killed.config, "another", killed.folder, 2, wanted=WANTED) as cluster:
@@ -185,12 +185,12 @@ def test_an_actor_that_does_not_answer_may_not_come_back_into_the_run(
     monkeypatch.setattr(actors, "STOP_ACTORS_S", 2.0)
     killed = Killed(head, tmp_path)
     keeper = psutil.Process(killed.pids[0]).parent()
-    assert keeper is not None and "Keeper" in " ".join(keeper.cmdline())
+    assert keeper is not None and "NodeActor" in " ".join(keeper.cmdline())
     keeper.suspend()
     try:
         with caplog.at_level(logging.WARNING):
             assert killed.take_over(WANTED[:2]) is None
-        assert "does not answer, and is not lost yet" in caplog.text
+        assert "does not respond, and is not lost yet" in caplog.text
     finally:
         keeper.resume()
     until(lambda: not killed.living and not actors() and free_cpus() == CPUS, 60, "it does what it was asked for")

@@ -37,7 +37,7 @@ from lockstep.cluster.reattach import take_over_local_agent
 from lockstep.config.cluster import LocalClusterConfig as Config
 run, folder, generation, mode, grace_s = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
 heritage = take_over_local_agent(folder / "cluster", generation, float(grace_s))
-with LocalCluster(Config(orphan_grace_s=float(grace_s)), run, folder, generation, heritage=heritage) as cluster:
+with LocalCluster(Config(orphan_grace_s=float(grace_s)), run, folder, generation, inherited=heritage) as cluster:
     workers = cluster.start([keep("keep-0"), keep("keep-1", 1), other()])
     if mode == "waits":
         workers[0].submit(Renewable.work, 2.0)
@@ -114,7 +114,7 @@ class Site:
         heritage = self.take_over(generation)
         assert heritage is not None
         assert heritage.run == self.run
-        with LocalCluster(Config(), self.run, self.folder, generation, heritage=heritage) as cluster:
+        with LocalCluster(Config(), self.run, self.folder, generation, inherited=heritage) as cluster:
             yield cluster
         assert not run_shm_dir(self.run).exists()
 

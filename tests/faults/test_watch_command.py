@@ -64,7 +64,7 @@ def test_a_reward_that_blocks_one_rank_is_named(tmp_path: Path) -> None:
     assert [each["rank"] for each in verdict["culprits"]] == [1]
     assert "reward" in verdict["culprits"][0]["where"] and "stuck_rank.py" in verdict["culprits"][0]["where"]
     assert verdict["collective"]["operation"] == "all_reduce"
-    assert "environment: NCCL_TIMEOUT=1800 is read by nobody" in said
+    assert "environment: nothing reads NCCL_TIMEOUT=1800" in said
     found = json.loads((file.parent / "findings.json").read_text())["environment"]
     assert "env-unread" in [each["id"] for each in found]
 
@@ -188,7 +188,7 @@ def test_trl_with_a_judge_that_never_answers(tmp_path: Path) -> None:
     assert code == STALL_EXIT_CODE, said
     told = [line for line in said.splitlines() if "lockstep watch: notice:" in line]
     assert "rank 1" in told[0] and "ask_the_judge() at trl_blocked.py" in told[0], said
-    assert "since 3 s" in told[0] or "since 4 s" in told[0] or "since 5 s" in told[0], told[0]
+    assert any(f"for {seconds} s" in told[0] for seconds in (3, 4, 5)), told[0]
     (file,) = (tmp_path / "incidents").glob("*/verdict.json")
     verdict = json.loads(file.read_text())
     assert (verdict["kind"], [each["rank"] for each in verdict["culprits"]]) == ("absent", [1])

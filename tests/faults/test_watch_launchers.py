@@ -158,7 +158,7 @@ def test_who_does_not_even_import_torch(tmp_path: Path) -> None:
 def test_a_rank_that_nobody_started(tmp_path: Path) -> None:
     command = python(JOB, "--how", "fork", "--ranks", "2", "--world", "3", "--port", free_port())
     outcome = watch_until_confirmed(tmp_path, command)
-    assert "rank 2 has not joined the rendezvous of 3 ranks; no such process is known here" in outcome.notice
+    assert "rank 2 has not joined the rendezvous of 3 ranks; no such process is known" in outcome.notice
     assert (outcome.verdict["class"], ranks_of(outcome)) == ("rendezvous_incomplete", [2]), outcome.said
     assert outcome.verdict["confidence"] == 0.7
 

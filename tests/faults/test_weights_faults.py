@@ -51,7 +51,7 @@ for line in sys.stdin:
 """
 )
 
-# Dies after its first tensor: the bytes are there, the mark is not.
+# Dies after its first tensor: the bytes are there, the record is not.
 KILLED = (
     PRELUDE
     + """

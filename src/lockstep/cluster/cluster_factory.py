@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 InheritedProcesses: TypeAlias = "InheritedAgent | InheritedRayNodes | None"
 CLUSTER_FOLDER = "cluster"
-"""Folder of a run's folder: what agents and later controllers need."""
+"""Subfolder of the run's folder, for agents and later controllers."""
 
 
 def take_over_processes(
@@ -28,10 +28,10 @@ def take_over_processes(
     wanted: Sequence[ProcessRequest],
     placement: PlacementConfig,
 ) -> InheritedProcesses:
-    """What an earlier generation of the run in `folder` has left and this one goes on with.
+    """Takes over the processes that an earlier generation of the run in `folder` left behind, where they are usable.
 
     Raises:
-        ConnectionError: the Ray cluster is not to be had.
+        ConnectionError: the Ray cluster is not available.
         Superseded: a later generation has the run.
     """
     if config.kind == "local":
@@ -47,21 +47,21 @@ def open_cluster(
     run: str,
     folder: Path,
     generation: int,
-    heritage: InheritedProcesses,
+    inherited: InheritedProcesses,
     wanted: Sequence[ProcessRequest],
     placement: PlacementConfig,
 ) -> AgentCluster:
-    """Raises what the cluster's constructor raises."""
+    """Opens the cluster of the config. Raises what its constructor raises."""
     if config.kind == "local":
-        assert heritage is None or isinstance(heritage, InheritedAgent)
-        return LocalCluster(config, run, folder, generation, heritage=heritage)
+        assert inherited is None or isinstance(inherited, InheritedAgent)
+        return LocalCluster(config, run, folder, generation, inherited=inherited)
     _require_ray()
     from lockstep.cluster.ray.ray_cluster import RayCluster
 
-    assert not isinstance(heritage, InheritedAgent)
-    return RayCluster(config, run, folder, generation, heritage=heritage, wanted=wanted, placement=placement)
+    assert not isinstance(inherited, InheritedAgent)
+    return RayCluster(config, run, folder, generation, inherited=inherited, wanted=wanted, placement=placement)
 
 
 def _require_ray() -> None:
     if find_spec("ray") is None:
-        raise ConnectionError("cluster.kind ray needs Ray, which is not installed here: pip install 'lockstep-rl[ray]'")
+        raise ConnectionError("cluster.kind ray needs Ray, which is not installed: pip install 'lockstep-rl[ray]'")

@@ -1,4 +1,4 @@
-"""Workers on this host: spawned by a node agent, called over loopback."""
+"""The processes of this host: workers, spawned by a node agent and called over loopback; and the probes of a check."""
 
 import contextlib
 import logging
@@ -35,16 +35,15 @@ HOST = "127.0.0.1"
 class LocalCluster(AgentCluster):
     """The processes of one run on this host.
 
-    Logs of the workers are in `folder/logs`, the agent's affairs and the charges in `folder/cluster`.
+    Workers' logs are in `folder/logs`, the agent's files and the manifests in `folder/cluster`.
 
     Args:
-        token: shared by all processes of the run; made here when None. It travels by environment only.
-        heritage: of the generation before, where `run` is its run. Its workers that `run_training` is asked for again
-        are
-            adopted, as they are; `release_ranks` ends the others.
+        token: shared by all processes of the run; generated when None. It is passed in the environment only.
+        inherited: the previous generation's agent, where `run` is that generation's run. `start` adopts its workers
+            where it can; `release` kills the others.
 
     Raises:
-        AgentError: the node agent did not come up.
+        AgentError: the node agent did not start.
         Superseded: a later generation has the run.
     """
 
@@ -55,39 +54,39 @@ class LocalCluster(AgentCluster):
         folder: Path,
         generation: int,
         token: str | None = None,
-        heritage: InheritedAgent | None = None,
+        inherited: InheritedAgent | None = None,
     ) -> None:
-        token = token or (secrets.token_hex(32) if heritage is None else heritage.token)
+        token = token or (secrets.token_hex(32) if inherited is None else inherited.token)
         super().__init__(config, run, folder, generation, token, HOST)
         info = NodeInfo(socket.gethostname(), HOST, run_shm_dir(run))
-        self._node = ClusterNode(info, self._affairs, self._folder / "logs")
+        self._node = ClusterNode(info, self._cluster_dir, self._folder / "logs")
         self._nodes = [self._node]
         try:
-            self._affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._cluster_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._node.logs.mkdir(parents=True, exist_ok=True)
-            if heritage is None:
-                kill_previous_agent(self._affairs, generation)
+            if inherited is None:
+                kill_previous_agent(self._cluster_dir, generation)
                 self._lead()
                 self._node.agent = self._start_agent()
             else:
-                self._node.agent = heritage.agent
+                self._node.agent = inherited.agent
                 self._node.agent.on_exit = self._exited
-                with contextlib.suppress(AgentGone):  # then another is started, and all workers are new
-                    self._heirs.meet(self._node, self._node.agent.list())
+                with contextlib.suppress(AgentGone):  # then a new one is started, and all workers are new
+                    self._orphans.add(self._node, self._node.agent.list())
                 self._lead()
         except BaseException:
             self.close()
             raise
 
     def _lead(self) -> None:
-        """From here on workers find this controller and no other."""
-        pid, (host, port), grace_s = os.getpid(), self._hub.address, self._limits.orphan_grace_s
+        """Publishes this controller as the one that workers connect to."""
+        pid, (host, port), grace_s = os.getpid(), self._server.address, self._limits.orphan_grace_s
         Leader(self._generation, host, port, pid, processes.start_ticks(pid), grace_s).publish(self._run)
 
     def _start_agent(self) -> AgentClient:
         grace_s = self._limits.orphan_grace_s
         address = start_agent(
-            self._run, self._token, self._affairs, generation=self._generation, orphan_grace_s=grace_s
+            self._run, self._token, self._cluster_dir, generation=self._generation, orphan_grace_s=grace_s
         )
         try:
             return AgentClient(address, self._token, on_exit=self._exited)
@@ -98,12 +97,12 @@ class LocalCluster(AgentCluster):
 
     def _place(self, spec: WorkerSpec) -> ClusterNode:
         if spec.node not in (None, self._node.info.name):
-            raise ValueError(f"{spec.name} is to be on {spec.node}, and this run has only {self._node.info.name}")
+            raise ValueError(f"{spec.name} must run on {spec.node}, and this run has only {self._node.info.name}")
         return self._node
 
     def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
-        """Starts another agent where it was killed. Its workers went with it (the kernel sees to that, so that none is
-        ever orphaned): whoever needs them starts them again. Raises AgentGone."""
+        """Starts a new agent if the agent was killed. Its workers died with it (the kernel ensures that none is ever
+        orphaned) and must be started again. Raises AgentGone."""
         with self._lock:
             agent = self._node.agent
             if agent is None or self._closing:
@@ -114,8 +113,8 @@ class LocalCluster(AgentCluster):
             if leader is not None and leader.generation > self._generation:
                 raise AgentGone("start", str(Superseded(self._run, self._generation, leader.generation)))
             if not run_shm_dir(self._run).is_dir():
-                raise AgentGone("start", f"the agent (pid {gone.pid}) has left, with the run's shared memory")
-            log.warning("the node agent (pid %d) has ended, and its workers with it; another is started", gone.pid)
+                raise AgentGone("start", f"the agent (pid {gone.pid}) has exited and removed the run's shared memory")
+            log.warning("the node agent (pid %d) died, and its workers with it; starting a new one", gone.pid)
             agent.close()
             self._node.agent = agent = self._start_agent()
             for state in read_beacons(self._run):
@@ -124,7 +123,7 @@ class LocalCluster(AgentCluster):
             if self._supervision is not None:
                 self._supervision.watch(self._agents())
 
-    # --- ends
+    # --- end
 
     def _end_nodes(self) -> None:
         if self._node.agent is None:
@@ -132,8 +131,8 @@ class LocalCluster(AgentCluster):
             return
         remaining = self._node.agent.leave(CLOSE_GRACE_S)
         if remaining:
-            log.error("%s did not end, not even killed", ", ".join(remaining))
-        shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)  # an agent that was killed has left it
+            log.error("still running after SIGKILL: %s", ", ".join(remaining))
+        shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)  # a killed agent does not remove it
 
     def _leave_nodes(self) -> None:
         if self._node.agent is not None:
@@ -150,21 +149,20 @@ class LocalCluster(AgentCluster):
 
 
 _CONNECT_S, _CONNECT_PER_PROBE_S = 3.0, 0.01
-"""How long a probe that a program starts tries the head, which listens already; and how much longer for each one that
-comes at the same time."""
+"""How long a probe that was started by a program tries to connect to the head, which listens already; and how much
+longer for each probe that is started at the same time."""
 _OUTPUT_TAIL_CHARACTERS = 400
 
 
 def probe_command(head: str, port: int, name: str, many: int) -> list[str]:
-    """What starts one of so many probes; the token is in its environment."""
+    """The command of one of `many` probes; the token is in its environment."""
     where = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
     wait = f"{_CONNECT_S + many * _CONNECT_PER_PROBE_S:.0f}"
     return [sys.executable, "-m", "lockstep", "check", "--join", where, "--name", name, "--wait", wait]
 
 
 def probe_output_tail(output: IO[bytes]) -> str:
-    """The end of what a probe printed, without the notes that it makes on its way. The place at which it writes, which
-    is shared, stays where it is."""
+    """The end of a probe's output, without progress notes. The shared write position of the file is not moved."""
     size = os.fstat(output.fileno()).st_size
     text = os.pread(output.fileno(), 64 << 10, max(0, size - (64 << 10))).decode(errors="replace")
     lines = [line for line in text.splitlines() if not line.startswith("note ")]
@@ -172,12 +170,11 @@ def probe_output_tail(output: IO[bytes]) -> str:
 
 
 class LocalProbes:
-    """One probe per name. What they print goes to files without a name, so that nothing of it is left however this
-    process ends.
+    """One probe per name. Their output goes to anonymous files, so that nothing remains however this process ends.
 
     Args:
-        hosts: by name, words that come before the command: those that enter a namespace or container, or none.
-        token_variable: where a probe looks for the token.
+        hosts: by name, a command prefix that enters a namespace or container; may be empty.
+        token_variable: the variable from which a probe reads the token.
     """
 
     def __init__(self, hosts: Mapping[str, Sequence[str]], token_variable: str) -> None:
@@ -195,7 +192,7 @@ class LocalProbes:
         return {}
 
     def start(self, head: str, port: int, token: str) -> None:
-        """Returns at once."""
+        """Starts all probes and returns immediately."""
         for name, prefix in self._prefixes.items():
             try:
                 self._output[name] = output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
@@ -208,7 +205,7 @@ class LocalProbes:
                 self._why[name] = f"its probe could not be started: {error}"
 
     def failed(self) -> Mapping[str, str]:
-        """By host, the last words of a probe that has ended."""
+        """By host, the end of the output of a probe that has ended."""
         found = dict(self._why)
         for name, process in self._started.items():
             if process.poll() is not None and name in self._output:
@@ -216,11 +213,11 @@ class LocalProbes:
         return found
 
     def pid(self, name: str) -> int:
-        """Of a probe that was started."""
+        """Process id of a probe that was started."""
         return self._started[name].pid
 
     def stop(self) -> None:
-        """Idempotent. Probes leave by themselves when their head lets them go or has gone."""
+        """Stops all probes. Idempotent. Probes exit by themselves when their head releases them or is gone."""
         for name, process in self._started.items():
             with contextlib.suppress(WaitTimeout):
                 waits.process(process, waits_for=name, why="its probe leaves", timeout_s=1.0, notice_after_s=None)

@@ -30,24 +30,24 @@ _CONTAINER_PREFIXES = (
     "veth",
     "vxlan",
 )
-"""Beginnings of names that container runtimes give to bridges and their ends."""
+"""Prefixes of the names that container runtimes give to bridges and virtual interfaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkInterface:
-    """One address of a host's network interface."""
+    """One address of a network interface of a host."""
 
     name: str
     address: str
     bridge: bool = False
-    """Whether the kernel says that it is a bridge."""
+    """Whether the kernel reports it as a bridge."""
     up: bool = True
     carries_host: bool = False
-    """Whether a card of the host is below it: then it is the host's own, bridge or not."""
+    """Whether a network card of the host is below it: then it is the host's own, even if it is a bridge."""
 
 
 class UnreachableAddress(PicklableError, ValueError):
-    """An address by which other nodes do not reach the host; names host, interface and remedy."""
+    """Other nodes cannot reach a host at this address; names host, interface and fix."""
 
     def __init__(self, host: str, interface: str | None, address: str, why: str, remedy: str) -> None:
         where = f" (interface {interface})" if interface else ""
@@ -56,7 +56,7 @@ class UnreachableAddress(PicklableError, ValueError):
 
 
 def network_interfaces() -> list[NetworkInterface]:
-    """This host's, with their IPv4 and IPv6 addresses; none that has no address."""
+    """The interfaces of this host that have an IPv4 or IPv6 address."""
     states = psutil.net_if_stats()
     found = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
@@ -72,18 +72,18 @@ def network_interfaces() -> list[NetworkInterface]:
 def reachable_address(
     host: str, found: Sequence[NetworkInterface], peer: str | None, prefix: str | None, several: bool
 ) -> NetworkInterface:
-    """How other nodes reach this host: by the interface that the config names, else by the one of the route to the
+    """The interface at which other nodes reach this host: the one that the config names, else that of the route to the
     peer.
 
     Args:
-        host: as its user knows it, for errors.
-        found: its interfaces.
-        peer: IP address of the cluster's head, or of another node where this is the head.
+        host: as users know it, for errors.
+        found: the host's interfaces.
+        peer: IP address of the cluster's head, or of another node if this is the head.
         prefix: `cluster.interface`.
-        several: whether the run has other hosts; alone, loopback is right.
+        several: whether the run has other hosts; with one host, loopback is right.
 
     Raises:
-        UnreachableAddress: there is no such interface, no route, or what there is reaches nobody.
+        UnreachableAddress: there is no such interface, no route, or its address is not reachable.
     """
     if prefix is not None:
         return _configured_interface(host, found, prefix, several)
@@ -93,7 +93,7 @@ def reachable_address(
         address = route_source_address(peer)
     except OSError as error:
         raise UnreachableAddress(
-            host, None, peer, f"but the way there is not known here ({error})", "check the address and the routes"
+            host, None, peer, f"but this host has no route to it ({error})", "check the address and the routes"
         ) from error
     return check_reachable_address(
         host, interface_with_address(address, found) or NetworkInterface("", address), several
@@ -101,7 +101,7 @@ def reachable_address(
 
 
 def interface_with_address(address: str, found: Iterable[NetworkInterface]) -> NetworkInterface | None:
-    """Whose address it is; None where it is none of this host's."""
+    """The interface with that address; None if it is not this host's."""
     return next((each for each in found if each.address == address), None)
 
 
@@ -111,7 +111,7 @@ def _configured_interface(host: str, found: Sequence[NetworkInterface], prefix: 
     if not matching:
         names = ", ".join(dict.fromkeys(each.name for each in found if each.up))
         raise UnreachableAddress(
-            host, prefix, "nothing", "which has no address there", f"set cluster.interface to one of {names}"
+            host, prefix, "nothing", "an interface without an address there", f"set cluster.interface to one of {names}"
         )
     refused: UnreachableAddress | None = None
     for each in matching:
@@ -126,51 +126,51 @@ def _configured_interface(host: str, found: Sequence[NetworkInterface], prefix: 
 def check_reachable_address(
     host: str, interface: NetworkInterface, several: bool, named: bool = False
 ) -> NetworkInterface:
-    """The interface, where other nodes can reach its address.
+    """Returns the interface if other nodes can reach its address.
 
     Args:
-        named: the config names it: then a container's bridge is what is wanted.
+        named: whether the config names the interface: then even a container bridge is accepted.
 
     Raises:
-        UnreachableAddress: it is unspecified, loopback, link-local, or a bridge for containers (no card is in it).
+        UnreachableAddress: it is unspecified, loopback, link-local, or a container bridge without a network card.
     """
     name, address = interface.name or None, interface.address
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError as error:
-        raise UnreachableAddress(host, name, address, "which is no IP address", _INTERFACE_FIX) from error
+        raise UnreachableAddress(host, name, address, "which is not an IP address", _INTERFACE_FIX) from error
     if parsed.is_unspecified:
         raise UnreachableAddress(host, name, address, "which means every interface and reaches none", _NODE_IP_FIX)
     if not several:
         return interface
     if parsed.is_loopback:
-        raise UnreachableAddress(host, name, address, "which other hosts do not reach", _NODE_IP_FIX)
+        raise UnreachableAddress(host, name, address, "which other hosts cannot reach", _NODE_IP_FIX)
     if parsed.is_link_local:
         raise UnreachableAddress(host, name, address, "which is link-local: no router forwards it", _INTERFACE_FIX)
     inner = interface.bridge or interface.name.startswith(_CONTAINER_PREFIXES)
     if inner and not interface.carries_host and not named:
-        raise UnreachableAddress(host, name, address, "a bridge for the containers of that host alone", _INTERFACE_FIX)
+        raise UnreachableAddress(host, name, address, "a bridge that only containers on that host use", _INTERFACE_FIX)
     return interface
 
 
 _NODE_IP_FIX = (
-    "restart its Ray with `ray start --node-ip-address ADDRESS`, ADDRESS being the one that other nodes reach it by "
-    "(`--node-ip-address 0.0.0.0` makes workers elsewhere dial themselves)"
+    "restart its Ray with `ray start --node-ip-address ADDRESS`, where ADDRESS is the one at which other nodes reach "
+    "it (with `--node-ip-address 0.0.0.0`, workers on other nodes connect to themselves)"
 )
 _INTERFACE_FIX = (
-    "set cluster.interface to the interface that other nodes reach it by, or restart its Ray with that address"
+    "set cluster.interface to the interface at which other nodes reach it, or restart its Ray with that address"
 )
 
 
 def check_node_addresses(used: Iterable[tuple[str, str]], every: Sequence[tuple[str, str]]) -> None:
-    """Refuses addresses of nodes that cannot be right, before anything is started on them.
+    """Rejects impossible node addresses before anything is started on the nodes.
 
     Args:
-        used: name and address of those that a run would be on.
-        every: of all nodes of the cluster: what is reserved goes by the address.
+        used: name and address of the nodes that a run would use.
+        every: name and address of all nodes of the cluster: reservations identify a node by its address.
 
     Raises:
-        UnreachableAddress: one is unspecified, or loopback or link-local beside others, or another has the same.
+        UnreachableAddress: an address is unspecified, loopback or link-local beside other nodes, or not unique.
     """
     for host, address in used:
         check_reachable_address(host, NetworkInterface("", address), len(every) > 1)
@@ -178,8 +178,8 @@ def check_node_addresses(used: Iterable[tuple[str, str]], every: Sequence[tuple[
         if len(same) > 1:
             whose = next((other for other in same if other != host), "another Ray of that host")
             raise UnreachableAddress(
-                host, None, address, f"and so is {whose}",
-                "restart one of them with an address of its own, or stop it: a host has one Ray",
+                host, None, address, f"which is also the address of {whose}",
+                "restart one of them with its own address, or stop it: a host needs only one Ray",
             )  # fmt: skip
 
 
@@ -192,11 +192,11 @@ if TYPE_CHECKING:
 
 
 class RendezvousStore:
-    """A torch TCPStore that this process serves once somebody asks for it, as torch takes seconds to import. Its port
-    listens from the beginning: others may try whether they get there.
+    """A torch TCPStore that this process serves on first use, since torch takes seconds to import. Its port listens
+    from the start, so that other nodes can test their connection.
 
     Raises:
-        OSError: there is no such address here, or no port left.
+        OSError: the address is not this host's, or no port is free.
     """
 
     def __init__(self, host: str, ports: PortRange | None) -> None:
@@ -206,7 +206,7 @@ class RendezvousStore:
         self._lock = threading.Lock()
 
     def serve(self) -> tuple[str, int]:
-        """Its address, from where it answers from now on. From any thread."""
+        """Starts the store if needed; its address. Any thread may call."""
         with self._lock:
             if self._store is None:
                 from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Installed versions on each node, which of them must be equal, and which versions of other packages are supported.
+"""The code of a run's processes: installed versions on each node, rules for them, and changes of files on disk.
 
-Nothing is imported to find out: torch alone takes seconds.
+Versions are read without importing anything: torch alone takes seconds.
 """
 
 import hashlib
@@ -21,9 +21,8 @@ from lockstep.base.text import summarize_list
 
 
 def changed_since(wall: float, more: Iterable[str] = ()) -> str | None:
-    """A file that this process has imported, or one of `more`, that was written after `wall` (seconds since the epoch),
-    or the folder of installed packages where one came or went since; None where all is as it was. Whoever has imported
-    it before has older code then."""
+    """A file that this process has imported, or one of `more`, that was written after `wall` (Unix time in seconds), or
+    the folder of installed packages if a package was added or removed since; None if nothing has changed."""
     packages = [sysconfig.get_paths()[name] for name in ("purelib", "platlib")]
     return next(
         (file for file in _unique_files([*_module_files(), *packages, *more]) if _modified_at(file) > wall), None
@@ -31,9 +30,9 @@ def changed_since(wall: float, more: Iterable[str] = ()) -> str | None:
 
 
 def imported_files() -> list[tuple[str, str]]:
-    """The files that this process has imported, for `locate_files` on another host: each with its path relative to
-    where it was imported from. But for installed packages and Python's own library, of which the folder tells, and
-    which would be too many to be sent along with a question."""
+    """The files that this process has imported, for `locate_files` on another host: each with its path relative to the
+    import path. Installed packages and the standard library are left out: there are too many, and changes show in their
+    folder."""
     roots = sorted({str(Path(root).absolute()) for root in sys.path}, key=len, reverse=True)
     installed = tuple(f"{path}/" for path in sysconfig.get_paths().values())
     own = (file for file in _unique_files(_module_files()) if not file.startswith(installed))
@@ -41,8 +40,7 @@ def imported_files() -> list[tuple[str, str]]:
 
 
 def locate_files(files: Iterable[tuple[str, str]]) -> list[str]:
-    """Those of `imported_files` that are on this host: where this process would import them from, or else at the same
-    path."""
+    """Where the files of `imported_files` are on this host: on this process's import path, or else at the same path."""
     roots = [Path(root).absolute() for root in sys.path]
     places = [[*(root / relative for root in roots), Path(file)] for file, relative in files]
     there = (next((place for place in candidates if place.is_file()), None) for candidates in places)
@@ -65,24 +63,24 @@ def _unique_files(files: Iterable[object]) -> Iterable[str]:
 def _modified_at(file: str) -> float:
     try:
         return Path(file).stat().st_mtime
-    except OSError:  # removed since, or never a file: a module in an archive
+    except OSError:  # removed since, or not a file: a module in an archive
         return 0.0
 
 
 InstalledVersions = Mapping[str, str | None]
-"""By name, the version on one node; None where it is not there. JSON."""
+"""By name, the version on one node; None if it is not installed. JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRule:
-    """How alike a version must be on all nodes."""
+    """How equal a version must be on all nodes."""
 
     parts: int
-    """Leading numbers that must be equal: 2 of `3.11.7` are 3.11. 0 is all of it."""
+    """How many leading numbers must be equal: 2 of `3.11.7` are 3.11. 0 means the whole version."""
     otherwise: Literal["refuse", "warn"]
     why: str
     where: Literal["all", "gpus", "installed"] = "all"
-    """Nodes on which it matters: all, those with GPUs, those that have it at all."""
+    """The nodes that matter: all, those with GPUs, or those on which it is installed."""
 
 
 VERSION_RULES: Mapping[str, tuple[VersionRule, ...]] = {
@@ -90,52 +88,54 @@ VERSION_RULES: Mapping[str, tuple[VersionRule, ...]] = {
         VersionRule(2, "refuse", "Ray and compiled packages need the same minor version"),
         VersionRule(0, "warn", "only the patch differs, which Ray allows"),
     ),
-    "ray": (VersionRule(0, "refuse", "Ray's nodes do not talk to other versions of it"),),
-    "lockstep-rl": (VersionRule(0, "refuse", "processes of one run speak one protocol"),),
-    "lockstep-rl source": (VersionRule(0, "refuse", "the package's files differ though its version does not"),),
+    "ray": (VersionRule(0, "refuse", "Ray's nodes need the same version of Ray"),),
+    "lockstep-rl": (VersionRule(0, "refuse", "the processes of a run share one protocol"),),
+    "lockstep-rl source": (VersionRule(0, "refuse", "the package's files differ although its version does not"),),
     "torch": (
         VersionRule(2, "refuse", "ranks of one communicator need the same collectives"),
         VersionRule(3, "warn", "patches"),
     ),
     "cuda": (
-        VersionRule(1, "refuse", "kernels and NCCL come with it", "gpus"),
+        VersionRule(1, "refuse", "kernels and NCCL depend on it", "gpus"),
         VersionRule(0, "warn", "minor versions", "gpus"),
     ),
-    "nccl": (VersionRule(0, "refuse", "NCCL of two versions does not form a communicator", "gpus"),),
+    "nccl": (VersionRule(0, "refuse", "two versions of NCCL cannot form a communicator", "gpus"),),
     "transformers": (VersionRule(2, "warn", "a model's code and the names of its weights may differ", "installed"),),
-    "vllm": (VersionRule(2, "refuse", "engines of one run take weights in the same way", "installed"),),
+    "vllm": (VersionRule(2, "refuse", "the engines of a run must receive weights in the same way", "installed"),),
 }
-"""By name, the rules in the order in which they are asked; the first that is broken is told."""
+"""By name, rules in order; the first one that is violated is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class SupportedVersion:
-    """Which versions of a package work."""
+    """The supported versions of a package."""
 
     least: str
     developed: str
-    """What it is developed and tested with; newer ones are told."""
+    """The version that Lockstep is developed and tested with; newer ones cause a warning."""
     why: str
 
 
 SUPPORTED_VERSIONS: Mapping[str, SupportedVersion] = {
-    "vllm": SupportedVersion("0.20", "0.32", "older ones have no weight-transfer interface of their own"),
-    "ray": SupportedVersion("2.52", "2.60", "older ones have no tokens: whoever reaches the host could run code on it"),
-    "torch": SupportedVersion("2.11", "2.13", "older ones lack what sharding and the recorder use"),
+    "vllm": SupportedVersion("0.20", "0.32", "older versions lack the weight-transfer interface"),
+    "ray": SupportedVersion(
+        "2.52", "2.60", "older versions have no tokens: anyone who reaches the host can run code on it"
+    ),
+    "torch": SupportedVersion("2.11", "2.13", "older versions lack what sharding and the recorder use"),
     "python": SupportedVersion("3.11", "3.11", "the package's syntax"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class VersionFinding:
-    """Something about versions that ends the run, or that its user should know."""
+    """A problem with versions: fatal (`refuse`) or a warning."""
 
     level: Literal["refuse", "warn"]
     text: str
 
 
 class VersionError(PicklableError, RuntimeError):
-    """Nodes cannot work together, or a version is not supported: every finding, with the nodes and the remedy."""
+    """Nodes cannot work together, or a version is not supported: every finding, with nodes and fix."""
 
     def __init__(self, findings: Sequence[VersionFinding]) -> None:
         super().__init__("; ".join(finding.text for finding in findings))
@@ -143,7 +143,7 @@ class VersionError(PicklableError, RuntimeError):
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Of this process's environment."""
+    """The versions of this process's environment."""
     return {
         "python": platform.python_version(),
         "lockstep-rl": lockstep.__version__,
@@ -156,7 +156,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def source_digest() -> str:
-    """Of the package's own files: a checkout that was not updated has the same version number."""
+    """A digest of the package's own files: an outdated checkout may have the same version number."""
     root = Path(lockstep.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -172,7 +172,7 @@ def _installed_version(distribution: str) -> str | None:
 
 
 def _cuda_version() -> str | None:
-    """The CUDA that torch was built for."""
+    """The CUDA version that torch was built for."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -185,10 +185,10 @@ def _cuda_version() -> str | None:
 
 
 def compare_versions(by_node: Mapping[str, InstalledVersions], with_gpus: Collection[str] = ()) -> list[VersionFinding]:
-    """What differs between nodes, one finding for each name, with who has which.
+    """The differences between nodes, one finding per name, with the version of each node.
 
     Args:
-        by_node: facts by the node's name, the controller's first.
+        by_node: versions by node name, the controller's first.
         with_gpus: names of the nodes that have GPUs.
     """
     found = []
@@ -216,7 +216,7 @@ def _version_difference(name: str, values: Mapping[str, str | None], rule: Versi
 
 
 def unsupported_packages(node: str, facts: InstalledVersions, needed: Collection[str]) -> list[VersionFinding]:
-    """What of the needed packages is missing on a node, too old, or newer than what this package is developed with."""
+    """The needed packages that are missing on a node, too old, or newer than the tested version."""
     found = []
     for name in needed:
         value, known = facts.get(name), SUPPORTED_VERSIONS[name]
@@ -224,10 +224,10 @@ def unsupported_packages(node: str, facts: InstalledVersions, needed: Collection
             extra = f": pip install 'lockstep-rl[{name}]'" if name in ("ray", "vllm") else ""
             found.append(VersionFinding("refuse", f"{name} is not installed on {node}{extra}"))
         elif version_numbers(value) < version_numbers(known.least):
-            text = f"{name} {value} on {node} is too old, {known.why}: {known.least} or newer is needed"
+            text = f"{name} {value} on {node} is too old ({known.why}): {known.least} or newer is required"
             found.append(VersionFinding("refuse", text))
         elif version_numbers(value)[:2] > version_numbers(known.developed)[:2] and name != "python":
-            text = f"{name} {value} on {node} is newer than the {known.developed} that this version is developed with"
+            text = f"{name} {value} on {node} is newer than {known.developed}, with which Lockstep is tested"
             found.append(VersionFinding("warn", text))
     return found
 
@@ -235,13 +235,13 @@ def unsupported_packages(node: str, facts: InstalledVersions, needed: Collection
 def check_node_versions(
     by_node: Mapping[str, InstalledVersions], needed: Mapping[str, Collection[str]], with_gpus: Collection[str]
 ) -> list[str]:
-    """Warnings about the nodes of a run.
+    """Checks the versions on a run's nodes; returns warnings.
 
     Args:
         needed: by node, the packages that its processes use.
 
     Raises:
-        VersionError: they cannot work together.
+        VersionError: the nodes cannot work together.
     """
     found = compare_versions(by_node, with_gpus)
     for node, names in needed.items():
@@ -253,7 +253,7 @@ def check_node_versions(
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` as (2, 13, 0); an rc counts as its release."""
+    """Parses `2.13.0+cpu` as (2, 13, 0); a release candidate counts as its release."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 

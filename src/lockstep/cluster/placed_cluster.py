@@ -27,22 +27,23 @@ from lockstep.watch.agent.agent_client import AgentGone
 
 
 class PlacedClusterLimits(ClusterLimits, Protocol):
-    """What the config of such a cluster says."""
+    """The limits in the config of such a cluster."""
 
     @property
     def busy_limit_s(self) -> float | None: ...
 
 
 class PlacedCluster(AgentCluster):
-    """A cluster of which a run has a part.
+    """A cluster on whose nodes a run reserves resources.
 
     Args:
-        wanted: the run's processes and what they need; others go where there are fewest, and reserve nothing.
-        held: what an earlier controller of the run has reserved.
+        wanted: the run's processes with the resources they need. Other processes reserve nothing and run on the node
+            with the fewest processes.
+        held: reservations of an earlier controller of the run.
     """
 
     refusals: tuple[type[Exception], ...] = (PlacementError, AllocatorUnavailable)
-    """With which `_preallocate`, `_look` and `_free` say that it cannot be now."""
+    """Errors of `_reserve`, `_look` and `_free` that mean: not possible at the moment."""
 
     def __init__(
         self, config: PlacedClusterLimits, run: str, folder: Path, generation: int, token: str, host: str,
@@ -50,32 +51,32 @@ class PlacedCluster(AgentCluster):
     ) -> None:  # fmt: skip
         self._places = ReservationTable(wanted, placement, held)
         self._unfit: set[str] = set()
-        """Ids of nodes that were found to be unable to take part."""
+        """Ids of nodes that cannot take part."""
         self._mending = threading.Lock()
-        """Of who has another agent started or looks for another place: it takes long, and who has a place does not wait
-        for it."""
+        """Held while an agent is restarted or a worker moves, which takes long; workers with a place do not wait for
+        it."""
         self._busy_limit_s = config.busy_limit_s
         super().__init__(config, run, folder, generation, token, host)
 
     @abstractmethod
     def _look(self) -> list[NodeResources]:
-        """The nodes that are there now, the controller's first."""
+        """The current nodes, the controller's first."""
 
     @abstractmethod
     def _reserve(self, assignment: Assignment) -> list[Reservation]:
-        """Reserves it, with agents on nodes that the run is not on yet, or nothing of it."""
+        """Reserves all of it, with agents on nodes that are new to the run, or nothing."""
 
     @abstractmethod
     def _free(self, group: str) -> None:
-        """Gives back what is reserved. Idempotent."""
+        """Releases a reservation. Idempotent."""
 
     @abstractmethod
     def _living(self, node: ClusterNode) -> bool:
-        """Whether the node is still there, or there again; with another agent, where that was killed."""
+        """Whether the node is available, or available again; a killed agent is replaced."""
 
     @abstractmethod
     def _keep(self) -> None:
-        """Notes what is reserved for a later controller."""
+        """Records the reservations for a later controller."""
 
     def _prepare(self, specs: Sequence[WorkerSpec]) -> None:
         self._must_be_open()
@@ -94,16 +95,16 @@ class PlacedCluster(AgentCluster):
         return () if place is None else place.gpus
 
     def _node_of(self, node_id: str) -> ClusterNode | None:
-        """By its id."""
+        """The node with that id."""
         return next((each for each in self._nodes if each.id == node_id), None)
 
     def _settle_down(self) -> None:
-        """A place for everybody, as soon as others have left enough."""
+        """Reserves a place for every process, as soon as other runs have released enough."""
         self._places.settle(self._look, self._reserve, self._busy_limit_s, self._limits.notice_after_s)
         self._keep()
 
     def _place(self, spec: WorkerSpec) -> ClusterNode:
-        """Waits, visibly, where a GPU is needed that only others have."""
+        """Waits, visibly, for GPUs that other runs use."""
         limit_s = min(spec.place_limit_s or UNBOUNDED_S, self._busy_limit_s or UNBOUNDED_S)
         try:
             return waits.poll(
@@ -114,7 +115,7 @@ class PlacedCluster(AgentCluster):
         except WaitTimeout as error:
             if spec.place_limit_s is None:
                 raise
-            lost = f"its node is lost, and no other had room for it within {error.waited_s:.0f} s"
+            lost = f"its node is lost, and no other node had room for it within {error.waited_s:.0f} s"
             raise WorkerDied(spec.name, spec.rank, None, "", lost) from error
 
     def _try_to_place(self, spec: WorkerSpec) -> ClusterNode | None:
@@ -128,7 +129,7 @@ class PlacedCluster(AgentCluster):
             self._mending.release()
 
     def _place_at_once(self, spec: WorkerSpec) -> ClusterNode | None:
-        """Where nobody has to be asked for it."""
+        """The worker's node, if its agent is alive."""
         if spec.node is not None:
             return next((each for each in self._nodes if each.alive and each.info.name == spec.node), None)
         if _planned_name(spec) not in self._places:
@@ -138,12 +139,12 @@ class PlacedCluster(AgentCluster):
         return node if node is not None and node.alive else None
 
     def _place_again(self, spec: WorkerSpec) -> ClusterNode | None:
-        """Where the node has no agent any more."""
+        """A node for a worker whose node has no agent any more."""
         if spec.node is not None:
             node = next((each for each in self._nodes if each.info.name == spec.node and self._living(each)), None)
             if node is None:
                 names = ", ".join(each.name for each in self.nodes())
-                raise ValueError(f"{spec.name} is to be on {spec.node}, and the run has {names}")
+                raise ValueError(f"{spec.name} must run on {spec.node}, and the run has {names}")
             return node
         if _planned_name(spec) not in self._places:
             return self._anywhere()
@@ -152,12 +153,12 @@ class PlacedCluster(AgentCluster):
         return node if node is not None and self._living(node) else self._move(spec)
 
     def _emptiest(self) -> ClusterNode | None:
-        """Of the nodes that live, for a process that has nothing reserved."""
-        many = Counter(id(worker.node) for worker in self._hub.workers if not worker.dead)
+        """The node that is alive with the fewest processes, for a process without a reservation."""
+        many = Counter(id(worker.node) for worker in self._server.workers if not worker.dead)
         return min((node for node in self._nodes if node.alive), key=lambda node: many[id(node)], default=None)
 
     def _anywhere(self) -> ClusterNode:
-        """Also on a node whose agent was killed, or whose actor was."""
+        """Like `_emptiest`, also considering nodes whose agent or actor was killed."""
         if not self._nodes:
             self._reserve(Assignment(tuple(self._look()), ()))
         node = self._emptiest() or next((each for each in self._nodes if self._living(each)), None)
@@ -166,20 +167,20 @@ class PlacedCluster(AgentCluster):
         return node
 
     def _move(self, spec: WorkerSpec) -> ClusterNode | None:
-        """Another place for whoever has none any more: what others have left free, or, for a process without GPUs, a
-        node of the run although nothing is reserved there. None where it needs GPUs, and there are none now."""
+        """A new place for a worker that has none: reserved on free resources, or, for a process without GPUs, a node of
+        the run without a reservation. None where it needs GPUs and none are free."""
         post = _planned_name(spec)
         place = self._places.of(post)
         try:
             for group in [] if place is None else self._places.lose(place.node):
-                self._free(group)  # for others, or for this run once the host is there again
+                self._free(group)  # for other runs, or for this one once the host is back
             self._places.move(post, [each for each in self._look() if self._is_fit(each)], self._reserve)
         except self.refusals as error:
             self._must_be_open()
             if isinstance(error, AllocatorUnavailable) and self._emptiest() is None:
                 raise AgentGone("start", f"all nodes of the run are lost, and {error}") from error
             node = None if self._places.needs_gpus(post) else self._anywhere()
-            then = "waits" if node is None else f"goes to {node.info.name}, where nothing is reserved for it"
+            then = "waits" if node is None else f"moves to {node.info.name} without a reservation"
             self._places.tell(f"{spec.name} {then}: {last_line(error)}")
             return node
         self._keep()
@@ -187,11 +188,11 @@ class PlacedCluster(AgentCluster):
         return None if place is None else self._node_of(place.node)
 
     def _is_fit(self, facts: NodeResources) -> bool:
-        """Whether the run can use a node that is there."""
+        """Whether the run can use the node."""
         node = self._node_of(facts.id)
         return facts.id not in self._unfit and (node is None or self._living(node))
 
 
 def _planned_name(spec: WorkerSpec) -> str:
-    """The planned name of whoever comes in the place of another: `engine-0` of `engine-0.2`."""
+    """The planned name of a worker or its replacement: `engine-0` for `engine-0.2`."""
     return spec.name.partition(".")[0]

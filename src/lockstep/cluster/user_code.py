@@ -27,7 +27,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 class UserCodeError(PicklableError, ValueError):
-    """Something of the user's that cannot be used: which, what is wrong, what would help."""
+    """User code that cannot be used: which, what is wrong, and a fix."""
 
     noun = "user code"
     wanted = "function"
@@ -41,7 +41,7 @@ UserCodeErrorType = type[UserCodeError]
 
 
 def load_object(path: str, base: Path = Path(), refusal: UserCodeErrorType = UserCodeError) -> Any:
-    """What is at `file.py:name` (relative to `base`) or `package.module:name`. Raises `refusal`."""
+    """Loads the object at `file.py:name` (relative to `base`) or `package.module:name`. Raises `refusal`."""
     source, name = split_path(path, refusal)
     module = (
         _from_file(path, base / source, refusal) if source.endswith(".py") else _package(path, source, base, refusal)
@@ -56,15 +56,15 @@ def load_object(path: str, base: Path = Path(), refusal: UserCodeErrorType = Use
 
 
 def split_path(path: str, refusal: UserCodeErrorType = UserCodeError) -> tuple[str, str]:
-    """Module or file, and name. Raises `refusal`."""
+    """Splits a path into module or file, and name. Raises `refusal`."""
     source, _, name = path.rpartition(":")
     if not source or not name:
-        raise refusal(path, f"names no {refusal.wanted}", "write `file.py:name` or `package.module:name`")
+        raise refusal(path, f"it does not name a {refusal.wanted}", "write `file.py:name` or `package.module:name`")
     return source, name
 
 
 def source_file(path: str, base: Path = Path(), refusal: UserCodeErrorType = UserCodeError) -> Path | None:
-    """The file that the name is looked up in, found without running anything; None where only an import could tell.
+    """The file that defines the name, found without running code; None where only an import could tell.
 
     Raises:
         refusal: no such file or package.
@@ -75,7 +75,7 @@ def source_file(path: str, base: Path = Path(), refusal: UserCodeErrorType = Use
         if not file.is_file():
             raise refusal(path, f"there is no file {file}", "paths are relative to the current folder")
         return file
-    # Only the top package is looked up: finding a submodule would import its parents.
+    # Only the top-level package is located: finding a submodule would import its parents.
     top, *inner = source.split(".")
     here = [base, *(Path(each) for each in _search_locations(top))]
     for folder in here:
@@ -94,10 +94,10 @@ def _search_locations(top: str) -> list[str]:
 
 
 def check_source(path: str, base: Path = Path(), refusal: UserCodeErrorType = UserCodeError) -> ast.Module | None:
-    """Looks the name up in the text of its module, and returns the text's tree where there is one.
+    """Looks the name up in the source of its module; returns the syntax tree if there is a source file.
 
     Raises:
-        refusal: no such file or package, text that is no Python, or no such name in it.
+        refusal: no such file or package, invalid Python, or no such name.
     """
     file = source_file(path, base, refusal)
     if file is None:
@@ -109,13 +109,13 @@ def check_source(path: str, base: Path = Path(), refusal: UserCodeErrorType = Us
     names = defined_names(module)
     source, name = split_path(path, refusal)
     top = name.partition(".")[0]
-    if source.endswith(".py") and "*" not in names and top not in names:  # a package may make its names as it likes
+    if source.endswith(".py") and "*" not in names and top not in names:  # a package may create names dynamically
         raise refusal(path, f"{file} defines no {top!r}", f"it defines {', '.join(sorted(names)) or 'nothing'}")
     return module
 
 
 def defined_names(module: ast.Module) -> set[str]:
-    """Names a module's top level binds; `*` where an import makes them unknowable."""
+    """The names that a module's top level binds; `*` where an import makes them unknowable."""
     found: set[str] = set()
     for node in ast.walk(module):
         match node:
@@ -140,9 +140,9 @@ def _from_file(path: str, file: Path, refusal: UserCodeErrorType) -> ModuleType:
     if spec is None or spec.loader is None:
         raise refusal(path, f"{file} cannot be imported")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles inside look themselves up
+    sys.modules[name] = module  # dataclasses and pickle look up the module of a class
     if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))  # as `python file.py` would: the file may import its neighbours
+        sys.path.insert(0, str(file.parent))  # as with `python file.py`: the file may import its neighbours
     loader = spec.loader
     try:
         _run_import(path, lambda: loader.exec_module(module), refusal)
@@ -161,16 +161,16 @@ def _package(path: str, source: str, base: Path, refusal: UserCodeErrorType) -> 
 
 
 def _run_import(path: str, run: Callable[[], object], refusal: UserCodeErrorType) -> object:
-    """Runs a user's module, in which anything may happen."""
+    """Runs a user's module and converts any error to `refusal`."""
     try:
         return run()
-    except (Exception, SystemExit) as error:  # whatever it is, it is told with the traceback
+    except (Exception, SystemExit) as error:  # user code may raise anything
         trace = user_traceback(error)
         raise refusal(path, f"importing it raised {type(error).__name__}: {error}", trace=trace) from error
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback from the user's first frame on: Lockstep's own and the import machinery's say nothing to them."""
+    """The traceback from the user's first frame on, without frames of Lockstep and of the import machinery."""
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -192,8 +192,8 @@ def suggest_name(name: str, candidates: list[str]) -> str:
 
 
 class Watchdog:
-    """Writes the stacks of all threads to the log when nothing was finished for a while, shortly before the process
-    is killed. Its thread is C's: a function that never lets go of the interpreter cannot silence it."""
+    """Writes the stacks of all threads to the log when nothing has finished for a while, shortly before the process is
+    killed. It uses a C thread, which runs even if a function never releases the interpreter."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s, self._since = after_s, 0.0
@@ -203,7 +203,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(self._after_s, repeat=False, file=sys.__stderr__ or sys.stderr)
 
     def pat(self) -> None:
-        """Starting costs a thread: done again only when a tenth of the time has passed."""
+        """Resets the timer. Since that starts a thread, it is skipped until a tenth of the time has passed."""
         if not self._since or time.monotonic() - self._since > self._after_s / 10:
             self.start()
 
@@ -217,15 +217,15 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 LOAD_STALL_S = 300.0
-"""Longest time without progress for importing the users' modules, which may import anything."""
+"""Longest time without progress while users' modules are imported, which may import anything."""
 DEATH_LOG_S = 5.0
-"""Within this time the cluster knows that a killed process is dead."""
+"""Within this time the cluster learns that a killed process is dead."""
 MAX_LOST_NODES = 4
-"""Nodes in a row that may go with the process of one call on them; that is nobody's fault who called."""
+"""How many nodes in a row a call may lose with its process; a lost node is not the fault of user code."""
 
 
 class UserCodeNotLoaded(PicklableError):
-    """The process ended, or had to be ended, while it loaded users' code."""
+    """The process ended, or was killed, while it loaded user code."""
 
     def __init__(self, problem: str, log_tail: str) -> None:
         super().__init__(problem)
@@ -233,14 +233,14 @@ class UserCodeNotLoaded(PicklableError):
 
 
 def wait_until_loaded(pending: PendingResult[R], what: str, name: str, kill: Callable[[], None]) -> R:
-    """What the process `name` answers once it has loaded `what`.
+    """Waits until the process `name` has loaded `what`; its result.
 
     Args:
-        kill: ends the process, where it makes no progress.
+        kill: kills the process, for a process without progress.
 
     Raises:
-        NotLoaded: there is no process any more.
-        WorkerDied: it only went with its node.
+        UserCodeNotLoaded: the process has ended.
+        WorkerDied: its node was lost.
     """
     try:
         return pending.result(why=f"loading {what}", stall_s=LOAD_STALL_S)
@@ -255,13 +255,13 @@ def wait_until_loaded(pending: PendingResult[R], what: str, name: str, kill: Cal
 
 
 def retry_lost_nodes(work: Callable[[], R], does: str) -> R:
-    """What `work` gives; it is done again, in another process, where one only went with its node.
+    """Runs `work`, and repeats it with another process when only the node of the process was lost.
 
     Args:
-        does: what the other one does in its place, for people.
+        does: what the new process does, for the log.
 
     Raises:
-        WorkerDied: it ended by itself, or went with its node again and again.
+        WorkerDied: the process ended by itself, or lost too many nodes.
     """
     for _ in range(MAX_LOST_NODES - 1):
         try:
@@ -269,17 +269,17 @@ def retry_lost_nodes(work: Callable[[], R], does: str) -> R:
         except WorkerDied as error:
             if not error.with_node:
                 raise
-            log.warning("%s; another %s in its place", first_line(error), does)
+            log.warning("%s; a new process %s in its place", first_line(error), does)
     return work()
 
 
 def killed_process_log(pending: PendingResult[object], name: str) -> str:
-    """The end of the log of a process that was killed while it owed an answer: the stack of what it was in is there.
-    Empty where it left none."""
+    """The end of the log of a process that was killed during a call, with the stack it was in. Empty if it left
+    none."""
     try:
-        pending.result(why=f"the last words of {name}", stall_s=DEATH_LOG_S)
+        pending.result(why=f"the end of the log of {name}", stall_s=DEATH_LOG_S)
     except WorkerDied as error:
         return error.last_words
     except (WaitTimeout, RemoteError):
-        log.warning("%s left no last words", name)
+        log.warning("%s left no log", name)
     return ""

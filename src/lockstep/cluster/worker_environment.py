@@ -1,7 +1,7 @@
-"""The environment variables that workers on other nodes get, and how it differs from the shell that starts the run.
+"""The environment variables that workers on other nodes get, and the differences from the shell that starts the run.
 
-Only declared variables are forwarded (`cluster.env`, `cluster.forward_env`), and never those that are valid on one
-host only.
+Only declared variables are forwarded (`cluster.env`, `cluster.forward_env`), and never those that are valid on one host
+only.
 """
 
 import json
@@ -17,31 +17,34 @@ from typing import Any
 from lockstep.base.folders import write_atomically
 from lockstep.base.secrets import HIDDEN, is_secret_name, redact_text, secret_kind, secret_values
 from lockstep.base.text import summarize_list
-from lockstep.cluster.cluster_node import ClusterNode
-from lockstep.cluster.protocol import WorkerSpec
 from lockstep.config.cluster import RESERVED_VARIABLES, matching_reason
-from lockstep.config.cluster import RayClusterConfig as Config
+
+log = logging.getLogger(__name__)
 
 _INTERNAL_REASON = RESERVED_VARIABLES["LOCKSTEP_TOKEN"]
-_INTERFACE_REASON = (
-    "interfaces have other names on other nodes, where it is found by the route: cluster.interface says which"
-)
+_INTERFACE_REASON = "interface names differ between nodes; the route to the head determines it, or cluster.interface"
 _ADDRESS_REASON = "it is an address or port of the host that starts the run"
-_RANK_REASON = "each worker has its own"
-_HOST_REASON = "it is of one host or session"
+_RANK_REASON = "each worker has its own value"
+_HOST_REASON = "it is specific to one host or session"
 
 NEVER_FORWARDED = {
-    **RESERVED_VARIABLES, "LOCKSTEP_BEACONS": _HOST_REASON, "CUDA_MPS_*": _HOST_REASON,
-    "GLOO_SOCKET_IFNAME": _INTERFACE_REASON, "TP_SOCKET_IFNAME": _INTERFACE_REASON,
-    "VLLM_HOST_IP": _ADDRESS_REASON, "VLLM_PORT": _ADDRESS_REASON, "VLLM_DP_MASTER_*": _ADDRESS_REASON, "HOST_IP": _ADDRESS_REASON,
-    "MASTER_ADDR": _ADDRESS_REASON, "MASTER_PORT": _ADDRESS_REASON,
-    "RANK": _RANK_REASON, "LOCAL_RANK": _RANK_REASON, "GROUP_RANK": _RANK_REASON, "WORLD_SIZE": _RANK_REASON, "LOCAL_WORLD_SIZE": _RANK_REASON,
-    "TORCHELASTIC_*": _RANK_REASON,
-    "HOME": _HOST_REASON, "HOSTNAME": _HOST_REASON, "PATH": _HOST_REASON, "PWD": _HOST_REASON, "OLDPWD": _HOST_REASON, "USER": _HOST_REASON, "LOGNAME": _HOST_REASON,
-    "SHELL": _HOST_REASON, "SHLVL": _HOST_REASON, "TERM": _HOST_REASON, "TMPDIR": _HOST_REASON, "DISPLAY": _HOST_REASON, "_": _HOST_REASON,
-    "SSH_*": _HOST_REASON, "XDG_*": _HOST_REASON, "DBUS_*": _HOST_REASON, "RAY_*": _HOST_REASON, "SLURM_*": _HOST_REASON, "KUBERNETES_*": _HOST_REASON,
+    **RESERVED_VARIABLES,
+    **dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), _INTERFACE_REASON),
+    **dict.fromkeys(
+        ("VLLM_HOST_IP", "VLLM_PORT", "VLLM_DP_MASTER_*", "HOST_IP", "MASTER_ADDR", "MASTER_PORT"), _ADDRESS_REASON
+    ),
+    **dict.fromkeys(
+        ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_*"), _RANK_REASON
+    ),
+    **dict.fromkeys(
+        (
+            "LOCKSTEP_BEACONS", "CUDA_MPS_*", "HOME", "HOSTNAME", "PATH", "PWD", "OLDPWD", "USER", "LOGNAME", "SHELL",
+            "SHLVL", "TERM", "TMPDIR", "DISPLAY", "_", "SSH_*", "XDG_*", "DBUS_*", "RAY_*", "SLURM_*", "KUBERNETES_*",
+        ),
+        _HOST_REASON,
+    ),
 }  # fmt: skip
-"""By name, or its beginning and `*`: why it is not passed on. `cluster.env` may set it all the same, but for those of
+"""By name, or prefix and `*`: why it is not forwarded. `cluster.env` may set it nevertheless, except for those of
 `RESERVED_VARIABLES`."""
 
 _LOOPBACK_ONLY = re.compile(r"=?lo\d*")
@@ -54,32 +57,32 @@ _RELEVANT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ForwardedEnvironment:
-    """What of a shell goes to every worker on every node."""
+    """The variables that all workers on all nodes get."""
 
     values: dict[str, str]
     kept_back: dict[str, str]
-    """Variables that were named or matched and are not passed on: why."""
+    """Variables that were named or matched but are not forwarded, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentDifference:
-    """A variable that a worker on a node has otherwise than the shell."""
+    """A variable whose value on a node differs from the shell's."""
 
     name: str
     shell: str | None
-    """Redacted; None where it is not set there."""
+    """Redacted; None where it is not set in the shell."""
     node: str | None
 
 
 def forward_environment(
     shell: Mapping[str, str], patterns: Sequence[str], declared: Mapping[str, str], interface: str | None = None
 ) -> ForwardedEnvironment:
-    """What reaches workers of the shell and of the config.
+    """Selects the variables of the shell and the config that workers get.
 
     Args:
-        patterns: `cluster.forward_env`: names, or with `*`.
-        declared: `cluster.env`, which wins.
-        interface: `cluster.interface`: beginning of a name, which is how NCCL takes it as well.
+        patterns: `cluster.forward_env`: names, or patterns with `*`.
+        declared: `cluster.env`, which takes precedence.
+        interface: `cluster.interface`: the prefix of a name, which NCCL accepts as well.
     """
     values: dict[str, str] = {}
     kept: dict[str, str] = {}
@@ -89,7 +92,7 @@ def forward_environment(
         reason = not_forwarded_reason(name, shell[name])
         if reason is None:
             values[name] = shell[name]
-        elif reason != _HOST_REASON or name in patterns:  # nobody means those by `*`
+        elif reason != _HOST_REASON or name in patterns:  # `*` is not meant to match variables of the host
             kept[name] = reason
     values |= declared
     if interface is not None:
@@ -98,9 +101,9 @@ def forward_environment(
 
 
 def not_forwarded_reason(name: str, value: str) -> str | None:
-    """Why a variable of the shell is not passed on; None where it may be."""
+    """Why a variable of the shell is not forwarded; None where it may be."""
     if name == "NCCL_SOCKET_IFNAME" and _LOOPBACK_ONLY.fullmatch(value):
-        return f"{value} is the loopback interface, by which no other node is reached"
+        return f"{value} is the loopback interface, which reaches no other node"
     return _never_forwarded_reason(name)
 
 
@@ -111,8 +114,8 @@ def _never_forwarded_reason(name: str) -> str | None:
 def worker_environment(
     node: Mapping[str, str], given: ForwardedEnvironment, of_role: Mapping[str, str], of_node: Mapping[str, str]
 ) -> dict[str, str]:
-    """What a worker finds: what its node has, then the address and the interface by which others reach the node, then
-    what was passed on, then what its role needs, then what only its node knows (its GPUs)."""
+    """A worker's environment: the node's own, then the address and interface at which other nodes reach it, then the
+    forwarded variables, then those of the role, then those that only the node knows (its GPUs)."""
     own = {name: value for name, value in node.items() if _never_forwarded_reason(name) != _INTERNAL_REASON}
     reached = {
         name: value
@@ -124,10 +127,10 @@ def worker_environment(
 
 
 def environment_differences(shell: Mapping[str, str], worker: Mapping[str, str]) -> list[EnvironmentDifference]:
-    """What a worker has otherwise than the shell, and what could matter to it; values redacted.
+    """The relevant variables whose value in a worker differs from the shell's; values redacted.
 
     Args:
-        worker: as of `worker_environment`.
+        worker: as returned by `worker_environment`.
     """
     known = secret_values({**shell, **worker})
     found = []
@@ -153,8 +156,8 @@ def _redacted_value(name: str, values: Mapping[str, str], known: Iterable[str]) 
 def difference_messages(
     by_node: Mapping[str, Sequence[EnvironmentDifference]], declared: Iterable[str] = ()
 ) -> list[str]:
-    """A sentence for each variable that differs, with the nodes where it does so alike; nothing of those that the
-    config sets itself or that are a node's own business."""
+    """A sentence for each variable that differs, grouping nodes with the same value; without variables that the config
+    sets or that are specific to a node."""
     alike: dict[EnvironmentDifference, list[str]] = {}
     for node, found in by_node.items():
         for difference in found:
@@ -172,14 +175,14 @@ def _difference_message(difference: EnvironmentDifference, nodes: Sequence[str])
             f"cluster.env.{name}"
         )
     if shell is None:
-        return f"workers on {where} have {name}={node}, which this shell has not"
+        return f"workers on {where} have {name}={node}, which is not set in this shell"
     return f"workers on {where} have {name}={node}, and this shell has {shell}: set cluster.env.{name} to be sure"
 
 
 def environment_report(
     given: ForwardedEnvironment, by_node: Mapping[str, Sequence[EnvironmentDifference]]
 ) -> dict[str, Any]:
-    """For the run's folder: what was passed on, what was not and why, and what differs; secrets hidden."""
+    """For the run's folder: forwarded variables, excluded ones with the reason, and differences; secrets hidden."""
     known = secret_values(given.values)
     return {
         "forwarded": {name: _redacted_value(name, given.values, known) for name in sorted(given.values)},
@@ -192,23 +195,29 @@ def environment_report(
 
 
 def without_secrets(given: ForwardedEnvironment) -> ForwardedEnvironment:
-    """Without what holds secrets: for places that others can read, such as a Ray job's runtime environment."""
-    why = "it holds a secret, and a job's runtime environment is shown to everybody who sees the dashboard"
+    """Removes secrets, for places that others can read, such as a Ray job's runtime environment."""
+    why = "it holds a secret, and everybody who sees the dashboard sees a job's runtime environment"
     secret = {name for name, value in given.values.items() if is_secret_name(name) or secret_kind(value) is not None}
     values = {name: value for name, value in given.values.items() if name not in secret}
     return ForwardedEnvironment(values, given.kept_back | dict.fromkeys(sorted(secret), why))
 
 
-log = logging.getLogger(__name__)
+def report_environment(
+    declared: Mapping[str, str],
+    given: ForwardedEnvironment,
+    environments: Mapping[str, Mapping[str, str]],
+    file: Path,
+) -> None:
+    """Warns about variables that workers do not get or that differ there, and writes a report to `file`.
 
-
-def report_environment(config: Config, given: ForwardedEnvironment, nodes: Sequence[ClusterNode], file: Path) -> None:
-    """Warnings for people, and all of it for the run's folder."""
-    shell = {name: value for name, value in os.environ.items() if "ray.util" not in value}  # Ray's own doing here
-    asker = WorkerSpec("any", "", 0, "")
-    by_node = {node.info.name: environment_differences(shell, node.environment_of(asker)) for node in nodes}
+    Args:
+        declared: `cluster.env`.
+        environments: of workers, by the name of their node.
+    """
+    shell = {name: value for name, value in os.environ.items() if "ray.util" not in value}  # set by Ray in this process
+    by_node = {name: environment_differences(shell, environment) for name, environment in environments.items()}
     for name, why in given.kept_back.items():
-        log.warning("%s of this shell does not reach workers: %s", name, why)
-    for line in difference_messages(by_node, config.env):
+        log.warning("%s of this shell is not forwarded to workers: %s", name, why)
+    for line in difference_messages(by_node, declared):
         log.warning("%s", line)
     write_atomically(file, json.dumps(environment_report(given, by_node), indent=2).encode())

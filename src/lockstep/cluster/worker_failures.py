@@ -30,23 +30,23 @@ class WorkerFailure:
     place: str = ""
     """File and line that raised it."""
     step: int = -1
-    """That was under way; -1 before the first."""
+    """The step in progress; -1 before the first."""
     starting: bool = False
-    """Whether it was a replacement that did not come up."""
+    """Whether it was a replacement that did not start."""
     code: str = ""
-    """Of the exception, where it is one of this package."""
+    """The exception's `error_code`; empty for an exception that is not Lockstep's."""
     at: float = field(default_factory=time.monotonic)
 
     @property
     def signature(self) -> tuple[str, str, str, int]:
-        """The same for the same error of the same data or code."""
+        """Equal for the same error from the same data or code."""
         return self.role, self.kind, self.place, self.step
 
 
 def describe_failure(
     error: CallError, role: str, worker: str, rank: int, step: int, starting: bool = False
 ) -> WorkerFailure:
-    """What an error of a call says about the worker that was called."""
+    """Derives how a worker failed from the error of a call to it."""
     match error:
         case WorkerDied():
             return WorkerFailure(role, worker, rank, "died", describe_death(error), step=step, starting=starting)
@@ -62,8 +62,8 @@ def describe_failure(
 
 
 def is_effect(error: CallError) -> bool:
-    """Whether it only says that somebody else is gone or late: who raised it was freed from a collective, or lost the
-    connection to a peer."""
+    """Whether the error is only a consequence of another process's failure: the worker was released from a collective,
+    or lost its connection to a peer."""
     if not isinstance(error, RemoteError):
         return False
     return error.code == CollectiveStalled.error_code or error_classes.is_secondary_error(

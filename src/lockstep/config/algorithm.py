@@ -1,4 +1,4 @@
-"""The choices of the algorithm: advantages, policy loss, aggregation, KL.
+"""Choices of the algorithm: advantages, policy loss, aggregation, KL penalty.
 
 The formulas behind the names are in `lockstep.algos`.
 """
@@ -52,7 +52,7 @@ class ReinforcePlusPlusBaselineAdvantage(Section):
 
 def _without_critic(value: Any) -> Any:
     if isinstance(value, Mapping) and value.get("kind") == "gae":
-        raise ValueError("gae needs the values of a critic, which this recipe does not train; grpo or rloo need none")
+        raise ValueError("gae needs a critic's values, and this recipe has no critic: use grpo or rloo")
     return value
 
 
@@ -69,54 +69,54 @@ class KLPenalty(Section):
     coefficient: float = Field(0.0, ge=0)
     """0 means no reference model is loaded."""
     estimator: KLEstimator = "k3"
-    """k1, k2 and k3 of Schulman's note "Approximating KL divergence"."""
+    """The estimators k1, k2 and k3 of Schulman's note "Approximating KL divergence"."""
     where: Literal["loss", "reward"] = "loss"
     """In the loss per token, or subtracted from the sequence's reward before advantages."""
 
 
 class ImportanceCorrection(Section):
-    """Importance weights from the engine's to the trainer's log-probabilities, which multiply a token's loss."""
+    """Importance weights, from the engine's to the trainer's log-probabilities, that multiply each token's loss."""
 
     kind: Annotated[Literal["off", "truncate", "mask"], FALSE_AS_OFF] = "off"
-    """`truncate` cuts weights at `cap` (TIS); `mask` drops what is above it, or below `floor` (MIS)."""
+    """`truncate` limits weights to `cap` (TIS); `mask` drops tokens with weights above it, or below `floor` (MIS)."""
     level: Literal["token", "sequence"] = "token"
-    """A weight per token, or one per completion: the product of its tokens'."""
+    """One weight per token, or one per completion: the product of its tokens' weights."""
     cap: float = Field(2.0, gt=0)
     """Largest weight `exp(trainer - engine)`."""
     floor: float = Field(0.0, ge=0)
-    """With `mask`, weights below it are dropped as well."""
+    """With `mask`, tokens with smaller weights are dropped as well."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.floor and self.kind != "mask":
-            raise ValueError(f"floor {self.floor} is for kind mask; {self.kind} has no lower bound")
+            raise ValueError(f"floor {self.floor} applies to kind mask only; {self.kind} has no lower bound")
         if self.floor >= self.cap:
             raise ValueError(f"floor {self.floor} must be less than cap {self.cap}")
         return self
 
 
 class PolicyLoss(Section):
-    """What all policy losses have in common."""
+    """The fields of all policy losses."""
 
     kind: str
     aggregation: Aggregation = "token-mean"
     norm_length: int | None = Field(None, gt=0)
-    """Divisor of `seq-mean-token-sum-norm`; the maximum of new tokens when absent."""
+    """Divisor for `seq-mean-token-sum-norm`; the largest number of new tokens when absent."""
     mask_truncated: bool = False
-    """Completions that were cut at `max_tokens` are not learned from (DAPO's overlong filtering). Their rewards still
+    """Exclude completions that were cut at `max_tokens` from the loss (DAPO's overlong filtering). Their rewards still
     count in the advantages of the others."""
     entropy_coefficient: float = 0.0
     kl: KLPenalty = KLPenalty()
     importance: ImportanceCorrection = ImportanceCorrection()
     old_logprobs: Literal["engine", "trainer"] = "engine"
-    """Whose log-probabilities are the denominator of the ratio; `trainer` costs a forward pass."""
+    """The source of the log-probabilities in the ratio's denominator; `trainer` costs a forward pass."""
 
     @model_validator(mode="after")
     def _corrected_once(self) -> Self:
         if self.importance.kind != "off" and self.old_logprobs == "engine":
             raise ValueError(
                 "importance correction goes from the engine's to the trainer's log-probabilities, so the ratio must "
-                "start from the trainer's: set loss.old_logprobs=trainer (the ratio to the engine's corrects already)"
+                "start from the trainer's: set loss.old_logprobs=trainer (a ratio to the engine's needs no correction)"
             )
         return self
 
@@ -133,23 +133,22 @@ class PPOClip(PolicyLoss):
 
 
 class GSPO(PolicyLoss):
-    """Clipped objective whose ratio is that of the whole completion, the geometric mean of its tokens' (Zheng et al.
-    2025)."""
+    """Clipped objective with one ratio per completion, the geometric mean of its tokens' ratios (Zheng et al. 2025)."""
 
     kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, ge=0, lt=1)
     clip_high: float = Field(4e-4, ge=0)
-    """The paper's bounds: a mean over a completion moves far less than a token's ratio."""
+    """The paper's bounds: the mean over a completion varies far less than a token's ratio."""
     aggregation: Aggregation = "seq-mean-token-mean"
 
 
 class CISPO(PolicyLoss):
-    """The clipped ratio as a weight without gradient on the log-probability, so that no token loses its gradient
-    (MiniMax-M1, 2025)."""
+    """Weights the log-probability by the clipped ratio, without a gradient through the ratio, so that no token loses
+    its gradient (MiniMax-M1, 2025)."""
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float = Field(1.0, ge=0, le=1)
-    """The weight is at least `1 - clip_low`; 1 is no lower bound, as in the paper."""
+    """The weight is at least `1 - clip_low`; 1 means no lower bound, as in the paper."""
     clip_high: float = Field(4.0, ge=0)
     """The weight is at most `1 + clip_high`."""
 
@@ -158,17 +157,17 @@ AnyPolicyLoss = Annotated[PPOClip | GSPO | CISPO, Field(discriminator="kind"), d
 
 
 class FilterGroups(Section):
-    """Dynamic sampling (DAPO, Yu et al. 2025), named as in verl: groups whose completions all have the same reward
-    teach nothing, and fresh prompts take their place."""
+    """Dynamic sampling (DAPO, Yu et al. 2025), with verl's field names: groups in which all completions have the same
+    reward carry no signal and are replaced by groups of new prompts."""
 
     enable: bool = False
     metric: str = "reward"
-    """What must differ within a group: `check_reward`, or the name of a reward term (a length penalty makes rewards
-    differ that are all wrong)."""
+    """What must differ within a group: `reward`, or the name of a reward term (a length penalty can make the rewards of
+    wrong completions differ)."""
     max_num_gen_batches: int = Field(10, gt=0)
-    """Rounds of prompts of one step, the first included."""
+    """Largest number of rounds of prompts per step, including the first."""
     at_limit: Literal["fill", "error"] = "fill"
-    """What happens after the last round: `fill` the step with groups without signal, or end the run with an `error`."""
+    """After the last round: `fill` the step with groups without signal, or end the run with an `error`."""
 
 
 class CrossEntropy(Section):

@@ -1,4 +1,4 @@
-"""The cluster that a run uses, and on which of its nodes the roles are placed."""
+"""The cluster of a run, and the placement of roles on its nodes."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -8,19 +8,19 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.section import Section, default_kind
 
-_GPU_REASON = "it numbers GPUs, and every worker gets those of its own node that were reserved for it"
-_INTERNAL_REASON = "it is of one process of one run"
+_GPU_REASON = "it numbers GPUs, and every worker gets the GPUs that are reserved for it on its node"
+_INTERNAL_REASON = "it belongs to one process of one run"
 RESERVED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": _GPU_REASON, "NVIDIA_VISIBLE_DEVICES": _GPU_REASON, "HIP_VISIBLE_DEVICES": _GPU_REASON,
     "ROCR_VISIBLE_DEVICES": _GPU_REASON, "ASCEND_RT_VISIBLE_DEVICES": _GPU_REASON,
     "LOCKSTEP_TOKEN": _INTERNAL_REASON, "LOCKSTEP_WORKER": _INTERNAL_REASON, "LOCKSTEP_WATCH*": _INTERNAL_REASON,
-    "LOCKSTEP_BEACONS": "it is of one node: set it where that node's Ray is started",
+    "LOCKSTEP_BEACONS": "it belongs to one node: set it where that node's Ray is started",
 }  # fmt: skip
-"""Variables, by name or its beginning and `*`, that no config sets for all workers: why."""
+"""Variables, by name or prefix and `*`, that no config may set for all workers, with the reason."""
 
 
 def matching_reason(name: str, reasons: Mapping[str, str]) -> str | None:
-    """What is said of a variable in such a table; None where it is not in it."""
+    """The reason for a variable in such a table; None if it is not in it."""
     return next((why for pattern, why in reasons.items() if fnmatchcase(name, pattern)), None)
 
 
@@ -30,56 +30,58 @@ class LocalClusterConfig(Section):
     kind: Literal["local"] = "local"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     orphan_grace_s: float = Field(0.0, ge=0)
-    """How long workers outlive a controller that died; a run that is resumed within it keeps engines and scorers."""
+    """How long workers outlive a controller that died; a run that is resumed within this time reuses its engines and
+    scorers."""
     stall_limit_s: float = Field(900.0, gt=0)
-    """A call whose worker shows no progress for this long fails; progress resets it."""
+    """A call fails when its worker shows no progress for this long."""
     notice_after_s: float = Field(10.0, gt=0)
-    """A wait without progress for this long is told on the console."""
+    """Warn on the console after this many seconds without progress."""
 
 
 class RayClusterConfig(Section):
-    """Processes on the nodes of a Ray cluster, where its placement group reserves their CPUs and GPUs. On each node a
+    """Processes on the nodes of a Ray cluster, in placement groups that reserve their CPUs and GPUs. On each node a
     detached actor holds a node agent, which spawns them."""
 
     kind: Literal["ray"] = "ray"
     address: str | None = None
-    """`HOST:PORT` of a running cluster's head, or `auto` for the one that this host belongs to. When absent, that of
-    `RAY_ADDRESS`, else a Ray of this host alone, started for the run and stopped with it."""
+    """`HOST:PORT` of a running cluster's head, or `auto` for the cluster of this host. When absent, `RAY_ADDRESS`; if
+    that is not set, a private Ray on this host, which starts and stops with the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes GPUs where the cluster has some."""
+    """`auto` uses GPUs if the cluster has any."""
     env: dict[str, str] = {}
-    """Variables that every worker on every node gets; none that number GPUs."""
+    """Variables for all workers on all nodes, except those that select GPUs."""
     forward_env: tuple[str, ...] = (
         "NCCL_*", "TORCH_*", "GLOO_*", "CUDA_*", "UCX_*", "FI_*", "VLLM_*", "HF_*", "OMP_*", "TOKENIZERS_*",
         "LOCKSTEP_*", "WANDB_*", "PYTHONPATH",
     )  # fmt: skip
-    """Variables of the shell that starts the run, by name or with `*`, that reach every worker on every node. What else
-    differs there is told."""
+    """Variables of the starting shell, by name or pattern with `*`, that all workers on all nodes get. A warning names
+    other variables that differ there."""
     interface: str | None = None
-    """Name, or beginning of the name, of the network interface that nodes reach each other by; the one of the node's
-    Ray address when absent."""
+    """Name, or prefix of the name, of the network interface between nodes; that of the node's Ray address when
+    absent."""
     ports: tuple[int, int] | None = None
-    """The first and the last port on which a run's controller (two) and its node agents (one each) listen; any when
-    absent. Connections for tensors take any ports all the same, see `docs/cluster.md`."""
+    """First and last port on which the controller (two ports) and the node agents (one each) listen; any ports when
+    absent. Connections for tensors always use any port, see `docs/cluster.md`."""
     orphan_grace_s: float = Field(300.0, ge=0)
-    """How long workers outlive a controller that died; a run that is resumed within it keeps engines and scorers."""
+    """How long workers outlive a controller that died; a run that is resumed within this time reuses its engines and
+    scorers."""
     stall_limit_s: float = Field(900.0, gt=0)
-    """A call whose worker shows no progress for this long fails; progress resets it."""
+    """A call fails when its worker shows no progress for this long."""
     notice_after_s: float = Field(10.0, gt=0)
-    """A wait without progress for this long is told on the console."""
+    """Warn on the console after this many seconds without progress."""
     node_lost_after_s: float = Field(6.0, gt=0)
-    """A node from which nothing is heard for this long is lost. A Ray that is started for the run is told so as well;
-    one that runs already has its own setting (`RAY_health_check_*`)."""
+    """A node counts as lost when it has not responded for this long. This also sets the health check of a private Ray;
+    a running one has its own setting (`RAY_health_check_*`)."""
     busy_limit_s: float | None = Field(None, gt=0)
-    """How long to wait for resources that others use at the moment; as long as it takes when absent, visibly."""
+    """How long to wait for resources that are in use; without limit when absent, with regular notices."""
 
     @field_validator("ports")
     @classmethod
     def _are_enough(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
         if ports is not None and not 1024 <= ports[0] <= ports[1] - 2 <= 65533:
             raise ValueError(
-                f"expected the first and the last of 3 ports or more, from 1024 to 65535, and not {list(ports)}: the "
-                "controller listens on two, and an agent beside it on one"
+                f"expected the first and last of at least 3 ports between 1024 and 65535, not {list(ports)}: the "
+                "controller listens on two, and an agent on the same host on one"
             )
         return ports
 
@@ -99,25 +101,25 @@ PlacedRole = Literal["policy", "rollout"]
 
 
 class RolePlacement(Section):
-    """Of one role. What is absent follows from how many processes the role has, and from what nodes have."""
+    """The placement of one role. Absent fields follow from the role's number of processes and from the nodes."""
 
     nodes: int | None = Field(None, gt=0)
-    """How many nodes its processes are on, the same number on each."""
+    """Number of nodes for its processes, the same number of processes on each."""
     gpus_per_node: int | None = Field(None, gt=0)
-    """How many GPUs it takes of each of its nodes."""
+    """Number of GPUs that it uses on each of its nodes."""
     cpus: float = Field(1.0, gt=0)
     """CPU cores that are reserved for each process."""
 
 
 class PlacementConfig(Section):
-    """Where a cluster of several nodes (`cluster.kind: ray`) runs the roles. The reference has no processes of its own:
-    it is evaluated on the policy's ranks, and so always colocated with them."""
+    """The placement of roles on several nodes (`cluster.kind: ray`). The reference model has no processes of its own:
+    it is evaluated on the policy's ranks."""
 
     strategy: Literal["pack", "spread"] = "pack"
-    """`pack` fills a node before the next is used, `spread` takes as many nodes as there are."""
+    """`pack` fills a node before it uses the next one, `spread` uses as many nodes as there are."""
     colocate: Literal["all"] | tuple[PlacedRole, ...] = ()
     """Roles whose processes share GPUs (`all` or `[policy, rollout]`): engines sleep while the trainer trains. With
-    `rollout.engine.kind: vllm` their weights and K/V cache leave the GPU meanwhile."""
+    `rollout.engine.kind: vllm` their weights and KV cache leave the GPU in the meantime."""
     policy: RolePlacement = RolePlacement()
     rollout: RolePlacement = RolePlacement()
 

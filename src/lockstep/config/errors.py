@@ -1,11 +1,11 @@
-"""Errors in a run's file: every problem at once, each with field, value, what was expected and a remedy."""
+"""Errors in a run's file: all problems at once, each with field, value, expected value and fix."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """One thing that is wrong."""
+    """One problem."""
 
     field: str
     """Dotted path, e.g. `loss.clip_low`; empty where several fields contradict each other, which the message names."""
@@ -21,8 +21,8 @@ class ConfigError(ValueError):
     """The run's file or an override cannot be used; nothing was started.
 
     Args:
-        source: the file, or what else the values came from.
-        problems: everything that is wrong, in the order of the file.
+        source: the file, or another source of the values.
+        problems: all problems, in the order of the file.
     """
 
     def __init__(self, source: str, problems: list[ConfigProblem]) -> None:

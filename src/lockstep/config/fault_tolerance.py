@@ -8,42 +8,41 @@ from lockstep.config.section import Section
 
 
 class RestartBudget(Section):
-    """So many restarts in so long; the next failure stops the run, which can be resumed."""
+    """The number of restarts within a period; the next failure stops the run, which can be resumed."""
 
     max_restarts: int = Field(5, ge=0)
-    """0 restarts nothing."""
+    """0 disables restarts."""
     window_s: float = Field(3600.0, gt=0)
-    """Restarts longer ago do not count."""
+    """Only restarts within this period count."""
 
 
 class RecoveryConfig(Section):
-    """Restarts by role: an engine without touching the trainer, the trainer with its engines kept warm."""
+    """Restarts by role: an engine without the trainer, the trainer while its engines keep running."""
 
     enable: bool = True
     """False stops the run at the first failure of an engine or a trainer rank."""
     policy: RestartBudget = RestartBudget()
-    """Of the trainer ranks, which are restarted together."""
+    """For the trainer ranks, which are restarted together."""
     rollout: RestartBudget = RestartBudget()
-    """Of each engine."""
+    """For each engine."""
     fewer_ranks: bool = False
-    """Go on with fewer trainer ranks where a replacement does not come up, again and again. The result is then that of
-    the other run to about 1e-5, and not bitwise."""
+    """Continue with fewer trainer ranks when a replacement repeatedly does not start. The results then equal those of a
+    run without a fault to about 1e-5 instead of bitwise."""
     memory_copy: bool | Literal["auto"] = "auto"
-    """Keep a copy of the trainer's state in shared memory after every step, so that a fault costs the present step only
-    and not those since the checkpoint. `auto`: where two copies fit into memory."""
+    """Keep a copy of the trainer's state in shared memory after every step, so that a fault repeats only the current
+    step instead of all steps since the checkpoint. `auto`: if two copies fit into memory."""
 
 
 class WatchConfig(Section):
-    """A supervisor beside the run that says who is waited for, since when, and in which line."""
+    """A supervisor beside the run, which reports which process the others wait for, since when, and in which line."""
 
     enable: bool = True
     notice_s: float = Field(3.0, gt=0)
-    """A wait in which nothing moved for so long is told: who waits for whom. Nothing is done about it."""
+    """Report a wait in which nothing has moved for this long. No action is taken."""
     confirm_after_s: float = Field(40.0, gt=0)
-    """An alive process that others wait for is to blame after so long without CPU, I/O or progress, in the same line
-    all the time; later where the same stage has taken longer before. What is dead, stopped or in a deadlock is to blame
-    at once."""
+    """Blame a live process that others wait for after this long without CPU, I/O or progress, in the same line of code;
+    later if the same stage has taken longer before. A process that is dead, stopped or in a deadlock is blamed at
+    once."""
     on_stall: Literal["report", "dump", "recover"] = "recover"
-    """Of what is confirmed: an incident is written (`environment_report`), with native stacks (`dump`), or it is also
-    handed to
-    `recovery`, and who waits for it in a collective is freed (`recover_folder`)."""
+    """The action on a confirmed stall: write an incident (`report`), with native stacks (`dump`), or also pass it to
+    `recovery` and release the ranks that wait for it in a collective (`recover`)."""

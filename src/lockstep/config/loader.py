@@ -13,7 +13,7 @@ from lockstep.base.secrets import find_secrets, redact_text
 from lockstep.config.errors import ConfigError, ConfigProblem
 from lockstep.config.recipes import GRPOConfig, RecipeConfig, SFTConfig
 
-# What people who come from TRL, verl, OpenRLHF or transformers write, and where it is here.
+# Keys of TRL, verl, OpenRLHF and transformers, and their names here.
 OTHER_FRAMEWORKS_KEYS = {
     "learning_rate": "trainer.optimizer.lr",
     "actor_learning_rate": "trainer.optimizer.lr",
@@ -127,7 +127,7 @@ OTHER_FRAMEWORKS_KEYS = {
 
 
 def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The model classes in a field's annotation, through unions, Annotated and containers."""
+    """The model classes in a field's annotation, inside unions, Annotated and containers."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif get_origin(annotation) in (Union, types.UnionType, Annotated, tuple, list):
@@ -136,7 +136,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def tag_of(model: type[BaseModel]) -> str | None:
-    """The value of a model's discriminator (`archive_kind` or `recipe`), None where it has none."""
+    """The value of a model's discriminator (`kind` or `recipe`); None if it has none."""
     for name in ("kind", "recipe"):
         if name in model.model_fields:
             annotation = model.model_fields[name].annotation
@@ -150,7 +150,7 @@ def resolve_location(
 ) -> tuple[list[type[BaseModel]], str]:
     """Follows a pydantic error location.
 
-    Returns the models at its end and the dotted path as a user writes it (without the union tags pydantic adds).
+    Returns the models at its end and the dotted path as users write it (without the union tags that pydantic adds).
     """
     path: list[str] = []
     for part in location:
@@ -175,15 +175,15 @@ def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def suggest_key(key: str, here: list[type[BaseModel]], root: type[BaseModel], path: str = "") -> str:
-    """What to write instead of the unknown `key`, or an empty string.
+    """What to write instead of an unknown key; may be empty.
 
     Args:
-        here: the models it was given to.
-        path: where it was given, dotted.
+        here: the models that do not have the key.
+        path: its dotted path.
     """
     names = sorted({name for model in here for name in model.model_fields})
     if path in dotted_keys(root):
-        return f"another kind has it; valid keys here: {', '.join(names)}"
+        return f"another kind has this key; valid keys here: {', '.join(names)}"
     if key in OTHER_FRAMEWORKS_KEYS:
         return f"here it is called '{OTHER_FRAMEWORKS_KEYS[key]}'"
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
@@ -201,7 +201,7 @@ def suggest_key(key: str, here: list[type[BaseModel]], root: type[BaseModel], pa
 
 _ADAPTER: TypeAdapter[SFTConfig | GRPOConfig] = TypeAdapter(RecipeConfig)
 _SECRET_HINT = (
-    "a run's config is written to files: put it into the environment, and name the variable where one is asked for"
+    "a run's config is written to files: put the secret into the environment, and name the variable where a field asks"
 )
 RECIPES: dict[str, type[SFTConfig] | type[GRPOConfig]] = {"sft": SFTConfig, "grpo": GRPOConfig}
 
@@ -210,14 +210,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> SFTConfig | GRPOCo
     """Reads and checks a run's file.
 
     Raises:
-        ConfigError: unreadable file, malformed YAML (with line), unknown keys, wrong types, fields that
-            contradict each other; everything that is wrong is reported at once.
+        ConfigError: unreadable file, malformed YAML (with line), unknown keys, wrong types, fields that contradict each
+            other; all problems are reported at once.
     """
     return check_config(apply_overrides(read_yaml(path), overrides), source=str(path))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping; ConfigError where there is none."""
+    """Reads a YAML mapping; ConfigError if there is none."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -252,10 +252,10 @@ def check_config(values: dict[str, Any], source: str) -> SFTConfig | GRPOConfig:
     recipe = values.get("recipe")
     if recipe not in RECIPES:
         hint = f"one of {', '.join(RECIPES)}"
-        message = "is missing" if recipe is None else f"{recipe!r} is not known"
+        message = "is missing" if recipe is None else f"{recipe!r} is unknown"
         raise ConfigError(source, [ConfigProblem("recipe", message, hint)])
     secrets = [
-        ConfigProblem(path, f"holds what looks like {kind}", _SECRET_HINT) for path, kind in find_secrets(values)
+        ConfigProblem(path, f"contains what looks like {kind}", _SECRET_HINT) for path, kind in find_secrets(values)
     ]
     if secrets:
         raise ConfigError(source, secrets)
@@ -268,7 +268,7 @@ def check_config(values: dict[str, Any], source: str) -> SFTConfig | GRPOConfig:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice, of which YAML would silently keep the last."""
+    """SafeLoader that refuses duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -307,7 +307,7 @@ def _is_follow_up(item: Any, items: Sequence[Any]) -> bool:
 
 
 def _to_problem(item: Any, root: type[BaseModel]) -> ConfigProblem:
-    """One pydantic error in the words of the file."""
+    """Converts a pydantic error to the terms of the file."""
     location, kind, given = tuple(item["loc"]), item["type"], item["input"]
     if kind == "extra_forbidden":
         here, _ = resolve_location([root], location[:-1])

@@ -27,13 +27,13 @@ class SFTConfig(RunConfig):
     """Samples per optimizer step, over all ranks."""
     loss: CrossEntropy = CrossEntropy()
     train_on_prompt: bool = False
-    """Also learn the tokens of prompts and of user turns."""
+    """Also train on the tokens of prompts and user turns."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         _check_norm_length(self.loss.aggregation, self.loss.norm_length)
         if self.rollout.max_staleness:
-            raise ValueError("rollout.max_staleness is for recipes that learn from rollouts: leave it out")
+            raise ValueError("rollout.max_staleness applies to recipes with rollouts only: leave it out")
         return self
 
 
@@ -43,8 +43,7 @@ class GRPOConfig(RunConfig):
     recipe: Literal["grpo"]
     prompts_per_step: int = Field(32, gt=0)
     group_size: int = Field(8, gt=0)
-    """Completions per prompt; 1 only with the advantage `reinforce_plus_plus_advantages`, which compares with the
-    whole step."""
+    """Completions per prompt; 1 only with the advantage `reinforce_plus_plus`, which compares with the whole step."""
     epochs: int = Field(1, gt=0)
     """Passes over a step's rollouts."""
     minibatch_size: int | None = Field(None, gt=0)
@@ -84,44 +83,44 @@ class GRPOConfig(RunConfig):
             )
         if self.group_size == 1 and self.filter_groups.enable:
             raise ValueError(
-                "filter_groups.enable with group_size 1: a group of one never has signal, set it to 2 or more"
+                "filter_groups.enable with group_size 1: a group of one never has signal; set it to 2 or more"
             )
         _check_ratio(self.rollout.sampling, self.loss)
         _check_conversations(self)
         _check_staleness(self.rollout.max_staleness, self.loss)
         if self.rollout.max_staleness and self.trainer.offload.anything:
             raise ValueError(
-                "trainer.offload makes room for engines while the trainer has nothing to do, and with "
-                "rollout.max_staleness they generate while it trains: leave one of the two out"
+                "trainer.offload frees the GPU for engines while the trainer is idle, but with rollout.max_staleness "
+                "they generate while it trains: leave one of the two out"
             )
         if self.data.kind != "reasoning_gym" and any(isinstance(term, TaskReward) for term in self.reward.terms):
-            raise ValueError(f"reward.terms has kind task, and data.kind is {self.data.kind}, not reasoning_gym")
+            raise ValueError(f"reward.terms has kind task, but data.kind is {self.data.kind}, not reasoning_gym")
         return self
 
 
 def _check_ratio(sampling: SamplingConfig, loss: PolicyLoss) -> None:
-    """Whether the engine's samples can be learned from with the configured ratio."""
+    """Checks that the configured ratio is right for the engine's samples."""
     if sampling.temperature == 0:
         raise ValueError(
-            "rollout.sampling.temperature 0 makes all completions of a group the same, and only their differences are "
-            "learned from: set it above 0 (evaluation.sampling may be greedy)"
+            "with rollout.sampling.temperature 0 all completions of a group are the same, and training needs their "
+            "differences: set it above 0 (evaluation.sampling may be greedy)"
         )
     cuts = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
     cuts = {name: value for name, value in cuts.items() if value != SamplingConfig.model_fields[name].default}
     if cuts and loss.old_logprobs == "engine":
         named = " and ".join(f"rollout.sampling.{name} {value}" for name, value in cuts.items())
         raise ValueError(
-            f"with {named} the engine's log-probabilities are those of the tokens that are left, the trainer's of "
-            "all: ratios would begin below 1, and whole updates be clipped. Set loss.old_logprobs=trainer"
+            f"with {named} the engine's log-probabilities cover the remaining tokens only, and the trainer's all "
+            "tokens: ratios would start below 1, and whole updates be clipped. Set loss.old_logprobs=trainer"
         )
 
 
 def _check_conversations(config: GRPOConfig) -> None:
-    """Whether conversations, their rewards and the groups go together."""
+    """Checks that conversations, their rewards and the groups are consistent."""
     environment = config.rollout.environment
     if environment is None:
         if any(isinstance(term, EnvironmentReward) for term in config.reward.terms):
-            raise ValueError("reward.terms has kind environment, but there is no rollout.environment to give it")
+            raise ValueError("reward.terms has kind environment, but there is no rollout.environment that gives it")
         return
     paths = math.prod(environment.branches)
     if config.group_size % paths:
@@ -132,11 +131,11 @@ def _check_conversations(config: GRPOConfig) -> None:
 
 
 def _check_staleness(max_staleness: int, loss: PolicyLoss) -> None:
-    """Whether tokens of older weights are learned from as such."""
+    """Checks that the loss accounts for tokens of older weights."""
     if max_staleness and loss.old_logprobs == "trainer" and loss.importance.kind == "off":
         raise ValueError(
             f"rollout.max_staleness {max_staleness} with loss.old_logprobs trainer treats tokens of older weights as "
-            "if the newest had made them: set loss.old_logprobs=engine (the ratio corrects), or "
+            "tokens of the newest: set loss.old_logprobs=engine (the ratio corrects), or "
             "loss.importance.kind=truncate or mask"
         )
 

@@ -1,4 +1,4 @@
-"""The reference of all fields as Markdown, from the models themselves: `python -m lockstep.config.reference`."""
+"""Generates the reference of all fields as Markdown: `python -m lockstep.config.reference`."""
 
 import sys
 import types
@@ -15,12 +15,12 @@ _SIGNS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
 def reference() -> str:
-    """One table per section, each section once, in the order in which a reader meets them."""
+    """One table per section, each section once, in the order of the fields."""
     lines = [
         "# Every field",
         "",
         "A run is a YAML file. Any field can be changed on the command line: `section.key=value`.",
-        "This page is made from the code (`python -m lockstep.config.reference`).",
+        "This page is generated (`python -m lockstep.config.reference`).",
     ]
     seen: set[type[BaseModel]] = set()
     for name, model in RECIPES.items():

@@ -1,4 +1,4 @@
-"""What completions are rewarded for."""
+"""Reward terms: verifiers, user functions, servers and judges."""
 
 import re
 from typing import Annotated, Any, Literal, Self
@@ -25,25 +25,25 @@ def _valid_pattern(pattern: str | None) -> str | None:
 
 
 class ExactMatchReward(_RewardTerm):
-    """1 where the (stripped) completion equals the answer."""
+    """1 if the (stripped) completion equals the answer."""
 
     kind: Literal["exact_match"] = "exact_match"
     ignore_case: bool = False
     extract: str | None = None
-    """A regular expression whose last match (group 1 where there is one) is compared instead of the whole."""
+    """A regular expression whose last match (group 1 if there is one) is compared instead of the whole."""
 
     _pattern = field_validator("extract")(_valid_pattern)
 
 
 class MathReward(_RewardTerm):
-    """1 where the last expression is mathematically equal to the answer (math-verify)."""
+    """1 if the last expression is mathematically equal to the answer (math-verify)."""
 
     kind: Literal["math"] = "math"
     numeric_tolerance: float | None = Field(None, ge=0)
 
 
 class RegexReward(_RewardTerm):
-    """1 where the pattern is found (`mode: search`) or spans everything (`mode: fullmatch`)."""
+    """1 if the pattern is found (`mode: search`) or matches everything (`mode: fullmatch`)."""
 
     kind: Literal["regex"] = "regex"
     pattern: str
@@ -78,35 +78,35 @@ class FunctionReward(_RewardTerm):
 
 
 class JsonSchemaReward(_RewardTerm):
-    """1 where the completion is JSON that fits a schema (JSON Schema; the draft by its `$schema`, 2020-12 without)."""
+    """1 if the completion is JSON that matches a schema (JSON Schema; the draft of its `$schema`, else 2020-12)."""
 
     kind: Literal["json_schema"] = "json_schema"
     definition: dict[str, Any] | None = None
-    """The schema itself."""
+    """The schema."""
     file: str | None = None
-    """A JSON file that holds the schema, relative to the current folder; instead of `definition`."""
+    """A JSON file with the schema, relative to the current folder; instead of `definition`."""
     extract: Literal["whole", "fenced"] = "whole"
-    """What is read: the whole completion, or its last fenced block (0 without one)."""
+    """What is parsed: the whole completion, or its last fenced block (0 if there is none)."""
     partial: float = Field(0.0, ge=0, le=1)
-    """Most that JSON which does not fit can get: times the share of the schema's `properties` that are there and
-    valid (of an array: of its items that are valid)."""
+    """Highest reward for JSON that does not match: it is multiplied by the share of the schema's `properties` that are
+    present and valid (for an array: of its items that are valid)."""
 
     @model_validator(mode="after")
     def _one_schema(self) -> Self:
         if (self.definition is None) == (self.file is None):
-            raise ValueError("give the schema either as definition or as file")
+            raise ValueError("set the schema either as definition or as file")
         if self.definition is not None:
             check_schema(self.definition)
         return self
 
 
 def check_schema(schema: Any) -> None:
-    """Raises ValueError for what is no JSON Schema: where in it, and why."""
-    from jsonschema.exceptions import SchemaError  # takes a tenth of a second, for a term that few runs have
+    """Raises ValueError for an invalid JSON Schema: where, and why."""
+    from jsonschema.exceptions import SchemaError  # its import takes 0.1 s, and few runs have such a term
     from jsonschema.validators import Draft202012Validator, validator_for
 
     if not isinstance(schema, dict):
-        raise ValueError(f"a schema is a mapping, not {type(schema).__name__}")
+        raise ValueError(f"a schema must be a mapping, not {type(schema).__name__}")
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except SchemaError as error:
@@ -118,23 +118,23 @@ _VARIABLE_PATTERN = r"^[A-Z_][A-Z0-9_]*$"
 
 
 class _RemoteTerm(_RewardTerm):
-    """What terms share that ask a server."""
+    """The fields of terms that send requests to a server."""
 
     timeout_s: float = Field(60.0, gt=0)
-    """Longest time of one try, from connecting to the last byte."""
+    """Longest time of one attempt, from connecting to the last byte."""
     retries: int = Field(5, ge=0)
-    """Further tries where another may help (refused connection, time-out, 408, 425, 429, 5xx), after waits that
-    double from half a second to half a minute, or what `Retry-After` asks for."""
+    """Further attempts after errors that may be temporary (refused connection, timeout, 408, 425, 429, 5xx), with
+    delays that double from half a second to half a minute, or as `Retry-After` says."""
     deadline_s: float = Field(300.0, gt=0)
-    """Longest time of one request with all its tries."""
+    """Longest time of one request with all its attempts."""
     concurrency: int = Field(8, gt=0)
-    """Requests under way at once, over all scorer processes."""
+    """Requests in flight at once, over all scorer processes."""
 
     @model_validator(mode="after")
     def _one_try_fits(self) -> Self:
         if self.deadline_s < self.timeout_s:
             raise ValueError(
-                f"deadline_s {self.deadline_s:g} does not leave time for one try (timeout_s {self.timeout_s:g})"
+                f"deadline_s {self.deadline_s:g} leaves no time for one attempt (timeout_s {self.timeout_s:g})"
             )
         return self
 
@@ -143,24 +143,25 @@ def _check_http_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"\s", url):
         raise ValueError("not an http:// or https:// address")
-    if parts.port == 0:  # one that is no number or too large raises by itself
-        raise ValueError("port 0 is none")
+    if parts.port == 0:  # urlsplit itself refuses a port that is not a number or too large
+        raise ValueError("port 0 is not valid")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("holds a user's name or password: put a key into the environment and name it in api_key_env")
+        raise ValueError("contains a user name or password: put a key into the environment and set api_key_env")
     return url
 
 
 class HttpReward(_RemoteTerm):
-    """A server that is asked by POST: lists in, a list out. Speaks to servers for OpenRLHF's `remote_rm_url`, too."""
+    """A server that gets a POST request with lists and returns a list. Also for servers of OpenRLHF's
+    `remote_rm_url`."""
 
     kind: Literal["http"] = "http"
     url: str
     signature: Literal["trl", "openrlhf"] = "trl"
-    """What is sent: `{"prompts", "completions", columns...}` or `{"query", "prompts", "labels"}`."""
+    """The request: `{"prompts", "completions", columns...}` or `{"query", "prompts", "labels"}`."""
     batch_size: int = Field(64, gt=0)
     """Completions per request; at most `reward.batch_size`."""
     api_key_env: str | None = Field(None, pattern=_VARIABLE_PATTERN)
-    """Environment variable with the key that is sent as `Authorization: Bearer`."""
+    """Environment variable with the key, which is sent as `Authorization: Bearer`."""
 
     _address = field_validator("url")(_check_http_url)
 
@@ -185,35 +186,35 @@ where N is a whole number from 0 (useless) to 10 (perfect).
 
 
 class JudgeReward(_RemoteTerm):
-    """A language model grades each completion, by any server that speaks OpenAI's chat completions."""
+    """A language model grades each completion, through any server with OpenAI's chat completions API."""
 
     kind: Literal["judge"] = "judge"
     base_url: str = "https://api.openai.com/v1"
-    """`/chat/completions` is added."""
+    """Base of the address; `/chat/completions` is appended."""
     model: str
     api_key_env: str | None = Field("OPENAI_API_KEY", pattern=_VARIABLE_PATTERN)
-    """Environment variable with the key; null for a server that needs none."""
+    """Environment variable with the key; null for a server without one."""
     system: str | None = None
     """System message."""
     template: str = JUDGE_TEMPLATE
-    """The user's message: Jinja, with `prompt`, `messages`, `completion`, `ray_get` (defined where the row has one) and
-    `term_columns`."""
+    """The user message: Jinja, with `prompt`, `messages`, `completion`, `answer` (defined if the row has one) and
+    `columns`."""
     pattern: str = r"(?i)\bscore\W{1,6}(-?\d+(?:\.\d+)?)"
-    """The score is the last match in the judge's answer (group 1)."""
+    """The score is the last match in the judge's reply (group 1)."""
     json_key: str | None = None
-    """Read this (dotted) key of the last JSON object in the answer instead."""
+    """Read this (dotted) key of the last JSON object in the reply instead."""
     lowest: float = 0.0
     highest: float = 10.0
-    """The score's range, which becomes 0 to 1. A score outside of it is unreadable."""
+    """The score's range, which is mapped to 0..1. A score outside of it is unreadable."""
     unreadable: float | None = None
-    """Reward where no try gave a readable score; an error when absent."""
+    """Reward if no attempt gives a readable score; an error when absent."""
     temperature: float | None = Field(0.0, ge=0)
-    """Not sent when null, as with `max_tokens`."""
+    """Not sent if null, like `max_tokens`."""
     max_tokens: int | None = Field(512, gt=0)
     extra: dict[str, Any] = {}
     """Further fields of the request: `response_format`, `reasoning_effort`, ..."""
     cache: bool = True
-    """Equal questions of a step are asked once."""
+    """Send equal requests of a step once."""
 
     _address = field_validator("base_url")(_check_http_url)
     _pattern = field_validator("pattern")(_valid_pattern)
@@ -232,7 +233,7 @@ class JudgeReward(_RemoteTerm):
             raise ValueError(f"line {error.lineno} of the template: {error.message}") from error
         if unknown:
             raise ValueError(
-                f"the template uses {', '.join(sorted(unknown))}; there are {', '.join(sorted(_TEMPLATE_VARIABLES))}"
+                f"the template uses {', '.join(sorted(unknown))}; available: {', '.join(sorted(_TEMPLATE_VARIABLES))}"
             )
         return template
 
@@ -247,17 +248,17 @@ _TEMPLATE_VARIABLES = {"prompt", "messages", "completion", "answer", "columns"}
 
 
 class EnvironmentReward(_RewardTerm):
-    """The sum of what the environment gave for the turns of the conversation (`rollout.environment`)."""
+    """The sum of the rewards that the environment gave for the turns of the conversation (`rollout.environment`)."""
 
     kind: Literal["environment"] = "environment"
 
 
 class TaskReward(_RewardTerm):
-    """What the scorer of a procedural task says (`data.kind: reasoning_gym`): 1 for a right answer, less for others."""
+    """The score of a procedural task (`data.kind: reasoning_gym`): 1 for a right answer, less for others."""
 
     kind: Literal["task"] = "task"
     extract: str | None = None
-    """A regular expression whose last match (group 1 where there is one) is the answer, instead of the whole."""
+    """A regular expression whose last match (group 1 if there is one) is the answer, instead of the whole."""
 
     _pattern = field_validator("extract")(_valid_pattern)
 
@@ -283,8 +284,8 @@ class RewardConfig(Section):
     terms: tuple[RewardTerm, ...] = Field(min_length=1)
     workers: int = Field(1, gt=0)
     timeout_s: float = Field(60.0, gt=0)
-    """Longest time for one call of one function without finishing a sample; its process is then replaced. A term that
-    asks a server has until its own `deadline_s`, where that is longer."""
+    """Longest time for one call of a function without finishing a sample; then its process is replaced. A term that
+    sends requests has its own `deadline_s`, if that is longer."""
     memory_mb: int | None = Field(None, gt=0)
     """Address space limit of a scorer process."""
     batch_size: int = Field(64, gt=0)
@@ -295,7 +296,7 @@ class RewardConfig(Section):
         for index, term in enumerate(self.terms):
             if isinstance(term, HttpReward | JudgeReward) and term.concurrency < self.workers:
                 raise ValueError(
-                    f"terms.{index}.concurrency {term.concurrency} is less than one request for each of the "
-                    f"{self.workers} workers: raise it, or lower workers"
+                    f"terms.{index}.concurrency {term.concurrency} is less than one request per worker "
+                    f"({self.workers}): raise it, or lower workers"
                 )
         return self

@@ -37,13 +37,13 @@ class MLflowConfig(Section):
 
 
 class PrometheusConfig(Section):
-    """The last values for Prometheus to scrape (extra `tracking`)."""
+    """An endpoint with the latest values for Prometheus."""
 
     kind: Literal["prometheus"] = "prometheus"
     host: str = "127.0.0.1"
-    """Interface to listen on; whoever reaches it can read the metrics."""
+    """Address to listen on; everybody who reaches it can read the metrics."""
     port: int = Field(9464, ge=0, le=65535)
-    """0 takes any free one; the log says which."""
+    """0 uses any free port, which the log names."""
 
 
 TrackerConfig = Annotated[WandBConfig | MLflowConfig | PrometheusConfig, Field(discriminator="kind")]
@@ -54,11 +54,11 @@ class EvaluationConfig(Section):
 
     data: DatasetConfig
     every: int = Field(0, ge=0)
-    """Steps between evaluations; one is always made before the first and after the last step."""
+    """Steps between evaluations; there is always one before the first step and one after the last."""
     prompts: int | None = Field(None, gt=0)
     """Number of held-out prompts; all when absent."""
     sampling: SamplingConfig | None = None
-    """Other sampling than the rollout's."""
+    """Sampling parameters for evaluation; the rollout's when absent."""
     samples_shown: int = Field(4, ge=0)
 
 
@@ -73,13 +73,13 @@ class RunConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     folder: str = "runs"
-    """The run lives in `folder/name`."""
+    """The folder of the run is `folder/name`."""
     seed: int = Field(0, ge=0)
     steps: int = Field(gt=0)
     model: ModelConfig
     data: DatasetConfig
     token_budget: int = Field(4096, gt=0)
-    """Tokens of one packed row, the unit of memory of a micro-batch."""
+    """Tokens per packed row, which sets the memory of a micro-batch."""
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig | None = None
@@ -93,7 +93,7 @@ class RunConfig(Section):
     watch: WatchConfig = WatchConfig()
     report: ReportConfig = ReportConfig()
     tracking: tuple[TrackerConfig, ...] = ()
-    """Where metrics go besides the run's folder: at most one of each kind."""
+    """Trackers for metrics besides the run's folder: at most one of each kind."""
 
     @field_validator("tracking")
     @classmethod
@@ -101,12 +101,12 @@ class RunConfig(Section):
         kinds = [tracker.kind for tracker in trackers]
         twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
         if twice:
-            raise ValueError(f"{', '.join(twice)} is there more than once")
+            raise ValueError(f"{', '.join(twice)} is listed more than once")
         return trackers
 
     @property
     def exports(self) -> list[str]:
-        """Folders within the run's that are written when it ends: `export_handle`, `adapter`, both or none."""
+        """Subfolders that are written when the run ends: `export`, `adapter`, both or none."""
         chosen = self.checkpoint.export
         merged = ["export"] if chosen in (True, "merged") else []
         return merged + (["adapter"] if self.model.adapter is not None and chosen in (True, "adapter") else [])
@@ -114,14 +114,16 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _exports_what_is_there(self) -> Self:
         if self.checkpoint.export == "adapter" and self.model.adapter is None:
-            raise ValueError("checkpoint.export 'adapter' needs one: set model.adapter, or checkpoint.export=true")
+            raise ValueError(
+                "checkpoint.export 'adapter' needs an adapter: set model.adapter, or checkpoint.export=true"
+            )
         return self
 
     @model_validator(mode="after")
     def _quantized_weights_are_whole(self) -> Self:
         if self.model.quantization is not None and self.trainer.ranks > 1:
             raise ValueError(
-                f"model.quantization needs trainer.ranks=1, got {self.trainer.ranks}: weights of bitsandbytes are not "
+                f"model.quantization needs trainer.ranks=1, got {self.trainer.ranks}: bitsandbytes weights cannot be "
                 "sharded; leave the quantization out to shard them"
             )
         if self.model.quantization is not None and self.trainer.offload.parameters:
@@ -132,8 +134,8 @@ class RunConfig(Section):
     def _takes_turns_or_goes_on(self) -> Self:
         if self.placement.shared and self.rollout.max_staleness:
             raise ValueError(
-                f"placement.colocate has engines sleep while the trainer trains, and rollout.max_staleness "
-                f"{self.rollout.max_staleness} has them generate meanwhile: leave one of the two out"
+                f"with placement.colocate engines sleep while the trainer trains, and with rollout.max_staleness "
+                f"{self.rollout.max_staleness} they generate meanwhile: leave one of the two out"
             )
         return self
 
@@ -148,14 +150,14 @@ class RunConfig(Section):
     def _fewer_ranks_compute_the_same(self) -> Self:
         if self.recovery.fewer_ranks and self.model.adapter is not None and self.model.adapter.lora_dropout:
             raise ValueError(
-                "recovery.fewer_ranks with model.adapter.lora_dropout would change the result, as which inputs are "
-                "dropped depends on the rank: leave one of the two out"
+                "recovery.fewer_ranks with model.adapter.lora_dropout would change the result, since the dropout masks "
+                "depend on the rank: leave one of the two out"
             )
         return self
 
     @model_validator(mode="after")
     def _held_out(self) -> Self:
-        """Tasks are made of seed + row: neighbouring seeds share nearly all of their rows."""
+        """A task's row depends on seed + index, so close seeds share most of their rows."""
         if self.evaluation is None:
             return self
         ours, theirs = self.data, self.evaluation.data
@@ -163,8 +165,8 @@ class RunConfig(Section):
         alike = ours.kind == theirs.kind == "reasoning_gym" and ours.path == theirs.path
         if alike and one.arguments == other.arguments and one.overlaps(other):
             raise ValueError(
-                f"evaluation.data has rows of data: a task's row is made of its seed plus its number, and the seeds "
-                f"{other.seed} to {other.seed + other.size - 1} meet those from {one.seed} to "
+                f"evaluation.data contains rows of data: a task's row depends on its seed plus its index, and the "
+                f"seeds {other.seed} to {other.seed + other.size - 1} overlap those from {one.seed} to "
                 f"{one.seed + one.size - 1}. Set evaluation.data.task.seed to {one.seed + one.size} or more"
             )
         return self

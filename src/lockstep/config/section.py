@@ -1,4 +1,4 @@
-"""The base class of all config sections."""
+"""The base class of all config sections, and the names of roles."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 FALSE_AS_OFF = BeforeValidator(lambda value: "off" if value is False else value)
-"""For choices of which one is `off`: YAML 1.1 reads that as false."""
+"""For choices with the value `off`, which YAML 1.1 reads as false."""
 
 
 def default_kind(usual: str) -> BeforeValidator:
-    """For sections of several kinds: `cluster: ray` is `cluster: {kind: ray}`, and one without a kind is the usual."""
+    """For sections of several kinds: reads `cluster: ray` as `cluster: {kind: ray}`, and fills in a missing kind."""
 
     def named(value: Any) -> Any:
         if isinstance(value, str):
@@ -21,7 +21,7 @@ def default_kind(usual: str) -> BeforeValidator:
 
 
 class Section(BaseModel):
-    """One section of a run's file: unknown keys are refused, values are immutable once checked."""
+    """One section of a run's file: unknown keys are refused, and checked values are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -32,4 +32,4 @@ ROLE_OF_PROCESSES: Mapping[str, str] = {
     "trainer ranks": "policy",
     "the environments": "environment",
 }
-"""What waits call all processes of a role, and the role."""
+"""How waits name all processes of a role, and the role."""

@@ -9,8 +9,8 @@ from lockstep.config.section import FALSE_AS_OFF, Section
 
 class CommunicationConfig(Section):
     fallback: Literal["none", "gloo"] = "none"
-    """`gloo_choice` runs the trainer's collectives on gloo where NCCL cannot be brought up, with a warning and the
-    measured cost; `none` ends the run with the finding."""
+    """`gloo` runs the trainer's collectives on gloo if NCCL does not work, with a warning and the measured cost; `none`
+    ends the run with the finding."""
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -24,7 +24,7 @@ class AdamWConfig(Section):
 
 
 class LRScheduleConfig(Section):
-    """Linear warm-up, then constant, linear or cosine decay to `is_permanent` of the peak."""
+    """Linear warm-up, then constant, linear or cosine decay to `final` times the peak."""
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
@@ -41,7 +41,7 @@ class LRScheduleConfig(Section):
 
 
 class OffloadConfig(Section):
-    """What moves to host memory while engines generate on the trainer's GPU, and back for training."""
+    """State that moves to host memory while engines generate on the trainer's GPU, and back for training."""
 
     parameters: bool = False
     optimizer: bool = False
@@ -55,12 +55,12 @@ class TrainerConfig(Section):
     ranks: int = Field(1, gt=0)
     """Data-parallel ranks; parameters are sharded over them with FSDP2."""
     replicas: int = Field(1, gt=0)
-    """Copies of the sharded parameters (HSDP), each on `ranks / replicas` neighbouring ranks: gathers stay within a
+    """Copies of the sharded parameters (HSDP), each on `ranks / replicas` neighbouring ranks: all-gathers stay within a
     copy, such as a host, and only gradients cross."""
     threads: int | None = Field(None, gt=0)
-    """Torch threads of a rank; the cores are shared out evenly when absent."""
+    """Torch threads per rank; an even share of the cores when absent."""
     reshard_after_forward: bool = True
-    """True frees gathered layers after forward (ZeRO-3), False keeps them until backward (ZeRO-2)."""
+    """True frees gathered layers after forward (ZeRO-3), false keeps them until backward (ZeRO-2)."""
     activation_checkpointing: bool = False
     optimizer: AdamWConfig = AdamWConfig()
     schedule: LRScheduleConfig = LRScheduleConfig()
@@ -68,14 +68,14 @@ class TrainerConfig(Section):
     head_chunk: int = Field(1024, gt=0)
     """Target positions per chunk of the head and loss: `[chunk, vocabulary]` is the largest logits tensor."""
     compile: Annotated[Literal["off", "layers"], FALSE_AS_OFF] = "off"
-    """`layers` compiles the decoder layers with torch.compile (a C++ compiler is needed on the CPU): some CPU seconds
-    once per rank, then faster steps."""
+    """`layers` compiles the decoder layers with torch.compile (needs a C++ compiler on the CPU): some CPU seconds once
+    per rank, then faster steps."""
     malloc: Literal["tuned", "default"] = "tuned"
-    """`tuned` lets the C library keep memory between steps instead of giving it back (glibc; the CPU's steps get
-    faster, the process stays at its peak)."""
+    """`tuned` lets the C library keep freed memory between steps (glibc; faster steps on the CPU, while the process
+    stays at its peak memory)."""
     offload: OffloadConfig = OffloadConfig()
     collective_timeout_s: float = Field(1800.0, gt=0)
-    """Bound of one collective, on every communicator."""
+    """Timeout of one collective, on every communicator."""
 
     @property
     def shards(self) -> int:
@@ -86,40 +86,39 @@ class TrainerConfig(Section):
     def _replicas_fit(self) -> Self:
         if self.replicas > 1 and (self.ranks % self.replicas or self.shards < 2):
             raise ValueError(
-                f"replicas {self.replicas} must divide ranks {self.ranks}, and leave two at least to shard a copy over"
+                f"replicas {self.replicas} must divide ranks {self.ranks} and leave at least two ranks per copy"
             )
         return self
 
 
 class CheckpointConfig(Section):
     every: int = Field(50, ge=0)
-    """Steps between checkpoints; 0 keeps only the last step's."""
+    """Steps between checkpoints; 0 writes only the last step's."""
     keep_last: int = Field(2, ge=2)
-    """Two at least: step files are kept until the second newest checkpoint."""
+    """At least two: step files are kept until the second newest checkpoint."""
     keep_best: bool = True
-    """Keep the checkpoint of the best evaluation as well."""
+    """Also keep the checkpoint of the best evaluation."""
     export: bool | Literal["merged", "adapter"] = True
-    """Write `export_handle`, a folder that `AutoModelForCausalLM.from_pretrained` loads, when the run ends; with an
-    adapter (merged there) also `adapter`, which `PeftModel.from_pretrained` loads. Or only one of the two."""
+    """When the run ends, write `export`, a folder for `AutoModelForCausalLM.from_pretrained` (an adapter is merged into
+    it), and with an adapter also `adapter`, for `PeftModel.from_pretrained`. Or only one of the two."""
 
 
 class WeightSyncConfig(Section):
-    """Engines on the trainer's node read from its shared memory. What brings weights to others is chosen by
-    `transport`."""
+    """Engines on the trainer's node read weights from its shared memory. `transport` brings them to other engines."""
 
     transport: Literal["auto", "nccl", "cuda_ipc", "shared", "gloo", "files"] = "auto"
-    """Between GPUs `nccl_choice`, or `cuda_ipc` where engines and trainer share them; through host memory `shared` on
-    one host, `gloo_choice` between hosts, `incident_files` in a folder that all hosts see. `auto` takes the fastest
-    that reaches all engines, and says which."""
+    """Between GPUs `nccl`, or `cuda_ipc` where engines and trainer share GPUs; through host memory `shared` on one
+    host, `gloo` between hosts, `files` in a folder that all hosts see. `auto` uses the fastest one that reaches all
+    engines, and logs which."""
     delta: bool = False
-    """Send only the buckets that have changed since the version that the engines have."""
+    """Send only the buckets that differ from the engines' version."""
     bucket_mb: float = Field(64.0, gt=0)
-    """Bytes that are gathered, sent and checked at once, in MiB."""
+    """Size of a bucket, the unit of gathering, sending and checking, in MiB."""
     check: Literal["sampled", "complete"] = "sampled"
     """Checksums over samples of every bucket, or over all bytes."""
     receiver_limit_s: float = Field(60.0, gt=0)
-    """A node for which nothing moves for this long is left behind, and brought up to date beside the run; a reader that
-    keeps memory for this long that a version needs is ended. The trainer does not wait longer."""
+    """How long the trainer waits without progress: a node that makes none is left behind and catches up later; a reader
+    that holds memory that a new version needs is killed."""
     folder: str | None = None
-    """For `incident_files`: a folder that the trainer's and all engines' hosts see; the run makes one of its own in
-    it. In the run's folder when absent."""
+    """For `files`: a folder that the hosts of the trainer and of all engines see; the run creates its own in it. In the
+    run's folder when absent."""

@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-ROOMS = ("lockstep.base", "lockstep.watch", "lockstep.cluster", "lockstep.weights", "lockstep.rollout", "lockstep.models")
+ROOMS = (
+    "lockstep.base",
+    "lockstep.watch",
+    "lockstep.cluster",
+    "lockstep.weights",
+    "lockstep.rollout",
+    "lockstep.models",
+)
 """Whose code runs in other processes, where what is raised goes through pickle."""
 EXTRAS = ("lockstep.cluster.ray", "lockstep.rollout.vllm")
 """What cannot be imported without them, but for the errors."""

@@ -39,13 +39,13 @@ LINK = NetworkInterface("eth1", "169.254.3.4")
     [
         pytest.param(NetworkInterface("", "0.0.0.0"), "reaches none.*--node-ip-address", id="unspecified"),
         pytest.param(NetworkInterface("", "::"), "reaches none", id="unspecified six"),
-        pytest.param(LO, "other hosts do not reach", id="loopback"),
-        pytest.param(DOCKER, "bridge for the containers.*cluster.interface", id="docker"),
-        pytest.param(NetworkInterface("cni-podman0", "10.88.0.1"), "bridge for the containers", id="podman"),
-        pytest.param(NetworkInterface("br0", "10.88.0.1", bridge=True), "bridge for the containers", id="any bridge"),
+        pytest.param(LO, "other hosts cannot reach", id="loopback"),
+        pytest.param(DOCKER, "bridge that only containers.*cluster.interface", id="docker"),
+        pytest.param(NetworkInterface("cni-podman0", "10.88.0.1"), "bridge that only containers", id="podman"),
+        pytest.param(NetworkInterface("br0", "10.88.0.1", bridge=True), "bridge that only containers", id="any bridge"),
         pytest.param(LINK, "link-local", id="link-local"),
         pytest.param(NetworkInterface("eth0", "fe80::1"), "link-local", id="link-local six"),
-        pytest.param(NetworkInterface("eth0", "node-7"), "no IP address", id="a name"),
+        pytest.param(NetworkInterface("eth0", "node-7"), "not an IP address", id="a name"),
     ],
 )
 def test_what_other_hosts_do_not_reach_is_refused(interface: NetworkInterface, why: str) -> None:
@@ -60,7 +60,7 @@ def test_alone_loopback_is_right_but_nothing_at_all_is_not() -> None:
     assert reachable_address("here", [LO, ETH], None, None, several=False).address == "127.0.0.1"
     with pytest.raises(UnreachableAddress, match="reaches none"):
         check_reachable_address("here", NetworkInterface("", "0.0.0.0"), several=False)
-    with pytest.raises(UnreachableAddress, match="other hosts do not reach"):
+    with pytest.raises(UnreachableAddress, match="other hosts cannot reach"):
         reachable_address("here", [LO, ETH], None, None, several=True)
 
 
@@ -70,10 +70,10 @@ def test_an_interface_by_the_beginning_of_its_name() -> None:
     assert reachable_address("b", found, None, "docker", several=True) is DOCKER, "whoever names it means it"
     with pytest.raises(UnreachableAddress, match=r"wlan.*set cluster\.interface to one of lo, ibp12s0, eth0, docker0"):
         reachable_address("b", found, None, "wlan", several=True)
-    with pytest.raises(UnreachableAddress, match="other hosts do not reach"):
+    with pytest.raises(UnreachableAddress, match="other hosts cannot reach"):
         reachable_address("b", found, None, "lo", several=True)
     down = NetworkInterface("eth0", "10.1.0.4", up=False)
-    with pytest.raises(UnreachableAddress, match="has no address"):
+    with pytest.raises(UnreachableAddress, match="without an address"):
         reachable_address("b", [LO, down], None, "eth", several=True)
 
 
@@ -87,9 +87,9 @@ def test_nodes_of_a_cluster() -> None:
         check_node_addresses([("a", "0.0.0.0")], [("a", "0.0.0.0")])
     with pytest.raises(UnreachableAddress, match=r"a is known as 127\.0\.0\.1"):
         check_node_addresses([b, bad], [bad, b])
-    with pytest.raises(UnreachableAddress, match=r"b is known as 10\.1\.0\.2, and so is c"):
+    with pytest.raises(UnreachableAddress, match=r"b is known as 10\.1\.0\.2, which is also the address of c"):
         check_node_addresses([a, b], [a, b, c])
-    with pytest.raises(UnreachableAddress, match=r"and so is another Ray of that host: .* has one Ray"):
+    with pytest.raises(UnreachableAddress, match=r"also the address of another Ray of that host: .* only one Ray"):
         check_node_addresses([b], [a, b, b])
 
 
@@ -97,7 +97,7 @@ def test_this_host() -> None:
     found = network_interfaces()
     assert NetworkInterface("lo", "127.0.0.1") in found
     assert route_source_address("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(UnreachableAddress, match="the way there is not known"):
+    with pytest.raises(UnreachableAddress, match="has no route to it"):
         reachable_address("here", found, "no-such-host.invalid", None, several=True)
 
 
@@ -167,8 +167,8 @@ def test_the_route_to_the_peer_decides(host: str) -> None:
 @needs_namespaces
 def test_what_reaches_nobody_is_refused(host: str) -> None:
     assert "interface pod0), a bridge" in seen(host, "10.88.0.7")["refused"]
-    assert "other hosts do not reach" in seen(host, "127.0.0.1")["refused"]
-    assert "the way there is not known" in seen(host, "10.55.0.1")["refused"]
+    assert "other hosts cannot reach" in seen(host, "127.0.0.1")["refused"]
+    assert "has no route to it" in seen(host, "10.55.0.1")["refused"]
 
 
 def test_the_store_of_a_host_that_has_ipv6_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

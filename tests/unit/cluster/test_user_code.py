@@ -41,7 +41,7 @@ def test_what_was_lost_with_its_node_is_done_again_a_few_times(lost: int, caplog
     else:
         with pytest.raises(WorkerDied):
             retry_lost_nodes(lambda: next(coming).result("scores"), "scores")
-    told = ["scorer-0 vanished (its node b is lost); another scores in its place"] * min(lost, MAX_LOST_NODES - 1)
+    told = ["scorer-0 vanished (its node b is lost); a new process scores in its place"] * min(lost, MAX_LOST_NODES - 1)
     assert caplog.messages == told
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.base.secrets import HIDDEN
+from lockstep.cluster.cluster_node import RayNode, private_ray_environment
 from lockstep.cluster.placement.bundles import NodeResources
 from lockstep.cluster.protocol import WorkerSpec
-from lockstep.cluster.ray.ray_nodes import RayNode, private_ray_environment
 from lockstep.cluster.worker_environment import (
     NEVER_FORWARDED,
     ForwardedEnvironment,
@@ -108,7 +108,7 @@ def test_what_differs_is_told_with_the_remedy() -> None:
     said = difference_messages(found)
     assert said == [
         "workers on b have HF_TOKEN=[hidden], and this shell has [hidden]: set cluster.env.HF_TOKEN to be sure",
-        "workers on b have NCCL_DEBUG=INFO, which this shell has not",
+        "workers on b have NCCL_DEBUG=INFO, which is not set in this shell",
         "NCCL_IB_HCA=mlx5 of this shell does not reach workers on b: name it in cluster.forward_env, or set "
         "cluster.env.NCCL_IB_HCA",
         "workers on b, c have TRITON_CACHE_DIR=/b, and this shell has /a: set cluster.env.TRITON_CACHE_DIR to be sure",
@@ -159,7 +159,7 @@ def test_the_interface_of_nccl_is_the_users_where_they_name_one() -> None:
 
 def test_workers_of_a_ray_node_know_how_it_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {
-        "address": "10.1.0.4", "interface": "eth0", "shared": "/dev/shm/r", "affairs": "/r/n", "logs": "/r/l",
+        "address": "10.1.0.4", "interface": "eth0", "shared": "/dev/shm/r", "cluster_dir": "/r/n", "logs": "/r/l",
         "place": "elsewhere", "beacons": "/dev/shm", "environment": {"VLLM_HOST_IP": "old", "PATH": "/bin"},
     }  # fmt: skip
     facts = NodeResources("id-1", "node-b", "10.1.0.4", 8, 2, 8, 2)

@@ -267,9 +267,9 @@ def test_whoever_waits_says_on_whom(tmp_path: Any, monkeypatch: pytest.MonkeyPat
         ({"url": "http://host/a b"}, "not an http"),
         ({"url": "http://host:port/"}, "[Pp]ort"),
         ({"url": "http://host:70000/"}, "[Pp]ort"),
-        ({"url": "http://me:pw@host/x"}, "holds a user's name or password"),
+        ({"url": "http://me:pw@host/x"}, "contains a user name or password"),
         ({"api_key_env": "sk-123"}, "pattern"),
-        ({"deadline_s": 1}, "does not leave time for one try"),
+        ({"deadline_s": 1}, "leaves no time for one attempt"),
     ],
 )
 def test_what_cannot_work_is_refused_in_the_config(change: dict[str, Any], words: str) -> None:
@@ -278,5 +278,5 @@ def test_what_cannot_work_is_refused_in_the_config(change: dict[str, Any], words
 
 
 def test_fewer_requests_than_scorers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"terms.0.concurrency 2 .* 3 workers"):
+    with pytest.raises(ValueError, match=r"terms.0.concurrency 2 .* per worker .3."):
         RewardConfig.model_validate({"terms": [{"kind": "http", "url": "http://x", "concurrency": 2}], "workers": 3})

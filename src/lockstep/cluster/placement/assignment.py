@@ -35,23 +35,23 @@ __all__ = [
 ]  # fmt: skip
 
 NodeLookup = Callable[[RayClusterConfig], list[NodeResources]]
-"""How a plan gets to know the nodes of a running cluster, within seconds. Raises ConnectionError, with what to do,
-where it cannot be reached."""
+"""Queries the nodes of a running cluster within seconds. Raises ConnectionError, with a fix, if the cluster cannot be
+reached."""
 
 _CPU_UNITS = 10_000
-"""Parts of a CPU that are told apart, as in Ray."""
+"""Smallest fraction of a CPU, as in Ray."""
 _UNKNOWN_MEMORY = 1 << 40
 _TRIAL_BUDGET = 1_000
-"""Patterns tried for one alternative."""
+"""Patterns tried for one suggestion."""
 
 
 class DoesNotFit(PicklableError, PlacementError):
-    """The nodes cannot hold the run, also when nobody else uses them.
+    """The nodes cannot hold the run, even if no other run uses them.
 
     Args:
         bundle: one that has no place.
         why: a sentence.
-        largest: the node that has most of what it needs.
+        largest: the node that has most of what the bundle needs.
         alternatives: settings with which the run would fit.
     """
 
@@ -62,11 +62,11 @@ class DoesNotFit(PicklableError, PlacementError):
 
 
 class NodesBusy(PicklableError, PlacementError):
-    """The nodes could hold the run, but others use them now.
+    """The nodes could hold the run, but are in use.
 
     Args:
         waiting: bundles that have no place now.
-        users: nodes that others use, each with how much.
+        users: nodes in use, each with the amount.
     """
 
     def __init__(self, waiting: Sequence[Bundle], users: Sequence[str]) -> None:
@@ -80,7 +80,7 @@ class NodesBusy(PicklableError, PlacementError):
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """What a run has of one node."""
+    """The part of one node that a run uses."""
 
     node: NodeResources
     bundles: tuple[Bundle, ...]
@@ -100,16 +100,16 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A place for every process."""
+    """A node for every process."""
 
     nodes: tuple[NodeResources, ...]
     bundles: tuple[Bundle, ...]
     shares: tuple[NodeShare, ...] = field(init=False)
-    """Of the nodes that are used, in the order of `nodes`."""
+    """The nodes that are used, in the order of `nodes`."""
     node_of: dict[str, NodeResources] = field(init=False)
     """By process."""
     slots: dict[str, tuple[int, ...]] = field(init=False)
-    """By process: its GPUs, as numbers among those that the run has on the node (`Share.gpus`)."""
+    """By process, its GPUs as indices among those of the run on that node (`NodeShare.gpus`)."""
 
     def __post_init__(self) -> None:
         on_node: dict[int, list[Bundle]] = {}
@@ -129,7 +129,7 @@ class Assignment:
         object.__setattr__(self, "node_of", {name: share.node for share in shares for name in share.processes})
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
-        """For people: node, address, processes, CPUs, GPUs, the last two of how many."""
+        """Table rows: node, address, processes, CPUs, GPUs; the last two as used of available."""
         return [
             (
                 share.node.name,
@@ -143,15 +143,15 @@ class Assignment:
 
 
 def assign(wanted: Sequence[ProcessRequest], placement: PlacementConfig, nodes: Sequence[NodeResources]) -> Assignment:
-    """A place for each process; the same for the same arguments.
+    """Assigns each process to a node; deterministic.
 
-    `pack` begins with the node that has most GPUs (then CPUs), `spread` gives each role's next process to the node that
+    `pack` starts with the node that has most GPUs (then CPUs), `spread` gives each role's next process to the node that
     has the fewest of them. Ranks keep their order over the nodes, so that neighbours are together.
 
     Raises:
         PlacementError: the placement contradicts itself.
-        DoesNotFit: these nodes can never hold them.
-        Busy: they could, but others use them now.
+        DoesNotFit: these nodes can never hold the processes.
+        NodesBusy: they could, but are in use.
     """
     return _assign_bundles(
         make_bundles(wanted, placement), placement, nodes, lambda: _find_suggestions(wanted, placement, nodes)
@@ -159,7 +159,7 @@ def assign(wanted: Sequence[ProcessRequest], placement: PlacementConfig, nodes: 
 
 
 def relax_placement(placement: PlacementConfig) -> PlacementConfig:
-    """For those who have lost their place: on however many nodes there are."""
+    """A placement for processes that lost their node: on any number of nodes."""
     return placement.model_copy(update={"policy": RolePlacement(), "rollout": RolePlacement()})
 
 
@@ -207,7 +207,7 @@ def _find_suggestions(
 
 
 def group_alike(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
-    """Bundles of the same roles and the same needs, in their order."""
+    """Groups bundles with the same roles and needs, in order."""
     groups: dict[object, list[Bundle]] = {}
     for bundle in bundles:
         groups.setdefault((bundle.roles, bundle.cpus, bundle.gpus, bundle.memory, bundle.alone), []).append(bundle)
@@ -228,11 +228,11 @@ def _node_capacity(node: NodeResources, now: bool) -> SizeVector:
 def _unplaced(
     groups: Sequence[list[Bundle]], kinds: Sequence[BundleKind], rooms: list[SizeVector], spread: bool
 ) -> list[Bundle]:
-    """Those for which nothing is left once the others have their place, largest first."""
+    """The bundles that do not fit beside the others, largest first."""
     order = sorted(range(len(kinds)), key=lambda k: (not kinds[k].once, tuple(-n for n in kinds[k].size), k))
     _, left = largest_first([kinds[k] for k in order], rooms, spread)
     found = [bundle for k, many in zip(order, left, strict=True) for bundle in groups[k][len(groups[k]) - many :]]
-    return found or [groups[order[-1]][-1]]  # each has its place, but not all at once
+    return found or [groups[order[-1]][-1]]  # each kind fits, but not all at once
 
 
 def _does_not_fit(
@@ -259,7 +259,7 @@ def _does_not_fit(
     total = sum(node.gpus for node in nodes) if gpus_matter else None
     all_have = _format_resources(total, sum(node.cpus for node in nodes), known)
     why = (
-        f"{bundle.title()} ({bundle.needs()}) has no place beside the others: in all {asked} are asked for, and "
+        f"{bundle.title()} ({bundle.needs()}) does not fit beside the others: the run needs {asked} in all, and "
         f"{len(nodes)} node{'s have' if len(nodes) > 1 else ' has'} {all_have}, the largest ({largest.name}) {has}"
     )
     return DoesNotFit(bundle, why, largest, alternatives)
@@ -270,13 +270,13 @@ def _fits_alone(kind: BundleKind, rooms: Sequence[SizeVector]) -> bool:
 
 
 def _format_resources(gpus: float | None, cpus: float, memory: int = 0) -> str:
-    """None for GPUs of which nobody speaks."""
+    """Leaves GPUs out where they are None."""
     of_gpus = "" if gpus is None else f"{gpus:g} GPUs and "
     return f"{of_gpus}{cpus:g} CPUs" + (f" and {format_bytes(memory)}" if memory else "")
 
 
 def _usage_by_node(nodes: Sequence[NodeResources]) -> list[str]:
-    """What others use, by node."""
+    """The resources in use, by node."""
     found = []
     for node in nodes:
         gpus, cpus = node.gpus - node.free_gpus, node.cpus - node.free_cpus

@@ -12,27 +12,27 @@ SizeVector = tuple[int, ...]
 KindCounts = tuple[int, ...]
 
 SEARCH_BUDGET = 10_000
-"""Patterns that a search tries; fewer than ten nodes with five kinds of bundles need hundreds."""
+"""Patterns that a search tries; up to ten nodes with five kinds of bundles need hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundleKind:
-    """Bundles that are alike."""
+    """A number of equal bundles."""
 
     size: SizeVector
     count: int
     once: bool = False
-    """A node takes one at most."""
+    """At most one per node."""
 
 
 def pack_bundles(
     kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], spread: bool = False, budget: int = SEARCH_BUDGET
 ) -> list[KindCounts] | None:
-    """`[nodes][kinds]`: how many each node takes; None where there is no way, or none was found within the budget.
+    """`[nodes][kinds]`: how many each node takes; None where there is no solution, or none was found within the budget.
 
     Args:
-        rooms: what each node has, in the order in which nodes are to be filled.
-        spread: evenly over the nodes, instead of filling one before the next.
+        rooms: the resources of each node, in the order in which nodes are filled.
+        spread: distribute evenly over the nodes, instead of filling one before the next.
     """
     order = sorted(range(len(kinds)), key=lambda k: (not kinds[k].once, tuple(-n for n in kinds[k].size), k))
     sorted_kinds = [kinds[k] for k in order]
@@ -51,7 +51,7 @@ def pack_bundles(
 def largest_first(
     kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], spread: bool
 ) -> tuple[list[KindCounts], list[int]]:
-    """`[nodes][kinds]`, and how many of each kind found no place. Takes kinds in their order."""
+    """`[nodes][kinds]`, and how many of each kind did not fit. Takes kinds in their order."""
     left = [list(room) for room in rooms]
     counts = [[0] * len(kinds) for _ in rooms]
     over = []
@@ -74,7 +74,7 @@ def _fill_nodes(kind: BundleKind, k: int, left: list[list[int]], counts: list[li
 
 
 def _spread_evenly(kind: BundleKind, k: int, left: list[list[int]], counts: list[list[int]]) -> int:
-    """To the node with the fewest of the kind, then with the fewest bundles at all."""
+    """Prefers the node with the fewest bundles of the kind, then with the fewest bundles."""
     wanted = kind.count
     heap = [(0, sum(row), number) for number, row in enumerate(counts) if _room_for(kind, left[number])]
     heapq.heapify(heap)
@@ -89,7 +89,7 @@ def _spread_evenly(kind: BundleKind, k: int, left: list[list[int]], counts: list
 
 
 def _room_for(kind: BundleKind, room: Sequence[int]) -> int:
-    """How many of a kind fit into what is left of a node."""
+    """How many bundles of a kind fit into the rest of a node."""
     many = min((has // needs for has, needs in zip(room, kind.size, strict=True) if needs), default=kind.count)
     return min(max(many, 0), 1) if kind.once else max(many, 0)
 
@@ -100,7 +100,7 @@ def _subtract(room: list[int], size: SizeVector, many: int) -> None:
 
 
 def _may_fit(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector]) -> bool:
-    """Whether each kind fits as long as it is alone, and all do where nodes could be cut as one likes."""
+    """Necessary conditions: each kind fits alone, and all fit if nodes could be divided freely."""
     if any(sum(_room_for(kind, room) for room in rooms) < kind.count for kind in kinds):
         return False
     return _fits_in_total([kind.count for kind in kinds], kinds, [sum(axis) for axis in zip(*rooms, strict=True)])
@@ -112,8 +112,8 @@ def _fits_in_total(wanted: Sequence[int], kinds: Sequence[BundleKind], room: Seq
 
 
 def _search_patterns(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], budget: int) -> list[KindCounts] | None:
-    """Depth first over the nodes, and over the patterns that fill each: a node that takes more never makes it harder
-    for the rest. What is left to place after some node and failed once fails again."""
+    """Depth-first search over the nodes, and over the patterns that fill each node: filling a node never makes the rest
+    harder. A remainder that failed once after some node fails again."""
     after = [[0] * len(rooms[0])]
     for room in reversed(rooms):
         after.append([sum(pair) for pair in zip(after[-1], room, strict=True)])
@@ -146,7 +146,7 @@ def _search_patterns(kinds: Sequence[BundleKind], rooms: Sequence[SizeVector], b
 
 
 def _patterns(kinds: Sequence[BundleKind], wanted: KindCounts, room: SizeVector) -> Iterator[KindCounts | None]:
-    """Combinations of kinds to which none can be added, most of the first kind first; None for one that is no such."""
+    """Combinations of kinds that cannot be extended, most of the first kind first; None for an extendable one."""
     counts = [0] * len(kinds)
 
     def below(k: int, left: list[int]) -> Iterator[KindCounts | None]:

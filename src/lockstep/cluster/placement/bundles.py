@@ -11,56 +11,56 @@ COUNT_FIELD = {
     "reward": "reward.workers",
     "environment": "rollout.environment.workers",
 }
-"""By role, the field that says how many processes it has."""
+"""By role, the config field that sets its number of processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeResources:
-    """A living node as its cluster knows it."""
+    """A node that is alive, as its cluster reports it."""
 
     id: str
     name: str
-    """As its user knows it."""
+    """As users know it."""
     address: str
     cpus: float
     gpus: float
     free_cpus: float
     free_gpus: float
     memory: int = 0
-    """Bytes; 0 where it is not known."""
+    """Bytes; 0 where unknown."""
     head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRequest:
-    """A process that is to have a place."""
+    """A process and the resources that it needs."""
 
     name: str
     role: str
-    """`policy`, `rollout`, `check_reward` or `environment`."""
+    """`policy`, `rollout`, `reward` or `environment`."""
     rank: int
     cpus: float
     gpus: int = 0
-    """Of one node: those of an engine are its tensor-parallel group."""
+    """On one node: an engine's GPUs are its tensor-parallel group."""
     memory: int = 0
-    """Bytes of the node's memory; 0 where it is not known."""
+    """Bytes of the node's memory; 0 where unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What is reserved together, on one node, for processes that share its GPUs or belong together."""
+    """Resources that are reserved together on one node, for processes that share GPUs or belong together."""
 
     processes: tuple[str, ...]
     cpus: float
     gpus: int
     memory: int
     slots: dict[str, tuple[int, ...]]
-    """Of each process, which of the bundle's GPUs it uses."""
+    """By process, the indices of the bundle's GPUs that it uses."""
     roles: tuple[str, ...] = ()
     alone: bool = False
-    """No other of the same kind on its node: the placement says on how many nodes the role is."""
+    """At most one bundle of its kind per node: the placement sets the number of nodes of the role."""
     node: int | None = None
-    """Number of its node in the list that was given; None before it has one."""
+    """Index of its node in the given list; None before it is placed."""
 
     def needs(self) -> str:
         """For people."""
@@ -79,8 +79,9 @@ class PlacementError(ValueError):
 
 
 def make_bundles(wanted: Sequence[ProcessRequest], placement: PlacementConfig) -> list[Bundle]:
-    """All processes in bundles: one each, one for a role's share of a node where the placement says how many nodes it
-    has, and one for ranks and the engine that share GPUs. Ranks in their order, so that neighbours stay neighbours.
+    """Groups all processes into bundles: one per process; one for a role's share of a node where the placement sets the
+    number of nodes; one for an engine and the ranks that share GPUs. Ranks keep their order, so neighbours stay
+    together.
 
     Raises:
         PlacementError: nodes, GPUs per node and number of processes contradict each other.
@@ -96,7 +97,7 @@ def make_bundles(wanted: Sequence[ProcessRequest], placement: PlacementConfig) -
 
 
 def total_gpus(wanted: Sequence[ProcessRequest], placement: PlacementConfig) -> int:
-    """Of all together, those that are shared once. Raises PlacementError."""
+    """GPUs of all bundles; shared ones count once. Raises PlacementError."""
     return sum(bundle.gpus for bundle in make_bundles(wanted, placement))
 
 
@@ -113,7 +114,7 @@ def _separate_bundles(processes: Sequence[ProcessRequest], role: RolePlacement) 
 def _colocated_bundles(
     ranks: Sequence[ProcessRequest], engines: Sequence[ProcessRequest], placement: PlacementConfig
 ) -> list[Bundle]:
-    """An engine is with the ranks whose GPUs it uses: engine e of width w with the ranks from e*w on."""
+    """Puts engine e of width w with the ranks from e*w on, whose GPUs it uses."""
     width = max(engines[0].gpus // max(ranks[0].gpus, 1), 1)
     if len(engines) * width > len(ranks):
         raise PlacementError(
@@ -124,7 +125,7 @@ def _colocated_bundles(
     each = processes_per_node("policy", _merge_role_placements(placement), len(ranks), 1)
     if each is not None and each % width:
         raise PlacementError(
-            f"an engine has its {width} GPUs on one node, and {each} policy ranks are on each: with "
+            f"an engine needs its {width} GPUs on one node, and each node has {each} policy ranks: with "
             f"placement.colocate set rollout.engine.tensor_parallel_size to a divisor of {each}"
         )
     size = width if each is None else each
@@ -140,7 +141,7 @@ def _colocated_bundles(
 
 
 def _merge_role_placements(placement: PlacementConfig) -> RolePlacement:
-    """Of roles that share GPUs. What only one of them says holds for both."""
+    """The placement of roles that share GPUs: a value that is set for one role holds for both."""
     policy, rollout = placement.policy, placement.rollout
     for field in ("nodes", "gpus_per_node"):
         one, other = getattr(policy, field), getattr(rollout, field)
@@ -158,18 +159,18 @@ def _merge_role_placements(placement: PlacementConfig) -> RolePlacement:
 
 
 def processes_per_node(role: str, said: RolePlacement, count: int, width: int) -> int | None:
-    """How many processes of `width` GPUs each of the role's nodes has; None where that is left open. On CPUs
-    (`width` 1), GPUs per node are processes per node.
+    """How many processes of `width` GPUs each node of the role has; None where the placement leaves it open. On CPUs
+    (`width` 1), GPUs per node mean processes per node.
 
     Raises:
-        PlacementError: what is said contradicts the number of processes.
+        PlacementError: the placement contradicts the number of processes.
     """
     nodes, gpus, name = said.nodes, said.gpus_per_node, f"placement.{role}"
     field = COUNT_FIELD[role]
     if gpus is not None and gpus % width:
         raise PlacementError(
-            f"{name}.gpus_per_node {gpus} is no multiple of the {width} GPUs of an engine, which are on one node: "
-            f"set rollout.engine.tensor_parallel_size to a divisor of {gpus}"
+            f"{name}.gpus_per_node {gpus} is not a multiple of the {width} GPUs of an engine, which must be on one "
+            f"node: set rollout.engine.tensor_parallel_size to a divisor of {gpus}"
         )
     if gpus is not None and nodes is not None and nodes * gpus != count * width:
         of_each = f", {width} for each" if width > 1 else ""
@@ -188,7 +189,7 @@ def processes_per_node(role: str, said: RolePlacement, count: int, width: int) -
         return None
     if count % nodes:
         raise PlacementError(
-            f"{field} {count} is not shared out evenly over {name}.nodes {nodes}: set it to "
+            f"{field} {count} cannot be divided evenly among {name}.nodes {nodes}: set it to "
             f"{-(-count // nodes) * nodes}, or the nodes to a divisor"
         )
     return count // nodes
@@ -200,7 +201,7 @@ def _single_bundle(process: ProcessRequest) -> Bundle:
 
 
 def _combined_bundle(roles: Sequence[Sequence[ProcessRequest]], alone: bool = False) -> Bundle:
-    """Of roles that share GPUs; the processes of one role have their own."""
+    """A bundle for roles that share GPUs; each process of one role has its own."""
     slots: dict[str, tuple[int, ...]] = {}
     gpus = 0
     for role in roles:
@@ -217,7 +218,7 @@ def _combined_bundle(roles: Sequence[Sequence[ProcessRequest]], alone: bool = Fa
 
 
 def place_bundle(bundle: Bundle, node: int | None) -> Bundle:
-    """The bundle with another place."""
+    """A copy of the bundle on another node."""
     return replace(bundle, node=node)
 
 
@@ -227,7 +228,7 @@ def format_bytes(size: float) -> str:
 
 
 def abbreviate_names(names: Sequence[str]) -> str:
-    """`policy-0..3, engine-0` for names of consecutive numbers."""
+    """Joins names, with ranges for consecutive numbers: `policy-0..3, engine-0`."""
     runs: list[tuple[str, str, str]] = []
     for name in names:
         stem, dash, number = name.rpartition("-")

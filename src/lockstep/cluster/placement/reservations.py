@@ -16,56 +16,55 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.5
 UNBOUNDED_S = 10 * 365 * 86400.0
-"""Of others' work, which nobody here can know; the wait is visible."""
+"""A wait for other runs has no known bound; it is visible."""
 
 
 class ReservationConflict(PlacementError):
-    """What was free a moment ago cannot be reserved any more: another look says what is."""
+    """Resources that were free a moment ago are not any more."""
 
 
 class AllocatorUnavailable(ConnectionError):
-    """Nobody says now what is free, or reserves it."""
+    """The resource manager cannot report or reserve resources at the moment."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """Where a process is to be."""
+    """The node and GPUs of a process."""
 
     node: str
-    """Its id."""
+    """Id of the node."""
     gpus: tuple[str, ...] = ()
-    """As CUDA_VISIBLE_DEVICES has them."""
+    """In the form of CUDA_VISIBLE_DEVICES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What is reserved on one node, together."""
+    """Resources that are reserved together on one node."""
 
     group: str
-    """By which it is given back."""
+    """Id with which it is released."""
     node: str
-    """Its id."""
+    """Id of the node."""
     gpus: dict[str, tuple[str, ...]]
     """By process."""
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> Self:
-        """Of `asdict`, after it was JSON."""
+        """From the JSON of `asdict`."""
         return cls(said["group"], said["node"], {name: tuple(gpus) for name, gpus in said["gpus"].items()})
 
 
 ReserveFunction = Callable[[Assignment], list[Reservation]]
-"""Reserves an assignment, or nothing of it. Raises Taken, and what else there is in the way."""
+"""Reserves all of an assignment or nothing. Raises ReservationConflict, among other errors."""
 
 
 class ReservationTable:
-    """The place of each process that was planned, by its planned name; one who comes after it has the same.
+    """The reservation of each planned process, by its planned name; a replacement uses its predecessor's.
 
     Args:
-        held: what an earlier controller of the run has reserved.
+        held: reservations of an earlier controller of the run.
 
-    Whoever is wanted and has no place is homeless, until a `move`. One thread at a time may `gather_outcomes` or
-    `move`.
+    A process whose reservation is lost has none until a `move`. One thread at a time may call `settle` or `move`.
     """
 
     def __init__(
@@ -74,16 +73,16 @@ class ReservationTable:
         self._wanted, self._placement = {each.name: each for each in wanted}, placement
         self.held = list(held)
         self._dismissed: set[str] = set()
-        """Ranks without which the trainer goes on."""
+        """Ranks that the trainer runs without."""
         self._told, self._told_at = "", 0.0
         self._lock = threading.Lock()
 
     def __contains__(self, name: str) -> bool:
-        """Whether something is to be reserved for it."""
+        """Whether resources are to be reserved for the process."""
         return name in self._wanted
 
     def of(self, name: str) -> ProcessPlacement | None:
-        """Where it is to be; None where nothing is reserved for it."""
+        """Where the process runs; None where nothing is reserved for it."""
         held = next((each for each in self.held if name in each.gpus), None)
         return None if held is None else ProcessPlacement(held.node, held.gpus[name])
 
@@ -97,14 +96,14 @@ class ReservationTable:
         busy_limit_s: float | None,
         notice_after_s: float,
     ) -> None:
-        """A place for each, as soon as others have left enough; what is waited for is told.
+        """Reserves a place for each process, as soon as other runs have released enough; waits visibly.
 
         Args:
-            look: the nodes as they are now. Raises Silent, then later again.
+            look: returns the current nodes. AllocatorUnavailable means: try again later.
 
         Raises:
-            PlacementError, DoesNotFit: also where others have nothing.
-            WaitTimeout: others did not leave within the limit.
+            PlacementError, DoesNotFit: the run would not fit on idle nodes either.
+            WaitTimeout: other runs did not release enough within the limit.
         """
 
         def attempt() -> bool | None:
@@ -117,20 +116,20 @@ class ReservationTable:
             return True
 
         waits.poll(
-            attempt, kind="placement", waits_for="nodes of the cluster", why="what others use now is free",
+            attempt, kind="placement", waits_for="nodes of the cluster", why="resources that are in use become free",
             every_s=POLL_S, timeout_s=busy_limit_s or UNBOUNDED_S, notice_after_s=None,
         )  # fmt: skip
 
     def lose(self, node: str) -> list[str]:
-        """Whoever was on a node is homeless; the groups that are to be given back."""
+        """Drops the reservations on a lost node; the groups to release."""
         with self._lock:
             lost = [each for each in self.held if each.node == node]
             self.held = [each for each in self.held if each.node != node]
         return [each.group for each in lost]
 
     def muster(self, ranks: Collection[str], nodes: Collection[str]) -> None:
-        """Says which trainer ranks there are from now on. Those of them that have no place on one of these nodes (by
-        their ids) have that of a rank that is none any more."""
+        """Sets the current trainer ranks. A rank without a place on one of these nodes (given by id) gets the place of
+        a rank that is no longer used."""
         policy = [each.name for each in self._wanted.values() if each.role == "policy"]
         with self._lock:
             self._dismissed = {name for name in policy if name not in ranks}
@@ -140,11 +139,11 @@ class ReservationTable:
                     self._exchange(name, free.pop(0))
 
     def move(self, name: str, nodes: Sequence[NodeResources], reserve: ReserveFunction) -> None:
-        """Another place for it and for all who are homeless, of what others have left free. Where that is not enough,
-        ranks go first, as nothing goes on without them.
+        """Reserves a new place for the process, and for all others without one, on free resources. If there is too
+        little, trainer ranks have priority, as the run cannot continue without them.
 
         Raises:
-            PlacementError: no place; and what `reserve_groups` raises.
+            PlacementError: no place; and what `reserve` raises.
         """
         refused: PlacementError | None = None
         for wanted in self._together(name):
@@ -159,7 +158,7 @@ class ReservationTable:
         raise refused
 
     def tell(self, text: str, again_after_s: float = float("inf")) -> None:
-        """Why somebody has no place: once, until it is another reason."""
+        """Logs why a process has no place: once per reason."""
         now = time.monotonic()
         if text != self._told or now - self._told_at > again_after_s:
             log.warning("%s", text)
@@ -172,7 +171,7 @@ class ReservationTable:
         return [each for name, each in self._wanted.items() if name not in placed and name not in self._dismissed]
 
     def _together(self, name: str) -> Iterator[list[ProcessRequest]]:
-        """With whom it is to get a place: with all, else with as few as can be."""
+        """Sets of processes to reserve for together: all that have no place, else as few as possible."""
         homeless = self._homeless()
         yield homeless
         bundles = make_bundles(homeless, self._loose(homeless))
@@ -195,8 +194,8 @@ class ReservationTable:
             self.held = [*self.held, *held]
         self._told = ""
         for node, address, processes, cpus, gpus in assignment.rows():
-            has = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
-            log.log(level, "%s: on %s (%s), which has %s for them", processes, node, address, has)
+            available = f"{cpus} CPUs" + (f" and {gpus} GPUs" if gpus else "")
+            log.log(level, "reserved for %s on %s (%s): %s", processes, node, address, available)
 
     def _is_on(self, name: str, nodes: Collection[str]) -> bool:
         place = self.of(name)

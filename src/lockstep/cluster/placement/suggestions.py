@@ -9,11 +9,11 @@ from lockstep.config.cluster import PlacementConfig, RolePlacement
 FitCheck = Callable[[Sequence[ProcessRequest], PlacementConfig], bool]
 
 MAX_SUGGESTIONS = 4
-"""Alternatives that are told."""
+"""Largest number of suggestions."""
 
 
 def suggest_placements(wanted: Sequence[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> list[str]:
-    """Settings with each of which it would fit; one change where one is enough."""
+    """Settings with each of which the run would fit; a single change if one is enough."""
     found: list[str] = []
     for look in (
         _suggest_colocation,
@@ -39,7 +39,7 @@ def _processes_of(wanted: Sequence[ProcessRequest], role: str) -> list[ProcessRe
 
 
 def _keep_first(wanted: Sequence[ProcessRequest], role: str, count: int) -> list[ProcessRequest]:
-    """The first `count_newlines` of a role, and all of the others."""
+    """The first `count` processes of a role, and all other processes."""
     return [each for each in wanted if each.role != role or each.rank < count]
 
 
@@ -72,7 +72,7 @@ def _suggest_fewer_ranks(wanted: list[ProcessRequest], placement: PlacementConfi
 
     def less(count: int) -> tuple[list[ProcessRequest], PlacementConfig]:
         fewer = _keep_first(wanted, "policy", count)
-        if placement.shared and engines:  # an engine has its ranks' GPUs
+        if placement.shared and engines:  # an engine uses its ranks' GPUs
             fewer = _keep_first(fewer, "rollout", min(len(engines), count // max(engines[0].gpus, 1)))
         return fewer, placement.model_copy(
             update={"policy": _on_fewer_nodes(placement.policy, "policy", wanted, count)}
@@ -100,7 +100,7 @@ def _suggest_fewer_engines(wanted: list[ProcessRequest], placement: PlacementCon
 
 
 def _on_fewer_nodes(role: RolePlacement, name: str, wanted: Sequence[ProcessRequest], count: int) -> RolePlacement:
-    """With as many on each node as before."""
+    """With the same number per node as before."""
     all_of = len(_processes_of(wanted, name))
     if role.nodes is None or all_of % role.nodes or count % (all_of // role.nodes):
         return role
@@ -108,7 +108,7 @@ def _on_fewer_nodes(role: RolePlacement, name: str, wanted: Sequence[ProcessRequ
 
 
 def _suggest_any_nodes(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
-    """Roles that may be on any number of nodes."""
+    """Removes limits on the number of nodes."""
     for names in (("policy",), ("rollout",), ("policy", "rollout")):
         said = {name: getattr(placement, name) for name in names}
         fields = [
@@ -141,7 +141,7 @@ def _suggest_fewer_scorers(wanted: list[ProcessRequest], placement: PlacementCon
 
 
 def _suggest_halving(wanted: list[ProcessRequest], placement: PlacementConfig, fits: FitCheck) -> Iterator[str]:
-    """All numbers and the engines' width halved, again and again; without what says on how many nodes a role is."""
+    """Halves all counts and the engines' width repeatedly, without limits on the number of nodes."""
     any_number = {"nodes": None, "gpus_per_node": None}
     open_ = {name: getattr(placement, name).model_copy(update=any_number) for name in ("policy", "rollout")}
     said = open_ != {"policy": placement.policy, "rollout": placement.rollout}
@@ -161,8 +161,8 @@ def _suggest_halving(wanted: list[ProcessRequest], placement: PlacementConfig, f
 
 
 def _largest_fitting(have: int, fits: Callable[[int], bool]) -> Iterator[int]:
-    """The largest number below `have` that fits: of small ones each is tried, of large ones those that halving leads
-    to and the round ones near them."""
+    """The largest number below `have` that fits: all small numbers are tried; of large ones, those that repeated
+    halving reaches and the round numbers near them."""
     if have <= 64:
         tried: Sequence[int] = range(have - 1, 0, -1)
     else:

@@ -37,33 +37,33 @@ _request_ids = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class StartedActor:
-    """An actor, and what it says of its node."""
+    """An actor and its facts about its node."""
 
-    keeper: Any
+    actor: Any
     found: Mapping[str, Any]
 
 
 def start_actors(nodes: Sequence[NodeResources], site: RunSite) -> list[StartedActor]:
-    """One actor for each node. Raises NodeRefused."""
-    actor = ray.remote(NodeActor)
-    keepers: list[tuple[NodeResources, Any, Any]] = []
+    """Starts an actor on each node. Raises NodeRefused."""
+    actor_class = ray.remote(NodeActor)
+    node_actors: list[tuple[NodeResources, Any, Any]] = []
     found = []
     try:
         for node in nodes:
-            employed = actor.options(
+            options = actor_class.options(
                 name=f"keeper-{node.id}-{secrets.token_hex(3)}", namespace=site.run, lifetime="detached",
                 num_cpus=0, max_concurrency=4,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
             )  # fmt: skip
-            keeper = ray_call(partial(employed.remote, site, node.name), f"the run's actor on {node.name} is made")
-            keepers.append((node, keeper, keeper.facts.remote()))
-        for node, keeper, facts in keepers:
+            actor = ray_call(partial(options.remote, site, node.name), f"creating the run's actor on {node.name}")
+            node_actors.append((node, actor, actor.facts.remote()))
+        for node, actor, facts in node_actors:
             try:
-                found.append(StartedActor(keeper, ray_get(facts, node.name, "Ray starts the run's actor there")))
+                found.append(StartedActor(actor, ray_get(facts, node.name, "Ray starts the run's actor there")))
             except ray.exceptions.RayError as error:
                 raise NodeRefused(_refusal_message(node.name, error)) from error
     except BaseException:
-        kill_actors(keeper for _, keeper, _ in keepers)
+        kill_actors(actor for _, actor, _ in node_actors)
         raise
     return found
 
@@ -71,12 +71,12 @@ def start_actors(nodes: Sequence[NodeResources], site: RunSite) -> list[StartedA
 def start_compatible_actors(
     nodes: Sequence[NodeResources], site: RunSite, known: Mapping[str, InstalledVersions], with_gpus: set[str]
 ) -> tuple[list[StartedActor], dict[str, InstalledVersions]]:
-    """Actors on nodes that fit together, also with those that are there already (`known`: their versions, by name;
-    `with_gpus`: those of them that have some), and the versions of all. Nothing is left where they do not.
+    """Starts actors on nodes whose versions are compatible with each other and with those of the run's other nodes
+    (`known`: by name; `with_gpus`: names of those with GPUs); on all or on none. Returns them, and all versions.
 
     Raises:
-        NodeRefused: one cannot take part.
-        VersionError: what is installed there does not go together.
+        NodeRefused: a node cannot take part.
+        VersionError: the nodes' versions are not compatible.
     """
     found = start_actors(nodes, site)
     versions = {**known, **{each.name: of.found["versions"] for each, of in zip(nodes, found, strict=True)}}
@@ -85,53 +85,53 @@ def start_compatible_actors(
         for warning in check_node_versions(versions, dict.fromkeys(versions, REQUIRED_PACKAGES), gpus):
             log.warning("%s", warning)
     except BaseException:
-        kill_actors(of.keeper for of in found)
+        kill_actors(of.actor for of in found)
         raise
     return found, versions
 
 
-def kill_actors(keepers: Iterable[Any]) -> None:
-    """Ends actors of this controller's that nobody else can have found."""
-    for keeper in keepers:
+def kill_actors(node_actors: Iterable[Any]) -> None:
+    """Kills actors of this controller that no other controller can have found."""
+    for actor in node_actors:
         with contextlib.suppress(RayUnresponsive):
-            ray_call(partial(ray.kill, keeper), "an actor of the run is ended")
+            ray_call(partial(ray.kill, actor), "killing an actor of the run")
 
 
-def stop_actors(keepers: Iterable[tuple[str, Any]], generation: int) -> None:
-    """Ends actors, each with the name of its node before it, with their agents and what they have reserved; but for
-    those that a later generation has. Who does not answer ends by itself, as nobody asks for it any more."""
-    asked = [(name, keeper.leave.remote(generation)) for name, keeper in keepers]
+def stop_actors(node_actors: Iterable[tuple[str, Any]], generation: int) -> None:
+    """Stops actors (pairs of node name and actor) with their agents and reservations, except those of a later
+    generation. An actor that does not respond ends by itself, since it gets no more requests."""
+    asked = [(name, actor.leave.remote(generation)) for name, actor in node_actors]
     until = time.monotonic() + STOP_ACTORS_S
     for name, ref in asked:
         try:
             ray_get(ref, name, "the run's actor there ends", timeout_s=max(0.1, until - time.monotonic()))
         except Superseded as error:
-            log.warning("what %s has there stays: %s", name, error)
+            log.warning("the actor on %s stays: %s", name, error)
         except (ray.exceptions.RayError, WaitTimeout) as error:
-            log.info("%s does not say that its actor ends: %s", name, error)
+            log.info("the actor on %s has not confirmed its end: %s", name, error)
 
 
-def tie_to_controller(keepers: Iterable[tuple[str, Any, bool]], generation: int, grace_s: float) -> None:
-    """Has actors, each with the name of its node before it and whether that is this host after it, live as long as this
-    process, and so much longer; those elsewhere as long as their agent does.
+def tie_to_controller(node_actors: Iterable[tuple[str, Any, bool]], generation: int, grace_s: float) -> None:
+    """Binds the lives of actors to this process, plus the grace. For each: node name, actor, and whether it is on this
+    host; actors on other hosts live as long as their agents.
 
     Raises:
         Superseded: a later generation has the run.
-        WaitTimeout, ray's errors: one does not answer.
+        WaitTimeout, Ray's errors: an actor does not respond.
     """
     pid = os.getpid()
     me = pid, processes.start_ticks(pid)
     asked = [
-        (name, keeper.watch_controller.remote(generation, *(me if here else (None, None)), grace_s))
-        for name, keeper, here in keepers
+        (name, actor.watch_controller.remote(generation, *(me if here else (None, None)), grace_s))
+        for name, actor, here in node_actors
     ]
     for name, ref in asked:
-        ray_get(ref, name, "the run's actor there learns of this controller")
+        ray_get(ref, name, "the run's actor there follows this controller")
 
 
-def request_agent(keeper: Any, leader: Leader, grace_s: float) -> Any:
-    """A reference on the address of another agent of that actor's."""
-    return keeper.start_agent.remote(next(_request_ids), asdict(leader), grace_s)
+def request_agent(actor: Any, leader: Leader, grace_s: float) -> Any:
+    """Requests a new agent from an actor; a reference to its address."""
+    return actor.start_agent.remote(next(_request_ids), asdict(leader), grace_s)
 
 
 def _refusal_message(name: str, error: BaseException) -> str:
@@ -150,10 +150,10 @@ REACHABILITY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ListeningPort:
-    """A port on which somebody of a run listens."""
+    """A port on which a process of the run listens."""
 
     what: str
-    """Who does: `the controller`."""
+    """The process, such as `the controller`."""
     node: str
     host: str
     port: int
@@ -162,30 +162,30 @@ class ListeningPort:
 def check_reachable_from_nodes(
     nodes: Sequence[tuple[str, Any]], listening: dict[str, tuple[str, int]], ports: PortRange | None
 ) -> None:
-    """Every node, by its name and its actor, to where this host listens, by who does.
+    """Checks that every node (name and actor) reaches the ports of this host (addresses by process).
 
     Raises:
-        NodeRefused: one does not.
-        WaitTimeout, ray's errors: its actor does not answer.
+        NodeRefused: a node does not.
+        WaitTimeout, Ray's errors: its actor does not respond.
     """
     doors = [ListeningPort(what, socket.gethostname(), *where) for what, where in listening.items()]
-    asked = [(name, keeper.dial.remote([(door.host, door.port) for door in doors])) for name, keeper in nodes]
+    asked = [(name, actor.dial.remote([(door.host, door.port) for door in doors])) for name, actor in nodes]
     for name, ref in asked:
-        for door, why in zip(doors, ray_get(ref, name, "whether it gets to this host", REACHABILITY_S), strict=True):
+        for door, why in zip(doors, ray_get(ref, name, "whether it reaches this host", REACHABILITY_S), strict=True):
             if why is not None:
                 raise _unreachable_error(name, door, why, ports)
 
 
 def check_reachable_from_here(door: ListeningPort, ports: PortRange | None) -> None:
-    """This host, to where a node listens. Raises NodeRefused."""
+    """Checks that this host reaches a port of a node. Raises NodeRefused."""
     why = connect_problem(door.host, door.port)
     if why is not None:
         raise _unreachable_error(socket.gethostname(), door, why, ports)
 
 
 def _unreachable_error(who: str, door: ListeningPort, why: str, ports: PortRange | None) -> NodeRefused:
-    what = "it, or ports that cluster.ports names," if ports is None else f"{ports[0]} to {ports[1]} (cluster.ports)"
+    what = "it, or ports set in cluster.ports," if ports is None else f"{ports[0]} to {ports[1]} (cluster.ports)"
     return NodeRefused(
-        f"{who} does not get to port {door.port} of {door.node} ({door.host}), where {door.what} listens ({why}): "
+        f"{who} cannot reach port {door.port} of {door.node} ({door.host}), where {door.what} listens ({why}): "
         f"open {what} between all nodes of the run"
     )

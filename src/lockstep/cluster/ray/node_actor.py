@@ -39,11 +39,11 @@ from lockstep.watch.agent.service_discovery import Leader, ServiceAddress, Super
 from lockstep.watch.procfs import processes
 
 DIAL_S = 5.0
-"""A firewall that drops what it does not let in answers nothing."""
+"""A firewall that drops packets sends no reply."""
 
 
 def connect_problem(host: str, port: int) -> str | None:
-    """Why nobody answers there; None where somebody does."""
+    """Why a connection to the port fails; None if it succeeds."""
     try:
         check_reachable(host, port, "whether its port is open", DIAL_S)
     except OSError as error:
@@ -52,100 +52,101 @@ def connect_problem(host: str, port: int) -> str | None:
 
 
 LINGER_S = 180.0
-"""Without a controller on this host and without an agent the actor waits at least so long to be asked for something;
-nodes are employed and reserved within that."""
+"""Without a controller on this host and without an agent, the actor waits at least this long for requests; starting
+actors and reserving resources takes less."""
 CHECK_S = 1.0
 REPLY_SENT_S = 0.2
-"""An answer is on its way within this."""
+"""A reply has been sent after this time."""
 RELEASE_S = 3.0
 SHARED_FOLDER_MARK = "seen-from-all-nodes"
-"""File of the run's folder by which a node finds out whether it shares that folder with the controller."""
+"""File in the run's folder by which a node detects whether it shares that folder with the controller."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSite:
-    """What every node is told of the run."""
+    """What every node needs to know about the run."""
 
     run: str
     token: str
-    """It comes as an argument as the variables of a `runtime_env` are shown by Ray's dashboard."""
+    """An argument, because Ray's dashboard shows the variables of a `runtime_env`."""
     folder: str
-    """The run's, on the controller's host."""
+    """The run's folder, on the controller's host."""
     cwd: str
-    """The controller's working folder there."""
+    """The controller's working folder."""
     mark: str
-    """What the file `SHARED_FOLDER_MARK` in `folder` says."""
+    """The content of the file `SHARED_FOLDER_MARK` in `folder`."""
     peer: str | None
-    """Address of a node that is to reach the others; None where there is no other."""
+    """Address of the node that must reach the others; None if there is no other."""
     interface: str | None
-    """Name, or beginning of the name, of the interface to use instead of the one on the way there."""
+    """Name, or prefix of the name, of the interface to use instead of that of the route."""
     several: bool
     """Whether there are other hosts."""
     ports: PortRange | None
-    """On which agents may listen; any when None."""
+    """Ports on which agents may listen; any when None."""
 
     @staticmethod
     def of(
-        run: str, token: str, folder: str, affairs: Path, peer: str | None, interface: str | None, several: bool,
+        run: str, token: str, folder: str, cluster_dir: Path, peer: str | None, interface: str | None, several: bool,
         ports: PortRange | None,
     ) -> "RunSite":  # fmt: skip
-        """With a new mark, in the folder `affairs` of the run's folder."""
-        affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """Creates a site with a new mark, in the subfolder `cluster_dir` of the run's folder."""
+        cluster_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         mark = secrets.token_hex(8)
-        write_atomically(affairs / SHARED_FOLDER_MARK, mark.encode())
+        write_atomically(cluster_dir / SHARED_FOLDER_MARK, mark.encode())
         return RunSite(run, token, folder, str(Path.cwd()), mark, peer, interface, several, ports)
 
 
 class NodeActor:
-    """On one node, of that name.
+    """The actor on the node `name`.
 
     Raises:
-        UnreachableAddress: others do not reach this node.
-        PermissionError: somebody else has the folder for what is kept here.
+        UnreachableAddress: other nodes cannot reach this node.
+        PermissionError: another user owns the folder for the files of this actor.
     """
 
     def __init__(self, site: RunSite, name: str) -> None:
         self._run, self._token, self._ports, self._name = site.run, site.token, site.ports, name
         self._began = time.time()
         self._generation = 0
-        """The latest that was heard of: what an earlier one asks for is refused from then on."""
+        """The latest generation seen; requests of earlier ones are refused."""
         self._order = 0, 0
-        """Generation and number of the latest order of an agent."""
+        """Generation and number of the latest request for an agent."""
         self._starting, self._admitting, self._reserving = threading.Lock(), threading.Lock(), threading.Lock()
         self._interface = reachable_address(name, network_interfaces(), site.peer, site.interface, site.several)
         self._folder = self._find_folder(Path(site.folder), site.mark)
         self._cwd = site.cwd if Path(site.cwd).is_dir() else str(self._folder)
-        self._affairs = self._folder / "cluster" / "nodes" / name
+        self._cluster_dir = self._folder / "cluster" / "nodes" / name
         self._logs = self._folder / "logs"
-        for each in (self._affairs, self._logs):
+        for each in (self._cluster_dir, self._logs):
             each.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._agent: ServiceAddress | None = None
         self._controller: tuple[int, int | None] | None = None
         self._grace_s, self._wanted_at = 0.0, time.monotonic()
         self._groups: list[Any] = []
         self._held: list[dict[str, Any]] = []
-        threading.Thread(target=self._watch, name="keeper", daemon=True).start()
+        threading.Thread(target=self._watch, name="actor", daemon=True).start()
 
     def facts(self) -> dict[str, Any]:
-        """Of the node, for the controller."""
+        """The facts about the node that the controller needs."""
         return {
             "host": socket.gethostname(), "address": self._interface.address, "interface": self._interface.name,
-            "place": processes.pid_namespace(), "shared": str(run_shm_dir(self._run)), "affairs": str(self._affairs),
+            "place": processes.pid_namespace(),
+            "shared": str(run_shm_dir(self._run)), "cluster_dir": str(self._cluster_dir),
             "logs": str(self._logs), "python": sys.executable, "cwd": self._cwd,
             "versions": node_versions.installed_versions(), "environment": original_environment(),
             "beacons": str(shm_root()),
         }  # fmt: skip
 
     def start_agent(self, order: int, leader: dict[str, Any], orphan_grace_s: float) -> dict[str, Any]:
-        """Another agent, whose workers find `leader`; one that was before is killed, and its workers with it. What is
-        in the run's shared memory stays: weights are, and other workers come back to them.
+        """Starts a new agent whose workers find `leader`; kills the previous agent and its workers. The run's shared
+        memory stays: it holds weights, which new workers use again.
 
         Args:
-            order: number among those of its generation. An order that arrives late, behind a later one, is void.
+            order: number of the request within its generation. A request that arrives after a later one is void.
 
         Raises:
             Superseded: a later generation has the run.
-            AgentError: it does not come up, or the order is void.
+            AgentError: the agent does not start, or the request is void.
         """
         chosen = Leader(**leader)
         self._admit(chosen.generation)
@@ -154,21 +155,21 @@ class NodeActor:
             self._order = max(self._order, mine)
         with self._starting:
             if mine < self._order:
-                raise AgentError("start", f"another agent was asked for meanwhile on {self._name}")
+                raise AgentError("start", f"a later request for an agent on {self._name} has arrived")
             self.watch_controller(chosen.generation, chosen.pid, chosen.start_ticks, orphan_grace_s)
             chosen.publish(self._run)
             if self._agent_lives:
                 assert self._agent is not None
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._agent.pid, signal.SIGKILL)  # the kernel kills its workers
+                    os.kill(self._agent.pid, signal.SIGKILL)  # the kernel kills its workers as well
             self._agent = start_agent(
-                self._run, self._token, self._affairs, generation=chosen.generation, orphan_grace_s=orphan_grace_s,
+                self._run, self._token, self._cluster_dir, generation=chosen.generation, orphan_grace_s=orphan_grace_s,
                 host=self._interface.address, node=self._name, controller=chosen.pid, ports=self._ports,
             )  # fmt: skip
             return asdict(self._agent)
 
     def dial(self, places: list[tuple[str, int]]) -> list[str | None]:
-        """Why nobody is reached from here at these addresses and ports; None where somebody is."""
+        """For each address and port: why a connection from this node fails; None if it succeeds."""
         return [connect_problem(*place) for place in places]
 
     @property
@@ -181,12 +182,12 @@ class NodeActor:
                 raise Superseded(self._run, generation, self._generation)
             self._generation, self._wanted_at = generation, time.monotonic()
 
-    def heritage(self, generation: int, files: list[tuple[str, str]]) -> dict[str, Any]:
-        """What a later controller needs to go on with what is here; from here on the grace is its own. With one of its
-        `incident_files` (see `freshness.imported`) that has changed since this actor was started. Raises Superseded."""
+    def hand_over(self, generation: int, files: list[tuple[str, str]]) -> dict[str, Any]:
+        """What a later controller needs to continue with this node; from now on its grace counts. Includes one of its
+        `files` (see `node_versions.imported_files`) that has changed since this actor started. Raises Superseded."""
         self._admit(generation)
         with self._starting:
-            if not self._agent_lives:  # and no worker: what they have left explains nothing any more
+            if not self._agent_lives:  # nor any worker, so that their beacons are outdated
                 shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)
             return {
                 "token": self._token, "held": self._held,
@@ -195,15 +196,14 @@ class NodeActor:
             }  # fmt: skip
 
     def watch_controller(self, generation: int, pid: int | None, start_ticks: int | None, grace_s: float) -> None:
-        """Whose end is to be this actor's, so long after; a pid of this host. Raises Superseded."""
+        """Binds this actor's life to a process of this host, plus the grace. Raises Superseded."""
         self._admit(generation)
         self._controller = None if pid is None else (pid, start_ticks)
         self._grace_s = grace_s
 
     def reserve(self, generation: int, bundle: dict[str, float], counting: list[str]) -> str:
-        """Makes a placement group of this actor's, on the node that its resources name; its id. Its groups that are not
-        among those `counting` are given back first: the answer that told of them has not arrived, or Ray was silent
-        when they were to be given back. Raises Superseded."""
+        """Creates a placement group on this node; its id. Groups that are not in `counting` are released first: the
+        controller does not know of them, or could not release them because Ray did not respond. Raises Superseded."""
         self._admit(generation)
         with self._reserving:
             for left in [each for each in self._groups if each.id.hex() not in counting]:
@@ -214,20 +214,20 @@ class NodeActor:
         return str(group.id.hex())
 
     def keep(self, generation: int, held: list[dict[str, Any]]) -> None:
-        """For a later controller: who has what of it (see `cluster.places.Held`). Raises Superseded."""
+        """Stores the reservations (see `Reservation`) for a later controller. Raises Superseded."""
         self._admit(generation)
         self._held = held
 
     def leave(self, generation: int) -> None:
-        """Ends the agent with its workers, gives back what is reserved, and goes. Raises Superseded."""
+        """Stops the agent with its workers, releases the reservations, and ends. Raises Superseded."""
         self._admit(generation)
         with self._starting:
             try:
                 self._end()
-                with contextlib.suppress(WaitTimeout):  # they go with this actor in any case
+                with contextlib.suppress(WaitTimeout):  # they end with this actor in any case
                     waits.future(
-                        run_in_thread(self._give_back, "gives back"), waits_for="Ray",
-                        why="what is reserved is given back",
+                        run_in_thread(self._give_back, "releases"), waits_for="Ray",
+                        why="releasing the reservations",
                         timeout_s=RELEASE_S,
                     )  # fmt: skip
             finally:
@@ -245,13 +245,13 @@ class NodeActor:
         with contextlib.suppress(OSError):
             if (folder / "cluster" / SHARED_FOLDER_MARK).read_text() == mark:
                 return folder
-        own = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"  # a name that anybody could take first
+        own = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"  # another user could create it first
         return make_private_dir(own, "remove it, or set TMPDIR where Ray is started") / self._run
 
     def _watch(self) -> None:
-        """Ends the actor when nobody can want it any more."""
+        """Ends the actor when no controller can need it any more."""
         while self._is_wanted():
-            waits.sleep(CHECK_S, "the next look at who wants this actor")
+            waits.sleep(CHECK_S, "the next check whether this actor is needed")
         self._end()
         os._exit(0)
 
@@ -262,12 +262,12 @@ class NodeActor:
         if watched is None:
             patience_s = max(LINGER_S, self._grace_s)
         else:
-            patience_s = self._grace_s if self._agent is not None else 0.0  # without one nobody can go on here
+            patience_s = self._grace_s if self._agent is not None else 0.0  # without an agent nothing can be adopted
         return now - self._wanted_at <= patience_s
 
 
 def original_environment() -> dict[str, str]:
-    """Of whoever started Ray on this node, before Ray changed it for its workers."""
+    """The environment of the process that started Ray on this node, before Ray changed it for its workers."""
     try:
         own = psutil.Process(int(os.environ["RAY_RAYLET_PID"])).environ()
     except (KeyError, ValueError, psutil.Error):

@@ -17,28 +17,28 @@ from lockstep.cluster.placement.reservations import Reservation, ReservationConf
 from lockstep.cluster.ray.ray_session import RayUnresponsive, ray_call, ray_get
 
 NODE_PIN = 0.001
-"""Of the resource `node:ADDRESS`, which each node has one of."""
+"""Amount of the resource `node:ADDRESS`, of which each node has 1."""
 RESERVE_LIMIT_S = 20.0
-"""What was free a moment ago is reserved within this, or somebody else has it."""
+"""Free resources are reserved within this time; otherwise another run has taken them."""
 
 
 def reserve_groups(
-    keepers: Mapping[str, Any],
+    node_actors: Mapping[str, Any],
     generation: int,
     assignment: Assignment,
     held: Sequence[Reservation],
     notice_after_s: float,
 ) -> list[Reservation]:
-    """Has the actor of each node (by its id) reserve what the run is to have there beside what it holds, in a group of
-    its own, which goes with that actor.
+    """Has each node's actor (by node id) reserve the run's share of the node, beside what it holds, in a placement
+    group that ends with the actor.
 
     Raises:
-        Taken: the nodes are not as they were.
+        ReservationConflict: the nodes have changed.
         Superseded: a later generation has the run.
-    Nothing stays reserved where it fails; where Ray is silent then, until the actor is asked again or goes.
+    On failure nothing stays reserved; where Ray does not respond, only until the actor's next request or its end.
     """
     asked = [
-        keepers[share.node.id].reserve.remote(
+        node_actors[share.node.id].reserve.remote(
             generation, _bundle_resources(share), [each.group for each in held if each.node == share.node.id]
         )
         for share in assignment.shares
@@ -57,11 +57,11 @@ def reserve_groups(
 
 
 def _to_reservations(groups: Sequence[PlacementGroup], assignment: Assignment) -> list[Reservation]:
-    """With the GPUs that each process has."""
+    """The groups as reservations, with the GPUs of each process."""
     found = []
     asked = [_query_gpu_ids(group, share.gpus) for group, share in zip(groups, assignment.shares, strict=True)]
     for group, share, ref in zip(groups, assignment.shares, asked, strict=True):
-        ids = [] if ref is None else ray_get(ref, share.node.name, "which GPUs of it are the run's")
+        ids = [] if ref is None else ray_get(ref, share.node.name, "the ids of the run's GPUs")
         slots = {name: assignment.slots.get(name, ()) for name in share.processes}
         gpus = {name: tuple(ids[slot] for slot in of) for name, of in slots.items()}
         found.append(Reservation(str(group.id.hex()), share.node.id, gpus))
@@ -69,10 +69,10 @@ def _to_reservations(groups: Sequence[PlacementGroup], assignment: Assignment) -
 
 
 def remove_group(name: str) -> None:
-    """Gives a placement group back; where Ray does not answer, its actor does so later. Idempotent."""
+    """Releases a placement group; where Ray does not respond, its actor does so later. Idempotent."""
     with contextlib.suppress(RayUnresponsive):
         group = PlacementGroup(PlacementGroupID(bytes.fromhex(name)))
-        ray_call(lambda: remove_placement_group(group), "what is reserved is given back")
+        ray_call(lambda: remove_placement_group(group), "releasing a reservation")
 
 
 def _bundle_resources(share: NodeShare) -> dict[str, float]:
@@ -81,7 +81,7 @@ def _bundle_resources(share: NodeShare) -> dict[str, float]:
 
 
 def _wait_until_created(groups: Sequence[PlacementGroup], shares: Sequence[NodeShare], notice_after_s: float) -> None:
-    """Raises Taken."""
+    """Raises ReservationConflict."""
     left = list(zip(groups, shares, strict=True))
 
     def needs() -> str:
@@ -90,7 +90,7 @@ def _wait_until_created(groups: Sequence[PlacementGroup], shares: Sequence[NodeS
 
     def created() -> bool | None:
         while left:
-            row = ray_call(partial(placement_group_table, left[0][0]), "whether it is reserved")
+            row = ray_call(partial(placement_group_table, left[0][0]), "the state of a reservation")
             state, stats = row.get("state"), row.get("stats", {})
             if state == "REMOVED" or stats.get("scheduling_state") == "INFEASIBLE":
                 raise ReservationConflict(
@@ -107,15 +107,15 @@ def _wait_until_created(groups: Sequence[PlacementGroup], shares: Sequence[NodeS
             notice_after_s=notice_after_s,
         )  # fmt: skip
     except WaitTimeout as error:
-        raise ReservationConflict(f"others have taken {needs()}") from error
+        raise ReservationConflict(f"other runs have taken {needs()}") from error
 
 
 def _query_gpu_ids(group: PlacementGroup, gpus: int) -> Any:
-    """Which ones a group of one bundle has; they stay the same as long as it lives. None where it has none."""
+    """The GPUs of a group of one bundle, which are fixed for its life. None where it has none."""
     if not gpus:
         return None
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    return ray_call(_gpu_ids.options(num_gpus=gpus, scheduling_strategy=strategy).remote, "which GPUs are the run's")
+    return ray_call(_gpu_ids.options(num_gpus=gpus, scheduling_strategy=strategy).remote, "the ids of the run's GPUs")
 
 
 @ray.remote(num_cpus=0, max_retries=3)  # type: ignore[untyped-decorator]

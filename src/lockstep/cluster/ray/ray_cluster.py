@@ -1,4 +1,4 @@
-"""The orderly end of agents: side by side, within a bound."""
+"""The processes of a run on the nodes of a Ray cluster."""
 
 import contextlib
 import logging
@@ -20,13 +20,14 @@ from lockstep.base.folders import run_shm_dir
 from lockstep.base.text import first_line
 from lockstep.base.transport.frames import WireError
 from lockstep.cluster.agent_cluster import CLOSE_GRACE_S
-from lockstep.cluster.cluster_node import ClusterNode, NodeRefused
+from lockstep.cluster.cluster_node import ClusterNode, NodeRefused, RayNode, private_ray_environment
 from lockstep.cluster.node_network import UnreachableAddress, check_node_addresses
 from lockstep.cluster.node_versions import InstalledVersions, VersionError
 from lockstep.cluster.placed_cluster import PlacedCluster
 from lockstep.cluster.placement.assignment import Assignment
 from lockstep.cluster.placement.bundles import NodeResources, PlacementError, ProcessRequest, total_gpus
 from lockstep.cluster.placement.reservations import Reservation
+from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.ray import actors, ray_session
 from lockstep.cluster.ray.actors import (
     ListeningPort,
@@ -36,13 +37,7 @@ from lockstep.cluster.ray.actors import (
 )
 from lockstep.cluster.ray.node_actor import RunSite
 from lockstep.cluster.ray.placement_groups import remove_group, reserve_groups
-from lockstep.cluster.ray.ray_nodes import (
-    RayNode,
-    alive_nodes,
-    controller_address,
-    is_node_alive,
-    private_ray_environment,
-)
+from lockstep.cluster.ray.ray_nodes import alive_nodes, controller_address, is_node_alive
 from lockstep.cluster.ray.ray_reattach import InheritedRayNodes, PlacedResources, RayRunState
 from lockstep.cluster.ray.ray_session import RayUnresponsive
 from lockstep.cluster.worker_environment import forward_environment, report_environment
@@ -56,20 +51,20 @@ log = logging.getLogger(__name__)
 
 
 def stop_agents(agents: Iterable[AgentClient]) -> None:
-    """Returns when they have ended with their workers, or have been waited for long enough."""
+    """Stops agents and their workers side by side. Returns when all have ended, or after a limit."""
     leaving = [threading.Thread(target=_stop_agent, args=[agent], name="leave", daemon=True) for agent in agents]
     for thread in leaving:
         thread.start()
     for thread in leaving:
         with contextlib.suppress(WaitTimeout):
-            waits.join(thread, waits_for="agents", why="they leave", timeout_s=CLOSE_GRACE_S + 30.0)
+            waits.join(thread, waits_for="agents", why="their exit", timeout_s=CLOSE_GRACE_S + 30.0)
 
 
 def _stop_agent(agent: AgentClient) -> None:
     with contextlib.suppress(AgentError, WaitTimeout):
         remaining = agent.leave(CLOSE_GRACE_S)
         if remaining:
-            log.error("%s did not end, not even killed", ", ".join(remaining))
+            log.error("still running after SIGKILL: %s", ", ".join(remaining))
 
 
 LOOPBACK = "127.0.0.1"
@@ -82,19 +77,20 @@ REFUSAL_ERRORS = (
 class RayCluster(PlacedCluster):
     """The processes of one run on the nodes of a Ray cluster.
 
-    Ray says which nodes there are, reserves what `resource_requests` says, and starts an actor on each node; that one
-    starts the node's agent, and everything else goes through the agents.
+    Ray lists the nodes, reserves what `wanted` needs, and starts an actor on each node. The actor starts the node's
+    agent, and everything else goes through the agents.
 
     Args:
-        wanted: the run's processes and what they need; others go where there are fewest, and reserve nothing.
-        token, heritage: as of a LocalCluster.
+        wanted: the run's processes with the resources they need. Other processes reserve nothing and run on the node
+            with the fewest processes.
+        token, inherited: as in LocalCluster.
 
     Raises:
-        RayUnavailable: there is no Ray to be had.
+        RayUnavailable: Ray is not available.
         PlacementError, DoesNotFit: the nodes cannot hold the run.
-        WaitTimeout: others did not leave the nodes within `busy_limit_s`.
+        WaitTimeout: other runs did not release the nodes within `busy_limit_s`.
         NodeRefused, UnreachableAddress, VersionError: a node cannot take part.
-        AgentError, Superseded: as of a LocalCluster.
+        AgentError, Superseded: as in LocalCluster.
     """
 
     refusals = REFUSAL_ERRORS
@@ -106,25 +102,25 @@ class RayCluster(PlacedCluster):
         folder: Path,
         generation: int,
         token: str | None = None,
-        heritage: InheritedRayNodes | None = None,
+        inherited: InheritedRayNodes | None = None,
         wanted: Sequence[ProcessRequest] = (),
         placement: PlacementConfig | None = None,
     ) -> None:
         self._config, placement = config, placement or PlacementConfig()
         self._needs, self.ports = PlacedResources.of(wanted, placement), config.ports
         self._versions: dict[str, InstalledVersions] = {}
-        """By name of the node; of those that the run is on."""
+        """By name, for the run's nodes."""
         self._open = False
         cpus = max(sum(each.cpus for each in wanted), os.cpu_count() or 1)
         ray_session.open_session(config, cpus, total_gpus(wanted, placement))
         self._open = True
-        if heritage is not None:
-            ray_session.close_session()  # its own; this one is the same
+        if inherited is not None:
+            ray_session.close_session()  # the inherited session; the one opened above replaces it
         try:
             facts = alive_nodes()
             host = LOOPBACK if ray_session.has_private_ray() else controller_address(facts, config)
-            token = token or (secrets.token_hex(32) if heritage is None else heritage.token)
-            held = [] if heritage is None else heritage.held
+            token = token or (secrets.token_hex(32) if inherited is None else inherited.token)
+            held = [] if inherited is None else inherited.held
             super().__init__(config, run, folder, generation, token, host, wanted, placement, held)
         except BaseException:
             ray_session.close_session()
@@ -134,32 +130,34 @@ class RayCluster(PlacedCluster):
                 os.environ, config.forward_env, config.env, config.interface
             )  # fmt: skip
             peer = None if ray_session.has_private_ray() else facts[0].address
-            where = str(self._folder), self._affairs, peer, config.interface
+            where = str(self._folder), self._cluster_dir, peer, config.interface
             self._site = RunSite.of(run, token, *where, peer is not None and len(facts) > 1, config.ports)
-            if heritage is None:
+            if inherited is None:
                 self._begin()
             else:
-                self._inherit(heritage, facts)
+                self._inherit(inherited, facts)
             if not ray_session.has_private_ray():
-                report_environment(config, self._given, self._nodes, self._affairs / "environment.json")
+                anybody = WorkerSpec("any", "", 0, "")
+                environments = {node.info.name: node.environment_of(anybody) for node in self._nodes}
+                report_environment(config.env, self._given, environments, self._cluster_dir / "environment.json")
         except BaseException:
             self.close()
             raise
 
     def _begin(self) -> None:
-        """With nothing left of an earlier generation."""
+        """Starts with nothing left of an earlier generation."""
         self._lead()
         self._record()
         self._settle_down()
 
-    def _inherit(self, heritage: InheritedRayNodes, facts: Sequence[NodeResources]) -> None:
+    def _inherit(self, inherited: InheritedRayNodes, facts: Sequence[NodeResources]) -> None:
         self._record()
         known = {each.id: each for each in facts}
-        for left in heritage.left:  # the controller's own comes first
+        for left in inherited.left:  # the controller's own node comes first
             if left.agent is not None:
                 left.agent.on_exit = self._exited
-            if left.node in known:  # not lost since
-                heir = self._node(known[left.node], StartedActor(left.keeper, left.found))
+            if left.node in known:  # the node is not lost
+                heir = self._node(known[left.node], StartedActor(left.actor, left.found))
                 heir.agent = left.agent
                 self._nodes.append(heir)
         self._versions = {node.info.name: node.found["versions"] for node in self._kept}
@@ -169,7 +167,7 @@ class RayCluster(PlacedCluster):
                 self._revive(node)
                 continue
             with contextlib.suppress(AgentGone):
-                self._heirs.meet(node, node.agent.list())
+                self._orphans.add(node, node.agent.list())
                 node.agent.lead(self._leader(node.here))
         self._keep()
 
@@ -177,7 +175,7 @@ class RayCluster(PlacedCluster):
 
     @property
     def _kept(self) -> list[RayNode]:
-        """All nodes."""
+        """All nodes of the run."""
         return [node for node in self._nodes if isinstance(node, RayNode)]
 
     def _look(self) -> list[NodeResources]:
@@ -185,28 +183,29 @@ class RayCluster(PlacedCluster):
         return alive_nodes()
 
     def _employ(self, facts: Sequence[NodeResources], every: Sequence[NodeResources]) -> list[RayNode]:
-        """Actors on these nodes of all, which have no agent yet; nothing is left of them where one is refused."""
+        """Starts actors on nodes of the cluster that have no agent yet; on all of them or on none."""
         check_node_addresses(*([(each.name, each.address) for each in nodes] for nodes in (facts, every)))
         have = {node.info.name for node in self._kept if node.has_gpus}
         found, versions = actors.start_compatible_actors(facts, self._site, self._versions, have)
         nodes = [self._node(each, of) for each, of in zip(facts, found, strict=True)]
         try:
             check_reachable_from_nodes(
-                [(node.info.name, node.keeper) for node in nodes if not node.here], self._listens, self.ports
+                [(node.info.name, node.actor) for node in nodes if not node.here], self._listening_addresses, self.ports
             )
         except BaseException:
-            actors.kill_actors(node.keeper for node in nodes)
+            actors.kill_actors(node.actor for node in nodes)
             raise
         self._versions = versions
         return nodes
 
     def _node(self, facts: NodeResources, employed: StartedActor) -> RayNode:
         here = facts.id == ray.get_runtime_context().get_node_id()
-        return RayNode(facts, employed.keeper, employed.found, self._given, self._gpus, here)
+        return RayNode(facts, employed.actor, employed.found, self._given, self._gpus, here)
 
     def _start_agents(self, nodes: Sequence[RayNode]) -> None:
-        """Side by side. Raises AgentError, NodeRefused, ray's errors, Superseded, WaitTimeout, WireError."""
-        asked = [actors.request_agent(node.keeper, self._leader(node.here), self._grace_s) for node in nodes]
+        """Starts agents side by side. Raises AgentError, NodeRefused, Ray's errors, Superseded, WaitTimeout,
+        WireError."""
+        asked = [actors.request_agent(node.actor, self._leader(node.here), self._grace_s) for node in nodes]
         for node, ref in zip(nodes, asked, strict=True):
             self._attach(node, ref, ray_session.CONNECT_S)
 
@@ -224,29 +223,29 @@ class RayCluster(PlacedCluster):
         return 0.0 if ray_session.has_private_ray() else self._config.orphan_grace_s
 
     def _lead(self) -> None:
-        """From here on workers of this host find this controller and no other."""
+        """Publishes this controller as the one that workers on this host connect to."""
         self._leader(True).publish(self._run)
 
     def _leader(self, here: bool) -> Leader:
-        pid, where = os.getpid(), self._hub.address
+        pid, where = os.getpid(), self._server.address
         if here:
             return Leader(self._generation, *where, pid, processes.start_ticks(pid), self._grace_s)
         return Leader(self._generation, *where, None, None, self._grace_s, self._config.node_lost_after_s)
 
     def _keep(self) -> None:
-        """For a later controller."""
+        """Records the reservations for a later controller."""
         for node in self._kept:
             held = [asdict(each) for each in self._places.held if each.node == node.id]
-            node.keeper.keep.remote(self._generation, held)
+            node.actor.keep.remote(self._generation, held)
 
     def _record(self) -> None:
-        """Where a later controller looks."""
+        """Writes the state file, from which a later controller starts."""
         if not ray_session.has_private_ray():
-            RayRunState(self._generation, self._run, self._needs).write(self._affairs)
+            RayRunState(self._generation, self._run, self._needs).write(self._cluster_dir)
 
     @property
     def _superseded(self) -> bool:
-        return super()._superseded or RayRunState.read(self._affairs).generation > self._generation
+        return super()._superseded or RayRunState.read(self._cluster_dir).generation > self._generation
 
     def _living(self, node: ClusterNode) -> bool:
         if node.alive or not isinstance(node, RayNode):
@@ -256,20 +255,21 @@ class RayCluster(PlacedCluster):
         try:
             there = is_node_alive(node.id)
         except RayUnresponsive:
-            there = True  # its actor may answer, without the head
+            there = True  # without the head, its actor may still respond
         if there and self._revive(node):
             return True
         node.refused_at = time.monotonic()
         return False
 
     def _revive(self, node: RayNode) -> bool:
-        """Another agent on a node that Ray still has; whether it came. Whoever was there has been given up."""
-        log.warning("%s; another agent is started there", node.why_lost)
+        """Starts a new agent on a node that Ray still has; returns whether it started. Workers of the old agent have
+        been given up."""
+        log.warning("%s; starting a new agent there", node.why_lost)
         if node.agent is not None:
             node.agent.close()
         bound_s = max(10.0, 2 * self._config.node_lost_after_s)
         try:
-            ref = actors.request_agent(node.keeper, self._leader(node.here), self._grace_s)
+            ref = actors.request_agent(node.actor, self._leader(node.here), self._grace_s)
             self._attach(node, ref, bound_s)
         except Superseded as error:
             self._outdated = True
@@ -278,7 +278,7 @@ class RayCluster(PlacedCluster):
             self._give_up(node)
             return False
         except (ray.exceptions.RayError, AgentError, NodeRefused, WaitTimeout, WireError) as error:
-            log.warning("%s does not come back: %s", node.info.name, first_line(error))
+            log.warning("%s does not recover: %s", node.info.name, first_line(error))
             return False
         assert node.agent is not None
         with self._lock:
@@ -286,15 +286,15 @@ class RayCluster(PlacedCluster):
                 node.agent.close()
             self._must_be_open()
         with contextlib.suppress(AgentGone):
-            for worker in self._hub.workers:
-                if worker.node is node:  # its beacon is there, and says nothing any more
+            for worker in self._server.workers:
+                if worker.node is node:  # its beacon is still there, but outdated
                     node.agent.forget(worker.name)
         if self._supervision is not None:
             self._supervision.watch(self._agents())
         return True
 
     def _give_up(self, node: RayNode) -> None:
-        """Its actor has ended, and with it its agent and what was reserved there: another one may be employed."""
+        """Removes a node whose actor has ended, and with it its agent and reservations: a new actor may be started."""
         log.warning("the run's actor on %s has ended", node.info.name)
         with self._lock:
             self._nodes = [each for each in self._nodes if each is not node]
@@ -302,7 +302,7 @@ class RayCluster(PlacedCluster):
     # --- places
 
     def _reserve(self, assignment: Assignment) -> list[Reservation]:
-        """The first time also with an actor and an agent on the controller's node, whoever is to be there."""
+        """Reserves an assignment. The first time it also starts an actor and an agent on the controller's node."""
         nodes = [share.node for share in assignment.shares]
         if not self._nodes:
             nodes = [assignment.nodes[0], *(node for node in nodes if node.id != assignment.nodes[0].id)]
@@ -314,10 +314,12 @@ class RayCluster(PlacedCluster):
             raise
         held: list[Reservation] = []
         try:
-            own = [(node.info.name, node.keeper, True) for node in new if node.here]
+            own = [(node.info.name, node.actor, True) for node in new if node.here]
             actors.tie_to_controller(own, self._generation, self._grace_s)
-            keepers = {node.id: node.keeper for node in (*self._kept, *new)}
-            held = reserve_groups(keepers, self._generation, assignment, self._places.held, self._config.notice_after_s)
+            node_actors = {node.id: node.actor for node in (*self._kept, *new)}
+            held = reserve_groups(
+                node_actors, self._generation, assignment, self._places.held, self._config.notice_after_s
+            )
             self._start_agents(new)
             with self._lock:
                 self._must_be_open()
@@ -327,7 +329,7 @@ class RayCluster(PlacedCluster):
             self._unfit |= {node.id for node in new} if isinstance(error, NodeRefused) else set()
             for each in held:
                 self._free(each.group)
-            actors.kill_actors(node.keeper for node in new)  # and their agents go with them
+            actors.kill_actors(node.actor for node in new)  # and with them their agents
             raise
         if new and self._supervision is not None:
             self._supervision.watch(self._agents())
@@ -336,7 +338,7 @@ class RayCluster(PlacedCluster):
     def _free(self, group: str) -> None:
         remove_group(group)
 
-    # --- ends
+    # --- end
 
     def _end_nodes(self) -> None:
         stop_agents([node.agent for node in self._nodes if node.agent is not None and node.alive])
@@ -347,10 +349,10 @@ class RayCluster(PlacedCluster):
             self._dissolve()
 
     def _dissolve(self) -> None:
-        """Actors, with what they have reserved, and an agent that is left."""
-        actors.stop_actors([(node.info.name, node.keeper) for node in self._kept], self._generation)
-        if RayRunState.read(self._affairs).run is not None:
-            RayRunState(self._generation, None).write(self._affairs)
+        """Stops actors, with their reservations, and agents that are left."""
+        actors.stop_actors([(node.info.name, node.actor) for node in self._kept], self._generation)
+        if RayRunState.read(self._cluster_dir).run is not None:
+            RayRunState(self._generation, None).write(self._cluster_dir)
         shutil.rmtree(run_shm_dir(self._run), ignore_errors=True)
 
     def _leave_nodes(self) -> None:

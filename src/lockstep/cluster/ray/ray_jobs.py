@@ -22,36 +22,36 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DASHBOARD_REPLY_S = 30.0
-"""For a question to the dashboard, on a machine that is busy."""
+"""For a request to the dashboard, on a busy machine."""
 UPLOAD_S = 600.0
 READY_S = 120.0
-"""For a cluster that has just been started, until its agents take jobs."""
+"""For a newly started cluster, until its agents accept jobs."""
 _RETRY_LATER = "try again later"
 STATUS_POLL_S = 2.0
-"""How often a silent job is asked whether it has ended."""
+"""Interval at which a silent job's status is queried."""
 _LOG_END_S = 10.0
 """For the end of the log, once the job has ended."""
 _MAX_UNANSWERED = 10
-"""Questions in a row that the dashboard may leave open before the job is left alone."""
+"""Unanswered requests in a row before the job is left alone."""
 
 
 class SubmissionError(ConnectionError):
-    """The dashboard cannot be reached, or does not take the job: address and remedy."""
+    """The dashboard cannot be reached, or does not accept the job: address and fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """A run that was handed over."""
+    """A run that was submitted."""
 
     address: str
     id: str
 
     def follow_again(self) -> str:
-        """The command for it."""
+        """The command that follows the log."""
         return f"ray job logs --follow --address {self.address} {self.id}"
 
     def stop(self) -> str:
-        """The command for it."""
+        """The command that stops the job."""
         return f"ray job stop --address {self.address} {self.id}"
 
 
@@ -62,15 +62,15 @@ class RayJobResult:
     status: str
     """`SUCCEEDED`, `FAILED` or `STOPPED`."""
     exit_code: int | None
-    """Of its driver, where Ray knows it."""
+    """Its driver's, where Ray knows it."""
     message: str
 
 
 def dashboard_address(address: str) -> str:
-    """The address as Ray's client wants it.
+    """The dashboard's address in the form that Ray's client accepts.
 
     Raises:
-        SubmissionError: it is not that of a dashboard.
+        SubmissionError: it is not the address of a dashboard.
     """
     scheme, sign, rest = address.rpartition("://")
     if sign and scheme not in ("http", "https"):
@@ -91,17 +91,17 @@ def submit_job(
     env: Mapping[str, str],
     asked: Callable[[RayJob], None] = lambda job: None,
 ) -> RayJob:
-    """Hands a run over.
+    """Submits a run.
 
     Args:
         address: of the dashboard.
         name: of the run; the job's id begins with it.
         folder: becomes the job's working directory.
-        env: of the job's driver; shown to everybody who sees the dashboard.
-        asked: hears of the job before the dashboard does, again for each attempt.
+        env: of the job's driver; everybody who sees the dashboard can read it.
+        asked: called with the job before each attempt to submit it.
 
     Raises:
-        SubmissionError: nobody answers there, or the job is not taken.
+        SubmissionError: the dashboard does not respond or does not accept the job.
     """
     address = dashboard_address(address)
     client = _client(address)
@@ -117,7 +117,7 @@ def submit_job(
         )  # fmt: skip
         asked(job)
         try:
-            _call_dashboard(call, address, "hand the run over", UPLOAD_S)
+            _call_dashboard(call, address, "submit the run", UPLOAD_S)
             return job
         except SubmissionError as error:
             if _RETRY_LATER not in str(error):
@@ -126,17 +126,17 @@ def submit_job(
             return None
 
     try:
-        why = "it takes the run: it has said 'try again later'"
+        why = "it accepts the run: it has said 'try again later'"
         return waits.poll(hand_over, kind="http", waits_for=address, why=why, every_s=STATUS_POLL_S, timeout_s=READY_S)
     except WaitTimeout as error:
-        raise SubmissionError(f"cannot hand the run over: {error}") from error
+        raise SubmissionError(f"cannot submit the run: {error}") from error
 
 
 def follow_job(job: RayJob, emit: Callable[[str], None]) -> RayJobResult:
-    """Passes the job's log on until it ends, as long as the dashboard answers. Ctrl-C leaves the job alone.
+    """Emits the job's log until the job ends, as long as the dashboard responds. Ctrl-C does not affect the job.
 
     Raises:
-        SubmissionError: the dashboard does not answer any more; the job goes on.
+        SubmissionError: the dashboard does not respond any more; the job continues.
     """
     client, text = _client(job.address), _LogReader()
     text.begin(client, job)
@@ -163,7 +163,7 @@ def follow_job(job: RayJob, emit: Callable[[str], None]) -> RayJobResult:
 
 
 class _LogReader:
-    """The job's log so far, read by a thread; a connection that breaks is made anew, and nothing is passed on twice."""
+    """A thread that reads the job's log; it reconnects after an error, and emits nothing twice."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -175,7 +175,7 @@ class _LogReader:
         threading.Thread(target=_read_log, args=(client, job, self._chunks, self._passed_on), daemon=True).start()
 
     def next(self, seconds: float) -> str:
-        """More of it, empty when nothing came for so long or it is at its end."""
+        """The next part; empty if there is none within `seconds`, or at the end."""
         if self.broken:
             waits.sleep(min(seconds, STATUS_POLL_S), "the log's connection was lost")
             return ""
@@ -191,7 +191,7 @@ class _LogReader:
 
 
 def _read_log(client: Any, job: RayJob, chunks: "queue.Queue[str | None]", skip: int) -> None:
-    """In a thread of its own: the log from its beginning, without the first `skip` characters; None at its end."""
+    """Runs in a thread: puts the log without its first `skip` characters into `chunks`, then None."""
 
     async def read() -> None:
         left = skip
@@ -210,7 +210,7 @@ def _read_log(client: Any, job: RayJob, chunks: "queue.Queue[str | None]", skip:
 
 
 def _job_result(client: Any, job: RayJob) -> RayJobResult | None:
-    info = _call_dashboard(lambda: client.get_job_info(job.id), job.address, "ask how the job is", DASHBOARD_REPLY_S)
+    info = _call_dashboard(lambda: client.get_job_info(job.id), job.address, "query the job", DASHBOARD_REPLY_S)
     if not info.status.is_terminal():
         return None
     return RayJobResult(str(info.status.value), info.driver_exit_code, str(info.message or ""))
@@ -225,7 +225,7 @@ def _client(address: str) -> Any:
 
 
 def _call_dashboard(call: Callable[[], T], address: str, what: str, limit_s: float) -> T:
-    """The call's answer. Its thread is left behind when the limit is reached."""
+    """The result of a call to the dashboard. Its thread is abandoned at the limit."""
     try:
         return waits.future(run_in_thread(call, what), waits_for=address, why=what, timeout_s=limit_s)
     except WaitTimeout as error:
@@ -233,7 +233,9 @@ def _call_dashboard(call: Callable[[], T], address: str, what: str, limit_s: flo
     except (ConnectionError, OSError) as error:
         raise SubmissionError(f"cannot {what}: nobody listens at {address}; {_ADDRESS_HINT}") from error
     except (RuntimeError, ValueError) as error:
-        raise SubmissionError(f"cannot {what}: {address} says: {_first_lines(error)}{_remedy(str(error))}") from error
+        raise SubmissionError(
+            f"cannot {what}: {address} replied: {_first_lines(error)}{_remedy(str(error))}"
+        ) from error
 
 
 def _first_lines(error: Exception) -> str:
@@ -247,5 +249,5 @@ def _remedy(text: str) -> str:
 
 
 def _job_id(name: str) -> str:
-    """`name-` and some random letters: Ray refuses an id twice."""
+    """`name-` and random letters: Ray refuses a repeated id."""
     return f"{name}-{secrets.token_hex(3)}"

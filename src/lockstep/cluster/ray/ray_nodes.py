@@ -1,90 +1,25 @@
-"""The nodes of a Ray cluster: their resources, and the controller's view of one."""
+"""The nodes of a Ray cluster with their resources, and the probes of a check on every node."""
 
 import contextlib
-import math
 import os
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from lockstep.cluster.cluster_node import ClusterNode
 from lockstep.cluster.node_network import network_interfaces, reachable_address
 from lockstep.cluster.placement.bundles import NodeResources
-from lockstep.cluster.protocol import NodeInfo, WorkerSpec
 from lockstep.cluster.ray.ray_session import close_session, open_session, ray_call
-from lockstep.cluster.worker_environment import ForwardedEnvironment, worker_environment
 from lockstep.config.cluster import RayClusterConfig as Config
-from lockstep.watch.procfs import processes
-
-
-class RayNode(ClusterNode):
-    """With the actor that holds its agent.
-
-    Args:
-        keeper: the actor's handle, and `locate_files`, what it says of its node.
-        given: what reaches workers of the controller's variables.
-        gpus: the ids of the GPUs that a process has there, by its spec.
-        here: whether it is the controller's host.
-    """
-
-    def __init__(
-        self,
-        facts: NodeResources,
-        keeper: Any,
-        found: Mapping[str, Any],
-        given: ForwardedEnvironment,
-        gpus: Callable[[WorkerSpec], tuple[str, ...]],
-        here: bool,
-    ) -> None:
-        info = NodeInfo(facts.name, found["address"], Path(found["shared"]))
-        super().__init__(info, Path(found["affairs"]), Path(found["logs"]))
-        self.id, self.keeper, self.found, self.given = facts.id, keeper, found, given
-        self.here = here and found["place"] == processes.pid_namespace()
-        self.has_gpus, self._gpus = facts.gpus > 0, gpus
-        self.refused_at = -math.inf
-        """When another agent was asked for in vain, by the monotonic clock."""
-
-    @property
-    def why_lost(self) -> str:  # type: ignore[override]
-        """Where nothing is heard of it."""
-        why = "its agent has ended" if self.agent is None else self.agent.why_gone or "its agent is gone"
-        return f"its node {self.info.name} is lost: {why}"
-
-    def environment_of(self, spec: WorkerSpec) -> dict[str, str]:
-        of_node = {
-            "GLOO_SOCKET_IFNAME": self.found["interface"], "VLLM_HOST_IP": self.found["address"],
-            "LOCKSTEP_BEACONS": self.found["beacons"],
-        }  # fmt: skip
-        if self.has_gpus:
-            of_node["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus(spec))
-        return worker_environment(self.found["environment"], self.given, spec.environment, of_node)
-
-    def place(self) -> tuple[str, Path]:
-        return self.found["python"], Path(self.found["cwd"])
-
-    def used_s(self) -> float:
-        if self.here or self.agent is None:
-            return super().used_s()
-        return self.agent.used_s
-
-    def uses_cuda(self, device: str, environment: Mapping[str, str]) -> bool:
-        return device != "cpu" and bool(environment.get("CUDA_VISIBLE_DEVICES", "" if self.has_gpus else None))
-
-
-def private_ray_environment(declared: Mapping[str, str]) -> ForwardedEnvironment:
-    """Of a Ray of this host alone: workers have this process's variables, as without Ray, and `cluster.env`."""
-    return ForwardedEnvironment({**os.environ, **declared}, {})
 
 
 def query_nodes(config: Config) -> list[NodeResources]:
-    """Of the cluster that the config names. Raises RayUnavailable."""
+    """The nodes of the cluster that the config names. Raises RayUnavailable."""
     open_session(config, 1, 0)
     try:
         return alive_nodes()
@@ -93,7 +28,7 @@ def query_nodes(config: Config) -> list[NodeResources]:
 
 
 def alive_nodes() -> list[NodeResources]:
-    """Those that live, this process's first. Raises RaySilent."""
+    """The nodes that are alive, this process's first. Raises RayUnresponsive."""
     table: Sequence[dict[str, Any]]
     table, free = ray_call(lambda: (ray.nodes(), available_resources_per_node()), "its nodes, and what of them is free")
     here = ray.get_runtime_context().get_node_id()
@@ -120,19 +55,19 @@ def alive_nodes() -> list[NodeResources]:
 
 
 def controller_address(facts: Sequence[NodeResources], config: Config) -> str:
-    """By which the nodes reach it, of which the first is its own. Raises UnreachableAddress."""
+    """The address at which the nodes reach this process, whose node is the first. Raises UnreachableAddress."""
     several = len(facts) > 1
     return reachable_address(facts[0].name, network_interfaces(), facts[0].address, config.interface, several).address
 
 
 def is_node_alive(node_id: str) -> bool:
-    """Whether Ray thinks so. Raises RaySilent."""
+    """Whether Ray considers the node alive. Raises RayUnresponsive."""
     return any(row["NodeID"] == node_id and row["Alive"] for row in ray_call(ray.nodes, "which nodes live"))
 
 
 def run_probe(head: str, port: int, name: str, many: int, address: str, variable: str, token: str) -> str:
-    """On a node: runs its probe until it ends; the last words of one that failed. Bounded by the probe, which leaves
-    when the head is gone, and by Ray, which ends it with the task."""
+    """A Ray task: runs a node's probe until it ends; the end of its output if it failed. Bounded by the probe, which
+    exits when the head is gone, and by Ray, which kills it with the task."""
     from lockstep.base import waits
     from lockstep.cluster.local_cluster import probe_command, probe_output_tail
 
@@ -153,7 +88,7 @@ class RayProbes:
     """One probe per node of the cluster that the config names.
 
     Args:
-        nodes: that live, this process's first.
+        nodes: the nodes that are alive, this process's first.
     """
 
     def __init__(self, config: Config, nodes: Sequence[NodeResources], token_variable: str) -> None:
@@ -161,7 +96,7 @@ class RayProbes:
         self._tasks: dict[str, Any] = {}
         self._ended: dict[str, str] = {}
         self.address = controller_address(self._nodes, config)
-        """Of this process, by which the nodes reach it."""
+        """This process's, at which the nodes reach it."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -169,11 +104,11 @@ class RayProbes:
 
     @property
     def addresses(self) -> Mapping[str, str]:
-        """Of all nodes, as Ray has them."""
+        """The addresses of all nodes in Ray."""
         return {node.name: node.address for node in self._nodes}
 
     def start(self, head: str, port: int, token: str) -> None:
-        """Returns at once."""
+        """Starts all probes and returns immediately."""
         open_session(self._config, 1, 0)
         for node in self._nodes:
             task = ray.remote(run_probe).options(
@@ -196,7 +131,7 @@ class RayProbes:
         return dict(self._ended)
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Cancels all probes. Idempotent."""
         tasks, self._tasks = self._tasks, {}
         for task in tasks.values():
             with contextlib.suppress(ray.exceptions.RayError):

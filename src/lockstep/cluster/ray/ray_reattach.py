@@ -1,6 +1,4 @@
-"""Takes over the node actors that an earlier controller of a run left on a Ray cluster, and the file that records
-them.
-"""
+"""Takes over the node actors that an earlier controller of a run left on a Ray cluster; the state file names them."""
 
 import contextlib
 import json
@@ -30,12 +28,12 @@ from lockstep.watch.agent.service_discovery import ServiceAddress, Superseded
 from lockstep.watch.procfs import processes
 
 STATE_FILE = "ray.json"
-"""Of the run's folder: where a later controller looks for what is left."""
+"""In the run's folder: tells a later controller what may be left."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedResources:
-    """What a run was placed for."""
+    """The processes and the placement that resources were reserved for."""
 
     processes: dict[str, list[float]] = field(default_factory=dict)
     """CPUs and GPUs by name."""
@@ -48,36 +46,39 @@ class PlacedResources:
         )
 
     def difference(self, earlier: "PlacedResources") -> str | None:
-        """For people; None where the places of one do for the other."""
+        """The difference, for people; None where the reservations of one serve the other."""
         mine, before = self.processes, earlier.processes
         for what, names in (
-            ("has also", [name for name in mine if name not in before]),
-            ("has no more", [name for name in before if name not in mine]),
-            ("has other CPUs or GPUs for", [name for name in mine if name in before and mine[name] != before[name]]),
+            ("also has", [name for name in mine if name not in before]),
+            ("no longer has", [name for name in before if name not in mine]),
+            (
+                "has different CPUs or GPUs for",
+                [name for name in mine if name in before and mine[name] != before[name]],
+            ),
         ):
             if names:
                 return f"the run {what} {abbreviate_names(names)}"
-        return None if self.placement == earlier.placement else "its placement is another one"
+        return None if self.placement == earlier.placement else "its placement has changed"
 
 
 @dataclass(frozen=True, slots=True)
 class RayRunState:
-    """Which generation was the last to have the run, under which name it is on the cluster, and for what."""
+    """The latest generation of the run, its name on the cluster, and what was reserved for it."""
 
     generation: int = 0
     run: str | None = None
-    """None where nothing is left there."""
+    """None where nothing is left."""
     needs: PlacedResources = PlacedResources()
 
-    def write(self, affairs: Path) -> None:
-        affairs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomically(affairs / STATE_FILE, json.dumps(asdict(self)).encode())
+    def write(self, cluster_dir: Path) -> None:
+        cluster_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(cluster_dir / STATE_FILE, json.dumps(asdict(self)).encode())
 
     @staticmethod
-    def read(affairs: Path) -> "RayRunState":
-        """Of generation 0 where nobody wrote one."""
+    def read(cluster_dir: Path) -> "RayRunState":
+        """Generation 0 if there is no readable file."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            said = json.loads((affairs / STATE_FILE).read_text())
+            said = json.loads((cluster_dir / STATE_FILE).read_text())
             return RayRunState(said["generation"], said["run"], PlacedResources(**said["needs"]))
         return RayRunState()
 
@@ -89,37 +90,37 @@ ACTOR_REPLY_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class InheritedNode:
-    """Of one node."""
+    """A node of the earlier generation."""
 
     node: str
-    """Its id."""
-    keeper: Any
+    """Id of the node."""
+    actor: Any
     found: Mapping[str, Any]
     agent: AgentClient | None
-    """None where it has ended, and its workers with it."""
+    """None if the agent has ended, and its workers with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class InheritedRayNodes:
-    """What goes on. It has a session of its own, as handles of actors hold for one only: whoever takes it closes it."""
+    """The usable nodes of the earlier generation. They hold a session open, which the new owner closes."""
 
     run: str
     token: str
     left: list[InheritedNode]
-    """The controller's own node first."""
+    """The controller's node comes first."""
     held: list[Reservation]
 
 
 @dataclass(frozen=True, slots=True)
 class _FoundActor:
-    """An actor that answers."""
+    """An actor that responds."""
 
     node: str
-    keeper: Any
+    actor: Any
     said: Mapping[str, Any]
     found: Mapping[str, Any]
     near: bool
-    """Whether it is on this process's own node."""
+    """Whether it is on this process's node."""
 
     @property
     def host(self) -> str:
@@ -127,55 +128,57 @@ class _FoundActor:
 
     @property
     def here(self) -> bool:
-        """Whether pids of its host are ours to see."""
+        """Whether this process sees the host's pids."""
         return self.near and bool(self.found["place"] == processes.pid_namespace())
 
 
 def take_over_ray_actors(
-    config: Config, affairs: Path, generation: int, wanted: Sequence[ProcessRequest], placement: PlacementConfig
+    config: Config, cluster_dir: Path, generation: int, wanted: Sequence[ProcessRequest], placement: PlacementConfig
 ) -> InheritedRayNodes | None:
-    """Goes on with what an earlier generation of the run has left, within its grace. None where nothing is left that a
-    run of these processes can go on with; what there is of it has been ended then.
+    """Takes over what an earlier generation of the run has left, within its grace. None where nothing is usable for
+    these processes; the rest has been stopped then.
 
     Raises:
-        RayUnavailable: the cluster is not to be had.
+        RayUnavailable: the cluster is not available.
         Superseded: a later generation has the run.
     """
-    record = RayRunState.read(affairs)
+    record = RayRunState.read(cluster_dir)
     run = record.run
     if run is None:
         return None
     if not (config.address or os.environ.get("RAY_ADDRESS")):
-        log.warning("what %s may have left on a Ray cluster ends by itself: this start names none", run)
+        log.warning(
+            "actors of %s may be left on a Ray cluster, which this start does not name; they end by themselves", run
+        )
         return None
     ray_session.open_session(config, 1, 0)
-    heritage: InheritedRayNodes | None = None
+    inherited: InheritedRayNodes | None = None
     try:
         if not ray_session.has_private_ray():
             difference = PlacedResources.of(wanted, placement).difference(record.needs)
-            heritage = _adopt_actors(config, run, generation, difference)
+            inherited = _adopt_actors(config, run, generation, difference)
     finally:
-        if heritage is None:
+        if inherited is None:
             ray_session.close_session()
-    return heritage
+    return inherited
 
 
 def _adopt_actors(config: Config, run: str, generation: int, difference: str | None) -> InheritedRayNodes | None:
-    """Args: `difference`, of what the run needs now from what it was placed for; None where there is none."""
+    """`difference`: between the run's needs and its reservations; None where there is none."""
     remnants, late = _find_actors(run, generation)
     if not remnants and not late:
         return None
     try:
         _check_usable(remnants, late, difference)
-        tie_to_controller([(each.host, each.keeper, each.here) for each in remnants], generation, config.orphan_grace_s)
+        tie_to_controller([(each.host, each.actor, each.here) for each in remnants], generation, config.orphan_grace_s)
     except Superseded:
         raise
     except (_Unusable, ray.exceptions.RayError, WaitTimeout) as error:
-        log.warning("nothing of what is left of %s goes on, and all starts anew: %s", run, error)
-        stop_actors([*((each.host, each.keeper) for each in remnants), *late], generation)
+        log.warning("cannot reuse what is left of %s, starting anew: %s", run, error)
+        stop_actors([*((each.host, each.actor) for each in remnants), *late], generation)
         return None
     left = [
-        InheritedNode(each.node, each.keeper, each.found, _adopt_actor_agent(config, each, generation))
+        InheritedNode(each.node, each.actor, each.found, _adopt_actor_agent(config, each, generation))
         for each in remnants
     ]
     held = [Reservation.from_json(each) for remnant in remnants for each in remnant.said["held"]]
@@ -183,48 +186,48 @@ def _adopt_actors(config: Config, run: str, generation: int, difference: str | N
 
 
 def _find_actors(run: str, generation: int) -> tuple[list[_FoundActor], list[tuple[str, Any]]]:
-    """Actors that answer, this host's first, and those that do not, with their nodes. From here on they refuse earlier
-    generations."""
-    named = ray_call(lambda: ray.util.list_named_actors(all_namespaces=True), "what is left of the run")
+    """The actors that respond, this host's first, and those that do not, with their nodes. All refuse earlier
+    generations from now on."""
+    named = ray_call(lambda: ray.util.list_named_actors(all_namespaces=True), "finding the run's actors")
     names = [each["name"] for each in named if each["namespace"] == run]
     files, here = imported_files(), ray.get_runtime_context().get_node_id()
     asked = []
     for name in names:
         try:
-            keeper = ray_call(partial(ray.get_actor, name, run), "what is left there")
-        except ValueError:  # it has ended meanwhile
+            actor = ray_call(partial(ray.get_actor, name, run), "finding one of the run's actors")
+        except ValueError:  # it has ended in the meantime
             continue
-        asked.append((name.split("-")[1], keeper, keeper.heritage.remote(generation, files), keeper.facts.remote()))
+        asked.append((name.split("-")[1], actor, actor.hand_over.remote(generation, files), actor.facts.remote()))
     remnants: list[_FoundActor] = []
     late: list[tuple[str, Any]] = []
-    for node, keeper, said, found in asked:
+    for node, actor, said, found in asked:
         try:
             what = ray_session.ray_get(said, node, "what is left there", timeout_s=ACTOR_REPLY_S)
-            like = ray_session.ray_get(found, node, "what it is like", timeout_s=ACTOR_REPLY_S)
+            like = ray_session.ray_get(found, node, "the facts about it", timeout_s=ACTOR_REPLY_S)
         except Superseded:
             raise
         except ray.exceptions.RayError as error:
-            log.info("%s has nothing that is left: %s", node, error)
+            log.info("nothing is left on %s: %s", node, error)
             continue
         except WaitTimeout:
-            late.append((node, keeper))
+            late.append((node, actor))
             continue
-        remnants.append(_FoundActor(node, keeper, what, like, node == here))
+        remnants.append(_FoundActor(node, actor, what, like, node == here))
     return sorted(remnants, key=lambda each: not each.near), late
 
 
 class _Unusable(Exception):
-    """Why a run cannot go on with what is left."""
+    """Why a run cannot reuse what is left."""
 
 
 def _check_usable(remnants: Sequence[_FoundActor], late: Sequence[tuple[str, Any]], difference: str | None) -> None:
     """Raises _Unusable."""
     if difference is not None:
         raise _Unusable(difference)
-    if late:  # it may come back at any time, and with it workers in places that others have then
-        raise _Unusable(f"node {late[0][0]} does not answer, and is not lost yet")
+    if late:  # it may recover at any time, with workers whose places others have by then
+        raise _Unusable(f"node {late[0][0]} does not respond, and is not lost yet")
     if not remnants[0].near:
-        raise _Unusable("this host, where it is resumed, has nothing of it")
+        raise _Unusable("the run is resumed on another host, which has no agent of it")
     if not any(each.said["agent"] for each in remnants):
         raise _Unusable("all its agents have ended")
     for each in remnants:

@@ -35,11 +35,11 @@ RAY_CALL_S = 10.0
 
 
 class RayUnresponsive(AllocatorUnavailable):
-    """Ray does not answer now, or not with what it was asked for."""
+    """Ray does not respond at the moment, or responds with an error."""
 
 
 class _UnansweredCall:
-    """Since when Ray does not answer, as long as it does not."""
+    """A call that Ray has not answered, and since when."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,11 +47,11 @@ class _UnansweredCall:
         self._since = 0.0
 
     def still(self) -> float | None:
-        """For how many seconds; None where Ray answers."""
+        """For how many seconds Ray has not responded; None if it does."""
         with self._lock:
             if self._open is not None and self._open.done():
                 self._open = None
-                log.warning("Ray answers again, after %.0f s", time.monotonic() - self._since)
+                log.warning("Ray responds again, after %.0f s", time.monotonic() - self._since)
             return None if self._open is None else time.monotonic() - self._since
 
     def begins(self, question: "Future[Any]", since: float, why: str) -> None:
@@ -59,8 +59,8 @@ class _UnansweredCall:
             if self._open is None:
                 self._open, self._since = question, since
                 log.warning(
-                    "Ray has not answered for %.0f s (%s): the run goes on with the nodes that it has, and nothing is "
-                    "reserved until Ray answers", time.monotonic() - since, why,
+                    "Ray has not responded for %.0f s (%s): the run continues on its nodes, and nothing is reserved "
+                    "until Ray responds", time.monotonic() - since, why,
                 )  # fmt: skip
 
 
@@ -68,61 +68,61 @@ _silence = _UnansweredCall()
 
 
 def ray_call(call: Callable[[], T], why: str, timeout_s: float = RAY_CALL_S) -> T:
-    """What a call of Ray returns, or raises. Where an earlier one has not returned yet, none is made.
+    """Makes a call to Ray in a thread; its result or error. While an earlier call is unanswered, none is made.
 
     Raises:
-        RaySilent: it did not return in time, or with one of Ray's own errors.
+        RayUnresponsive: the call did not return in time, or raised one of Ray's errors.
     """
     silent_s = _silence.still()
     if silent_s is not None:
-        raise RayUnresponsive(f"Ray has not answered for {silent_s:.0f} s ({why})")
-    since, question = time.monotonic(), run_in_thread(call, "asks Ray")
+        raise RayUnresponsive(f"Ray has not responded for {silent_s:.0f} s ({why})")
+    since, question = time.monotonic(), run_in_thread(call, "calls Ray")
     try:
         return waits.future(question, waits_for="Ray", why=why, timeout_s=timeout_s)
     except ray.exceptions.RayError as error:
-        raise RayUnresponsive(f"Ray does not say ({why}): {first_line(error)}") from error
+        raise RayUnresponsive(f"Ray call failed ({why}): {first_line(error)}") from error
     except WaitTimeout as error:
         _silence.begins(question, since, why)
-        raise RayUnresponsive(f"Ray has not answered for {timeout_s:.0f} s ({why})") from error
+        raise RayUnresponsive(f"Ray has not responded for {timeout_s:.0f} s ({why})") from error
 
 
 def reset_unanswered() -> None:
-    """What a session that has ended has not answered."""
+    """Forgets the unanswered call of a session that has ended."""
     global _silence
     _silence = _UnansweredCall()
 
 
 DIAL_S = 5.0
 CONNECT_S = 120.0
-"""Ray itself gives up on a head that does not answer after about a minute."""
+"""Ray itself gives up on an unresponsive head after about a minute."""
 DISCONNECT_S = 10.0
-"""For the end of a connection, also with a head that does not answer any more."""
+"""For closing a connection, even if the head does not respond."""
 OBJECT_STORE_BYTES = 100 << 20
-"""Nothing of a run goes through Ray's object store."""
+"""The run puts nothing into Ray's object store."""
 
 _lock = threading.Lock()
 _users = 0
 _own: Path | None = None
-"""Where the Ray that this process has started keeps its sockets; None where it has joined one."""
+"""Folder of the sockets of a Ray that this process has started; None if it joined a running one."""
 _unfinished: "Future[None] | None" = None
-"""A beginning or an end of a connection that was given up, and is under way still."""
+"""An opening or closing of a connection that was given up and is still in progress."""
 
 
 class RayUnavailable(ConnectionError):
-    """There is no Ray to be had: which, why, and what to do."""
+    """Ray is not available: which one, why, and how to fix it."""
 
 
 def has_private_ray() -> bool:
-    """Whether Ray was started by this process, for this host alone."""
+    """Whether this process started a private Ray for this host."""
     return _own is not None
 
 
 def open_session(config: Config, cpus: float, gpus: int) -> None:
-    """Joins the Ray cluster that the config names, or starts a Ray of this host with so many CPUs and GPUs. Where this
-    process has one already, that is it. Every call is matched by one of `close_session`.
+    """Joins the Ray cluster that the config names, or starts a private Ray with these CPUs and GPUs. An open session of
+    this process is reused. Every call needs one of `close_session`.
 
     Raises:
-        RayUnavailable: with what to do.
+        RayUnavailable: with a fix.
     """
     global _users
     with _lock:
@@ -135,7 +135,7 @@ def open_session(config: Config, cpus: float, gpus: int) -> None:
 
 
 def _await_unfinished() -> None:
-    """Waits for what was given up. Raises RayUnavailable."""
+    """Waits for an abandoned opening or closing. Raises RayUnavailable."""
     if _unfinished is None or _unfinished.done():
         return
     try:
@@ -146,11 +146,11 @@ def _await_unfinished() -> None:
     except WaitTimeout as error:
         raise RayUnavailable(f"{error}: start the run in another process") from error
     except (RuntimeError, OSError, ray.exceptions.RayError) as error:
-        log.info("an earlier connection ended badly: %s", first_line(error))
+        log.info("an earlier connection failed to close: %s", first_line(error))
 
 
 def close_session() -> None:
-    """Ends the connection when nobody else of this process uses it, and the Ray that was started here with it."""
+    """Closes the connection when no other part of this process uses it, and stops a private Ray."""
     global _users, _own
     with _lock:
         _users -= 1
@@ -165,30 +165,30 @@ def close_session() -> None:
 
 def _disconnect() -> None:
     global _unfinished
-    _unfinished = run_in_thread(ray.shutdown, "leaves Ray")
+    _unfinished = run_in_thread(ray.shutdown, "disconnects from Ray")
     try:
-        waits.future(_unfinished, waits_for="Ray", why="this process leaves it", timeout_s=DISCONNECT_S)
+        waits.future(_unfinished, waits_for="Ray", why="this process disconnects", timeout_s=DISCONNECT_S)
     except WaitTimeout as error:
-        log.warning("%s; it is left as it is", error)
+        log.warning("%s; the connection is abandoned", error)
     except ray.exceptions.RayError as error:
-        log.warning("Ray was not left in order: %s", first_line(error))
+        log.warning("error while disconnecting from Ray: %s", first_line(error))
     reset_unanswered()
 
 
 def _configure_ray() -> None:
-    """Ray speaks of itself on the driver's console; what matters of it is told by us."""
+    """Silences Ray's messages on the driver's console; relevant ones are logged by this package."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray ends a process that has not heard of the head for a minute; a run goes on without.
+    # Ray ends a process that has had no contact with the head for a minute; a run continues without it.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "86400")
     logging.getLogger("ray").setLevel(logging.ERROR)
 
 
 def _start_private_ray(config: Config, cpus: float, gpus: int) -> None:
-    """A Ray of this host alone; the kernel ends it with this process, whatever happens to that. It listens on all
-    interfaces, so it has a token, which only its own processes know."""
+    """Starts a Ray of this host alone; the kernel ends it with this process in any case. It listens on all interfaces,
+    so it gets a token that only its own processes know."""
     global _own
-    folder = Path(tempfile.mkdtemp(prefix="lsr"))  # short: sockets are below it, whose paths may have 107 bytes
+    folder = Path(tempfile.mkdtemp(prefix="lsr"))  # short: paths of sockets below it are limited to 107 bytes
     period_ms = max(100, round(config.node_lost_after_s * 1000 / 6))
     health = {
         "health_check_period_ms": period_ms, "health_check_timeout_ms": period_ms,
@@ -210,15 +210,15 @@ def _start_private_ray(config: Config, cpus: float, gpus: int) -> None:
         raise RayUnavailable(f"no Ray could be started on this host ({first_line(error)}); {kept}") from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # for what is written until it has ended
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # for files that Ray writes until it has ended
         raise
     _own = folder
 
 
 @contextlib.contextmanager
 def _auth_environment(chosen: Mapping[str, str | None]) -> Iterator[None]:
-    """The variables by which Ray's processes and this one's part of Ray know each other, as long as Ray starts: nothing
-    else that this process starts is to find them."""
+    """Sets the variables for the authentication between Ray's processes and this one while Ray starts: no other child
+    of this process may see them."""
     before = {name: os.environ.get(name) for name in chosen}
     _set_variables(chosen)
     _reload_auth()
@@ -237,7 +237,7 @@ def _set_variables(variables: Mapping[str, str | None]) -> None:
 
 
 def _reload_auth() -> None:
-    """Ray reads those variables once."""
+    """Makes Ray read those variables again: it caches them."""
     _raylet.Config.initialize("")
     _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
@@ -253,14 +253,14 @@ def _connect(address: str) -> None:
     try:
         _run_in_thread(
             lambda: ray.init(address=address, log_to_driver=False, configure_logging=False),
-            f"Ray at {address}", "it takes us in",
+            f"Ray at {address}", "it accepts this process",
         )  # fmt: skip
     except (RuntimeError, OSError, ValueError, WaitTimeout, ray.exceptions.RayError) as error:
         raise RayUnavailable(_connect_error(address, error)) from error
 
 
 def _check_listening(address: str) -> None:
-    """A wrong address is told in seconds; Ray takes a minute."""
+    """Reports a wrong address within seconds; Ray takes a minute."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal():
@@ -275,7 +275,7 @@ def _check_listening(address: str) -> None:
 
 
 def _connect_error(address: str, error: BaseException) -> str:
-    """For people, with what to do."""
+    """Why the connection failed, with a fix."""
     chain = [error, *(each for each in (error.__cause__, error.__context__) if each is not None)]
     text = " ".join(str(each) for each in chain)
     if isinstance(error, ray.exceptions.AuthenticationError) or "uthentication" in text or "UNAUTHENTICATED" in text:
@@ -293,16 +293,16 @@ def _connect_error(address: str, error: BaseException) -> str:
         )
     if "node is not in the cluster" in text or "find any available" in text or "raylet" in text.lower():
         return (
-            f"Ray at {address} answers, but this host ({socket.gethostname()}) is no node of it ({first_line(error)}):"
-            f" run `ray start --address={address}` here first, or use --submit"
+            f"Ray at {address} responds, but this host ({socket.gethostname()}) is not one of its nodes "
+            f"({first_line(error)}): run `ray start --address={address}` here first, or use --submit"
         )
-    return f"Ray at {address} cannot be joined: {first_line(error)}"
+    return f"cannot join Ray at {address}: {first_line(error)}"
 
 
 def _run_in_thread(work: Callable[[], object], waits_for: str, why: str) -> None:
-    """Ray's calls have no bound, and in the main thread they replace signal handlers. The thread stays: the kernel ends
-    processes that are bound to their parent's life with the thread that has started them. What comes up when nobody
-    waits for it any more is ended again."""
+    """Makes a call without a bound of its own in a thread, since in the main thread Ray replaces signal handlers. The
+    thread stays: processes that are bound to their parent's life end with the thread that started them. A session that
+    opens after the wait was given up is closed again."""
     global _unfinished
     done: Future[None] = Future()
     over: Future[None] = Future()
@@ -345,5 +345,5 @@ def _run_in_thread(work: Callable[[], object], waits_for: str, why: str) -> None
 
 
 def ray_get(ref: Any, waits_for: str, why: str, timeout_s: float = CONNECT_S) -> Any:
-    """What a remote call returns. Raises what Ray says of it, WaitTimeout."""
+    """The result of a remote call, with a bound. Raises Ray's errors, WaitTimeout."""
     return waits.future(ref.future(), waits_for=waits_for, why=why, timeout_s=timeout_s)

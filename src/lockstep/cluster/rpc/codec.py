@@ -1,8 +1,8 @@
 """Values on the wire: msgpack, typed by the annotations of the called method; arrays travel as raw bytes.
 
-A payload is `body length | data start | body | padding | arrays`. Arrays from `INLINE_BYTES` bytes up lie behind the
-body, aligned, so that encoding copies them once and decoding not at all: a decoded large array is a writable view of
-the received frame (and keeps it alive). Nothing here can execute what it reads: there is no pickle.
+A payload is `body length | data start | body | padding | arrays`. Arrays from `INLINE_BYTES` bytes up follow the body,
+aligned, so that encoding copies them once and decoding never does: a decoded large array is a writable view of the
+received frame (and keeps it alive). Decoding cannot execute code: there is no pickle.
 
 Types: None, bool, int (64 bit), float, str, bytes, list, tuple, dict, set, Literal, enums, dataclasses, datetimes,
 `numpy.ndarray`, `Path`, pydantic models, and unions as msgspec knows them (plus unions of pydantic models). Under
@@ -28,10 +28,10 @@ from lockstep.base.transport.frames import MAX_FRAME
 from lockstep.cluster.protocol import DeferredResult
 
 INLINE_BYTES = 16 << 10
-"""Arrays of fewer bytes travel inside the body and are copied out of it."""
+"""Smaller arrays are stored inside the body and copied out of it."""
 
 MAX_PAYLOAD_BYTES = MAX_FRAME - (1 << 20)
-"""Bytes of a payload, at most."""
+"""Largest payload, in bytes."""
 
 _ALIGN = 64
 _PREFIX = struct.Struct("<QQ")
@@ -39,14 +39,14 @@ _ARRAY = struct.Struct("<BBB")
 _SIZE = struct.Struct("<Q")
 _ARRAY_CODE = 1
 _IMMUTABLE_TYPES = {str, int, bool, float, type(None)}
-"""Types of arguments that cannot change once they are given."""
+"""Argument types whose values cannot change."""
 
 Payload = bytes | memoryview
 T = TypeVar("T")
 
 
 class CodecError(PicklableError, TypeError):
-    """A value that cannot travel, or is not what the method says: names method, argument and problem."""
+    """A value that cannot be sent, or does not match the method's annotation: names method, argument and problem."""
 
     def __init__(self, method: str, argument: str, problem: str) -> None:
         super().__init__(f"{method}: {argument}: {problem}")
@@ -54,7 +54,7 @@ class CodecError(PicklableError, TypeError):
 
 
 class MethodSignature:
-    """What a service method takes and gives, and how both travel."""
+    """The parameters and result of a service method, and how they are encoded."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.name: str = method.__name__
@@ -67,10 +67,10 @@ class MethodSignature:
         self._names = tuple(parameter.name for parameter in self._parameters) if positional else ()
         self._needed = sum(parameter.default is parameter.empty for parameter in self._parameters)
         self._plain: tuple[tuple[Any, ...], tuple[type, ...], Payload] = ((), (object,), b"")
-        """Arguments that were given last, their types (1 and True are equal) and what they came to."""
+        """The last arguments, their types (1 and True are equal) and their encoding."""
         for parameter in self._parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise CodecError(self.qualified, parameter.name, "a remote method names its arguments, no * or **")
+                raise CodecError(self.qualified, parameter.name, "a remote method needs named parameters, no * or **")
         hints = _type_hints(method)
         self._takes = {p.name: _WireType(self.qualified, p.name, hints.get(p.name, Any)) for p in self._parameters}
         self._gives = _WireType(self.qualified, "return value", _result_type(hints.get("return", Any)))
@@ -83,9 +83,10 @@ class MethodSignature:
         )
 
     def encode_arguments(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Payload:
-        """Plain values that were given last are not encoded again: thousands of ranks get the same.
+        """Encodes the arguments of a call. Immutable arguments equal to the last ones reuse their encoding: thousands
+        of ranks get the same.
 
-        Raises TypeError for arguments the method does not take, CodecError for values that cannot travel."""
+        Raises TypeError for arguments that the method does not accept, CodecError for values that cannot be sent."""
         types, known = tuple(map(type, args)), self._plain
         if types == known[1] and args == known[0] and not kwargs:
             return known[2]
@@ -108,7 +109,7 @@ class MethodSignature:
             raise TypeError(f"{self.qualified}: {error}") from None
 
     def decode_arguments(self, payload: Payload | bytearray) -> dict[str, Any]:
-        """Arguments by name, those that were given."""
+        """The given arguments, by name."""
         values = self._decode(payload, self._struct)
         given = ((name, getattr(values, name)) for name in self._takes)
         return {name: self._takes[name].finish(value) for name, value in given if value is not msgspec.UNSET}
@@ -134,7 +135,7 @@ class MethodSignature:
 
 
 class _WireType:
-    """One annotation: the type msgspec decodes to, and what remains to be done after it."""
+    """One annotation: the type that msgspec decodes to, and the conversion that remains after it."""
 
     def __init__(self, method: str, argument: str, annotation: Any) -> None:
         self.wire = annotation
@@ -163,17 +164,17 @@ class _WireType:
 
 
 def encode_payload(value: Any) -> Payload:
-    """A payload with the value as it is now: later changes to its arrays do not reach it.
+    """Encodes the value as it is now: later changes to its arrays do not affect the payload.
 
     Raises:
-        TypeError, ValueError, OverflowError: what in the value cannot travel.
+        TypeError, ValueError, OverflowError: what in the value cannot be sent.
     """
     arrays = _ArrayCollector()
     body = msgspec.msgpack.Encoder(enc_hook=arrays.hook).encode(value)
     start = _align(_PREFIX.size + len(body))
     if start + arrays.size > MAX_PAYLOAD_BYTES:
         raise ValueError(
-            f"{start + arrays.size} bytes are too many for one call ({MAX_PAYLOAD_BYTES} at most): send it in parts"
+            f"{start + arrays.size} bytes are too many for one call (at most {MAX_PAYLOAD_BYTES}): send it in parts"
         )
     prefix = _PREFIX.pack(len(body), start)
     if not arrays.kept:
@@ -188,18 +189,18 @@ def encode_payload(value: Any) -> Payload:
 
 
 def decode_payload(payload: Payload | bytearray, kind: Any) -> Any:
-    """The value, as `archive_kind`. Large arrays are views of `payload`.
+    """Decodes a value of type `kind`. Large arrays are views of `payload`.
 
     Raises:
-        msgspec.ValidationError: the value is not a `archive_kind`; says where.
-        ValueError: the payload is cut or inconsistent.
+        msgspec.ValidationError: the value is not a `kind`; says where.
+        ValueError: the payload is truncated or inconsistent.
     """
     view = memoryview(payload).cast("B")
     if view.nbytes < _PREFIX.size:
-        raise ValueError("the payload is cut")
+        raise ValueError("the payload is truncated")
     length, start = _PREFIX.unpack_from(view)
     if _PREFIX.size + length > view.nbytes:
-        raise ValueError("the payload is cut")
+        raise ValueError("the payload is truncated")
 
     _decode_context.payload, _decode_context.start = view, start
     try:
@@ -209,7 +210,7 @@ def decode_payload(payload: Payload | bytearray, kind: Any) -> Any:
 
 
 _decode_context = threading.local()
-"""The payload that a thread decodes, and where its arrays begin."""
+"""The payload that a thread is decoding, and the offset of its arrays."""
 
 
 @cache
@@ -224,20 +225,19 @@ def _read_extension(code: int, data: memoryview) -> Any:
 
 
 class _EncodedValue:
-    """A value as it travels."""
+    """A value in its encoded form."""
 
     def __init__(self, value: Any) -> None:
         self.raw = msgspec.Raw(msgspec.msgpack.encode(value))
 
 
 def encode_once(value: T) -> T:
-    """Stands for the value among the arguments of many calls, and is encoded once for all of them. Plain values only,
-    such as what JSON has; TypeError for others."""
+    """Encodes a value once, for use among the arguments of many calls. JSON-like values only; TypeError for others."""
     return typing.cast(T, _EncodedValue(value))
 
 
 class _ArrayCollector:
-    """Collects what lies behind the body while it is encoded."""
+    """Collects the arrays that follow the body while it is encoded."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, np.ndarray]] = []
@@ -256,7 +256,7 @@ class _ArrayCollector:
             return value.model_dump()
         if isinstance(value, types.MappingProxyType):
             return dict(value)
-        raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} cannot travel between processes")
+        raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} cannot be sent between processes")
 
     def _array(self, array: np.ndarray) -> msgspec.msgpack.Ext:
         size = array.nbytes
@@ -272,7 +272,7 @@ class _ArrayCollector:
 @cache
 def _array_header(dtype: np.dtype[Any], ndim: int, inline: bool) -> bytes:
     if dtype.hasobject or dtype.names is not None:
-        raise TypeError(f"an array of {dtype} cannot travel: only plain numbers, strings and dates")
+        raise TypeError(f"an array of {dtype} cannot be sent: only plain numbers, strings and dates")
     kind = dtype.str.encode()
     return _ARRAY.pack(inline, len(kind), ndim) + kind
 
@@ -299,7 +299,7 @@ def _read_array(data: memoryview, payload: memoryview, start: int) -> np.ndarray
             flat = np.frombuffer(payload, dtype, count, start + offset)
         return flat if ndim == 1 else flat.reshape(shape)
     except (OverflowError, struct.error, TypeError) as error:
-        raise ValueError(f"an array cannot be read: {error}") from None
+        raise ValueError(f"an array cannot be decoded: {error}") from None
 
 
 def _dec_hook(kind: Any, value: Any) -> Any:
@@ -312,7 +312,7 @@ def _dec_hook(kind: Any, value: Any) -> Any:
         return Path(value) if issubclass(origin, Path) else origin(value)
     if hasattr(origin, "model_validate"):
         return origin.model_validate(value)
-    raise TypeError(f"{kind} cannot travel between processes")
+    raise TypeError(f"{kind} cannot be sent between processes")
 
 
 def _find_unencodable(given: Mapping[str, Any], error: Exception) -> tuple[str, str]:
@@ -331,12 +331,12 @@ def _type_hints(method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _result_type(annotation: Any) -> Any:
-    """What the caller of a method gets: the value of what comes later."""
+    """The type that a method's caller gets: for a `DeferredResult[T]`, T."""
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is DeferredResult else annotation
 
 
 def _holds_models(annotation: Any) -> bool:
-    """Whether the annotation is made of pydantic models and builtins, so that pydantic can judge it."""
+    """Whether the annotation consists of pydantic models and builtins, so that pydantic can validate it."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _holds_models(typing.get_args(annotation)[0])
     arguments = typing.get_args(annotation)
@@ -355,5 +355,5 @@ def _identity(value: Any) -> Any:
 
 @cache
 def signature_of(method: Callable[..., Any]) -> MethodSignature:
-    """The method's signature, read once."""
+    """The method's signature, cached."""
     return MethodSignature(method)

@@ -1,7 +1,7 @@
-"""Calls under way, and the one wait for them.
+"""Calls in progress, and the one way to wait for them.
 
-A wait goes on as long as the worker called makes progress. Without any it is told of after `notice_after_s`, and
-ends with `Stalled` after the limit. Whichever of many calls fails first ends the wait for all of them.
+A wait continues as long as the called worker makes progress. After `notice_after_s` without progress it logs a warning,
+and after the limit it raises `Stalled`. The first failure among many calls ends the wait for all of them.
 """
 
 import contextlib
@@ -19,34 +19,34 @@ from lockstep.cluster.protocol import PendingResult, RemoteError, WorkerDied
 
 R = TypeVar("R")
 CallError = RemoteError | WorkerDied | Stalled
-"""What a call may end with instead of a result."""
+"""How a call may fail."""
 
 log = logging.getLogger(__name__)
 
 OVERDUE_CHECK_S = 5.0
-"""A look at the progress is due four times a second. When it comes this late, this process itself was stopped or
-starved, and what it knows about others is old: the stall clocks start again."""
+"""Progress is checked four times a second. When a check is this late, this process itself was stopped or starved, and
+its knowledge of other processes is outdated: the stall clocks restart."""
 DEATH_NOTICE_S = 1.0
-"""The news of a death takes so long at most. Peers whose collective it broke may be heard before it is."""
+"""Longest time until a death is known. Errors of peers, whose collective it broke, may arrive earlier."""
 
 
 class CallTarget(Protocol):
-    """What a wait needs to know of a worker."""
+    """What a wait needs to know about a worker."""
 
     name: str
     moves: int
     """Grows whenever the worker makes progress."""
     moved_at: float
-    """When it did last, on the monotonic clock."""
+    """Monotonic time of the last progress."""
     stall_limit_s: float
     notice_after_s: float
 
     def describe(self) -> str:
-        """What it does now, for a sentence after "it": stage, wait, whether it is stopped."""
+        """What it does now, as a predicate: stage, wait, whether it is stopped."""
 
 
 class PendingCall(Generic[R]):
-    """A call sent to a worker. Settled once, by the thread that reads the worker's answers."""
+    """A call sent to a worker. Settled once, by the thread that reads the worker's results."""
 
     __slots__ = (
         "_callbacks", "_error", "_lock", "_payload", "_read", "_state", "_value", "beside", "label", "settled_at",
@@ -54,7 +54,7 @@ class PendingCall(Generic[R]):
     )  # fmt: skip
 
     def __init__(self, worker: CallTarget, label: str, read: Callable[[memoryview], R], beside: bool = False) -> None:
-        """`labeled_rows`: answered beside the calls that run in order."""
+        """`beside`: runs beside the calls that run in order (`@concurrent`)."""
         self.worker, self.label, self.beside = worker, label, beside
         self.submitted_at = time.monotonic()
         self.settled_at = 0.0
@@ -74,21 +74,21 @@ class PendingCall(Generic[R]):
 
     @property
     def error(self) -> Exception | None:
-        """What `result` will raise, when that is known already."""
+        """The error that `result` will raise, if it is known already."""
         return self._error
 
     def result(self, why: str, stall_s: float | None = None) -> R:
         """The value; waits as long as the worker makes progress.
 
         Raises:
-            Stalled: it made none for `stall_s` (the cluster's limit when None).
+            Stalled: the worker made none for `stall_s` (the cluster's limit when None).
             RemoteError: the method raised.
-            WorkerDied: the worker ended first.
+            WorkerDied: the worker ended before it sent a result.
         """
         return self.take() if self.done() else gather_results([self], why, stall_s)[0]
 
     def on_done(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the call is settled; now, when it is."""
+        """Calls `callback` once the call is settled; at once when it is."""
         with self._lock:
             if self._state == "open":
                 self._callbacks.append(callback)
@@ -96,7 +96,7 @@ class PendingCall(Generic[R]):
         callback()
 
     def settle(self, payload: memoryview) -> None:
-        """The answer has arrived; it is decoded by whoever wants it."""
+        """Stores the encoded result, which the caller decodes."""
         self._payload = payload
         self._finish("answered")
 
@@ -125,12 +125,12 @@ class PendingCall(Generic[R]):
 
 
 def gather_results(pendings: Sequence[PendingResult[R]], why: str, stall_s: float | None = None) -> list[R]:
-    """The results of all calls, in their order. The first failure is raised, `DEATH_NOTICE_S` later at most; the
-    other calls go on, and their results are dropped.
+    """Waits for all calls; their results, in order. The first failure is raised, at most `DEATH_NOTICE_S` later; the
+    other calls continue, and their results are dropped.
 
     Raises:
-        Stalled: one of the workers made no progress for `stall_s` (the cluster's limit when None).
-        RemoteError, WorkerDied: of the call that failed first; a death before what it caused elsewhere.
+        Stalled: a worker made no progress for `stall_s` (the cluster's limit when None).
+        RemoteError, WorkerDied: the first failure; a death is preferred to the errors that it caused elsewhere.
     """
     watch = _CallWait([_require_pending_call(pending) for pending in pendings], why, stall_s)
     watch.wait()
@@ -138,8 +138,7 @@ def gather_results(pendings: Sequence[PendingResult[R]], why: str, stall_s: floa
 
 
 def gather_identical(pendings: Sequence[PendingResult[R]], why: str) -> R:
-    """Waits for all calls like `gather_results`; the first's result, as all give the same: the others' are not even
-    decoded."""
+    """Like `gather_results` for calls that all have the same result: only the first one is decoded."""
     watch = _CallWait([_require_pending_call(pending) for pending in pendings], why, None)
     watch.wait()
     return watch.calls[0].take()
@@ -148,8 +147,7 @@ def gather_identical(pendings: Sequence[PendingResult[R]], why: str) -> R:
 def gather_outcomes(
     pendings: Sequence[PendingResult[R]], why: str, stall_s: float | None = None
 ) -> list[R | CallError]:
-    """The outcome of every call, in their order: its result, or what it failed with. Nobody's failure ends the wait
-    for the others."""
+    """Waits for all calls; the result or error of each, in order. A failure does not end the wait for the others."""
     calls = [_require_pending_call(pending) for pending in pendings]
     stalled: dict[PendingCall[R], Stalled] = {}
     while left := [call for call in calls if not call.done() and call not in stalled]:
@@ -160,7 +158,7 @@ def gather_outcomes(
             still = [call for call in left if call.worker.name == error.waits_for] or left
             stalled |= dict.fromkeys(still, error)
         except (RemoteError, WorkerDied):
-            continue  # what the call itself says, below
+            continue  # the outcomes are read from the calls below
     outcomes: list[R | CallError] = []
     for call in calls:
         try:
@@ -171,14 +169,14 @@ def gather_outcomes(
 
 
 def call_duration_s(pending: PendingResult[Any]) -> float:
-    """How long a call took that is done."""
+    """Duration of a finished call, in seconds."""
     call = _require_pending_call(pending)
     return call.settled_at - call.submitted_at
 
 
 def _require_pending_call(pending: PendingResult[R]) -> PendingCall[R]:
     if not isinstance(pending, PendingCall):
-        raise TypeError(f"gather takes the pending calls of a cluster's workers, not {type(pending).__name__}")
+        raise TypeError(f"expected pending calls of a cluster's workers, not {type(pending).__name__}")
     return pending
 
 
@@ -189,32 +187,33 @@ class _CallWait(Generic[R]):
         self.calls, self._why, self._stall_s = calls, why, stall_s
         self._changed = threading.Event()
         self._lock = threading.Lock()
-        self._left = self._told = len(calls)
-        self._began = self._looked = time.monotonic()
-        self._thawed = 0.0
+        self._left = self._reported = len(calls)
+        self._began = self._checked_at = time.monotonic()
+        self._resumed_at = 0.0
         self._noticed: dict[str, float] = {}
 
     def wait(self) -> None:
-        """Returns when all are answered; raises the first failure."""
+        """Returns when all calls are done; raises the first failure."""
         for call in self.calls:
-            call.on_done(partial(self._one, call))
+            call.on_done(partial(self._call_done, call))
         if self._left and not self._changed.is_set():
             limit = max(self._limit(call) for call in self.calls)
             waits.event(
-                self._changed, waits_for=self._whom(), why=self._why, stall_s=limit + 1.0, progress=self._look,
+                self._changed, waits_for=self._missing_workers(), why=self._why, stall_s=limit + 1.0,
+                progress=self._check_progress,
                 notice_after_s=None,
             )  # fmt: skip
         failed = [call for call in self.calls if call.error is not None]
         if failed:
-            failed += self._deaths_behind(failed)
+            failed += self._find_deaths(failed)
             first = min(failed, key=lambda call: (not isinstance(call.error, WorkerDied), call.settled_at))
             first.take()
 
-    def _deaths_behind(self, failed: Sequence[PendingCall[R]]) -> list[PendingCall[R]]:
-        """Calls of other workers that died, where errors of their peers came first: an effect shall not be told as
-        the cause."""
-        heard = {call.worker.name for call in failed}
-        others = [call for call in self.calls if call.worker.name not in heard]
+    def _find_deaths(self, failed: Sequence[PendingCall[R]]) -> list[PendingCall[R]]:
+        """Calls whose workers died, where errors of their peers arrived first: an effect must not be reported as the
+        cause."""
+        known = {call.worker.name for call in failed}
+        others = [call for call in self.calls if call.worker.name not in known]
         if not others or any(isinstance(call.error, WorkerDied) for call in failed):
             return []
 
@@ -229,12 +228,12 @@ class _CallWait(Generic[R]):
             )  # fmt: skip
         return []
 
-    def _whom(self) -> str:
-        """Those that have not answered yet."""
+    def _missing_workers(self) -> str:
+        """The workers whose results are missing, for people."""
         names = list(dict.fromkeys(call.worker.name for call in self.calls if not call.done()))
         return summarize_list(names, 4) or "workers"
 
-    def _one(self, call: PendingCall[Any]) -> None:
+    def _call_done(self, call: PendingCall[Any]) -> None:
         with self._lock:
             self._left -= 1
         if call.error is not None or self._left == 0:
@@ -243,25 +242,25 @@ class _CallWait(Generic[R]):
     def _limit(self, call: PendingCall[Any]) -> float:
         return call.worker.stall_limit_s if self._stall_s is None else self._stall_s
 
-    def _look(self) -> object:
-        """Holds the stall clock of every worker, and tells of those that stand still."""
+    def _check_progress(self) -> object:
+        """Checks the stall clock of every worker, and reports workers without progress."""
         now = time.monotonic()
-        if now - self._looked > OVERDUE_CHECK_S:
-            self._thawed = now
-        self._looked = now
+        if now - self._checked_at > OVERDUE_CHECK_S:
+            self._resumed_at = now
+        self._checked_at = now
         moves = 0
-        if self._left != self._told:
-            self._told = self._left
-            narrow_wait(self._whom())
+        if self._left != self._reported:
+            self._reported = self._left
+            narrow_wait(self._missing_workers())
         for call in self.calls:
             if not call.done():
                 moves += call.worker.moves
-                self._judge(call, now)
-        return moves, self._left, self._thawed
+                self._check_stall(call, now)
+        return moves, self._left, self._resumed_at
 
-    def _judge(self, call: PendingCall[Any], now: float) -> None:
+    def _check_stall(self, call: PendingCall[Any], now: float) -> None:
         worker = call.worker
-        quiet = now - max(worker.moved_at, call.submitted_at, self._thawed)
+        quiet = now - max(worker.moved_at, call.submitted_at, self._resumed_at)
         if quiet >= self._limit(call):
             why = f"{self._why}; it {worker.describe()}"
             raise Stalled("call", worker.name, why, now - self._began, self._limit(call))
@@ -269,9 +268,9 @@ class _CallWait(Generic[R]):
         if quiet >= notice_at:
             self._noticed[worker.name] = 2 * quiet
             log.warning(
-                "waiting %.0f s for %s (%s): no progress since %.0f s, it %s",
-                now - self._began, worker.name, self._why, quiet, worker.describe(),
+                "waiting for %s for %.0f s (%s): no progress for %.0f s; it %s",
+                worker.name, now - self._began, self._why, quiet, worker.describe(),
             )  # fmt: skip
         elif worker.name in self._noticed and quiet < worker.notice_after_s:
             del self._noticed[worker.name]
-            log.warning("%s goes on (%s)", worker.name, self._why)
+            log.warning("%s is making progress again (%s)", worker.name, self._why)

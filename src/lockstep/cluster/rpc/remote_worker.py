@@ -1,4 +1,4 @@
-"""The controller's handle of a worker: starting its process, its calls, and what is known of its state."""
+"""The controller's handle of a worker: its process, its calls, and its state."""
 
 import itertools
 import threading
@@ -38,17 +38,17 @@ R = TypeVar("R")
 
 
 class RemoteWorker:
-    """A worker process and the calls it owes. Any thread may submit; the hub's thread hears."""
+    """A worker process and its open calls. Any thread may submit calls; the RPC server's thread handles messages."""
 
     def __init__(
         self, spec: WorkerSpec, node: ClusterNode, run: str, generation: int, stall_limit_s: float,
         notice_after_s: float,
         wake: Callable[["RemoteWorker", Connection | None], None],
     ) -> None:  # fmt: skip
-        """`wake` is told when a connection has something left to write, or is closed."""
+        """`wake` is called when a connection has data left to write, or is closed."""
         self.spec, self.name, self.node = spec, spec.name, node
         self.log = node.logs / f"{spec.name}.log"
-        """A file of the node."""
+        """On the node."""
         self.pid = 0
         self.stall_limit_s, self.notice_after_s = stall_limit_s, notice_after_s
         self.moves, self.moved_at = 0, time.monotonic()
@@ -58,24 +58,24 @@ class RemoteWorker:
         self._lock = threading.RLock()
         self._connection: Connection | None = None
         self._ids = itertools.count(call_id_base(generation) + 1)
-        self._open: dict[int, tuple[PendingCall[Any], tuple[bytes, Payload | bytearray]]] = {}
-        self._arrived: list[int] = []
-        """Answers that it is not told of yet."""
+        self._open_calls: dict[int, tuple[PendingCall[Any], tuple[bytes, Payload | bytearray]]] = {}
+        self._unacknowledged: list[int] = []
+        """Ids of results that are not acknowledged yet."""
         self._death: WorkerDied | None = None
-        self._mourners: list[Callable[[WorkerDied], None]] = []
-        self._pulse: HeartbeatMessage | None = None
-        self._probed: object = None
+        self._death_callbacks: list[Callable[[WorkerDied], None]] = []
+        self._heartbeat: HeartbeatMessage | None = None
+        self._observed: object = None
         self.started: PendingCall[None] = PendingCall(self, "start", lambda payload: None)
-        """Settled when the service is constructed, or renewed."""
+        """Settled when the service is constructed or renewed."""
 
     def __repr__(self) -> str:
         return f"RemoteWorker({self.name}, pid {self.pid}, {'dead' if self._death else 'alive'})"
 
     def submit(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
-        """Sends a call and returns at once. The arguments are taken as they are now.
+        """Sends a call and returns immediately. The arguments are encoded as they are now.
 
         Raises:
-            TypeError: the method does not take these arguments, or one of them cannot travel (CodecError).
+            TypeError: the method does not accept these arguments, or one of them cannot be sent (CodecError).
         """
         signature = signature_of(method)
         payload = signature.encode_arguments(args, kwargs)
@@ -86,9 +86,9 @@ class RemoteWorker:
                 call.fail(self._death)
                 return call
             number = next(self._ids)
-            arrived, self._arrived = self._arrived, []
+            arrived, self._unacknowledged = self._unacknowledged, []
             parts = pack_message(CallMessage(number, signature.name, beside, arrived), payload)
-            self._open[number] = call, parts
+            self._open_calls[number] = call, parts
             self._send(parts)
         return call
 
@@ -105,10 +105,10 @@ class RemoteWorker:
         )
 
     def on_death(self, callback: Callable[[WorkerDied], None]) -> None:
-        """Calls `callback` once its end is known, in the thread that hears of it; now, when it is."""
+        """Calls `callback` once the worker's end is known, in the thread that learns of it; at once when it is."""
         with self._lock:
             if self._death is None:
-                self._mourners.append(callback)
+                self._death_callbacks.append(callback)
                 return
         callback(self._death)
 
@@ -125,28 +125,28 @@ class RemoteWorker:
     @property
     def busy(self) -> bool:
         """Whether calls are unanswered."""
-        return bool(self._open) or not self.started.done()
+        return bool(self._open_calls) or not self.started.done()
 
     @property
     def connection(self) -> Connection | None:
         return self._connection
 
     def leave(self, why: str) -> None:
-        """Asks it to end after the running call."""
+        """Tells it to exit after the running call."""
         with self._lock:
             self._send(pack_message(LeaveMessage(why)))
 
     def describe(self) -> str:
-        """What it does, after "it": read from its beacon where that is on this host, else from its last pulse."""
+        """What it does now, as a predicate: from its beacon if it is on this host, else from its last heartbeat."""
         here = self.node.here
         if here and self.pid and processes.process_state(self.pid) in ("T", "t"):
             return "is stopped (SIGSTOP, or a debugger)"
         if not self.connected_once:
-            return "has not said hello yet"
+            return "has not connected yet"
         state = read_beacon(self._beacon) if here else None
         if state is not None and state.pid != self.pid:
             state = None
-        stage, wait = self._doing(state)
+        stage, wait = self._stage_and_wait(state)
         place = f"is in stage {stage}" if stage else "names no stage"
         waits_for = f", waits for {wait}" if wait else ""
         silent_s = 0.0 if state is None or not state.beat_ns else (time.monotonic_ns() - state.beat_ns) / 1e9
@@ -154,21 +154,21 @@ class RemoteWorker:
         lost = "" if self._connection is not None else ", and its connection is down"
         return place + waits_for + frozen + lost
 
-    def _doing(self, state: BeaconState | None) -> tuple[str, str]:
-        """Its stage, and the wait of its main thread (or of another, when that is in none)."""
+    def _stage_and_wait(self, state: BeaconState | None) -> tuple[str, str]:
+        """Its stage, and the wait of its main thread (or of another thread, when the main thread does not wait)."""
         if state is None:
-            return (self._pulse.stage, self._pulse.wait) if self._pulse is not None else ("", "")
+            return (self._heartbeat.stage, self._heartbeat.wait) if self._heartbeat is not None else ("", "")
         waiting = [wait for wait in state.waits if wait.thread == state.pid] or list(state.waits)
         idle = not waiting or waiting[-1].why == "the next call"
         return state.stage, "" if idle else f"{waiting[-1].waits_for} ({waiting[-1].why})"
 
-    # --- what the hub's thread does
+    # --- called by the RPC server's thread
 
-    def hear(self, connection: Connection, message: ToController, payload: memoryview) -> None:
-        """Takes a message of the worker."""
+    def handle_message(self, connection: Connection, message: ToController, payload: memoryview) -> None:
+        """Handles a message of the worker."""
         match message:
             case ResultMessage(id=number):
-                self._answered(number, None, payload)
+                self._settle_call(number, None, payload)
             case ResumeMessage(received=received, pid=pid):
                 if self.pid not in (0, pid):
                     raise ValueError(f"process {pid} is not {self.name}, which is {self.pid}")
@@ -177,24 +177,25 @@ class RemoteWorker:
                 error = RemoteError(
                     self.name, self.spec.rank, message.kind, message.message, message.traceback, message.code
                 )
-                self._answered(number, error, payload)
+                self._settle_call(number, error, payload)
             case HeartbeatMessage():
-                if self._pulse is None or self._pulse.moves != message.moves:
-                    self.moved()
-                self._pulse = message
+                if self._heartbeat is None or self._heartbeat.moves != message.moves:
+                    self.record_progress()
+                self._heartbeat = message
 
-    def moved(self) -> None:
+    def record_progress(self) -> None:
         self.moves += 1
         self.moved_at = time.monotonic()
 
-    def probe(self, facts: object) -> None:
-        """Something that changes as the worker moves: bytes of a frame under way, CPU time while it imports."""
-        if facts != self._probed:
-            self._probed = facts
-            self.moved()
+    def observe(self, value: object) -> None:
+        """Takes a value that changes as the worker progresses: bytes of a frame in transfer, CPU time during
+        imports."""
+        if value != self._observed:
+            self._observed = value
+            self.record_progress()
 
-    def lost(self, connection: Connection) -> None:
-        """The connection broke; the worker dials again."""
+    def connection_lost(self, connection: Connection) -> None:
+        """The connection broke; the worker reconnects."""
         with self._lock:
             connection.close()
             if self._connection is connection:
@@ -202,82 +203,84 @@ class RemoteWorker:
         self._wake(self, connection)
 
     def acknowledge(self) -> None:
-        """Tells it which answers have arrived, where no call has told it."""
-        if self._arrived:
+        """Acknowledges results, unless a call has already done so."""
+        if self._unacknowledged:
             with self._lock:
-                arrived, self._arrived = self._arrived, []
+                arrived, self._unacknowledged = self._unacknowledged, []
                 self._send(pack_message(AckMessage(arrived)))
 
-    def die(self, exit_code: int | None, said: str = "") -> None:
-        """Its end is known, and the end of its log, where the node told it: every call it owes fails. Idempotent."""
+    def mark_dead(self, exit_code: int | None, log_end: str = "") -> None:
+        """Records its end, with the end of its log from the node: all open calls fail. Idempotent."""
         with self._lock:
             if self._death is not None:
                 return
-            said = log_tail(self.log) if self.node.here else said
+            log_end = log_tail(self.log) if self.node.here else log_end
             lost = "" if exit_code is not None or self.node.here else self.node.why_lost
-            self._death = WorkerDied(self.name, self.spec.rank, exit_code, said, lost)
-            owed, self._open = list(self._open.values()), {}
-            mourners, self._mourners = self._mourners, []
+            self._death = WorkerDied(self.name, self.spec.rank, exit_code, log_end, lost)
+            open_calls, self._open_calls = list(self._open_calls.values()), {}
+            callbacks, self._death_callbacks = self._death_callbacks, []
             if self._connection is not None:
-                self.lost(self._connection)
+                self.connection_lost(self._connection)
         self.started.fail(self._death)
-        for call, _ in owed:
+        for call, _ in open_calls:
             call.fail(self._death)
-        for callback in mourners:
+        for callback in callbacks:
             callback(self._death)
 
     def _resume(self, connection: Connection, received: int) -> None:
         with self._lock:
             if self._connection is not None and self._connection is not connection:
-                self.lost(self._connection)
+                self.connection_lost(self._connection)
             self._connection = connection
             self.connected_once = True
-            for number, (_, parts) in self._open.items():
+            for number, (_, parts) in self._open_calls.items():
                 if number > received:
                     self._send(parts)
-        self.moved()
+        self.record_progress()
 
-    def _answered(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
+    def _settle_call(self, number: int, error: RemoteError | None, payload: memoryview) -> None:
         with self._lock:
-            known = (self.started, None) if number == START_CALL_ID else self._open.pop(number, None)
-            self._arrived.append(number)
+            known = (self.started, None) if number == START_CALL_ID else self._open_calls.pop(number, None)
+            self._unacknowledged.append(number)
         if known is None:
             return
-        if not known[0].beside:  # that its other thread answers does not mean that it gets on
-            self.moved()
+        if not known[0].beside:  # a result from its I/O thread is no progress of its main thread
+            self.record_progress()
         if error is not None:
             known[0].fail(error)
         else:
             known[0].settle(payload)
 
     def _send(self, parts: tuple[bytes, Payload | bytearray]) -> None:
-        """Needs the lock."""
+        """The caller holds the lock."""
         connection = self._connection
-        queue_message(connection, parts, lambda broken, _: self.lost(broken), lambda: self._wake(self, connection))
+        queue_message(
+            connection, parts, lambda broken, _: self.connection_lost(broken), lambda: self._wake(self, connection)
+        )
 
 
 def worker_and_node(worker: Worker) -> str:
-    """A worker for people, with its node where it has one."""
+    """A worker for people, with its node if it has one."""
     return f"{worker.spec.name} on {worker.node.info.name}" if isinstance(worker, RemoteWorker) else worker.spec.name
 
 
 def spawn_worker_process(worker: RemoteWorker, environment: Mapping[str, str], note: str, device: str) -> "Future[int]":
-    """Has the agent of the worker's node start the process; its pid, which the handle is told as well."""
+    """Requests the process from the agent of the worker's node; its pid, which the handle gets as well."""
     node: ClusterNode = worker.node
     if node.agent is None:
         raise AgentGone("start", f"{node.info.name} has no agent")
     preload = () if node.uses_cuda(device, environment) else worker.spec.preload
-    python, folder = node.place()
+    python, folder = node.python_and_folder()
     argv = [python, "-m", "lockstep.cluster.rpc.worker_main"]
     pid = node.agent.submit_spawn(
         worker.name, argv, log_path=worker.log, env=environment, cwd=folder, preload=preload, note=note,
         trusted=True,
     )  # fmt: skip
-    pid.add_done_callback(lambda done: _set_pid(worker, done))  # in the thread that hears of its end, before it
+    pid.add_done_callback(lambda done: _set_pid(worker, done))  # runs before the handling of the worker's end
     return pid
 
 
 def _set_pid(worker: RemoteWorker, done: "Future[int]") -> None:
     if done.exception() is None:
         worker.pid = done.result(timeout=0)
-        worker.moved()  # its stall clock starts with its life, not with the order for it
+        worker.record_progress()  # its stall clock starts with its life

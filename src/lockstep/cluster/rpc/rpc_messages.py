@@ -23,16 +23,18 @@ from lockstep.cluster.protocol import WorkerSpec
 from lockstep.cluster.rpc.codec import Payload
 
 MANIFEST_VARIABLE = "LOCKSTEP_WORKER"
-"""Variable that names the file."""
+"""The variable that names a worker's manifest file."""
 
-_SESSION_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "TERM", "COLUMNS", "LINES", "WINDOWID", "TMUX", "TMUX_PANE", "STY", "WINDOW",
-            "DISPLAY", "XAUTHORITY", "PS1", "LS_COLORS", "HISTFILE")  # fmt: skip
+_SESSION_VARIABLES = (
+    "_", "SHLVL", "PWD", "OLDPWD", "TERM", "COLUMNS", "LINES", "WINDOWID", "TMUX", "TMUX_PANE", "STY", "WINDOW", "DISPLAY",
+    "XAUTHORITY", "PS1", "LS_COLORS", "HISTFILE",
+)  # fmt: skip
 _SESSION_PREFIXES = ("SSH_", "XDG_", "DBUS_", "TERM_", "VSCODE_", "VTE_", "GPG_")
-"""Variables of the terminal that a run was started from: it may be resumed from another one."""
+"""Variables of a terminal session: a run may be resumed from another terminal."""
 
 
 class WorkerManifest(msgspec.Struct, frozen=True):
-    """A worker's name, service and run."""
+    """What a worker is started with."""
 
     name: str
     role: str
@@ -41,12 +43,12 @@ class WorkerManifest(msgspec.Struct, frozen=True):
     arguments: dict[str, Any]
     run: str
     generation: int
-    """That started it."""
+    """The controller's, that started the worker."""
     fitness: str = ""
-    """Of its spec, see `worker_fingerprint`; empty where no other controller may have it."""
+    """See `worker_fingerprint`; empty where a later controller must not adopt the worker."""
 
     def text(self) -> str:
-        """What the worker finds in its file. Raises TypeError for arguments that are not JSON-like."""
+        """The content of the worker's file. Raises TypeError for arguments that are not JSON-like."""
         try:
             return json.dumps(msgspec.to_builtins(self), allow_nan=True)
         except (TypeError, ValueError) as error:
@@ -59,7 +61,7 @@ class WorkerManifest(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(text: str | None) -> "WorkerManifest | None":
-        """What a worker was started as; None where nothing readable says so."""
+        """Parses a manifest; None where the text is missing or unreadable."""
         try:
             return None if text is None else msgspec.json.decode(text, type=WorkerManifest)
         except ValueError:
@@ -67,13 +69,13 @@ class WorkerManifest(msgspec.Struct, frozen=True):
 
     @property
     def spec(self) -> WorkerSpec:
-        """What was asked for, but for its environment and preload, which are in `worker_fingerprint` only."""
+        """The spec, without environment and preload, which are only part of `worker_fingerprint`."""
         return WorkerSpec(self.name, self.role, self.rank, self.service, self.arguments, adoptable=bool(self.fitness))
 
 
 def worker_fingerprint(spec: WorkerSpec, environment: Mapping[str, str], token: str, python: str, folder: Path) -> str:
-    """The same for two specs that the same process would do for: equal place, service and arguments, the same
-    interpreter, folder and environment, whatever the name. Keyed, as an environment has secrets."""
+    """Equal for two specs that one process can serve: same role, rank, service, arguments, interpreter, folder and
+    environment; the name does not count. It is keyed with the token because environments contain secrets."""
     own = {
         name: value
         for name, value in environment.items()
@@ -84,7 +86,7 @@ def worker_fingerprint(spec: WorkerSpec, environment: Mapping[str, str], token: 
 
 
 START_CALL_ID = 0
-"""The id of the service's construction (and renewal), which is answered like a call."""
+"""The id of the service's construction (and renewal), whose result is sent like that of a call."""
 
 _LENGTH = struct.Struct("<I")
 _ALIGN = 64
@@ -97,23 +99,23 @@ class CallMessage(msgspec.Struct, tag=1, array_like=True):
     method: str
     concurrent: bool
     arrived: list[int] = []
-    """These answers need not be kept, as in `AckMessage`."""
+    """Ids of results that the worker need not keep any longer, as in `AckMessage`."""
 
 
 class AckMessage(msgspec.Struct, tag=2, array_like=True):
-    """Controller to worker: these answers have arrived and need not be kept."""
+    """Controller to worker: these results have arrived and need not be kept."""
 
     ids: list[int]
 
 
 class LeaveMessage(msgspec.Struct, tag=3, array_like=True):
-    """Controller to worker: finish the running call, close the service, end."""
+    """Controller to worker: finish the running call, close the service, exit."""
 
     why: str
 
 
 class ResumeMessage(msgspec.Struct, tag=4, array_like=True):
-    """Worker to controller, first on every connection: the last id received."""
+    """Worker to controller, first on every connection: the last id that it received."""
 
     received: int
     pid: int
@@ -137,13 +139,13 @@ class FailureMessage(msgspec.Struct, tag=6, array_like=True):
 
 
 class HeartbeatMessage(msgspec.Struct, tag=7, array_like=True):
-    """Worker to controller, about once a second while it has work: how far it is."""
+    """Worker to controller, about once a second while it has work: its progress."""
 
     moves: int
-    """`Beacon.moves`: changes with every progress counter and stage."""
+    """`Beacon.moves`: grows with every progress counter and stage."""
     stage: str
     wait: str
-    """The wait the worker's main thread is in, empty when it is in none."""
+    """What the worker's main thread waits for; empty when it waits for nothing."""
 
 
 ToWorker = CallMessage | AckMessage | LeaveMessage
@@ -155,7 +157,7 @@ _to_controller = msgspec.msgpack.Decoder(ToController)
 
 
 def call_id_base(generation: int) -> int:
-    """The id before that of a controller's first call."""
+    """The id before that of the first call of a controller."""
     return generation << 32
 
 
@@ -174,11 +176,11 @@ def queue_message(
     lost: Callable[[Connection, str], None],
     wake: Callable[[], None],
 ) -> None:
-    """Queues a frame, if there is a connection, and writes what goes at once.
+    """Queues a frame, if there is a connection, and writes what fits at once.
 
     Args:
-        lost: is told of a connection that broke, and why.
-        wake: rouses the thread that writes the rest, or dials again.
+        lost: called with a connection that broke, and the reason.
+        wake: wakes the thread that writes the rest or reconnects.
     """
     if connection is None:
         return
@@ -192,13 +194,13 @@ def queue_message(
 
 
 def unpack_to_worker(frame: bytearray) -> tuple[ToWorker, memoryview]:
-    """Raises ValueError (msgspec's included) for a frame that is none of ours."""
+    """Raises ValueError (msgspec's included) for a malformed frame."""
     body, payload = _split_frame(frame)
     return _to_worker.decode(body), payload
 
 
 def unpack_to_controller(frame: bytearray) -> tuple[ToController, memoryview]:
-    """Raises ValueError (msgspec's included) for a frame that is none of ours."""
+    """Raises ValueError (msgspec's included) for a malformed frame."""
     body, payload = _split_frame(frame)
     return _to_controller.decode(body), payload
 
@@ -206,7 +208,7 @@ def unpack_to_controller(frame: bytearray) -> tuple[ToController, memoryview]:
 def _split_frame(frame: bytearray) -> tuple[memoryview, memoryview]:
     view = memoryview(frame)
     if len(view) < _LENGTH.size:
-        raise ValueError("the frame is cut")
+        raise ValueError("the frame is truncated")
     (length,) = _LENGTH.unpack_from(view)
     end = _LENGTH.size + length
     return view[_LENGTH.size : end], view[end + -end % _ALIGN :]

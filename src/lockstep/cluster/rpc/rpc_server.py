@@ -22,7 +22,7 @@ TICK_S = 0.5
 
 
 class RpcServer:
-    """One listener, one thread, all workers of a run. `tick` is called in it twice a second."""
+    """One listener and one thread for all workers of a run. The thread calls `tick` twice a second."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class RpcServer:
         self._tick = tick
         self._workers: dict[str, RemoteWorker] = {}
         self._given_up: set[str] = set()
-        """Those that may live on where nothing is heard of them."""
+        """Workers that were declared dead while unreachable, and may still run."""
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
@@ -47,9 +47,9 @@ class RpcServer:
         self._selector.register(self._wake_in, selectors.EVENT_READ)
         self._connections: set[Connection] = set()
         self._writing: set[Connection] = set()
-        """Those that the selector watches for room to write."""
-        self._restless: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        """Those with something left to write, or closed: there may be thousands, and few are either at a time."""
+        """Connections that the selector watches for room to write."""
+        self._changed: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        """Connections that have data left to write, or are closed: few of possibly thousands at a time."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="lockstep-hub", daemon=True)
         self._thread.start()
@@ -70,42 +70,42 @@ class RpcServer:
             del self._workers[worker.name]
 
     def give_up(self, worker: RemoteWorker) -> None:
-        """Nothing is heard of its node: its calls fail, and should it come again, it is sent away. In the hub's
-        thread."""
+        """Declares a worker dead whose node is unreachable: its calls fail, and it is rejected should it reconnect.
+        Runs in the server's thread."""
         self._given_up.add(worker.name)
-        worker.die(None)
+        worker.mark_dead(None)
 
-    def ended(self, name: str, pid: int, exit_code: int | None, said: str = "") -> None:
-        """A worker has ended, and its log with `await_ranks_answer_reader`: what it answered last is heard, then its
-        calls fail. From any thread."""
+    def worker_ended(self, name: str, pid: int, exit_code: int | None, log_end: str = "") -> None:
+        """Handles the end of a worker, whose log ends with `log_end`: its last results are read, then its open calls
+        fail. Any thread may call."""
 
-        def bury() -> None:
+        def mark_dead() -> None:
             worker = self._workers.get(name)
             if worker is not None and worker.pid == pid:
                 if worker.connection is not None:
                     self._exchange(worker.connection)
-                worker.die(exit_code, said)
+                worker.mark_dead(exit_code, log_end)
 
-        self._jobs.put(bury)
+        self._jobs.put(mark_dead)
         self.wake()
 
-    def restless(self, worker: RemoteWorker, connection: Connection | None) -> None:
-        """Has the thread look at a connection with something left to write, or closed. From any thread."""
+    def connection_changed(self, worker: RemoteWorker, connection: Connection | None) -> None:
+        """Has the thread handle a connection that has data left to write, or is closed. Any thread may call."""
         if connection is not None:
-            self._restless.put(connection)
+            self._changed.put(connection)
         self.wake()
 
     def wake(self) -> None:
-        """Has the thread look at its jobs."""
+        """Wakes the thread, which then runs its queued jobs."""
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_out.send(b"\0")
 
     def close(self) -> None:
-        """Ends the thread, the listener and all connections. Idempotent."""
+        """Stops the thread, the listener and all connections. Idempotent."""
         self._closed = True
         self.wake()
         if threading.current_thread() is not self._thread:
-            waits.join(self._thread, waits_for="hub", why="its thread ends", timeout_s=10.0)
+            waits.join(self._thread, waits_for="RPC server", why="its thread ends", timeout_s=10.0)
 
     def _run(self) -> None:
         try:
@@ -123,9 +123,9 @@ class RpcServer:
                         worker.acknowledge()
         finally:
             if not self._closed:
-                log.critical("the thread that hears the workers ended; every call fails")
+                log.critical("the RPC server's thread ended unexpectedly; all calls fail")
             for worker in self.workers:
-                worker.die(None)
+                worker.mark_dead(None)
             for connection in list(self._connections):
                 connection.close()
             self._listener.close()
@@ -134,42 +134,42 @@ class RpcServer:
     def _serve(self, source: object) -> None:
         if source is self._listener:
             while (connection := self._listener.accept(0)) is not None:
-                self._welcome(connection)
+                self._accept(connection)
         elif source is self._wake_in:
             with contextlib.suppress(BlockingIOError):
                 self._wake_in.recv(4096)
         elif isinstance(source, Connection):
             self._exchange(source)
 
-    def _welcome(self, connection: Connection) -> None:
-        self._watch_writes()  # its descriptor may have been that of a closed one
+    def _accept(self, connection: Connection) -> None:
+        self._watch_writes()  # a closed connection may have had the same descriptor
         worker = self._workers.get(connection.peer.name)
         if worker is None or worker.dead:
-            self._dismiss(connection)
+            self._reject(connection)
             return
         self._connections.add(connection)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _dismiss(self, connection: Connection) -> None:
-        """Who was given up while nothing was heard of it has been replaced, and is to leave."""
+    def _reject(self, connection: Connection) -> None:
+        """A worker that was given up while unreachable has been replaced: it is told to exit."""
         name = connection.peer.name
-        log.warning("%s said hello but is no worker of this run%s", name, " any more" if name in self._given_up else "")
+        log.warning("unknown worker %s connected%s", name, " (it was given up)" if name in self._given_up else "")
         if name in self._given_up:
             with contextlib.suppress(WireError):
-                connection.send(*pack_message(LeaveMessage("it was given up: nothing was heard of it")), timeout_s=0.5)
+                connection.send(*pack_message(LeaveMessage("it was given up while unreachable")), timeout_s=0.5)
         connection.close()
 
     def _watch_writes(self) -> None:
-        """Asks to be told when a connection with something left to write takes more; forgets closed ones."""
-        while not self._restless.empty():
-            connection = self._restless.get_nowait()
+        """Watches connections that have data left to write; drops closed ones."""
+        while not self._changed.empty():
+            connection = self._changed.get_nowait()
             if connection.closed:
-                self._forget(connection)
+                self._drop(connection)
             elif connection in self._connections:
                 self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Has the selector watch what matters now."""
+        """Updates the events for which the selector watches a connection."""
         if connection.pending == (connection in self._writing):
             return
         (self._writing.add if connection.pending else self._writing.discard)(connection)
@@ -177,7 +177,7 @@ class RpcServer:
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.modify(connection, events)
 
-    def _forget(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         if connection not in self._connections:
             return
         self._connections.discard(connection)
@@ -186,10 +186,10 @@ class RpcServer:
             self._selector.unregister(connection)
         worker = self._workers.get(connection.peer.name)
         if worker is not None:
-            worker.lost(connection)
+            worker.connection_lost(connection)
 
     def _exchange(self, connection: Connection) -> None:
-        """Hears everything that is there, and writes what goes."""
+        """Reads all messages that have arrived, and writes what fits."""
         worker = self._workers.get(connection.peer.name)
         try:
             for frame in connection.frames():
@@ -197,11 +197,11 @@ class RpcServer:
                     break
                 message, payload = unpack_to_controller(frame)
                 if worker.connection is not connection and not isinstance(message, ResumeMessage):
-                    raise ValueError(f"said {type(message).__name__} on a connection that is not its own")
-                worker.hear(connection, message, payload)
+                    raise ValueError(f"{type(message).__name__} on a connection that is not the worker's current one")
+                worker.handle_message(connection, message, payload)
             connection.flush()
             self._watch(connection)
         except (WireError, ValueError) as error:
             log.debug("%s: %s", connection.peer.name, error)
-            self._forget(connection)
+            self._drop(connection)
             connection.close()

@@ -1,8 +1,8 @@
 """The worker's main thread: constructs the service and runs its calls in the order of their submission.
 
-Between calls it runs the service's `background()`, again and again while that returns True, so that an engine can
-decode between two messages. A call that arrives waits for one turn of it at most. A service that another controller
-may take over has a `renew()`, which forgets all that the first one asked for.
+Between calls it runs the service's `background()` as long as that returns True, so that an engine can decode between
+two messages. An arriving call waits for one turn of it at most. A service that a deferred controller may adopt has a
+`renew()`, which drops everything that the first controller requested.
 """
 
 import importlib
@@ -26,45 +26,45 @@ from lockstep.watch.recorder import recorder
 log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
-"""How long an idle service waits before `background()` is asked again whether it has work."""
+"""How long an idle service waits before `background()` is called again."""
 
 
 class ServiceInterrupted(BaseException):
-    """Raised in the main thread by SIGTERM: the process ends in order, whatever it is in."""
+    """Raised in the main thread by SIGTERM: the process exits in order, whatever it is doing."""
 
 
 class NotRenewable(RuntimeError):
-    """A worker that its run's next controller cannot use."""
+    """The run's next controller cannot use this worker."""
 
 
 class ResultSink(Protocol):
-    """Where answers go."""
+    """Receives results."""
 
     def answer(self, message: ResultMessage | FailureMessage, payload: Payload = b"") -> None: ...
 
 
 class ServiceRunner:
-    """A service, its queue of calls, and the loop that serves them."""
+    """A service, its queue of calls, and the loop that runs them."""
 
     def __init__(self, construct: Callable[[], object], answers: ResultSink) -> None:
         self._construct, self._answers = construct, answers
         self._object: object | None = None
-        self._built = 0.0
-        """When it was, in seconds since the epoch."""
+        self._built_at = 0.0
+        """Unix time of the construction, in seconds."""
         self._calls: deque[tuple[CallMessage, memoryview]] = deque()
         self._changed = threading.Condition()
         self._broken: FailureMessage | None = None
-        self._owed: set[DeferredResult[Any]] = set()
-        """Answers that come later."""
+        self._deferred: set[DeferredResult[Any]] = set()
+        """Results that are still to come."""
         self._leaving = ""
         self._renewing = False
         self._interruptible = False
         self.running = ""
-        """The method under way, or `run_training`, or `background`; empty while idle."""
+        """The running method, or `start`, or `background`; empty while idle."""
 
     @property
     def busy(self) -> bool:
-        """Whether there is work whose progress somebody may wait for."""
+        """Whether there is work whose progress a caller may wait for."""
         return bool(self.running or self._calls or self._renewing)
 
     @property
@@ -72,7 +72,7 @@ class ServiceRunner:
         return bool(self._leaving)
 
     def deliver(self, call: CallMessage, arguments: memoryview) -> None:
-        """Takes a call, from the I/O thread: queued, or answered here and now when it is concurrent."""
+        """Accepts a call, from the I/O thread: queues it, or runs it immediately when it is concurrent."""
         if self._object is not None and self._is_concurrent(call):
             self._answer(call, arguments, beside=True)
             return
@@ -81,34 +81,34 @@ class ServiceRunner:
             self._changed.notify()
 
     def renew(self) -> None:
-        """Another controller has come: calls of the one before that have not begun are dropped, and before anything
-        else is done the service is renewed, which is answered as its start was. From the I/O thread."""
+        """Handles a change of controller: queued calls of the previous one are dropped, then the service is renewed,
+        which is acknowledged as its start was. Called from the I/O thread."""
         with self._changed:
             self._calls.clear()
             self._renewing = True
             self._changed.notify()
 
     def leave(self, why: str) -> None:
-        """Ends the loop after the running call. From any thread."""
+        """Stops the loop after the running call. Any thread may call."""
         with self._changed:
             self._leaving = self._leaving or why
             self._changed.notify()
 
     def interrupt(self, why: str) -> None:
-        """Ends the loop, and the running call at its next Python instruction. From a signal handler only."""
+        """Stops the loop, and the running call at its next Python instruction. From a signal handler only."""
         self._leaving = self._leaving or why
         if self._interruptible:
             self._interruptible = False
             raise ServiceInterrupted
 
     def run(self) -> None:
-        """The life of the service. Returns when it is to leave; the service is closed then."""
+        """Runs the service until it is told to leave, then closes it."""
         try:
             self._interruptible = True
             if not self._leaving:
                 self._start()
             while not self._leaving:
-                self._turn()
+                self._run_once()
         except ServiceInterrupted:
             log.info("interrupted in %s", self.running or "the idle loop")
         finally:
@@ -119,17 +119,17 @@ class ServiceRunner:
         self.running = "start"
         try:
             self._object = self._construct()
-            self._built = time.time()
+            self._built_at = time.time()
         except Exception as error:  # noqa: BLE001 - whatever a constructor raises travels to the controller
             self._broken = failure_message(START_CALL_ID, error)
             self._answers.answer(self._broken)
         else:
-            if not self._renewing:  # which is answered as well
+            if not self._renewing:  # the renewal sends a result as well
                 self._answers.answer(ResultMessage(START_CALL_ID))
         self.running = ""
 
-    def _turn(self) -> None:
-        """One call, or one turn of the background work, or a wait for either."""
+    def _run_once(self) -> None:
+        """Runs one call or one turn of the background work, or waits for either."""
         if self._renewing:
             self._renew()
             return
@@ -139,46 +139,47 @@ class ServiceRunner:
         background = getattr(self._object, "background", None)
         if background is None or self._broken is not None:
             self._idle(60.0)
-        elif not self._advance(background):
+        elif not self._run_background(background):
             self.running = ""
             self._idle(IDLE_POLL_S)
 
     def _renew(self) -> None:
         self.running, self._renewing = "renew", False
-        self._owed.clear()
+        self._deferred.clear()
         try:
             if self._broken is None:
-                _renew_method(self._object, self._built)()
+                _renew_method(self._object, self._built_at)()
         except Exception as error:  # noqa: BLE001 - whatever it raises travels to the controller
             self._broken = failure_message(START_CALL_ID, error)
         self._answers.answer(self._broken or ResultMessage(START_CALL_ID))
         self.running = ""
 
-    def _advance(self, background: Callable[[], bool]) -> bool:
+    def _run_background(self, background: Callable[[], bool]) -> bool:
         self.running = self.running or "background"
         try:
             return background()
         except Exception as error:
             log.exception("background work failed, the service is broken")
             self._broken = failure_message(START_CALL_ID, error)
-            for later in list(self._owed):
-                later.fail(error)
+            for deferred in list(self._deferred):
+                deferred.fail(error)
             return False
 
     def _idle(self, seconds: float) -> None:
         with self._changed:
-            if self._called:
+            if self._has_work:
                 return
             try:
                 waits.condition(
-                    self._changed, lambda: self._called, waits_for="controller", why="the next call", timeout_s=seconds,
+                    self._changed, lambda: self._has_work, waits_for="controller", why="the next call",
+                    timeout_s=seconds,
                     notice_after_s=None,
                 )  # fmt: skip
             except WaitTimeout:
                 return
 
     @property
-    def _called(self) -> bool:
+    def _has_work(self) -> bool:
         return bool(self._calls or self._leaving or self._renewing)
 
     def _answer(self, call: CallMessage, arguments: memoryview, beside: bool = False) -> None:
@@ -189,7 +190,7 @@ class ServiceRunner:
         except Exception as raised:  # noqa: BLE001 - whatever a call raises travels to the controller
             error = recorder.translate_error(raised)
             if isinstance(error, CollectiveStalled):
-                log.warning("%s was ended: %s", call.method, error)
+                log.warning("%s was aborted: %s", call.method, error)
             answer = failure_message(call.id, error), b""
         if not beside:
             self.running = ""
@@ -199,30 +200,30 @@ class ServiceRunner:
     def _execute(
         self, call: CallMessage, arguments: memoryview, broken: FailureMessage | None
     ) -> tuple[ResultMessage | FailureMessage, Payload] | None:
-        """The answer, None where it comes later."""
+        """The result; None where it is deferred."""
         if broken is not None:
             return FailureMessage(call.id, broken.kind, broken.message, broken.traceback, broken.code), b""
         method = self._method(call)
         signature = signature_of(method)
         value = method(self._object, **signature.decode_arguments(arguments))
         if isinstance(value, DeferredResult):
-            later = value
-            self._owed.add(later)
-            later.when_over(lambda value, error: self._late(call, signature, later, value, error))
+            deferred = value
+            self._deferred.add(deferred)
+            deferred.on_settled(lambda value, error: self._send_deferred(call, signature, deferred, value, error))
             return None
         return ResultMessage(call.id), signature.encode_result(value)
 
-    def _late(
+    def _send_deferred(
         self,
         call: CallMessage,
         signature: MethodSignature,
-        later: DeferredResult[Any],
+        deferred: DeferredResult[Any],
         value: Any,
         error: Exception | None,
     ) -> None:
-        if later not in self._owed:  # whom it was for has gone
+        if deferred not in self._deferred:  # its caller is gone
             return
-        self._owed.discard(later)
+        self._deferred.discard(deferred)
         if error is None:
             try:
                 self._answers.answer(ResultMessage(call.id), signature.encode_result(value))
@@ -253,7 +254,7 @@ class ServiceRunner:
 
 
 def _renew_method(service: object, since: float) -> Callable[[], None]:
-    """What renews a service. Raises NotRenewable where nothing does, or its code is not what is on disk any more."""
+    """The service's `renew`. Raises NotRenewable where there is none, or its code on disk has changed."""
     renew = getattr(service, "renew", None)
     if renew is None:
         raise NotRenewable(f"{type(service).__qualname__} has no renew()")
@@ -264,7 +265,7 @@ def _renew_method(service: object, since: float) -> Callable[[], None]:
 
 
 def failure_message(call: int, error: BaseException) -> FailureMessage:
-    """An exception as it travels: its type's name, message, traceback (without this room's own frames) and code."""
+    """An exception in its wire form: type name, message, traceback (without this file's frames) and code."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     trace = error.__traceback__

@@ -1,8 +1,8 @@
 """`python -m lockstep.cluster.rpc.worker_main`: a process that hosts one service, its redacted log and its allocator.
 
-Its manifest is a JSON file that `LOCKSTEP_WORKER` names; the run's token is in `LOCKSTEP_TOKEN`. Neither is an argument,
-which other users could read. The controller's address is in the run's shared memory (`Leader`). stdout and stderr are
-the worker's log; SIGUSR1 writes all stacks to it.
+Its manifest is a JSON file that `LOCKSTEP_WORKER` names; the run's token is in `LOCKSTEP_TOKEN`. Neither is an
+argument, which other users could read. The controller's address is in the run's shared memory (`Leader`). stdout and
+stderr are the worker's log; SIGUSR1 writes all stacks to it.
 """
 
 import ctypes
@@ -69,7 +69,8 @@ class RedactedStream(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Also writes an unfinished line, as progress bars need. A secret that is split between two pieces is not found."""
+        """Also writes an unfinished line, as progress bars need. A secret that is split between two pieces is not
+        found."""
         rest = getattr(self._unfinished, "text", "")
         if rest:
             self._unfinished.text = ""

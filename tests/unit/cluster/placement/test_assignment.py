@@ -230,7 +230,7 @@ def test_what_would_fit_does(asked: tuple[int, int, int]) -> None:
 def test_memory_counts() -> None:
     wanted = [ProcessRequest(f"policy-{n}", "policy", n, 1, memory=3 << 30) for n in range(3)]
     check(assign(wanted, PlacementConfig(), [node(0, memory=6 << 30), node(1)]), wanted, [])
-    with pytest.raises(DoesNotFit, match=r"3.0 GiB of memory.*9.0 GiB are asked.*6.0 GiB"):
+    with pytest.raises(DoesNotFit, match=r"3.0 GiB of memory.*9.0 GiB in all.*6.0 GiB"):
         assign(wanted, PlacementConfig(), [node(0, memory=6 << 30)])
 
 
@@ -238,7 +238,7 @@ def test_where_there_are_no_gpus_nobody_speaks_of_them() -> None:
     with pytest.raises(DoesNotFit) as caught:
         assign(run(5, gpus=False), PlacementConfig(), [node(0, 4, 0)])
     assert str(caught.value) == (
-        "policy-4 (1 CPU) has no place beside the others: in all 5 CPUs are asked for, and 1 node has 4 CPUs, the "
+        "policy-4 (1 CPU) does not fit beside the others: the run needs 5 CPUs in all, and 1 node has 4 CPUs, the "
         "largest (node-0) 4 CPUs. Would fit: trainer.ranks=4, or placement.policy.cpus=0.5"
     )
 

@@ -95,13 +95,13 @@ def test_what_others_take_meanwhile_is_looked_for_again(told: Any) -> None:
     assert places.of("policy-3") == ProcessPlacement("a", ("3",))
     assert told(logging.WARNING) == [
         "nobody says", "others have taken it",
-        "policy-0..3: on a (a), which has 4 of 64 CPUs and 4 of 4 GPUs for them",
+        "reserved for policy-0..3 on a (a): 4 of 64 CPUs and 4 of 4 GPUs",
     ]  # fmt: skip
 
 
 def test_where_nobody_waited_the_places_are_noted(told: Any) -> None:
     settled(Ground(a=4), run(1, 1))
-    assert told(logging.INFO) == ["policy-0, engine-0: on a (a), which has 2 of 64 CPUs and 2 of 4 GPUs for them"]
+    assert told(logging.INFO) == ["reserved for policy-0, engine-0 on a (a): 2 of 64 CPUs and 2 of 4 GPUs"]
     assert not told(logging.WARNING)
 
 

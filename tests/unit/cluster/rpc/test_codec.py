@@ -1,4 +1,4 @@
-"""Values survive the wire, large arrays without copies, and what cannot travel is named."""
+"""Values survive the wire, large arrays without copies, and what cannot be sent is named."""
 
 import contextlib
 import math
@@ -188,8 +188,8 @@ def test_results_are_typed() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        (([], object()), {}, "loss: builtins.object cannot travel"),
-        (([Leaf(np.array([object()]), "stop")], Sum()), {}, "batch: an array of object cannot travel"),
+        (([], object()), {}, "loss: builtins.object cannot be sent"),
+        (([Leaf(np.array([object()]), "stop")], Sum()), {}, "batch: an array of object cannot be sent"),
         (([], Sum()), {"n": 2**70}, "n: "),
     ],
 )

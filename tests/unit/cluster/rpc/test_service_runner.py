@@ -37,7 +37,7 @@ def test_an_answer_that_is_late_is_for_who_asked() -> None:
     def ask(number: int) -> None:
         arguments = memoryview(bytes(signature_of(Slow.ask).encode_arguments((number,), {})))
         service.deliver(CallMessage(number, "ask", False, []), arguments)
-        service._turn()
+        service._run_once()
 
     service._start()
     ask(7)
@@ -45,7 +45,7 @@ def test_an_answer_that_is_late_is_for_who_asked() -> None:
     assert told.ids == [START_CALL_ID, 7]
     ask(8)
     service.renew()
-    service._turn()
+    service._run_once()
     assert told.ids == [START_CALL_ID, 7, START_CALL_ID], "number 8 was of another generation"
     ask(9)
     slow.asked[-1].settle(1)

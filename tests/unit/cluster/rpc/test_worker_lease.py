@@ -216,7 +216,7 @@ def test_a_worker_leaves_in_order_when_its_controller_is_gone(tmp_path: Path, st
         line.connection.close()
         assert process.wait(5) == 75
     log = (tmp_path / "log").read_text()
-    assert "leaving: the controller is gone" in log
+    assert "exiting: the controller has been gone for" in log
     assert "service closed" in log
 
 
@@ -233,7 +233,7 @@ def test_a_blocked_main_thread_does_not_keep_an_orphan(tmp_path: Path, stranger:
         began = time.monotonic()
         assert process.wait(8) == 75
         assert time.monotonic() - began < 5
-    assert "its main thread did not come back" in (tmp_path / "log").read_text()
+    assert "its main thread did not return" in (tmp_path / "log").read_text()
 
 
 def test_an_orphan_has_its_grace(tmp_path: Path, stranger: subprocess.Popen) -> None:
@@ -429,7 +429,7 @@ def test_sigusr1_writes_all_stacks_into_the_log(tmp_path: Path) -> None:
         time.sleep(0.3)
         log = (tmp_path / "log").read_text()
         assert "in nap" in log
-        assert "uplink.py" in log
+        assert "controller_connection.py" in log
         assert process.poll() is None
 
 

@@ -9,7 +9,7 @@ from lockstep.cluster.placement.bundles import ProcessRequest
 from lockstep.config.cluster import PlacementConfig
 
 if find_spec("ray") is None:
-    pytest.skip("needs the extra `ray_choice`", allow_module_level=True)
+    pytest.skip("needs the extra `ray`", allow_module_level=True)
 
 from lockstep.cluster.ray.ray_reattach import STATE_FILE, PlacedResources, RayRunState
 
@@ -24,10 +24,10 @@ def engines(count: int, gpus: int = 1) -> list[ProcessRequest]:
     ("now", "placement", "why"),
     [
         (engines(2), PlacementConfig(), None),
-        (engines(4), PlacementConfig(), "has also engine-2..3"),
-        (engines(1), PlacementConfig(), "has no more engine-1"),
-        (engines(2, gpus=2), PlacementConfig(), "has other CPUs or GPUs for engine-0..1"),
-        (engines(2), PlacementConfig(strategy="spread"), "its placement is another one"),
+        (engines(4), PlacementConfig(), "also has engine-2..3"),
+        (engines(1), PlacementConfig(), "no longer has engine-1"),
+        (engines(2, gpus=2), PlacementConfig(), "has different CPUs or GPUs for engine-0..1"),
+        (engines(2), PlacementConfig(strategy="spread"), "its placement has changed"),
     ],
     ids=["same", "more", "fewer", "wider", "placement"],
 )

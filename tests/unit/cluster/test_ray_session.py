@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 if find_spec("ray") is None:
-    pytest.skip("needs the extra `ray_choice`", allow_module_level=True)
+    pytest.skip("needs the extra `ray`", allow_module_level=True)
 
 from ray.exceptions import RayError
 
@@ -22,5 +22,5 @@ def fail(text: str) -> None:
 @pytest.mark.parametrize(("text", "told"), [("\nthe head is gone\nadvice", "the head is gone"), ("", "RayError")])
 def test_an_error_of_rays_is_told_in_a_line(text: str, told: str) -> None:
     """Also one that has no text, as some of Ray's have."""
-    with pytest.raises(RayUnresponsive, match=rf"^Ray does not say \(nodes\): {told}$"):
+    with pytest.raises(RayUnresponsive, match=rf"^Ray call failed \(nodes\): {told}$"):
         ray_call(lambda: fail(text), "nodes")
